@@ -1,0 +1,1 @@
+"""The client's side: how it trains and what it brings."""

@@ -1,0 +1,96 @@
+"""SCAFFOLD's control variates, client half; and MOON's memory of the last model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from fedfuse.core.messages import Brief, Flaw, Form
+from fedfuse.core.params import Params
+from fedfuse.core.posterior import Geometry
+from fedfuse.core.settings import Optimizer
+from fedfuse.core.state import Local, filed, part
+
+
+def walked(steps: int, momentum: float) -> float:
+    """Gradients' worth of a local walk: a = (τ − ρ(1−ρ^τ)/(1−ρ)) / (1−ρ), which is τ without momentum.
+
+    With a constant gradient g, τ steps of momentum SGD move the weights by −η·a·g (FedNova's normaliser).
+
+    Example:
+        >>> walked(5, 0.0), round(walked(2, 0.5), 3)
+        (5.0, 2.5)
+    """
+    rho = momentum
+    return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+
+
+@dataclass(frozen=True, slots=True)
+class ControlDelta:
+    """SCAFFOLD's client half, option II: c_k⁺ = c_k − c + (w₀ − w_k)/(η a), and Δc = c_k⁺ − c_k is sent.
+
+    `a` counts the steps, momentum included (see `walked`); both variates start at zero. It touches the trainable
+    weights only: buffers have no gradient to control.
+    """
+
+    name: ClassVar[str] = "control"
+    reveals: ClassVar[str] = "mean gradient of the client's rows"
+
+    def __call__(self, local: Local) -> Params:
+        """The change of this client's control variate, which it also remembers."""
+        scale = local.lr * walked(local.steps, _momentum(local.settings.optimizer)) if local.steps else 0.0
+        theirs, mine = part(local.brief.memory, self.name), local.recall(self.name)
+        delta = {}
+        for name, weight in local.live.items():
+            zero = torch.zeros_like(weight, device="cpu")
+            drift = (local.anchor[name] - weight.detach()).cpu() / scale if scale else theirs.get(name, zero)
+            delta[name] = drift - theirs.get(name, zero)
+            mine[name] = mine.get(name, zero) + delta[name]
+        local.memory.update(filed(self.name, mine))
+        return filed(self.name, delta)
+
+    def expects(self, brief: Brief) -> Mapping[str, Form]:
+        """One tensor per trainable weight, of its form."""
+        trainable = brief.spec.layout.with_role("weight", "bias", "norm")
+        return {f"{self.name}/{n}": Form.of(brief.params[n]) for n in trainable}
+
+    def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
+        """Any finite value will do."""
+        return None
+
+    def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature
+        """Says nothing about the posterior."""
+        return None
+
+
+def _momentum(optimizer: Optimizer) -> float:
+    return optimizer.momentum if optimizer.name == "sgd" else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """MOON: keep this round's model for the next; send nothing."""
+
+    name: ClassVar[str] = "last"
+    reveals: ClassVar[str] = ""
+
+    def __call__(self, local: Local) -> Params:
+        """Nothing for the server; the model goes into the client's memory."""
+        state = {n: t.detach() for n, t in local.module.state_dict().items()}
+        local.memory.update(filed(self.name, state))
+        return {}
+
+    def expects(self, brief: Brief) -> Mapping[str, Form]:  # noqa: ARG002 - the seam's signature
+        """No notes."""
+        return {}
+
+    def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
+        """Nothing to check."""
+        return None
+
+    def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature
+        """Says nothing about the posterior."""
+        return None

@@ -1,0 +1,43 @@
+"""How many rows of each class a client has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from fedfuse.core.messages import Brief, Flaw, Form
+from fedfuse.core.params import Params
+from fedfuse.core.posterior import Geometry
+from fedfuse.core.state import Local
+
+
+@dataclass(frozen=True, slots=True)
+class LabelCounts:
+    """The client's label histogram, as whole numbers that sum to its mass."""
+
+    name: ClassVar[str] = "counts"
+    reveals: ClassVar[str] = "how many rows of each class the client has"
+
+    def __call__(self, local: Local) -> Params:
+        """Rows per class."""
+        return {"counts/labels": local.rows.counts(local.brief.classes).cpu()}
+
+    def expects(self, brief: Brief) -> Mapping[str, Form]:
+        """One whole number per class."""
+        return {"counts/labels": Form((brief.classes,), torch.int64)}
+
+    def check(self, notes: Params, mass: float) -> Flaw | None:
+        """Counts are not negative and sum to the mass."""
+        counts = notes["counts/labels"]
+        if (counts < 0).any():
+            return Flaw("counts/labels", int(counts.min()), "whole numbers ≥ 0")
+        if int(counts.sum()) != mass:
+            return Flaw("counts/labels", f"a sum of {int(counts.sum())}", f"the mass {mass:g}")
+        return None
+
+    def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature
+        """Says nothing about the posterior."""
+        return None

@@ -1,0 +1,83 @@
+"""Local losses: each adds its term to a base objective, so terms compose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedfuse.core.recipe import Batch, CrossEntropy, Objective
+from fedfuse.core.state import Local, part, representation
+
+
+@dataclass(frozen=True, slots=True)
+class Proximal:
+    """FedProx's pull towards the global model: base + μ/2 ‖w − w_global‖²."""
+
+    mu: float
+    base: Objective = field(default_factory=CrossEntropy)
+
+    def __call__(self, local: Local, batch: Batch) -> Tensor:
+        """The base loss and the quadratic term."""
+        loss = self.base(local, batch)
+        if self.mu == 0:
+            return loss
+        away = torch._foreach_sub(list(local.live.values()), list(local.anchor.values()))
+        return loss + self.mu / 2 * torch.stack([(d * d).sum() for d in away]).sum()
+
+
+@dataclass(frozen=True, slots=True)
+class Controlled:
+    """SCAFFOLD's correction as a linear term of the loss: base + ⟨c − c_k, w⟩.
+
+    Its gradient is c − c_k, so the training loop needs no special case. Both control variates start at zero.
+    """
+
+    base: Objective = field(default_factory=CrossEntropy)
+
+    def __call__(self, local: Local, batch: Batch) -> Tensor:
+        """The base loss and the linear term; nothing is added while both variates are zero."""
+        loss = self.base(local, batch)
+        pull = local.once("control", _control_gap)
+        return loss + sum((pull[n] * w).sum() for n, w in local.live.items() if n in pull)
+
+
+def _control_gap(local: Local) -> dict[str, Tensor]:
+    theirs, mine = part(local.brief.memory, "control"), local.recall("control")
+    names = theirs.keys() | mine.keys()
+    zero = torch.zeros(())
+    return {n: (theirs.get(n, zero) - mine.get(n, zero)).to(local.settings.device) for n in local.live if n in names}
+
+
+@dataclass(frozen=True, slots=True)
+class Contrastive:
+    """MOON's term: be near the global model's representation, far from one's own last one.
+
+    base + μ · mean −log( e^{cos(z, z_global)/T} / (e^{cos(z, z_global)/T} + e^{cos(z, z_last)/T}) ),
+    where z is the input of the last linear layer (the projection, for a network with a head). In a client's first
+    round there is no last model and the term is exactly zero.
+    """
+
+    mu: float
+    temperature: float = 0.5
+    base: Objective = field(default_factory=CrossEntropy)
+
+    def __call__(self, local: Local, batch: Batch) -> Tensor:
+        """The base loss and the contrastive term."""
+        last = local.once("last", lambda at_work: at_work.recall("last"))
+        if not last or self.mu == 0:
+            return self.base(local, batch)
+        x, y = batch
+        if isinstance(self.base, CrossEntropy):  # one forward pass serves both terms
+            logits, z = representation(local.module, x)
+            loss = F.cross_entropy(logits, y)
+        else:
+            loss, z = self.base(local, batch), representation(local.module, x)[1]
+        with torch.no_grad():
+            near = representation(local.frozen("global", local.brief.params), x)[1]
+            far = representation(local.frozen("last", last), x)[1]
+        similar = torch.stack([F.cosine_similarity(z, near), F.cosine_similarity(z, far)], 1)
+        first = torch.zeros(len(y), dtype=torch.int64, device=y.device)
+        return loss + self.mu * F.cross_entropy(similar / self.temperature, first)

@@ -1,0 +1,147 @@
+"""A client's round: see the rows, train, bring evidence. The only training loop there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fedfuse.client.optimise import shape_gradients, stepper
+from fedfuse.core.messages import Brief
+from fedfuse.core.params import Params
+from fedfuse.core.recipe import Batch, Free, Work
+from fedfuse.core.rng import seeded
+from fedfuse.core.rows import Rows
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Local
+from fedfuse.errors import ConfigError
+from fedfuse.wire.codec import decode
+from fedfuse.wire.messages import encode_reply, split
+
+
+class Answer(NamedTuple):
+    """What a client's round gives: the reply's bytes, and what the client remembers for the next."""
+
+    payload: bytes
+    memory: dict[str, Tensor]
+
+
+def client_round(
+    work: Work,
+    brief: Brief,
+    client: str,
+    rows: Rows,
+    *,
+    memory: Params | None = None,
+    seed: int = 0,
+    trained: bytes | None = None,
+) -> Answer:
+    """Do one round at one client; the result is a pure function of the arguments.
+
+    Args:
+        work: the recipe's client half and the settings.
+        brief: what the server said to this client.
+        client: its id, which names its random streams.
+        rows: its own data.
+        memory: what it kept from earlier rounds.
+        seed: the run's seed.
+        trained: a reply to the same brief from the same training without evidence; training is then skipped.
+    """
+    rows = work.view(rows, brief)
+    if not len(rows):
+        raise ConfigError(f"{client} has no rows to train on; give it data or leave it out")
+    local = _sit_down(work, brief, client, rows, dict(memory or {}), seed)
+    with seeded(seed, brief.round, client, "torch"):
+        if trained is None:
+            train(local, work)
+        else:
+            _resume_trained(local, trained)
+        local.module.eval()
+        notes: dict[str, Tensor] = {}
+        for bring in work.evidence:
+            notes.update(bring(local))
+    mean = {n: t.detach() for n, t in local.module.state_dict().items()}
+    facts = {"loss": local.loss}
+    reply = encode_reply(brief, mean, notes, mass=float(len(rows)), steps=local.steps, facts=facts)
+    return Answer(reply, {n: t.detach().cpu().clone() for n, t in local.memory.items()})
+
+
+def train(local: Local, work: Work) -> None:
+    """The loop: for each epoch, for each batch, a gradient of the objective, a step, a projection."""
+    settings, project = work.settings, work.project
+    names, params = list(local.live), list[Tensor](local.live.values())
+    step = stepper(settings.optimizer)
+    local.module.train()
+    for epoch in range(settings.epochs):
+        local.lr = settings.rate(local.brief.round, epoch)
+        total, count = torch.zeros(()), 0
+        for batch in _batches(local, epoch):
+            loss = work.objective(local, batch)
+            grads = list(torch.autograd.grad(loss, params, materialize_grads=True))
+            with torch.no_grad():
+                shape_gradients(params, grads, settings)
+                step(params, grads, local.lr)
+                if not isinstance(project, Free):
+                    for name, value in zip(names, params, strict=True):
+                        value.copy_(project(name, value, local.brief))
+            total += loss.detach().cpu()
+            count += 1
+            local.steps += 1
+            if local.steps == settings.max_steps:
+                break
+        local.loss = float(total) / max(count, 1)
+        if local.steps == settings.max_steps:
+            return
+
+
+def _sit_down(work: Work, brief: Brief, client: str, rows: Rows, memory: dict[str, Tensor], seed: int) -> Local:
+    device = work.settings.device
+    module = _workbench(brief.spec, device)
+    module.load_state_dict(dict(brief.params))
+    module.requires_grad_(True)
+    x, y = rows.x.to(device), rows.y.to(device)
+    if x.ndim == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    return Local(client, brief, Rows(x, y), work.settings, module, memory, seed)
+
+
+@lru_cache(maxsize=4)
+def _workbench(spec: Spec, device: str) -> nn.Module:
+    """One module per network and process; weights come and go by copy."""
+    module = spec.build().to(device)
+    has_images = any(isinstance(m, nn.Conv2d) for m in module.modules())
+    return module.to(memory_format=torch.channels_last) if has_images else module  # type: ignore[call-overload]
+
+
+def _resume_trained(local: Local, trained: bytes) -> None:
+    packet = decode(trained)
+    local.module.load_state_dict(dict(split(packet)[0]))
+    local.steps = int(packet.header["steps"])
+    local.loss = float(packet.header["facts"].get("loss", "nan"))
+    local.lr = local.settings.rate(local.brief.round, local.settings.epochs - 1)
+
+
+def _batches(local: Local, epoch: int) -> Iterator[Batch]:
+    """The rows in a new order, in index batches; a batch of one passes batch norms by their running statistics."""
+    settings, rows = local.settings, local.rows
+    order = torch.randperm(len(rows), generator=local.stream("order", epoch)).to(rows.y.device)
+    draw = local.stream("augment", epoch)
+    for index in order.split(settings.batch_size):
+        if settings.drop_last and len(index) < settings.batch_size:
+            return
+        x = rows.x[index]
+        if settings.augment is not None:
+            x = settings.augment(x, draw)
+        norms = _batch_norms(local.module) if len(index) == 1 else []
+        for norm in norms:
+            norm.eval()
+        yield x, rows.y[index]
+        for norm in norms:
+            norm.train()
+
+
+def _batch_norms(module: nn.Module) -> list[nn.Module]:
+    return [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]

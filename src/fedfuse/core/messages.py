@@ -1,0 +1,173 @@
+"""What is said in a round: the server's Brief, a client's reply, and the Cohort of those admitted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedfuse.core.params import Params
+from fedfuse.core.posterior import Posterior
+from fedfuse.core.spec import Spec
+
+
+class Form(NamedTuple):
+    """The shape and dtype a tensor must have."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form:
+        """The form of a tensor at hand."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+
+class Flaw(NamedTuple):
+    """What is wrong with a piece of evidence, in the door's words."""
+
+    field: str
+    got: object
+    expected: str
+
+
+class Start(NamedTuple):
+    """Where a client begins: a network and its weights."""
+
+    spec: Spec
+    params: Params
+
+
+@dataclass(frozen=True, slots=True)
+class Brief:
+    """All that a client hears from the server in one exchange.
+
+    Attributes:
+        round: counted from 0.
+        spec: the network to train.
+        params: its weights and buffers.
+        memory: server memory the recipe publishes (control variates, masks, …), by name.
+        own: clients that begin elsewhere: another start, another architecture.
+        classes: how many classes there are.
+    """
+
+    round: int
+    spec: Spec
+    params: Params
+    memory: Params = field(default_factory=dict)
+    own: Mapping[str, Start] = field(default_factory=dict)
+    classes: int = 0
+
+    def to(self, client: str) -> Brief:
+        """The brief as this client hears it."""
+        if client not in self.own:
+            return replace(self, own={}) if self.own else self
+        spec, params = self.own[client]
+        return replace(self, spec=spec, params=params, own={})
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What the transport brings back from one client: untrusted bytes (or a file of them), or why there are none.
+
+    `client` is the transport's word for who sent it, never the sender's own.
+    """
+
+    client: str
+    payload: bytes | Path | None
+    dropped: str = ""
+    seconds: float = 0.0
+    remembered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ClientUpdate:
+    """An admitted reply; only the door makes these.
+
+    Attributes:
+        client: who sent it.
+        posterior: the trained weights and their geometry; tensors may live on disk until asked for.
+        mass: how many examples stand behind it.
+        steps: local optimiser steps.
+        notes: further evidence, by name.
+        spec: the network the weights belong to.
+        facts: small numbers for the ledger (loss, …).
+    """
+
+    client: str
+    posterior: Posterior
+    mass: float
+    steps: int
+    spec: Spec
+    notes: Params = field(default_factory=dict)
+    facts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Cohort:
+    """The admitted updates of one round in client order, to be read one update or one tensor at a time.
+
+    Example:
+        >>> spec = Spec("mlp")
+        >>> one = ClientUpdate("a", Posterior({"w": torch.ones(2)}), 1.0, 1, spec)
+        >>> cohort = Cohort.of([replace(one, client="b", mass=3.0), one])
+        >>> cohort.clients, cohort.weights.tolist(), tuple(cohort.stack("w").shape)
+        (('a', 'b'), [0.25, 0.75], (2, 2))
+    """
+
+    updates: tuple[ClientUpdate, ...]
+
+    @classmethod
+    def of(cls, updates: list[ClientUpdate] | tuple[ClientUpdate, ...]) -> Cohort:
+        """Put the updates in client order, whoever answered first."""
+        return cls(tuple(sorted(updates, key=lambda u: client_order(u.client))))
+
+    def __iter__(self) -> Iterator[ClientUpdate]:
+        return iter(self.updates)
+
+    def __len__(self) -> int:
+        return len(self.updates)
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Client ids in order."""
+        return tuple(u.client for u in self.updates)
+
+    @property
+    def masses(self) -> Tensor:
+        """Examples behind each update, float64."""
+        return torch.tensor([u.mass for u in self.updates], dtype=torch.float64)
+
+    @property
+    def weights(self) -> Tensor:
+        """Each client's share of the examples: f_k = n_k / Σ n."""
+        return self.masses / self.masses.sum()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tensors every update has."""
+        return tuple(self.updates[0].posterior.mean)
+
+    def tensors(self, name: str) -> Iterator[Tensor]:
+        """One tensor across clients, one client at a time."""
+        return (u.posterior.mean[name] for u in self.updates)
+
+    def stack(self, name: str) -> Tensor:
+        """One tensor across clients, stacked in client order."""
+        return torch.stack(list(self.tensors(name)))
+
+
+def client_order(client: str) -> list[tuple[int, str]]:
+    """Sort key that puts site-2 before site-10.
+
+    Example:
+        >>> sorted(["site-10", "site-2"], key=client_order)
+        ['site-2', 'site-10']
+    """
+    parts = re.findall(r"\d+|\D+", client)
+    return [(int(p), "") if p.isdecimal() and len(p) < 19 else (-1, p) for p in parts]

@@ -1,0 +1,222 @@
+"""Params, and the Layout that says what each tensor of a model is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+Params: TypeAlias = Mapping[str, Tensor]
+Role: TypeAlias = Literal["weight", "bias", "norm", "statistic", "counter"]
+
+_NORMS = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.GroupNorm,
+    nn.LayerNorm,
+)
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A weight with its bias, and everything that lives off it.
+
+    Attributes:
+        name: the module's path.
+        kind: "linear", "conv", or "other" (an embedding, a token, …).
+        weight: the weight's name.
+        bias: the bias's name, if there is one.
+        followers: normalisation parameters and statistics that act on this layer's output.
+    """
+
+    name: str
+    kind: Literal["linear", "conv", "other"]
+    weight: str
+    bias: str | None = None
+    followers: tuple[str, ...] = ()
+
+    def matrix(self, params: Params) -> Tensor:
+        """The layer as one matrix [W | b], out × (in·kh·kw + 1): weight and bias never part."""
+        weight = params[self.weight].flatten(1)
+        return weight if self.bias is None else torch.cat([weight, params[self.bias][:, None]], 1)
+
+    def split(self, matrix: Tensor, like: Params) -> dict[str, Tensor]:
+        """The inverse of `matrix`, with the shapes and dtypes of `like`."""
+        weight = like[self.weight]
+        if self.bias is None:
+            return {self.weight: matrix.reshape(weight.shape).to(weight.dtype)}
+        return {
+            self.weight: matrix[:, :-1].reshape(weight.shape).to(weight.dtype),
+            self.bias: matrix[:, -1].to(like[self.bias].dtype),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The role of every tensor of a model, and its layers.
+
+    Roles decide what aggregation may do: floating tensors are averaged, counters take the maximum,
+    and a norm's tensors follow the layer they act on, whatever the order of the state dict.
+
+    Example:
+        >>> layout = Layout.of(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)))
+        >>> layout.roles["1.running_mean"], layout.roles["1.num_batches_tracked"]
+        ('statistic', 'counter')
+        >>> layout.home("1.running_mean")
+        '0'
+    """
+
+    roles: Mapping[str, Role]
+    layers: tuple[Layer, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Layout:
+        """Read the layout off a module: roles by module type, followers by data flow.
+
+        A module with an attribute `layout` of this type is taken at its word.
+        """
+        if isinstance(said := getattr(module, "layout", None), cls):
+            return said
+        roles: dict[str, Role] = {}
+        owners: dict[str, nn.Module] = {}
+        for path, part in module.named_modules():
+            for name, tensor in _own_tensors(part):
+                full = f"{path}.{name}" if path else name
+                roles[full] = _role(part, tensor)
+                owners[full] = part
+        paths = {id(part): path for path, part in module.named_modules()}
+        source = _norm_sources(module)
+        return cls(roles, tuple(_layers(roles, owners, paths, source)))
+
+    @classmethod
+    def guess(cls, params: Params) -> Layout:
+        """Read a layout off names and shapes alone, for plain state dicts without a module.
+
+        A norm is taken to follow the last weight before it; a module's layout is exact, so prefer `of`.
+        """
+        roles = {name: _guess_role(name, tensor, params) for name, tensor in params.items()}
+        layers: list[Layer] = []
+        for name, role in roles.items():
+            parent = name.rpartition(".")[0]
+            if role == "weight":
+                bias = f"{parent}.bias" if parent else "bias"
+                kind: Literal["linear", "conv"] = "conv" if params[name].ndim > 2 else "linear"
+                layers.append(Layer(parent or name, kind, name, bias if roles.get(bias) == "bias" else None))
+            elif layers and name != layers[-1].bias:
+                last = layers[-1]
+                layers[-1] = Layer(last.name, last.kind, last.weight, last.bias, (*last.followers, name))
+        return cls(roles, tuple(layers))
+
+    def home(self, name: str) -> str | None:
+        """The layer a tensor belongs to or acts on, or None if it stands alone."""
+        for layer in self.layers:
+            if name in (layer.weight, layer.bias) or name in layer.followers:
+                return layer.name
+        return None
+
+    def with_role(self, *wanted: Role) -> tuple[str, ...]:
+        """The names of all tensors with one of these roles."""
+        return tuple(name for name, role in self.roles.items() if role in wanted)
+
+
+def squared_distance(a: Params, b: Params) -> float:
+    """‖a − b‖² over all floating tensors, in float64.
+
+    Example:
+        >>> squared_distance({"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2)})
+        25.0
+    """
+    floats = [n for n in a if a[n].is_floating_point()]
+    return float(sum(((a[n].double() - b[n].double()).square().sum() for n in floats), torch.zeros(())))
+
+
+def _own_tensors(part: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from part.named_parameters(recurse=False)
+    hidden = part._non_persistent_buffers_set
+    yield from ((n, b) for n, b in part.named_buffers(recurse=False) if n not in hidden)
+
+
+def _role(part: nn.Module, tensor: Tensor) -> Role:
+    if not tensor.is_floating_point():
+        return "counter"
+    if not isinstance(tensor, nn.Parameter):
+        return "statistic"
+    if isinstance(part, _NORMS):
+        return "norm"
+    return "weight" if tensor.ndim > 1 else "bias"
+
+
+def _guess_role(name: str, tensor: Tensor, params: Params) -> Role:
+    parent, _, leaf = name.rpartition(".")
+    if not tensor.is_floating_point():
+        return "counter"
+    if leaf.startswith("running_"):
+        return "statistic"
+    if tensor.ndim > 1:
+        return "weight"
+    sibling = params.get(f"{parent}.weight" if parent else "weight")
+    return "bias" if leaf == "bias" and sibling is not None and sibling.ndim > 1 else "norm"
+
+
+def _layers(
+    roles: Mapping[str, Role],
+    owners: Mapping[str, nn.Module],
+    paths: Mapping[int, str],
+    source: Mapping[str, str],
+) -> Iterable[Layer]:
+    followers: dict[str, list[str]] = {}
+    for name, part in owners.items():
+        if isinstance(part, _NORMS) and paths[id(part)] in source:
+            followers.setdefault(source[paths[id(part)]], []).append(name)
+    for name, role in roles.items():
+        if role != "weight":
+            continue
+        part, path = owners[name], paths[id(owners[name])]
+        plain = isinstance(part, (nn.Linear, *_CONVS)) and name.endswith("weight")
+        kind: Literal["linear", "conv", "other"] = "other"
+        if plain:
+            kind = "linear" if isinstance(part, nn.Linear) else "conv"
+        bias = f"{path}.bias" if path else "bias"
+        has_bias = plain and roles.get(bias) == "bias"
+        yield Layer(
+            path if plain and path else name,
+            kind,
+            name,
+            bias if has_bias else None,
+            tuple(followers.get(path, ())) if plain else (),
+        )
+
+
+def _norm_sources(module: nn.Module) -> dict[str, str]:
+    """Which linear or convolution layer each norm reads from: by tracing, else by registration order."""
+    parts = dict(module.named_modules())
+    found = _last_registered(parts)
+    try:
+        graph = torch.fx.symbolic_trace(module).graph
+    except Exception:  # tracing runs the user's own forward: whatever it raises, registration order remains
+        return found
+    for node in graph.nodes:
+        if node.op != "call_module" or not isinstance(parts.get(str(node.target)), _NORMS):
+            continue
+        back = node
+        while back.all_input_nodes:
+            back = back.all_input_nodes[0]
+            if back.op == "call_module" and isinstance(parts.get(str(back.target)), (nn.Linear, *_CONVS)):
+                found[str(node.target)] = str(back.target)
+                break
+    return found
+
+
+def _last_registered(parts: Mapping[str, nn.Module]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    last = None
+    for path, part in parts.items():
+        if isinstance(part, (nn.Linear, *_CONVS)):
+            last = path
+        elif isinstance(part, _NORMS) and last is not None:
+            found[path] = last
+    return found

@@ -1,0 +1,278 @@
+"""The seven seams as protocols, and the Recipe that fills them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedfuse.core.messages import Brief, Cohort, Envelope, Flaw, Form
+from fedfuse.core.params import Params
+from fedfuse.core.posterior import Geometry
+from fedfuse.core.rows import Rows
+from fedfuse.core.settings import LocalSettings
+from fedfuse.core.state import Bench, Local, ServerState
+from fedfuse.errors import RecipeError
+
+Batch: TypeAlias = tuple[Tensor, Tensor]
+
+
+class Objective(Protocol):
+    """Client: what a batch's loss is."""
+
+    def __call__(self, local: Local, batch: Batch) -> Tensor:
+        """The scalar loss of one batch."""
+        ...
+
+
+class View(Protocol):
+    """Client: which rows it trains on."""
+
+    def __call__(self, rows: Rows, brief: Brief) -> Rows:
+        """The rows to train on, given its own."""
+        ...
+
+
+class Project(Protocol):
+    """Client: where a weight may be after each step."""
+
+    def __call__(self, name: str, value: Tensor, brief: Brief) -> Tensor:
+        """The nearest allowed value."""
+        ...
+
+
+class Evidence(Protocol):
+    """Client: what it sends beside its weights, and what that reveals; it also tells the door what to expect."""
+
+    @property
+    def name(self) -> str:
+        """The first part of every note's name; what aggregators and steps list in `needs`."""
+        ...
+
+    @property
+    def reveals(self) -> str:
+        """What leaves the client, in plain words; empty if nothing does."""
+        ...
+
+    def __call__(self, local: Local) -> Params:
+        """The notes of a trained client, named "name/…"; may write the client's memory."""
+        ...
+
+    def expects(self, brief: Brief) -> Mapping[str, Form]:
+        """The notes the door lets through, with their forms."""
+        ...
+
+    def check(self, notes: Params, mass: float) -> Flaw | None:
+        """What is wrong with the values of well-formed notes, if anything."""
+        ...
+
+    def geometry(self, notes: Params) -> Geometry | None:
+        """The posterior's geometry, if these notes describe one."""
+        ...
+
+
+class Aggregator(Protocol):
+    """Server: the cohort becomes the next model."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Evidence names it reads; "server_rows" and "start" stand for the server's data and a known start."""
+        ...
+
+    @property
+    def laws(self) -> frozenset[str]:
+        """The laws of the common suite that it keeps."""
+        ...
+
+    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
+        """Fuse the cohort."""
+        ...
+
+
+class ServerStep(Protocol):
+    """Server: something done to the fused model."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """As for an aggregator."""
+        ...
+
+    def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
+        """Take the step."""
+        ...
+
+
+class Engine(Protocol):
+    """Where clients live: on this machine, on a federation, in files."""
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Everybody who could be asked."""
+        ...
+
+    def exchange(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> Iterable[Envelope]:
+        """Send the brief to the asked clients; bring back what they answer, in any order."""
+        ...
+
+
+class Roster(Protocol):
+    """Server: who answers."""
+
+    def __call__(self, engine: Engine, bench: Bench) -> Engine:
+        """The engine, perhaps with more clients in it."""
+        ...
+
+
+Result: TypeAlias = Literal["single", "mixture", "apart"]
+
+
+@runtime_checkable
+class ChangesResult(Protocol):
+    """An aggregator or step after which the model is not what it was: a mixture, or a single one again."""
+
+    @property
+    def result(self) -> Result:
+        """The kind of model it leaves."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEntropy:
+    """The plain objective: mean cross entropy of the batch."""
+
+    def __call__(self, local: Local, batch: Batch) -> Tensor:
+        """Mean over the batch of −log softmax(z)_y."""
+        return F.cross_entropy(local.predict(batch[0]), batch[1])
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """Train on what is yours."""
+
+    def __call__(self, rows: Rows, brief: Brief) -> Rows:  # noqa: ARG002 - the seam's signature
+        """The rows as they are."""
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Weights may be anywhere."""
+
+    def __call__(self, name: str, value: Tensor, brief: Brief) -> Tensor:  # noqa: ARG002 - the seam's signature
+        """The value as it is."""
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class ClientsOnly:
+    """Only the clients answer."""
+
+    def __call__(self, engine: Engine, bench: Bench) -> Engine:  # noqa: ARG002 - the seam's signature
+        """The engine as it is."""
+        return engine
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The client half of a recipe with its settings: with brief, rows and seed it fixes the reply to the last bit."""
+
+    settings: LocalSettings = field(default_factory=LocalSettings)
+    objective: Objective = field(default_factory=CrossEntropy)
+    view: View = field(default_factory=OwnRows)
+    project: Project = field(default_factory=Free)
+    evidence: tuple[Evidence, ...] = ()
+
+    @property
+    def key(self) -> str | None:
+        """Canonical text of the work, or None if a part has no stable one (a lambda, say)."""
+        text = repr(self)
+        return None if " at 0x" in text else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A method: the seven seams filled, checked to fit each other.
+
+    Example:
+        >>> from fedfuse.server.aggregate.mean import NormalisedMean
+        >>> Recipe(name="nova", aggregate=NormalisedMean()).result
+        'single'
+    """
+
+    aggregate: Aggregator
+    name: str = ""
+    label: str = ""
+    objective: Objective = field(default_factory=CrossEntropy)
+    view: View = field(default_factory=OwnRows)
+    project: Project = field(default_factory=Free)
+    evidence: tuple[Evidence, ...] = ()
+    steps: tuple[ServerStep, ...] = ()
+    publishes: tuple[str, ...] = ()
+    roster: Roster = field(default_factory=ClientsOnly)
+    later: tuple[int, Recipe] | None = None
+
+    def __post_init__(self) -> None:
+        given = {e.name for e in self.evidence} | {"server_rows", "start"}
+        asked = self.needs
+        if missing := sorted(asked - given):
+            hint = difflib.get_close_matches(missing[0], given, n=1)
+            also = f" (did you mean {hint[0]!r}?)" if hint else ""
+            raise RecipeError(
+                f"recipe {self.name or 'without a name'!r}: nobody sends {', '.join(missing)}{also}; "
+                "add the evidence or drop the part that needs it"
+            )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Everything its aggregator and steps read."""
+        return self.aggregate.needs.union(*(s.needs for s in self.steps))
+
+    @property
+    def result(self) -> Result:
+        """The kind of model a round ends with."""
+        parts = [p for p in (self.aggregate, *self.steps) if isinstance(p, ChangesResult)]
+        return parts[-1].result if parts else "single"
+
+    @property
+    def reveals(self) -> tuple[str, ...]:
+        """What leaves a client beside its weights."""
+        return tuple(e.reveals for e in self.evidence if e.reveals)
+
+    def work(self, settings: LocalSettings) -> Work:
+        """The client half."""
+        return Work(settings, self.objective, self.view, self.project, self.evidence)
+
+    def at(self, round_: int) -> Recipe:
+        """The recipe in force in a round: `then` can hand over to another."""
+        if self.later is None or round_ < self.later[0]:
+            return self
+        return self.later[1].at(round_)
+
+    def then(self, after: int, recipe: Recipe) -> Recipe:
+        """This recipe for the first `after` rounds, another one from there on."""
+        if after < 1:
+            raise RecipeError(f"recipe {self.name!r}: it must run at least one round before the next, got {after}")
+        label = f"{self.label or self.name}→{recipe.label or recipe.name}"
+        return replace(self, later=(after, recipe), label=label)
+
+    def check(self, rounds: int, bench: Bench) -> None:
+        """Say before any training what could not work: missing server rows, rounds after a mixture.
+
+        Raises:
+            RecipeError: with one sentence that names the recipe and the remedy.
+        """
+        now: Recipe | None = self
+        while now is not None:
+            ends = now.later[0] if now.later else rounds
+            if now.result == "mixture" and (ends > 1 or now.later):
+                raise RecipeError(
+                    f"recipe {now.name!r} ends a round with a mixture of networks, which cannot be trained further; "
+                    "use rounds = 1 or add a distillation step"
+                )
+            if "server_rows" in now.needs:
+                bench.need_rows(f"recipe {now.name!r}")
+            now = now.later[1] if now.later and now.later[0] < rounds else None

@@ -1,0 +1,157 @@
+"""The methods by name: one decorated function each; its signature is its schema."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.metadata import entry_points
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from fedfuse.core.recipe import Recipe
+from fedfuse.errors import ConfigError
+
+Maker = Callable[..., Recipe]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of a method."""
+
+    name: str
+    type: str
+    default: object
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A registered method: how to make its recipe, and how to speak of it."""
+
+    name: str
+    make: Maker
+    paper: str
+    schema: type[BaseModel]
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of its documentation."""
+        return (inspect.getdoc(self.make) or "").split("\n")[0]
+
+    @property
+    def text(self) -> str:
+        """All of its documentation."""
+        return inspect.getdoc(self.make) or ""
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """Its options, read off the signature and the Args section."""
+        said = dict(re.findall(r"^ {4}(\w+): (.+(?:\n {6,}.+)*)", self.text, re.MULTILINE))
+        parameters = inspect.signature(self.make).parameters.values()
+        return tuple(
+            Option(p.name, str(p.annotation), p.default, re.sub(r"\s+", " ", said.get(p.name, ""))) for p in parameters
+        )
+
+    def recipe(self, **options: object) -> Recipe:
+        """Its recipe with these options, checked against the signature."""
+        values = _checked(self, options)
+        made = self.make(**values)
+        chosen = [f"{k}={options[k]}" for k in options]
+        label = f"{self.name}({', '.join(chosen)})" if chosen else self.name
+        return replace(made, name=self.name, label=made.label or label)
+
+
+_METHODS: dict[str, Method] = {}
+
+
+def method(name: str, *, paper: str = "") -> Callable[[Maker], Maker]:
+    """Register a function that makes a recipe; its keyword arguments become the method's options."""
+
+    def register(make: Maker) -> Maker:
+        if name in _METHODS and _METHODS[name].make.__module__ != make.__module__:
+            raise ConfigError(
+                f"two methods are called {name!r}: in {_METHODS[name].make.__module__} and {make.__module__}"
+            )
+        _METHODS[name] = Method(name, make, paper, _schema(name, make))
+        return make
+
+    return register
+
+
+def all_methods() -> Mapping[str, Method]:
+    """Every method: those in `fedfuse.methods` and those of installed packages (entry point "fedfuse.methods")."""
+    _discover()
+    return dict(sorted(_METHODS.items()))
+
+
+def find_method(name: str) -> Method:
+    """One method, or a sentence with the nearest name.
+
+    Example:
+        >>> find_method("fedavgg")
+        Traceback (most recent call last):
+        ...
+        fedfuse.errors.ConfigError: there is no method 'fedavgg'; did you mean 'fedavg'? ...
+    """
+    known = all_methods()
+    if name not in known:
+        raise ConfigError(f"there is no method {name!r}{suggest(name, known)} `fedfuse methods` lists them all")
+    return known[name]
+
+
+@lru_cache(maxsize=1)
+def _discover() -> None:
+    package = importlib.import_module("fedfuse.methods")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"fedfuse.methods.{module.name}")
+    for entry in entry_points(group="fedfuse.methods"):
+        entry.load()
+
+
+def _schema(name: str, make: Maker) -> type[BaseModel]:
+    hints = get_type_hints(make)
+    fields: dict[str, Any] = {}
+    for p in inspect.signature(make).parameters.values():
+        if p.default is p.empty:
+            raise ConfigError(f"method {name!r}: option {p.name!r} needs a default")
+        fields[p.name] = (hints[p.name], p.default)
+    return create_model(name, __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields)
+
+
+def _checked(method_: Method, options: Mapping[str, object]) -> dict[str, object]:
+    known = method_.schema.model_fields
+    for key in options:
+        if key not in known:
+            has = f" it has {', '.join(known)}" if known else " it has none"
+            raise ConfigError(f"method {method_.name!r} has no option {key!r}{suggest(key, known)}{has}")
+    try:
+        return dict(method_.schema(**options))
+    except ValidationError as why:
+        first = why.errors()[0]
+        where = ".".join(str(p) for p in first["loc"])
+        raise ConfigError(
+            f"method {method_.name!r}: option {where} is {first['input']!r}, expected {_plain(first['msg'])}"
+        ) from why
+
+
+def _plain(message: str) -> str:
+    """Pydantic's complaint as a noun phrase."""
+    return message.removeprefix("Input should be ").removeprefix("Value error, ")
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown word: the nearest known one, if any is near.
+
+    Example:
+        >>> suggest("krumm", ["krum", "median"])
+        "; did you mean 'krum'?"
+    """
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ";"

@@ -1,0 +1,126 @@
+"""How a client trains: plain, checked settings that a config file, a recipe and a message share."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+
+from fedfuse.errors import ConfigError
+
+S = TypeVar("S", bound=BaseModel)
+
+
+class Settings(BaseModel):
+    """Frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def checked(schema: type[S], values: Mapping[str, Any], where: str = "") -> S:
+    """Build settings from plain values, with one plain sentence for the first thing that is wrong.
+
+    Example:
+        >>> checked(Optimizer, {"lrr": 0.1})
+        Traceback (most recent call last):
+        ...
+        fedfuse.errors.ConfigError: there is no key 'lrr'; did you mean 'lr'?
+    """
+    try:
+        return schema(**values)
+    except ValidationError as why:
+        raise ConfigError(explain(why, schema, where)) from why
+
+
+def explain(error: ValidationError, schema: type[BaseModel], where: str = "") -> str:
+    """A validation error's first complaint as one sentence, with a suggestion for a misspelt key."""
+    first = error.errors()[0]
+    path = [str(p) for p in first["loc"]]
+    name = ".".join([*([where] if where else []), *path])
+    if first["type"] == "extra_forbidden":
+        known = _fields_at(schema, path[:-1])
+        close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+        return f"there is no key {name!r}; " + (
+            f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+        )
+    if first["type"] == "missing":
+        return f"the key {name!r} is missing"
+    message = first["msg"].removeprefix("Value error, ")
+    if message.startswith("Input should be "):
+        return f"{name} is {first['input']!r}, expected {message.removeprefix('Input should be ')}"
+    return f"{name}: {message}" if name else message
+
+
+def _fields_at(schema: type[BaseModel], path: list[str]) -> list[str]:
+    """The keys known at a place in a nested schema."""
+    now: Any = schema
+    for part in path:
+        field = getattr(now, "model_fields", {}).get(part)
+        inner = [t for t in _types(field.annotation) if hasattr(t, "model_fields")] if field else []
+        matching = [t for t in inner if len(inner) == 1] or inner
+        now = matching[0] if matching else now if not field else None
+    return list(getattr(now, "model_fields", {}))
+
+
+def _types(annotation: Any) -> list[Any]:
+    parts = [t for arg in get_args(annotation) for t in _types(arg)]
+    return [annotation, *parts]
+
+
+class Optimizer(Settings):
+    """One of SGD (momentum, weight decay), Adam and AMSGrad, built anew every round."""
+
+    name: Literal["sgd", "adam", "amsgrad"] = "sgd"
+    lr: PositiveFloat = 0.01
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    weight_decay: NonNegativeFloat = 0.0
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+
+
+class Decay(Settings):
+    """The rate is multiplied by `gamma` every `every` local epochs, or at the `milestones`.
+
+    Milestones count local epochs over all rounds: with 3 epochs a round, milestone 6 is the third round.
+    """
+
+    gamma: Annotated[float, Field(gt=0, le=1)]
+    every: PositiveInt | None = None
+    milestones: tuple[PositiveInt, ...] = ()
+
+    def factor(self, epoch: int, total_epoch: int) -> float:
+        """What the rate is multiplied by in this local epoch.
+
+        Example:
+            >>> Decay(gamma=0.5, every=2).factor(epoch=5, total_epoch=5)
+            0.25
+        """
+        times = epoch // self.every if self.every else 0
+        return float(self.gamma ** (times + sum(total_epoch >= m for m in self.milestones)))
+
+
+class LocalSettings(Settings):
+    """Everything about local training that is not the method's business.
+
+    Example:
+        >>> LocalSettings(epochs=2, optimizer={"lr": 0.1}).optimizer.lr
+        0.1
+    """
+
+    epochs: PositiveInt = 1
+    max_steps: PositiveInt | None = None
+    batch_size: PositiveInt = 64
+    drop_last: bool = False
+    optimizer: Optimizer = Optimizer()
+    decay: Decay | None = None
+    round_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    l1: NonNegativeFloat = 0.0
+    clip: PositiveFloat | None = None
+    augment: Any = None
+    device: str = "cpu"
+
+    def rate(self, round_: int, epoch: int) -> float:
+        """The learning rate in force: lr · round_decay^round · decay."""
+        step = self.decay.factor(epoch, round_ * self.epochs + epoch) if self.decay else 1.0
+        return self.optimizer.lr * self.round_decay**round_ * step

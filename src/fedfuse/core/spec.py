@@ -1,0 +1,197 @@
+"""Spec: how to build a model, as data, so that shapes can travel and change between rounds."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedfuse.core.params import Layout, Params
+from fedfuse.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """The recipe of a network: a factory, its options, and the surgery done since.
+
+    Attributes:
+        factory: a name of `fedfuse.models`, or "package.module:callable".
+        options: keyword arguments of the factory, plain JSON.
+        surgery: the shape of every tensor that was pruned or grown since the factory built it.
+        kept: per pruned or grown layer, which of its original output channels remain.
+        prototype: a module the user built, copied instead of calling the factory; it does not travel.
+
+    Example:
+        >>> spec = Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2})
+        >>> sum(p.numel() for p in spec.build().parameters())
+        23
+        >>> Spec.from_json(spec.to_json()) == spec
+        True
+    """
+
+    factory: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    surgery: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    prototype: nn.Module | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        try:
+            plain = json.loads(json.dumps(dict(self.options)))
+        except (TypeError, ValueError) as why:
+            raise ConfigError(f"model {self.factory!r}: options must be plain data ({why})") from why
+        object.__setattr__(self, "options", plain)
+
+    def __hash__(self) -> int:
+        return hash(self.to_text())
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Spec:
+        """The spec of a module the user built: here it is copied, elsewhere its class is called without arguments."""
+        return cls(f"{type(module).__module__}:{type(module).__qualname__}", prototype=copy.deepcopy(module))
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the factory is one of `fedfuse.models`: only those may be built from a file unasked."""
+        return ":" not in self.factory
+
+    def build(self) -> nn.Module:
+        """A new module with fresh random weights."""
+        own = self.prototype
+        module = _call(self.factory, self.options) if own is None else copy.deepcopy(own)
+        return _resize(module, self.surgery) if self.surgery else module
+
+    def skeleton(self) -> nn.Module:
+        """One module per spec and process, to run with borrowed weights; nobody may change it."""
+        return _skeleton(self)
+
+    @property
+    def layout(self) -> Layout:
+        """The role of every tensor."""
+        return _layout(self)
+
+    def forward(self, params: Params, x: Tensor) -> Tensor:
+        """The network's output with these weights, in evaluation mode."""
+        out: Tensor = functional_call(self.skeleton(), dict(params), (x,))
+        return out
+
+    def resized(self, params: Params, kept: Mapping[str, tuple[int, ...]] | None = None) -> Spec:
+        """The spec of the same network with the shapes these weights have."""
+        built = {n: tuple(t.shape) for n, t in replace(self, surgery={}, kept={}).skeleton().state_dict().items()}
+        changed = {n: tuple(t.shape) for n, t in params.items() if tuple(t.shape) != built[n]}
+        return replace(self, surgery=changed, kept={**self.kept, **(kept or {})})
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for a header."""
+        plain = {"factory": self.factory, "options": dict(self.options)}
+        extra = {"surgery": self.surgery, "kept": self.kept}
+        return plain | {key: {n: list(v) for n, v in part.items()} for key, part in extra.items() if part}
+
+    def to_text(self) -> str:
+        """Canonical text, equal for equal specs."""
+        return json.dumps(self.to_json(), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, data: object, trusted: Collection[str] = ()) -> Spec:
+        """Read a spec that came from outside; a factory that is not ours must have been named by the user here.
+
+        Otherwise a file could make us call any importable function.
+        """
+        if not isinstance(data, dict) or not isinstance(data.get("factory"), str):
+            raise ConfigError(f"a model's spec must be a table with a factory, got {type(data).__name__}")
+        if unknown := data.keys() - {"factory", "options", "surgery", "kept"}:
+            raise ConfigError(f"a model's spec has the unknown entries {sorted(unknown)}")
+        options = data.get("options", {})
+        if not isinstance(options, dict):
+            raise ConfigError("a spec's options must be a table")
+        spec = cls(data["factory"], options, _shapes(data.get("surgery", {})), _shapes(data.get("kept", {})))
+        if not spec.is_ours and spec.factory not in trusted:
+            raise ConfigError(
+                f"the model {spec.factory!r} is not one of fedfuse's and was not named here; "
+                "pass the same name yourself (--model, the config or `trusted`) if you trust it"
+            )
+        return spec
+
+
+def _shapes(data: object) -> dict[str, tuple[int, ...]]:
+    good = isinstance(data, dict) and all(
+        isinstance(name, str)
+        and isinstance(shape, list)
+        and all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**31 for n in shape)
+        for name, shape in data.items()
+    )
+    if not good or not isinstance(data, dict):
+        raise ConfigError("a spec's surgery must be a table of shapes")
+    return {name: tuple(shape) for name, shape in data.items()}
+
+
+def _call(factory: str, options: Mapping[str, Any]) -> nn.Module:
+    make = _resolve(factory)
+    try:
+        module = make(**options)
+    except TypeError as why:
+        raise ConfigError(f"model {factory!r} cannot be built with {dict(options)}: {why}") from why
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"model {factory!r} gave a {type(module).__name__}, expected a torch.nn.Module")
+    return module
+
+
+def _resolve(factory: str) -> Callable[..., object]:
+    if ":" not in factory:
+        models = importlib.import_module("fedfuse.models")
+        return models.model_factory(factory)  # type: ignore[no-any-return]
+    module_name, _, attribute = factory.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as why:
+        raise ConfigError(f"model {factory!r} cannot be imported ({why}); expected package.module:Class") from why
+    return found  # type: ignore[no-any-return]
+
+
+def _resize(module: nn.Module, surgery: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    """Give the named tensors their new shapes and tell their modules."""
+    for name, shape in surgery.items():
+        path, _, leaf = name.rpartition(".")
+        part = module.get_submodule(path)
+        old = getattr(part, leaf)
+        new = torch.zeros(shape, dtype=old.dtype, device=old.device)
+        setattr(part, leaf, nn.Parameter(new) if isinstance(old, nn.Parameter) else new)
+        if leaf in ("weight", "running_mean"):
+            _tell(part, shape)
+    return module
+
+
+def _tell(part: nn.Module, shape: tuple[int, ...]) -> None:
+    """Update the sizes a layer remembers beside its tensors."""
+    if isinstance(part, nn.Linear):
+        part.out_features, part.in_features = shape
+    elif isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        if part.groups == part.in_channels and part.groups > 1:  # depthwise: one group per channel
+            part.groups = shape[0] // (part.out_channels // part.in_channels)
+        part.out_channels, part.in_channels = shape[0], shape[1] * part.groups
+    elif isinstance(part, nn.modules.batchnorm._BatchNorm):
+        part.num_features = shape[0]
+    elif isinstance(part, nn.GroupNorm):
+        part.num_channels = shape[0]
+    elif isinstance(part, nn.LayerNorm):
+        part.normalized_shape = shape
+
+
+@lru_cache(maxsize=16)
+def _skeleton(spec: Spec) -> nn.Module:
+    return spec.build().eval().requires_grad_(False)
+
+
+@lru_cache(maxsize=16)
+def _layout(spec: Spec) -> Layout:
+    return Layout.of(spec.skeleton())

@@ -1,0 +1,189 @@
+"""ServerState, what the next round needs; Bench, what the server may touch; Local, a client at work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedfuse.core.messages import Brief, Start
+from fedfuse.core.model import Model, Single
+from fedfuse.core.params import Params
+from fedfuse.core.posterior import Geometry, Posterior
+from fedfuse.core.rng import stream
+from fedfuse.core.rows import Rows
+from fedfuse.core.settings import LocalSettings
+from fedfuse.core.spec import Spec
+from fedfuse.errors import RecipeError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """All that the next round needs; saving it is a checkpoint.
+
+    Attributes:
+        round: rounds done.
+        model: what the server would deploy now.
+        memory: control variates, masks, momenta, by "kind/tensor" names.
+        starts: clients whose next round begins at a place of their own.
+        facts: what aggregator and steps want a reader to see; emptied every round.
+    """
+
+    round: int
+    model: Model
+    memory: Params = field(default_factory=dict)
+    starts: Mapping[str, Start] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def single(self) -> Single:
+        """The model, where a method can only go on from one network."""
+        if not isinstance(self.model, Single):
+            kind = type(self.model).__name__.lower()
+            raise RecipeError(f"the model is a {kind}, expected one network; add a distillation step or stop here")
+        return self.model
+
+    def brief(self, publishes: tuple[str, ...], classes: int = 0) -> Brief:
+        """What clients hear: the model and the published part of the memory."""
+        told = {name: t for name, t in self.memory.items() if name.split("/", 1)[0] in publishes}
+        model = self.model.members[0] if not isinstance(self.model, Single) and self.starts else self.single
+        return Brief(self.round, model.spec, model.posterior.mean, told, self.starts, classes)
+
+    def fused(self, mean: Params, geometry: Geometry | None = None, spec: Spec | None = None) -> ServerState:
+        """The state with a new single network; every client starts from it again."""
+        posterior = Posterior(mean) if geometry is None else Posterior(mean, geometry)
+        return replace(self, model=Single(spec or self.single.spec, posterior), starts={})
+
+    def noting(self, **facts: Any) -> ServerState:
+        """The state with more facts for the reader."""
+        return replace(self, facts={**self.facts, **facts})
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What the server may touch: its own rows, never the test set.
+
+    Attributes:
+        rows: labelled rows the server holds, if any.
+        unlabelled: inputs without labels, if any.
+        population: how many clients there are, asked or not.
+        classes: how many classes there are.
+        local: the settings clients train with.
+        seed: the run's seed.
+    """
+
+    rows: Rows | None = None
+    unlabelled: Tensor | None = None
+    population: int = 0
+    classes: int = 0
+    local: LocalSettings = field(default_factory=LocalSettings)
+    seed: int = 0
+
+    def stream(self, *purpose: str | int) -> torch.Generator:
+        """A random stream for the server's own draws."""
+        return stream(self.seed, "server", *purpose)
+
+    def need_rows(self, who: str) -> Rows:
+        """The server's rows, or one sentence saying who misses them."""
+        if self.rows is None or not len(self.rows):
+            raise RecipeError(f"{who} learns on the server's own rows and there are none; set data.server_fraction")
+        return self.rows
+
+
+@dataclass(slots=True)
+class Local:
+    """A client at work: the live network, the brief, its own rows, and what it remembers.
+
+    `live` are the parameters in training, `anchor` their values in the brief, `memory` what this client keeps
+    from round to round under "kind/tensor" names.
+    """
+
+    client: str
+    brief: Brief
+    rows: Rows
+    settings: LocalSettings
+    module: nn.Module
+    memory: dict[str, Tensor]
+    seed: int
+    lr: float = 0.0
+    steps: int = 0
+    loss: float = float("nan")
+    live: dict[str, nn.Parameter] = field(init=False)
+    anchor: dict[str, Tensor] = field(init=False)
+    _kept: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.live = dict(self.module.named_parameters())
+        self.anchor = {n: self.brief.params[n].to(self.settings.device) for n in self.live}
+
+    def stream(self, *purpose: str | int) -> torch.Generator:
+        """A random stream of this client in this round."""
+        return stream(self.seed, self.brief.round, self.client, *purpose)
+
+    def predict(self, x: Tensor, params: Params | None = None) -> Tensor:
+        """The live network's output, or the same network's with other weights."""
+        out: Tensor = self.module(x) if params is None else functional_call(self.module, dict(params), (x,))
+        return out
+
+    def recall(self, kind: str) -> dict[str, Tensor]:
+        """What this client remembers under a kind, e.g. all of "last/…" by tensor name."""
+        return part(self.memory, kind)
+
+    def once(self, key: str, make: Callable[[Local], T]) -> T:
+        """Something that does not change within the round, made at its first use."""
+        if key not in self._kept:
+            self._kept[key] = make(self)
+        kept: T = self._kept[key]
+        return kept
+
+    def frozen(self, key: str, params: Params) -> nn.Module:
+        """The same network with other weights, in evaluation mode; made once per round and key."""
+
+        def load(local: Local) -> nn.Module:
+            module = local.brief.spec.build().eval().requires_grad_(False)
+            module.load_state_dict(dict(params))
+            return module.to(local.settings.device)
+
+        return self.once(f"frozen/{key}", load)
+
+
+def part(memory: Params, kind: str) -> dict[str, Tensor]:
+    """The entries named "kind/…", without the kind.
+
+    Example:
+        >>> part({"control/w": torch.zeros(1), "mask/w": torch.ones(1)}, "mask")
+        {'w': tensor([1.])}
+    """
+    prefix = f"{kind}/"
+    return {name.removeprefix(prefix): t for name, t in memory.items() if name.startswith(prefix)}
+
+
+def filed(kind: str, params: Params) -> dict[str, Tensor]:
+    """The inverse of `part`: entries renamed to "kind/…"."""
+    return {f"{kind}/{name}": t for name, t in params.items()}
+
+
+def representation(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A network's logits and the input of its last linear layer, in one forward pass.
+
+    Example:
+        >>> logits, z = representation(nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 3)), torch.ones(1, 2))
+        >>> tuple(logits.shape), tuple(z.shape)
+        ((1, 3), (1, 5))
+    """
+    linear = [m for m in module.modules() if isinstance(m, nn.Linear)]
+    if not linear:
+        raise RecipeError("the network has no linear layer, so it has no representation; give it a linear classifier")
+    seen: list[Tensor] = []
+    handle = linear[-1].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    try:
+        logits = module(x)
+    finally:
+        handle.remove()
+    return logits, seen[-1].flatten(1)

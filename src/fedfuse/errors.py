@@ -1,0 +1,66 @@
+"""Every error fedfuse raises on purpose.
+
+Each message is one sentence that says who, what came, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+
+class FuseError(Exception):
+    """Base of every error we raise on purpose; `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+class ConfigError(FuseError, ValueError):
+    """What the user asked for cannot be: a misspelt key, a missing file, an impossible number."""
+
+    exit_code = 2
+
+
+class RecipeError(FuseError, ValueError):
+    """The parts of a recipe do not fit each other, or do not fit the model or the data."""
+
+    exit_code = 2
+
+
+class Refused(FuseError):
+    """One client's reply broke the contract; the round goes on without it.
+
+    Attributes:
+        client: who sent it, as the transport says.
+        field: which part was wrong.
+        got: what came.
+        expected: what should have come.
+
+    Example:
+        >>> raise Refused("site-3", "mass", -9, "a number in (0, 1e6]")
+        Traceback (most recent call last):
+        ...
+        fedfuse.errors.Refused: site-3: mass is -9, expected a number in (0, 1e6]
+    """
+
+    def __init__(self, client: str, field: str, got: object, expected: str) -> None:
+        self.client, self.field, self.got, self.expected = client, field, _short(got), expected
+        super().__init__(f"{client}: {field} is {self.got}, expected {expected}")
+
+    def facts(self) -> dict[str, str]:
+        """The refusal as plain strings, for the ledger."""
+        return {"client": self.client, "field": self.field, "got": self.got, "expected": self.expected}
+
+
+class QuorumLost(FuseError):
+    """Too few clients answered well enough for the round to count."""
+
+    exit_code = 3
+
+
+class NotConverged(FuseError):
+    """A solver stopped before it reached its tolerance."""
+
+
+def _short(value: object, limit: int = 120) -> str:
+    """A value as text that cannot flood a log, whatever a client put in it."""
+    text = value if isinstance(value, str) else repr(value)
+    text = text.encode("ascii", "backslashreplace").decode() if not text.isprintable() else text
+    return text if len(text) <= limit else text[: limit - 1] + "…"

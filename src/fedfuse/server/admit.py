@@ -1,0 +1,278 @@
+"""The door: everything a client sends is judged here, once, and nobody behind it checks again.
+
+In order: size before anything is read → the table of contents before anything is allocated → round, network,
+names, shapes and dtypes equal to the brief's → mass and steps in range → values finite → each piece of evidence by
+its own check → one reply per client. A refusal names client, field, what came and what was expected; the round
+goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope, Form
+from fedfuse.core.params import Params
+from fedfuse.core.posterior import Geometry, Posterior
+from fedfuse.core.recipe import Evidence
+from fedfuse.core.spec import Spec
+from fedfuse.errors import ConfigError, FuseError, Refused
+from fedfuse.wire.codec import LazyParams, Limits, Malformed, Packet, decode, forms_of, forms_size, read
+from fedfuse.wire.messages import NOTE, VERSION, split
+from fedfuse.wire.spool import Spool
+
+_HEADER_BYTES = 65_536  # our own header, generously
+_ENTRY_BYTES = 512  # a tensor's line in the table of contents, generously
+_MAX_STEPS = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a server insists on.
+
+    Attributes:
+        quorum: the share of asked clients that must be admitted for the round to count.
+        mass_ratio: without an enrolled count, a mass may be at most this multiple of the round's median.
+        memory: bytes of admitted updates held in memory; the rest is kept in files.
+        trusted: model factories outside fedfuse that the user named.
+    """
+
+    quorum: float = 0.5
+    mass_ratio: float = 100.0
+    memory: int = 2 * 2**30
+    trusted: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """What one client's reply to one brief must look like."""
+
+    round: int
+    spec: Spec
+    forms: Mapping[str, Form]
+    evidence: tuple[Evidence, ...]
+    roles: Mapping[str, str]
+    enrolled: int | None = None
+
+    @classmethod
+    def of(cls, brief: Brief, evidence: tuple[Evidence, ...], enrolled: int | None = None) -> Contract:
+        """The contract that follows from a brief as a client hears it."""
+        forms = dict(forms_of(brief.params))
+        for kind in evidence:
+            forms |= {NOTE + n: form for n, form in kind.expects(brief).items()}
+        return cls(brief.round, brief.spec, forms, evidence, brief.spec.layout.roles, enrolled)
+
+    @property
+    def limits(self) -> Limits:
+        """The size a good reply cannot exceed."""
+        header = _HEADER_BYTES + _ENTRY_BYTES * len(self.forms) + sum(len(n) for n in self.forms)
+        header += len(self.spec.to_text()) * 2
+        return Limits(bytes=forms_size(self.forms) + header, header=header, tensors=len(self.forms) + 1)
+
+
+@dataclass(slots=True)
+class Admission:
+    """What came through the door in one round, and what did not."""
+
+    cohort: Cohort
+    spool: Spool
+    refused: list[dict[str, str]] = field(default_factory=list)
+    dropped: list[dict[str, str]] = field(default_factory=list)
+    bytes_up: int = 0
+    seconds: float = 0.0
+    trained: int = 0
+    remembered: int = 0
+
+
+def admit(envelope: Envelope, contract: Contract, packet: Packet | None = None) -> ClientUpdate:
+    """Untrusted to trusted, or `Refused`; one client's fault never ends a round.
+
+    Raises:
+        Refused: naming the client, the field, what came and what was expected.
+    """
+    client = envelope.client
+    packet = packet or _open(envelope, contract)
+    _check_header(client, packet.header, contract)
+    _check_forms(client, packet.tensors.forms, contract.forms)
+    mass, steps = _mass(client, packet.header, contract), _steps(client, packet.header)
+    mean, notes = split(packet)
+    try:
+        _check_values(client, mean, contract.roles)
+        _check_values(client, notes, {})
+    except Malformed as why:
+        raise Refused(client, "reply", str(why), "a file that stays as it is") from why
+    geometry = _check_evidence(client, notes, mass, contract)
+    posterior = Posterior(mean, geometry) if geometry is not None else Posterior(mean)
+    return ClientUpdate(client, posterior, mass, steps, contract.spec, notes, _facts(packet.header))
+
+
+def admit_all(
+    envelopes: Iterable[Envelope],
+    brief: Brief,
+    evidence: tuple[Evidence, ...],
+    asked: Iterable[str],
+    rules: Rules | None = None,
+    enrolled: Mapping[str, int] | None = None,
+) -> Admission:
+    """Judge a round's replies as they arrive; beyond the memory limit they wait in files."""
+    rules, enrolled = rules or Rules(), enrolled or {}
+    seen, updates = Admission(Cohort(()), Spool(rules.memory)), dict[str, ClientUpdate]()
+    expected, common = frozenset(asked), Contract.of(brief.to(""), evidence)
+    for envelope in envelopes:
+        seen.seconds += envelope.seconds
+        if envelope.payload is None:
+            seen.dropped.append({"client": envelope.client, "reason": envelope.dropped})
+            continue
+        seen.bytes_up += _size(envelope)
+        seen.remembered += envelope.remembered
+        seen.trained += not envelope.remembered
+        try:
+            _check_turn(envelope.client, expected, updates)
+            contract = Contract.of(brief.to(envelope.client), evidence) if envelope.client in brief.own else common
+            contract = replace(contract, enrolled=enrolled.get(envelope.client))
+            updates[envelope.client] = admit(seen.spool.keep(envelope, contract.limits.bytes), contract)
+        except Refused as why:
+            seen.refused.append(why.facts())
+    seen.cohort = Cohort.of(_fair_masses(list(updates.values()), rules.mass_ratio, enrolled, seen.refused))
+    return seen
+
+
+def _size(envelope: Envelope) -> int:
+    if isinstance(envelope.payload, bytes):
+        return len(envelope.payload)
+    return envelope.payload.stat().st_size if envelope.payload and envelope.payload.exists() else 0
+
+
+def _check_turn(client: str, asked: frozenset[str], updates: Mapping[str, ClientUpdate]) -> None:
+    if client in updates:
+        raise Refused(client, "reply", "a second one", "one reply per client and round")
+    if client not in asked:
+        raise Refused(client, "client", "a stranger", "a client that was asked in this round")
+
+
+def _open(envelope: Envelope, contract: Contract) -> Packet:
+    try:
+        if isinstance(envelope.payload, bytes):
+            return decode(envelope.payload, contract.limits)
+        if envelope.payload is not None:
+            return read(envelope.payload, contract.limits)
+    except Malformed as why:
+        raise Refused(envelope.client, "reply", str(why), "a safetensors reply as briefed") from why
+    raise Refused(envelope.client, "reply", "nothing", "a safetensors reply as briefed")
+
+
+def _check_header(client: str, header: Mapping[str, Any], contract: Contract) -> None:
+    if header.get("kind") != "reply" or header.get("version") != VERSION:
+        got = f"{header.get('kind')!r} of version {header.get('version')!r}"
+        raise Refused(client, "message", got, f"a reply of version {VERSION}")
+    if header.get("round") != contract.round or isinstance(header.get("round"), bool):
+        raise Refused(client, "round", header.get("round"), f"{contract.round}, the round asked for")
+    try:
+        spec = Spec.from_json(header.get("spec"), {contract.spec.factory})
+    except ConfigError as why:
+        raise Refused(client, "spec", str(why), f"the network briefed ({contract.spec.factory})") from why
+    if spec.to_text() != contract.spec.to_text():
+        raise Refused(client, "spec", _spec_words(spec), f"the network briefed, {_spec_words(contract.spec)}")
+
+
+def _spec_words(spec: Spec) -> str:
+    changed = f" with {len(spec.surgery)} resized tensors" if spec.surgery else ""
+    return f"{spec.factory}({', '.join(f'{k}={v}' for k, v in spec.options.items())}){changed}"
+
+
+def _check_forms(client: str, got: Mapping[str, Form], expected: Mapping[str, Form]) -> None:
+    if missing := [n for n in expected if n not in got]:
+        raise Refused(client, missing[0].removeprefix(NOTE), "missing", form_words(expected[missing[0]]))
+    if extra := [n for n in got if n not in expected]:
+        raise Refused(client, extra[0].removeprefix(NOTE), "sent unasked", "only what was asked for")
+    for name, form in expected.items():
+        if got[name] != form:
+            raise Refused(client, name.removeprefix(NOTE), form_words(got[name]), form_words(form))
+
+
+def form_words(form: Form) -> str:
+    """A form in words: "6×1×5×5 float32"."""
+    return f"{'×'.join(map(str, form.shape)) or 'a scalar'} {str(form.dtype).removeprefix('torch.')}"
+
+
+def _mass(client: str, header: Mapping[str, Any], contract: Contract) -> float:
+    mass = header.get("mass")
+    if not isinstance(mass, int | float) or isinstance(mass, bool) or not math.isfinite(mass) or mass <= 0:
+        raise Refused(client, "mass", mass, "a number of examples above 0")
+    if contract.enrolled is not None and mass > contract.enrolled:
+        raise Refused(client, "mass", mass, f"at most {contract.enrolled}, the examples it enrolled with")
+    return float(mass)
+
+
+def _steps(client: str, header: Mapping[str, Any]) -> int:
+    steps = header.get("steps")
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= _MAX_STEPS:
+        raise Refused(client, "steps", steps, f"a whole number from 1 to {_MAX_STEPS:,}")
+    return steps
+
+
+def _facts(header: Mapping[str, Any]) -> dict[str, float]:
+    """Loss and the like: kept if they are plain numbers, for the ledger only."""
+    facts = header.get("facts")
+    if not isinstance(facts, dict):
+        return {}
+    plain = {str(k)[:40]: v for k, v in list(facts.items())[:16] if isinstance(v, int | float)}
+    return {k: float(v) for k, v in plain.items() if not isinstance(v, bool) and abs(v) < 1e300}
+
+
+def _check_values(client: str, tensors: Params, roles: Mapping[str, str]) -> None:
+    for name in tensors:
+        tensor = tensors[name]
+        if tensor.is_floating_point():
+            if not is_finite(tensor):
+                raise Refused(client, name, "not finite", "finite numbers")
+        elif roles.get(name) == "counter" and tensor.numel() and bool((tensor < 0).any()):
+            raise Refused(client, name, int(tensor.min()), "a counter ≥ 0")
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are finite, in one pass: a finite sum has no NaN and no infinity in it.
+
+    Example:
+        >>> is_finite(torch.tensor([1.0, float("nan")])), is_finite(torch.full((9,), 3e38))
+        (False, True)
+    """
+    if torch.isfinite(tensor.sum()):
+        return True
+    return bool(torch.isfinite(tensor).all())  # a sum of large numbers may overflow where none of them is infinite
+
+
+def _check_evidence(client: str, notes: LazyParams | Params, mass: float, contract: Contract) -> Geometry | None:
+    found: Geometry | None = None
+    for kind in contract.evidence:
+        try:
+            if flaw := kind.check(notes, mass):
+                raise Refused(client, flaw.field, flaw.got, flaw.expected)
+            found = kind.geometry(notes) or found
+        except Refused:
+            raise
+        except (FuseError, ArithmeticError, RuntimeError) as why:
+            raise Refused(client, kind.name, f"not usable ({why})", "sound evidence") from why
+    return found
+
+
+def _fair_masses(
+    updates: list[ClientUpdate], ratio: float, enrolled: Mapping[str, int], refused: list[dict[str, str]]
+) -> list[ClientUpdate]:
+    """Without an enrolled count, nobody may claim more than a multiple of the round's median mass."""
+    if not updates:
+        return updates
+    cap = ratio * statistics.median(u.mass for u in updates)
+    fair = [u for u in updates if u.client in enrolled or u.mass <= cap]
+    names = {u.client for u in fair}
+    over = [u for u in updates if u.client not in names]
+    refused.extend(
+        Refused(u.client, "mass", u.mass, f"at most {cap:g}, {ratio:g} times the median").facts() for u in over
+    )
+    return fair

@@ -1,0 +1,27 @@
+"""No fusion at all: every client goes on from its own model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from fedfuse.core.messages import Cohort, Start
+from fedfuse.core.model import Apart, Single
+from fedfuse.core.recipe import Result
+from fedfuse.core.state import Bench, ServerState
+
+
+@dataclass(frozen=True, slots=True)
+class KeepApart:
+    """Local training: the result is all the clients' models, each judged alone."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    laws: ClassVar[frozenset[str]] = frozenset({"pure", "dtype", "finite", "repeat"})
+    result: ClassVar[Result] = "apart"
+
+    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
+        """Hand each client its own model back as the start of its next round."""
+        mine = {u.client: {n: t.clone() for n, t in u.posterior.mean.items()} for u in cohort}
+        starts = {**state.starts, **{u.client: Start(u.spec, mine[u.client]) for u in cohort}}
+        members = tuple(Single(u.spec, replace(u.posterior, mean=mine[u.client])) for u in cohort)
+        return replace(state, model=Apart(members), starts=starts)

@@ -1,0 +1,156 @@
+"""The judge: holds the test set, gives numbers to the record, and lets nobody choose by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fedfuse.core.model import Apart, Model, Single
+from fedfuse.core.rows import Rows
+from fedfuse.server.admit import Admission
+
+SCORES = ("accuracy", "nll", "ece", "brier")
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Scores a model on rows nobody else has.
+
+    Attributes:
+        test: the global test rows.
+        classes: how many classes there are.
+        bins: equal-width confidence bins of the calibration error.
+        held_out: rows each client kept out of its own training.
+        clients: when to score the clients' own models too; it costs one evaluation per client.
+        batch: rows per forward pass.
+    """
+
+    test: Rows
+    classes: int
+    bins: int = 15
+    held_out: Mapping[str, Rows] = field(default_factory=dict)
+    clients: Literal["never", "last", "every"] = "last"
+    batch: int = 1000
+
+    def score(self, model: Model, admission: Admission | None = None, last: bool = True) -> dict[str, Any]:
+        """Accuracy, NLL, ECE, Brier, confusion; and, when wanted, how the clients fare one by one."""
+        scores = self._apart(model) if isinstance(model, Apart) else self.evaluate(model)
+        if admission is not None and (self.clients == "every" or (self.clients == "last" and last)):
+            scores |= self._clients(model, admission)
+        return scores
+
+    def evaluate(self, model: Model, rows: Rows | None = None) -> dict[str, Any]:
+        """Every score of one model that answers `logits`."""
+        rows = rows or self.test
+        return measure(log_probabilities(model, rows.x, self.batch), rows.y, self.classes, self.bins)
+
+    def _apart(self, model: Apart) -> dict[str, Any]:
+        each = [self.evaluate(m) for m in model.members]
+        mean = {name: sum(s[name] for s in each) / len(each) for name in SCORES}
+        confusion = sum(torch.tensor(s["confusion"]) for s in each)
+        assert isinstance(confusion, Tensor)
+        return each[0] | mean | {"confusion": confusion.tolist(), "per_class": _per_class(confusion)}
+
+    def _clients(self, model: Model, admission: Admission) -> dict[str, Any]:
+        mine = {u.client: self._accuracy(Single(u.spec, u.posterior), self.test) for u in admission.cohort}
+        own = {}
+        if not isinstance(model, Apart):
+            own = {c: self._accuracy(model, rows) for c, rows in self.held_out.items() if c in mine and len(rows)}
+        facts = {u.client: {"mass": u.mass, "steps": u.steps, **u.facts} for u in admission.cohort}
+        for client, accuracy in mine.items():
+            facts[client]["accuracy"] = accuracy
+            if client in own:
+                facts[client]["own_accuracy"] = own[client]
+        return {"clients": facts, **spread(mine, {u.client: u.mass for u in admission.cohort}), **_own(own)}
+
+    def _accuracy(self, model: Model, rows: Rows) -> float:
+        right = log_probabilities(model, rows.x, self.batch).argmax(-1) == rows.y
+        return float(right.double().mean())
+
+
+def log_probabilities(model: Model, x: Tensor, batch: int = 1000) -> Tensor:
+    """Log softmax of the model's logits, batch by batch, in float64."""
+    assert not isinstance(model, Apart)
+    with torch.no_grad():
+        return torch.cat([model.logits(part).double().log_softmax(-1).cpu() for part in x.split(batch)])
+
+
+def measure(log_probs: Tensor, labels: Tensor, classes: int, bins: int = 15) -> dict[str, Any]:
+    """All scores of a table of log probabilities.
+
+    accuracy = mean 1[argmax = y]; nll = −mean log p_y; brier = mean Σ_c (p_c − 1[c = y])²; ece = Σ_b (n_b/n)
+    |accuracy_b − confidence_b| over equal-width bins (lower, upper], so that confidence 1 falls in the last one.
+
+    Example:
+        >>> scores = measure(torch.tensor([[0.8, 0.2], [0.4, 0.6]]).log(), torch.tensor([0, 0]), 2)
+        >>> scores["accuracy"], round(scores["brier"], 3), scores["confusion"]
+        (0.5, 0.4, [[1, 1], [0, 0]])
+    """
+    log_probs = log_probs[:, :classes] if log_probs.shape[1] > classes else log_probs
+    probs = log_probs.exp()
+    confidence, guess = probs.max(-1)
+    right = guess == labels
+    wide = max(classes, log_probs.shape[1])
+    confusion = torch.bincount(labels * wide + guess, minlength=wide * wide).view(wide, wide)
+    target = torch.nn.functional.one_hot(labels, log_probs.shape[1]).to(probs)
+    reliability = _reliability(confidence, right, bins)
+    return {
+        "accuracy": float(right.double().mean()),
+        "nll": float(-log_probs.gather(1, labels[:, None]).mean()),
+        "ece": _gap(reliability),
+        "brier": float((probs - target).square().sum(-1).mean()),
+        "per_class": _per_class(confusion),
+        "confusion": confusion.tolist(),
+        "reliability": reliability,
+    }
+
+
+def spread(accuracies: Mapping[str, float], masses: Mapping[str, float]) -> dict[str, float]:
+    """How evenly clients fare: mean, mean weighted by examples, standard deviation, mean of the worst tenth.
+
+    Example:
+        >>> spread({"a": 0.5, "b": 1.0}, {"a": 3, "b": 1})["client_accuracy_weighted"]
+        0.625
+    """
+    values = sorted(accuracies.values())
+    mean = sum(values) / len(values)
+    tenth = values[: math.ceil(len(values) / 10)]
+    weighted = sum(accuracies[c] * masses[c] for c in accuracies) / sum(masses[c] for c in accuracies)
+    return {
+        "client_accuracy_mean": mean,
+        "client_accuracy_weighted": weighted,
+        "client_accuracy_std": math.sqrt(sum((v - mean) ** 2 for v in values) / len(values)),
+        "client_accuracy_worst10": sum(tenth) / len(tenth),
+    }
+
+
+def _own(own: Mapping[str, float]) -> dict[str, float]:
+    return {"own_accuracy_mean": sum(own.values()) / len(own)} if own else {}
+
+
+def _per_class(confusion: Tensor) -> list[float | None]:
+    held = confusion.sum(1)
+    shares = confusion.diagonal() / held.clamp(min=1)
+    return [float(s) if n else None for s, n in zip(shares, held, strict=True)]
+
+
+def _reliability(confidence: Tensor, right: Tensor, bins: int) -> dict[str, list[float]]:
+    """Per bin the mean confidence, the accuracy and the count."""
+    place = (confidence * bins).ceil().long().clamp(1, bins) - 1
+    count = torch.bincount(place, minlength=bins).double()
+    total = count.clamp(min=1)
+    return {
+        "confidence": (torch.bincount(place, confidence, minlength=bins) / total).tolist(),
+        "accuracy": (torch.bincount(place, right.double(), minlength=bins) / total).tolist(),
+        "count": count.long().tolist(),
+    }
+
+
+def _gap(reliability: Mapping[str, list[float]]) -> float:
+    rows = list(zip(reliability["count"], reliability["accuracy"], reliability["confidence"], strict=True))
+    return sum(n * abs(a - c) for n, a, c in rows) / max(1, sum(n for n, _, _ in rows))

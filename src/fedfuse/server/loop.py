@@ -1,0 +1,135 @@
+"""The round: brief → learn → admit → fuse → step → score → record. The whole project in one loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from fedfuse.core.messages import Brief, client_order
+from fedfuse.core.model import Model
+from fedfuse.core.recipe import Engine, Recipe
+from fedfuse.core.rng import stream
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.errors import QuorumLost
+from fedfuse.server.admit import Admission, Rules, admit_all
+from fedfuse.wire.messages import encode_brief
+
+
+class Scorer(Protocol):
+    """Gives numbers to the record and to nobody else."""
+
+    def score(self, model: Model, admission: Admission, last: bool) -> Mapping[str, Any]:
+        """What a reader wants to know of the model and of the clients' own."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One round, told: the state after it, and the facts."""
+
+    state: ServerState
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a run goes, beside its recipe.
+
+    Attributes:
+        rounds: exchanges in all.
+        per_round: how many clients are asked in a round; None asks everybody.
+        rules: what the door and the quorum insist on.
+        enrolled: how many examples each client has declared beforehand.
+    """
+
+    rounds: int = 1
+    per_round: int | None = None
+    rules: Rules = field(default_factory=Rules)
+    enrolled: Mapping[str, int] = field(default_factory=dict)
+
+
+def run(
+    recipe: Recipe, engine: Engine, bench: Bench, judge: Scorer | None, state: ServerState, plan: Plan
+) -> Iterator[Record]:
+    """Run rounds from `state.round` to the end, yielding each as it is done.
+
+    Raises:
+        QuorumLost: when too few updates were admitted; the last yielded state is still good.
+        RecipeError: before any training, when the recipe cannot do what is asked.
+    """
+    recipe.check(plan.rounds, bench)
+    while state.round < plan.rounds:
+        now = recipe.at(state.round)
+        yield (record := one_round(now, now.roster(engine, bench), bench, judge, state, plan))
+        state = record.state
+
+
+def one_round(
+    recipe: Recipe, engine: Engine, bench: Bench, judge: Scorer | None, state: ServerState, plan: Plan
+) -> Record:
+    """One exchange and everything that follows from it."""
+    asked = choose(engine.clients, plan.per_round, bench.seed, state.round)
+    brief = state.brief(recipe.publishes, bench.classes)
+    began = time.perf_counter()
+    answers = engine.exchange(brief, recipe.work(bench.local), asked)
+    admission = admit_all(answers, brief, recipe.evidence, asked, plan.rules, plan.enrolled)
+    waited = time.perf_counter() - began
+    check_quorum(admission, asked, plan.rules.quorum, state.round)
+    began = time.perf_counter()
+    after = recipe.aggregate(admission.cohort, replace(state, facts={}), bench)
+    for step in recipe.steps:
+        after = step(after, admission.cohort, bench)
+    after = replace(after, round=state.round + 1)
+    spent = time.perf_counter() - began
+    scores = judge.score(after.model, admission, after.round == plan.rounds) if judge else {}
+    facts = _facts(recipe, admission, brief, len(asked))
+    return Record(after, {**facts, **scores, "train_seconds": waited, "server_seconds": spent, "facts": after.facts})
+
+
+def choose(clients: tuple[str, ...], per_round: int | None, seed: int, round_: int) -> tuple[str, ...]:
+    """The clients asked in a round: all, or a seeded sample without replacement, in client order.
+
+    Example:
+        >>> choose(("a", "b", "c"), 2, seed=0, round_=0) == choose(("a", "b", "c"), 2, seed=0, round_=0)
+        True
+    """
+    if per_round is None or per_round >= len(clients):
+        return clients
+    order = torch.randperm(len(clients), generator=stream(seed, "sample", round_))[:per_round]
+    return tuple(sorted((clients[i] for i in order.tolist()), key=client_order))
+
+
+def check_quorum(admission: Admission, asked: tuple[str, ...], quorum: float, round_: int) -> None:
+    """Go on only if enough of the asked clients were admitted.
+
+    Raises:
+        QuorumLost: saying how many were, and why the others were not.
+    """
+    got = len(admission.cohort)
+    if got and got >= quorum * len(asked):
+        return
+    why = [f"{r['client']}: {r['field']} is {r['got']}" for r in admission.refused]
+    why += [f"{d['client']}: {d['reason']}" for d in admission.dropped]
+    raise QuorumLost(
+        f"round {round_ + 1}: {got} of {len(asked)} clients were admitted and the quorum is {quorum:.0%}; "
+        f"{'; '.join(why[:5]) or 'nobody answered'}{' …' if len(why) > 5 else ''}; the model before this round is kept"
+    )
+
+
+def _facts(recipe: Recipe, admission: Admission, brief: Brief, asked: int) -> dict[str, Any]:
+    clients = {u.client: {"mass": u.mass, "steps": u.steps, **u.facts} for u in admission.cohort}
+    return {
+        "round": brief.round + 1,
+        "clients": clients,
+        "bytes_up": admission.bytes_up,
+        "bytes_down": asked * len(encode_brief(brief.to(""))),
+        "trained": admission.trained,
+        "remembered": admission.remembered,
+        "refused": admission.refused,
+        "dropped": admission.dropped,
+        "reveals": list(recipe.reveals),
+    }

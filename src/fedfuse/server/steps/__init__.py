@@ -1,0 +1,1 @@
+"""What the server does to a fused model before the round ends."""

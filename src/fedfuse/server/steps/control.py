@@ -1,0 +1,31 @@
+"""SCAFFOLD's server half."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedfuse.core.messages import Cohort
+from fedfuse.core.state import Bench, ServerState, filed, part
+from fedfuse.server.aggregate.mean import weighted_mean
+
+
+@dataclass(frozen=True, slots=True)
+class ControlStep:
+    """c ← c + (1/N) Σ_{k in cohort} Δc_k, N being all clients, asked or not."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"control"})
+
+    def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
+        """Move the server's control variate."""
+        population = max(bench.population, len(cohort))
+        old = part(state.memory, "control")
+        notes = [u.notes for u in cohort]
+        names = [n for n in cohort.updates[0].notes if n.startswith("control/")]
+        shares = [1 / population] * len(cohort)
+        steps: Mapping[str, Tensor] = {n.removeprefix("control/"): weighted_mean(notes, shares, n) for n in names}
+        new = {n: old[n] + step if n in old else step for n, step in steps.items()}
+        return replace(state, memory={**state.memory, **filed("control", new)})

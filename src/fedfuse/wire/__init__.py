@@ -1,0 +1,1 @@
+"""Bytes: safetensors with a JSON header, limits checked before anything is allocated."""

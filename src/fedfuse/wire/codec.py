@@ -1,0 +1,327 @@
+"""Tensors and a small header as safetensors bytes, written plainly and read with suspicion.
+
+The format is safetensors' own (8 bytes of length, a JSON table, the data), so any safetensors reader opens our
+files; our header stands in its metadata under "fedfuse". Reading never trusts a length: the table is checked in
+full, against given limits, before a single tensor exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from fedfuse.core.messages import Form
+from fedfuse.core.params import Params
+from fedfuse.errors import ConfigError, FuseError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+with warnings.catch_warnings():  # torch says once per process that such memory is read-only; we know
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
+
+class Malformed(FuseError):
+    """Bytes that are not what they claim to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a reader is ready to accept, checked before allocation."""
+
+    bytes: int = 16 * 2**30
+    header: int = 16 * 2**20
+    tensors: int = 100_000
+
+
+class LazyParams(Mapping[str, Tensor]):
+    """Tensors that are fetched when asked for and not kept: memory stays with whoever asks.
+
+    `piece` fetches a run of a tensor's elements, so that a reader can walk through a tensor larger than its memory.
+    """
+
+    __slots__ = ("_fetch", "forms")
+
+    def __init__(self, forms: Mapping[str, Form], fetch: Callable[[str, int, int], Tensor]) -> None:
+        self.forms = forms
+        self._fetch = fetch
+
+    def __getitem__(self, name: str) -> Tensor:
+        form = self.forms[name]
+        return self._fetch(name, 0, math.prod(form.shape)).view(form.shape)
+
+    def piece(self, name: str, begin: int, end: int) -> Tensor:
+        """Elements [begin, end) of a tensor laid flat."""
+        return self._fetch(name, begin, end)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.forms)
+
+    def __len__(self) -> int:
+        return len(self.forms)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.forms
+
+    def part(self, keep: Callable[[str], bool], rename: Callable[[str], str] = str) -> LazyParams:
+        """The tensors whose names pass, under new names."""
+        old = {rename(n): n for n in self.forms if keep(n)}
+        forms = {new: self.forms[name] for new, name in old.items()}
+        return LazyParams(forms, lambda new, begin, end: self._fetch(old[new], begin, end))
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """A parsed message: its header, and its tensors on demand."""
+
+    header: Mapping[str, Any]
+    tensors: LazyParams
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    form: Form
+    begin: int
+    end: int
+
+
+def encode(tensors: Params, header: Mapping[str, Any]) -> bytes:
+    """Tensors and header as one message.
+
+    Example:
+        >>> packet = decode(encode({"w": torch.tensor([1.0, 2.0])}, {"mass": 3}))
+        >>> packet.header["mass"], packet.tensors["w"].tolist()
+        (3, [1.0, 2.0])
+    """
+    head, ordered = _head(tensors, header)
+    return b"".join([head, *(_raw(tensors[name]) for name in ordered)])
+
+
+def write(path: Path, tensors: Params, header: Mapping[str, Any]) -> int:
+    """Write a message to a file, one tensor at a time; the file appears whole or not at all."""
+    head, ordered = _head(tensors, header)
+    with atomic(path) as file:
+        file.write(head)
+        for name in ordered:
+            file.write(_raw(tensors[name]))
+        return file.tell()
+
+
+@contextlib.contextmanager
+def atomic(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears under its name only when complete and on disk."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as why:
+        raise ConfigError(f"cannot write {path}: {why.strerror or why}; choose a folder that can be written") from why
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException as why:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        if isinstance(why, OSError):
+            raise ConfigError(
+                f"cannot write {path}: {why.strerror or why}; free some space or choose another folder"
+            ) from why
+        raise
+
+
+def decode(data: bytes, limits: Limits | None = None) -> Packet:
+    """Parse a message in memory; tensors are views of its bytes.
+
+    Raises:
+        Malformed: with the reason, before anything is allocated.
+    """
+    limits = limits or Limits()
+    _check_size(len(data), limits)
+    slots, header, start = _parse(lambda begin, length: data[begin : begin + length], len(data), limits)
+
+    def fetch(name: str, begin: int, end: int) -> Tensor:
+        slot = slots[name]
+        dtype = slot.form.dtype
+        if begin == end:
+            return torch.empty(0, dtype=dtype)
+        offset = start + slot.begin + begin * dtype.itemsize
+        return torch.frombuffer(data, dtype=dtype, count=end - begin, offset=offset)
+
+    return Packet(header, LazyParams({n: s.form for n, s in slots.items()}, fetch), len(data))
+
+
+def read(path: Path, limits: Limits | None = None) -> Packet:
+    """Parse a file; each tensor is read when it is asked for, and not kept.
+
+    Raises:
+        Malformed: with the reason, before anything is allocated.
+    """
+    limits = limits or Limits()
+    try:
+        size = path.stat().st_size
+        _check_size(size, limits)
+        with path.open("rb") as file:
+            slots, header, start = _parse(lambda begin, length: _pread(file, begin, length), size, limits)
+    except OSError as why:
+        raise Malformed(f"cannot read {path}: {why.strerror or why}") from why
+
+    def fetch(name: str, begin: int, end: int) -> Tensor:
+        slot = slots[name]
+        out = torch.empty(end - begin, dtype=slot.form.dtype)
+        if end > begin:
+            with path.open("rb") as file:
+                file.seek(start + slot.begin + begin * slot.form.dtype.itemsize)
+                if file.readinto(memoryview(_bytes_of(out))) != out.numel() * out.itemsize:
+                    raise Malformed(f"{path.name} changed while it was read")
+        return out
+
+    return Packet(header, LazyParams({n: s.form for n, s in slots.items()}, fetch), size)
+
+
+def forms_of(params: Params) -> Mapping[str, Form]:
+    """The form of every tensor, without fetching any that waits on disk."""
+    return params.forms if isinstance(params, LazyParams) else {n: Form.of(t) for n, t in params.items()}
+
+
+def forms_size(forms: Mapping[str, Form]) -> int:
+    """Bytes of data these tensors take."""
+    return sum(math.prod(f.shape) * f.dtype.itemsize for f in forms.values())
+
+
+def _check_size(size: int, limits: Limits) -> None:
+    if size > limits.bytes:
+        raise Malformed(f"{size:,} bytes are more than the {limits.bytes:,} that fit here")
+
+
+def _head(tensors: Params, header: Mapping[str, Any]) -> tuple[bytes, list[str]]:
+    forms = forms_of(tensors)
+    if odd := [n for n, f in forms.items() if f.dtype not in _NAMES]:
+        raise ConfigError(f"tensor {odd[0]!r} is {forms[odd[0]].dtype}, which safetensors files do not carry here")
+    # The widest numbers first, so that every tensor starts at a multiple of its own width.
+    ordered = sorted(forms, key=lambda n: -forms[n].dtype.itemsize)
+    begins, at = {}, 0
+    for name in ordered:
+        begins[name] = at
+        at += math.prod(forms[name].shape) * forms[name].dtype.itemsize
+    table: dict[str, Any] = {"__metadata__": {"fedfuse": json.dumps(header, sort_keys=True, allow_nan=False)}}
+    for name, form in forms.items():
+        size = math.prod(form.shape) * form.dtype.itemsize
+        offsets = [begins[name], begins[name] + size]
+        table[name] = {"dtype": _NAMES[form.dtype], "shape": list(form.shape), "data_offsets": offsets}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, ordered
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    return memoryview(_bytes_of(tensor.detach().cpu().contiguous()))
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def _pread(file: BinaryIO, begin: int, length: int) -> bytes:
+    file.seek(begin)
+    return file.read(length)
+
+
+def _parse(
+    piece: Callable[[int, int], bytes], size: int, limits: Limits
+) -> tuple[dict[str, _Slot], Mapping[str, Any], int]:
+    if size < 8:
+        raise Malformed(f"only {size} bytes, too short for any message")
+    length = int.from_bytes(piece(0, 8), "little")
+    if length > min(limits.header, size - 8):
+        raise Malformed(
+            f"it claims a header of {length:,} bytes; it has {size:,} in all and {limits.header:,} are allowed"
+        )
+    if length % 8:
+        raise Malformed("its header is not padded to eight bytes")
+    table = _table(piece(8, length))
+    meta = table.pop("__metadata__", {})
+    if len(table) > limits.tensors:
+        raise Malformed(f"{len(table):,} tensors are more than the {limits.tensors:,} allowed")
+    slots = {name: _slot(name, entry) for name, entry in table.items()}
+    _check_cover(slots, size - 8 - length)
+    return slots, _header(meta), 8 + length
+
+
+def _table(text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise Malformed("a name stands twice in its header")
+        return found
+
+    try:
+        table = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as why:
+        raise Malformed("its header is not JSON; expected a safetensors file") from why
+    if not isinstance(table, dict):
+        raise Malformed("its header is not a table; expected a safetensors file")
+    return table
+
+
+def _header(meta: object) -> Mapping[str, Any]:
+    text = meta.get("fedfuse", "{}") if isinstance(meta, dict) else None
+    if not isinstance(text, str):
+        raise Malformed("its metadata are not text")
+    return _table(text.encode())
+
+
+def _slot(name: str, entry: object) -> _Slot:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise Malformed(f"tensor {name[:80]!r} is not described by dtype, shape and offsets")
+    dtype, shape, offsets = DTYPES.get(str(entry["dtype"])), entry["shape"], entry["data_offsets"]
+    if dtype is None:
+        raise Malformed(f"tensor {name[:80]!r} has the dtype {str(entry['dtype'])[:20]!r}, which is not read here")
+    if not _naturals(shape) or not _naturals(offsets) or len(shape) > 8 or len(offsets) != 2:
+        raise Malformed(f"tensor {name[:80]!r} has an impossible shape or place")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * dtype.itemsize or begin % dtype.itemsize:
+        raise Malformed(f"tensor {name[:80]!r} claims {end - begin} bytes for the shape {shape}")
+    return _Slot(Form(tuple(shape), dtype), begin, end)
+
+
+def _naturals(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**48 for n in value
+    )
+
+
+def _check_cover(slots: Mapping[str, _Slot], body: int) -> None:
+    """The tensors must fill the data exactly: no gap, no overlap, nothing beyond."""
+    at = 0
+    for slot in sorted(slots.values(), key=lambda s: (s.begin, s.end)):
+        if slot.begin != at:
+            raise Malformed("its tensors overlap or leave gaps")
+        at = slot.end
+    if at != body:
+        raise Malformed(f"its tensors claim {at:,} bytes and {body:,} came")

@@ -1,0 +1,87 @@
+"""Models as files: plain safetensors that any reader opens, with a header that lets us rebuild the network."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedfuse.core.combine import combine_named
+from fedfuse.core.model import Apart, Mixture, Model, Single
+from fedfuse.core.params import Params
+from fedfuse.core.posterior import Diag, Posterior
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import filed, part
+from fedfuse.errors import ConfigError
+from fedfuse.wire.codec import Malformed, Packet, read, write
+from fedfuse.wire.messages import VERSION, noted, split
+
+
+def save_model(model: Model, path: Path, facts: Mapping[str, Any] | None = None) -> int:
+    """Write a model to one file; a single network's tensors stand under their plain names.
+
+    Returns:
+        The file's size in bytes.
+    """
+    header: dict[str, Any] = {"kind": "model", "version": VERSION, "facts": dict(facts or {})}
+    if isinstance(model, Single):
+        return write(path, _tensors(model), header | {"spec": model.spec.to_json()})
+    tensors: dict[str, Tensor] = {}
+    for place, member in enumerate(model.members):
+        tensors |= {f"{place}/{n}": t for n, t in _tensors(member).items()}
+    header |= {"members": [m.spec.to_json() for m in model.members]}
+    if isinstance(model, Mixture):
+        header |= {"combine": type(model.combine).__name__, "options": asdict(model.combine)}  # type: ignore[call-overload]
+        header |= {"weights": model.weights.tolist()}
+    return write(path, tensors, header)
+
+
+def load_model(path: Path, trusted: Collection[str] = ()) -> tuple[Model, Mapping[str, Any]]:
+    """Read a model file back, with its facts.
+
+    Raises:
+        ConfigError: if the file is damaged, is no model, or names a network that was not named here.
+    """
+    try:
+        packet = read(path)
+        return _model(packet, trusted), packet.header.get("facts", {})
+    except (Malformed, KeyError, TypeError, IndexError, ValueError) as why:
+        if isinstance(why, ConfigError):
+            raise
+        raise ConfigError(f"{path} is not a model file of fedfuse: {why}") from why
+
+
+def _tensors(model: Single) -> Params:
+    geometry = model.posterior.geometry
+    variance = filed("variance", geometry.variance) if isinstance(geometry, Diag) else {}
+    return {**model.posterior.mean, **noted(variance)}
+
+
+def _model(packet: Packet, trusted: Collection[str]) -> Model:
+    header = packet.header
+    if header.get("kind") != "model":
+        raise Malformed(f"it holds a {header.get('kind') or 'plain set of tensors'}, expected a model")
+    if "members" not in header:
+        return _single(Spec.from_json(header.get("spec"), trusted), *split(packet))
+    members = []
+    for place, spec in enumerate(header["members"]):
+        mine = packet.tensors.part(lambda n, p=f"{place}/": n.startswith(p), lambda n: n.partition("/")[2])  # type: ignore[misc]
+        own, notes = split(Packet({}, mine, 0))
+        members.append(_single(Spec.from_json(spec, trusted), own, notes))
+    if "combine" not in header:
+        return Apart(tuple(members))
+    weights = torch.tensor(header["weights"], dtype=torch.float64)
+    return Mixture(tuple(members), weights, combine_named(header["combine"], header["options"]))
+
+
+def _single(spec: Spec, own: Params, notes: Params) -> Single:
+    mean = dict(own)
+    built = {n: tuple(t.shape) for n, t in spec.skeleton().state_dict().items()}
+    if built != {n: tuple(t.shape) for n, t in mean.items()}:
+        raise Malformed(f"its tensors do not fit the network {spec.factory!r} it names")
+    variance = part(dict(notes), "variance")
+    return Single(spec, Posterior(mean, Diag(variance)) if variance else Posterior(mean))

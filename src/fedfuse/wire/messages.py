@@ -1,0 +1,70 @@
+"""Briefs, replies and models as messages: which tensor goes under which name, and what the header says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fedfuse.core.messages import Brief
+from fedfuse.core.params import Params
+from fedfuse.core.spec import Spec
+from fedfuse.wire.codec import Packet, decode, encode
+
+VERSION = 1
+NOTE = "~"  # evidence and memory stand under this mark, so that plain names are always the model's own
+
+
+def encode_brief(brief: Brief) -> bytes:
+    """A brief as this client hears it (see `Brief.to`)."""
+    header = {"kind": "brief", "version": VERSION, "round": brief.round, "classes": brief.classes}
+    return encode({**brief.params, **noted(brief.memory)}, {**header, "spec": brief.spec.to_json()})
+
+
+def decode_brief(data: bytes, trusted: Collection[str] = ()) -> Brief:
+    """Read a brief at a client; a model that is not ours must be named in `trusted`.
+
+    Example:
+        >>> import torch
+        >>> brief = Brief(3, Spec("mlp"), {"w": torch.ones(1)}, {"control/w": torch.zeros(1)})
+        >>> decode_brief(encode_brief(brief)).round
+        3
+    """
+    packet = decode(data)
+    spec = Spec.from_json(packet.header.get("spec"), trusted)
+    params, memory = split(packet)
+    return Brief(packet.header["round"], spec, params, memory, classes=packet.header.get("classes", 0))
+
+
+def encode_reply(
+    brief: Brief, mean: Params, notes: Params, *, mass: float, steps: int, facts: Mapping[str, float]
+) -> bytes:
+    """A client's answer to a brief."""
+    return encode({**mean, **noted(notes)}, reply_header(brief, mass=mass, steps=steps, facts=facts))
+
+
+def reply_header(brief: Brief, *, mass: float, steps: int, facts: Mapping[str, float]) -> dict[str, Any]:
+    """The header every reply and every update file carries."""
+    return {
+        "kind": "reply",
+        "version": VERSION,
+        "round": brief.round,
+        "spec": brief.spec.to_json(),
+        "mass": mass,
+        "steps": steps,
+        "facts": {name: value for name, value in facts.items() if math.isfinite(value)},
+    }
+
+
+def noted(notes: Params) -> dict[str, Tensor]:
+    """Notes under their marked names."""
+    return {NOTE + name: tensor for name, tensor in notes.items()}
+
+
+def split(packet: Packet) -> tuple[Params, Params]:
+    """A message's tensors as the model's own and the notes."""
+    own = packet.tensors.part(lambda n: not n.startswith(NOTE))
+    notes = packet.tensors.part(lambda n: n.startswith(NOTE), lambda n: n.removeprefix(NOTE))
+    return own, notes

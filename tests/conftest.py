@@ -1,0 +1,40 @@
+"""What all tests share: one thread, no network, data only where the user put it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def _is_local(address: object) -> bool:
+    host = address[0] if isinstance(address, tuple) else ""
+    return not isinstance(address, tuple) or str(host).startswith("127.") or host in ("localhost", "::1")
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that reaches for the network fails; loopback is allowed."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: object) -> None:
+        if not _is_local(address):
+            raise AssertionError(f"a test tried to reach {address!r}; tests run offline")
+        connect(self, address)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture
+def real_data() -> Iterator[Path]:
+    """The folder of real data sets; a test that needs it skips, loudly, without it."""
+    root = os.environ.get("FEDFUSE_DATA")
+    if not root or not Path(root).is_dir():
+        pytest.skip("FEDFUSE_DATA is not set to a folder with data sets: a real-data test did not run")
+    yield Path(root).resolve()
