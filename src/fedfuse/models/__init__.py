@@ -1,0 +1,64 @@
+"""The networks of the papers, each a plain module of named layers with its widths as options.
+
+Every model takes a batch of images and gives logits. Its classifier is the last linear layer, in order of
+registration and of execution, so the representation of a model is what that layer reads.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from torch import nn
+
+from fedfuse.errors import ConfigError
+from fedfuse.models.convnet import convnet_ams, convnet_feddu
+from fedfuse.models.heads import projected
+from fedfuse.models.lenet import lenet
+from fedfuse.models.mlp import mlp
+from fedfuse.models.resnet import resnet18, resnet50
+from fedfuse.models.vgg import vgg11, vgg16
+
+__all__ = [
+    "MODELS",
+    "convnet_ams",
+    "convnet_feddu",
+    "lenet",
+    "mlp",
+    "model_factory",
+    "model_names",
+    "projected",
+    "resnet18",
+    "resnet50",
+    "vgg11",
+    "vgg16",
+]
+
+MODELS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
+    {f.__name__: f for f in (mlp, lenet, convnet_ams, convnet_feddu, vgg11, vgg16, resnet18, resnet50)}
+)
+
+
+def model_names() -> tuple[str, ...]:
+    """The name of every model.
+
+    Example:
+        >>> model_names()[:2]
+        ('mlp', 'lenet')
+    """
+    return tuple(MODELS)
+
+
+def model_factory(name: str) -> Callable[..., nn.Module]:
+    """The factory of that name.
+
+    Example:
+        >>> model_factory("lenet")(size=8, hidden=(16,)).classifier
+        Linear(in_features=16, out_features=10, bias=True)
+    """
+    if name in MODELS:
+        return MODELS[name]
+    near = difflib.get_close_matches(name, MODELS, n=1)
+    hint = f"did you mean {near[0]}?" if near else "or name your own as package.module:Class"
+    raise ConfigError(f"model {name!r:.80} is unknown, expected one of {', '.join(MODELS)}; {hint}")

@@ -1,0 +1,112 @@
+"""Two networks of three convolutions and two fully connected layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fedfuse.models.heads import headed
+from fedfuse.models.layers import (
+    connected,
+    convolutions,
+    draw_he,
+    draw_normal,
+    filled,
+    least_size,
+    side_after,
+    stack,
+    whole,
+    wholes,
+)
+
+
+def convnet_ams(
+    channels: int = 3,
+    size: int = 32,
+    classes: int = 10,
+    widths: Sequence[int] = (32, 64, 64),
+    hidden: Sequence[int] = (128,),
+    head: int = 0,
+) -> nn.Module:
+    """The "3-2" ConvNet of AMS: three 3×3 convolutions and two fully connected layers.
+
+    The paper gives the number of layers only. Widths, padding 1, a 2×2 max-pooling after every convolution
+    and PyTorch's initial values are our reading of it: 188,810 parameters for 3×32×32 images.
+
+    Args:
+        channels: colours of an image.
+        size: side of an image.
+        classes: how many classes it tells apart.
+        widths: feature maps of each convolution.
+        hidden: units of each hidden layer.
+        head: length of a projection before the classifier, 0 for none.
+
+    Example:
+        >>> convnet_ams(channels=1, size=8).fc1
+        Linear(in_features=64, out_features=128, bias=True)
+    """
+    return plain_cnn("convnet_ams", channels, size, classes, widths, hidden, head, padding=1)
+
+
+def convnet_feddu(
+    channels: int = 3,
+    size: int = 32,
+    classes: int = 10,
+    widths: Sequence[int] = (32, 64, 64),
+    hidden: Sequence[int] = (64,),
+    head: int = 0,
+) -> nn.Module:
+    """The CNN of FedDU and FedDUAP: three 3×3 convolutions without padding, the last one not pooled.
+
+    122,570 parameters for 3×32×32 images. He's initial values, N(0, 2 / (k·k·out)) for convolutions as in
+    the released code and N(0, 2 / in) for linear layers; biases 0.
+
+    Args:
+        channels: colours of an image.
+        size: side of an image.
+        classes: how many classes it tells apart.
+        widths: feature maps of each convolution.
+        hidden: units of each hidden layer.
+        head: length of a projection before the classifier, 0 for none.
+
+    Example:
+        >>> sum(p.numel() for p in convnet_feddu().parameters())
+        122570
+    """
+    with torch.device("meta"):
+        net = plain_cnn("convnet_feddu", channels, size, classes, widths, hidden, head, pool_last=False)
+    return filled(net, _he)
+
+
+def plain_cnn(
+    who: str,
+    channels: int,
+    size: int,
+    classes: int,
+    widths: Sequence[int],
+    hidden: Sequence[int],
+    head: int,
+    *,
+    kernel: int = 3,
+    padding: int = 0,
+    pool_last: bool = True,
+) -> nn.Module:
+    """Convolutions of one kernel size, each pooled (but perhaps the last), then fully connected layers."""
+    widths = (whole(who, "channels", channels), *wholes(who, "widths", widths, 1))
+    hidden = wholes(who, "hidden", hidden)
+    classes, head = whole(who, "classes", classes, 2), whole(who, "head", head, 0)
+    pooled = (*(True,) * (len(widths) - 2), pool_last)
+    size = whole(who, "size", size, least_size(pooled, kernel, padding))
+    features = widths[-1] * side_after(size, pooled, kernel, padding) ** 2
+    layers = convolutions(widths, pooled, kernel=kernel, padding=padding)
+    return headed(stack(*layers, *connected((features, *hidden), classes)), head)
+
+
+def _he(module: nn.Module) -> None:
+    if isinstance(module, nn.Conv2d):
+        draw_he(module)
+    elif isinstance(module, nn.Linear):
+        draw_normal(module, math.sqrt(2.0 / module.in_features))
