@@ -1,0 +1,44 @@
+# make demo, make test: both do all the set-up a fresh machine needs (Python 3.11 or newer and make).
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet -c constraints.txt
+export OMP_NUM_THREADS := 1
+export OMP_WAIT_POLICY := PASSIVE
+
+.PHONY: demo test test-all lint types bench format clean
+
+demo: $(VENV)/.core
+	$(VENV)/bin/fedfuse demo
+
+test: lint types
+	$(PY) -m pytest
+
+test-all: $(VENV)/.dev
+	$(PY) -m pytest -m "paper or flower or browser or slow"
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/.dev
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.dev
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(VENV)/.dev
+	for file in benchmarks/*.py; do echo "== $$file"; $(PY) $$file || exit 1; done
+
+$(VENV)/.core: pyproject.toml constraints.txt
+	python3 -m venv $(VENV)
+	$(PIP) pip setuptools
+	$(PIP) --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	$(PIP) --no-build-isolation -e '.[dev,flower,match]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
