@@ -1,0 +1,129 @@
+"""Conjugate gradients for symmetric positive definite operators on tensors of any shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedfuse.errors import NotConverged
+
+Operator = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What an iterative solver found.
+
+    Attributes:
+        x: the solution, float64, in the shape of the right-hand side.
+        iterations: how many times the operator was stepped along a direction.
+        residual: ‖b − A x‖ / ‖b‖, computed from `x` itself and not from a recurrence.
+    """
+
+    x: Tensor
+    iterations: int
+    residual: float
+
+
+def conjugate_gradient(
+    apply: Operator,
+    b: Tensor,
+    *,
+    precondition: Operator | None = None,
+    x0: Tensor | None = None,
+    tol: float = 1e-8,
+    max_iters: int = 1000,
+    what: str = "a linear system",
+) -> Solution:
+    """Solve A x = b for a symmetric positive definite A that is known only by its products.
+
+    Preconditioned conjugate gradients (Hestenes and Stiefel 1952) in float64, until
+    ‖b − A x‖ ≤ tol·‖b‖. The recurrence drifts from the true residual, so the true one is computed
+    when the recurrence believes it is done, and the search restarts from there if it was wrong.
+
+    Args:
+        apply: x ↦ A x; takes and returns float64 tensors of the shape of `b`.
+        b: the right-hand side, of any shape: a matrix is an unknown like any other.
+        precondition: r ↦ P⁻¹ r, symmetric positive definite; none if absent.
+        x0: where to start; zero if absent.
+        tol: relative residual to reach.
+        max_iters: products with A along search directions before giving up.
+        what: the caller's name for the system, for the error.
+
+    Returns:
+        The solution with its iterations and its true relative residual.
+
+    Raises:
+        NotConverged: if the tolerance is out of reach, or the operator is not positive definite.
+
+    Example:
+        >>> A = torch.tensor([[4.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
+        >>> conjugate_gradient(lambda x: A @ x, A @ torch.ones(2, dtype=torch.float64)).x
+        tensor([1., 1.], dtype=torch.float64)
+    """
+    b = b.double()
+    size = _norm(b)
+    if size == 0:
+        return Solution(torch.zeros_like(b), 0, 0.0)
+    x, gap = (torch.zeros_like(b), b) if x0 is None else (x0.to(b).clone(), b - apply(x0.to(b)))
+    search = _Search(apply, precondition or torch.clone, tol * size, what)
+    residual, done = _norm(gap) / size, 0
+    while not residual <= tol:
+        if not math.isfinite(residual):
+            raise NotConverged(f"{what}: the system or its start holds numbers that are not finite")
+        done += search.descend(x, gap, max_iters - done)
+        gap = b - apply(x)
+        before, residual = residual, _norm(gap) / size
+        if residual > tol and (done >= max_iters or residual > before / 2):
+            advice = "allow more iterations" if done >= max_iters else "rounding allows no better: raise the tolerance"
+            raise NotConverged(
+                f"{what}: conjugate gradients stopped at a relative residual of {residual:.1e} after {done} "
+                f"iterations, expected {tol:.1e}; {advice}, or damp the system"
+            )
+    return Solution(x, done, residual)
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """One run of the recurrence, from a point with a known residual."""
+
+    apply: Operator
+    precondition: Operator
+    target: float
+    what: str
+
+    def descend(self, x: Tensor, start: Tensor, budget: int) -> int:
+        """Move `x` in place until the recurrence's residual is at the target; how many steps it took."""
+        residual, direction = start.clone(), torch.zeros_like(start)
+        energy = 1.0
+        for step in range(budget):
+            if _norm(residual) <= self.target:
+                return step
+            steepest = self.precondition(residual)
+            before, energy = energy, self._positive(_dot(residual, steepest), "the preconditioner")
+            direction.mul_(energy / before).add_(steepest)
+            image = self.apply(direction)
+            length = energy / self._positive(_dot(direction, image), "the operator")
+            x.add_(direction, alpha=length)
+            residual.sub_(image, alpha=length)
+        return budget
+
+    def _positive(self, curvature: float, culprit: str) -> float:
+        if curvature > 0 and math.isfinite(curvature):
+            return curvature
+        raise NotConverged(
+            f"{self.what}: {culprit} has curvature {curvature:.1e} along a search direction, expected a positive "
+            "number; it is not positive definite: damp it, or look for a wrong sign"
+        )
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float(torch.dot(a.reshape(-1), b.reshape(-1)))
+
+
+def _norm(a: Tensor) -> float:
+    return math.sqrt(_dot(a, a))

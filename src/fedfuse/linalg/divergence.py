@@ -1,0 +1,347 @@
+"""How far a tensor is from Gaussian, and how far two distributions are apart.
+
+A score that has no meaning (fewer than four numbers, all of them equal, or some not finite) is NaN; whoever
+turns scores into weights then falls back to uniform ones, and says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedfuse.errors import ConfigError
+
+Array = NDArray[np.float64]
+Density = Literal["histogram", "samples", "grid"]
+Reference = Literal["standard", "fitted"]
+
+# Numbers worked on at once: enough to make calls cheap, few enough that they and their squares stay in cache.
+_BLOCK = 2**18
+_MOST_BINS = 10_000
+_NARROW = 1e-4
+_LEAST_ELEMENTS = 4  # the fourth k-statistic divides by n − 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KStatistics:
+    """Unbiased estimates of the first four cumulants, one number per row; NaN where there is no meaning.
+
+    Attributes:
+        k1: mean.
+        k2: variance.
+        k3: third cumulant, zero for a symmetric distribution.
+        k4: fourth cumulant, zero for a Gaussian.
+    """
+
+    k1: Tensor
+    k2: Tensor
+    k3: Tensor
+    k4: Tensor
+
+
+def k_statistics(x: Tensor, *, per_row: bool = False) -> KStatistics:
+    """The first four k-statistics of a tensor's entries, or of each slice along its first axis.
+
+    With central moments m_r over n entries (SWA, eqs. 3–4; Fisher 1930):
+
+        k2 = n m2 / (n−1),  k3 = n² m3 / ((n−1)(n−2)),
+        k4 = n² ((n+1) m4 − 3 (n−1) m2²) / ((n−1)(n−2)(n−3))
+
+    In one pass, in float64, block by block: each block's moments are taken about its own mean and then
+    moved to the common one (Pébay 2008), so that neither size nor offset costs precision.
+
+    Example:
+        >>> k = k_statistics(torch.tensor([1.0, 2.0, 3.0, 10.0]))
+        >>> [round(float(v), 6) for v in (k.k1, k.k2, k.k3, k.k4)]
+        [4.0, 16.666667, 120.0, 896.666667]
+    """
+    rows = x.detach().flatten(1) if per_row else x.detach().reshape(1, -1)
+    n = float(rows.shape[1])  # a float: n³ of a large layer exceeds 64-bit integers
+    if n < _LEAST_ELEMENTS:
+        return KStatistics(*torch.full((4, len(rows)) if per_row else (4,), math.nan, dtype=torch.float64))
+    with np.errstate(all="ignore"):
+        mean, m2, m3, m4 = _central_moments(rows)
+        k2 = n * m2 / (n - 1)
+        k3 = n * n * m3 / ((n - 1) * (n - 2))
+        k4 = n * n * ((n + 1) * m4 - 3 * (n - 1) * m2 * m2) / ((n - 1) * (n - 2) * (n - 3))
+        constant = m2 <= (8 * np.finfo(np.float64).eps * mean) ** 2
+    found = np.where(constant | ~np.isfinite(k4), np.nan, (mean, k2, k3, k4))
+    return KStatistics(*torch.from_numpy(found if per_row else found[:, 0]))
+
+
+def non_gaussianity(x: Tensor, *, standardised: bool = False, per_row: bool = False) -> Tensor:
+    """|k3·k4| of a tensor's entries (SWA's score), or of each slice along its first axis.
+
+    The raw product grows with the seventh power of the entries' scale; `standardised` divides by k2^3.5,
+    which leaves |skewness · excess kurtosis| and no scale. NaN means no score.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0, 3.0, 10.0])
+        >>> ratio = non_gaussianity(2 * x) / non_gaussianity(x)
+        >>> round(float(ratio)), bool(non_gaussianity(torch.ones(9)).isnan())
+        (128, True)
+    """
+    k = k_statistics(x, per_row=per_row)
+    if standardised:
+        return ((k.k3 / k.k2**1.5) * (k.k4 / k.k2**2)).abs()
+    return (k.k3 * k.k4).abs()
+
+
+def renyi_to_gaussian(
+    x: Tensor,
+    order: float = 1.0,
+    *,
+    density: Density = "histogram",
+    reference: Reference = "standard",
+    bins: int | None = None,
+    generator: torch.Generator | None = None,
+) -> float:
+    """Rényi divergence of the distribution of a tensor's entries from a Gaussian; NaN means no score.
+
+    The three densities differ in what they call the distribution of the entries:
+
+    - `histogram`: the share of entries in each of a number of equal bins (Scott's rule unless given),
+      against the Gaussian's mass in the same bins. It converges to the divergence of the densities, fast
+      for orders near one; order 0 sees only which bins are occupied, and orders well above one lean on
+      the sparse bins of the tails.
+    - `samples`: SWA's text. Entry i has probability softmax(x)_i, against softmax of as many normal draws.
+    - `grid`: SWA's released code. softmax(x)_i against the normal density, not normalised, at the i-th of
+      as many equally spaced points of [−1, 1]; at order 1 both are normalised after adding 1e-10; the
+      absolute value of the result.
+
+    Args:
+        x: the entries.
+        order: 0, 1 (Kullback–Leibler), or any positive number.
+        density: one of the three.
+        reference: `standard` is N(0, 1); `fitted` has the entries' own mean and variance.
+        bins: number of bins of the histogram.
+        generator: draws the normal samples.
+
+    Example:
+        >>> x = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) / 20
+        >>> f"{renyi_to_gaussian(x):.2f} = {float(kl_normal(0, 1 / 400, 0, 1)):.2f}"
+        '2.50 = 2.50'
+    """
+    order = _order(order)
+    if density not in get_args(Density) or reference not in get_args(Reference):
+        raise ConfigError(
+            f"Rényi divergence: density is {density!r} and reference {reference!r}, expected one of "
+            f"{', '.join(get_args(Density))} and one of {', '.join(get_args(Reference))}"
+        )
+    k = k_statistics(x)
+    if bool(k.k2.isnan()):
+        return math.nan
+    entries, spread = x.detach().flatten(), float(k.k2.sqrt())
+    if reference == "fitted":  # the divergence does not change when both sides are standardised
+        entries, spread = (entries.double() - k.k1) / spread, 1.0
+    if density == "histogram":
+        return _renyi(*_binned(entries, spread, bins), order)
+    log_p = torch.log_softmax(entries.double(), 0)
+    if density == "grid":
+        return _renyi_on_grid(log_p, order)
+    return _renyi(log_p, torch.log_softmax(_normal_draws(len(log_p), generator, log_p.device), 0), order)
+
+
+def renyi(p: Tensor, q: Tensor, order: float = 1.0) -> float:
+    """Rényi divergence D_a(p‖q) = log Σ p^a q^(1−a) / (a−1) of two discrete distributions.
+
+    D_0 = −log Σ_{p>0} q and D_1 = Σ p log(p/q). Both arguments are divided by their sums.
+
+    Example:
+        >>> p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
+        >>> round(renyi(p, q, order=2), 6) == round(math.log(4 / 3), 6)
+        True
+    """
+    p, q = _distribution(p, "p"), _distribution(q, "q")
+    if p.shape != q.shape:
+        raise ConfigError(f"Rényi divergence: got {len(p)} and {len(q)} outcomes, expected as many")
+    return _renyi(p.log(), q.log(), _order(order))
+
+
+def kl_normal(m0: Tensor | float, v0: Tensor | float, m1: Tensor | float, v1: Tensor | float) -> Tensor:
+    """KL(N(m0, v0) ‖ N(m1, v1)) = (v0/v1 + (m0−m1)²/v1 − 1 − log(v0/v1)) / 2, elementwise.
+
+    Example:
+        >>> kl_normal(0.0, 1.0, 2.0, 1.0)
+        tensor(2., dtype=torch.float64)
+    """
+    m0, v0, m1, v1 = _wide(m0, v0, m1, v1)
+    return (v0 / v1 + (m0 - m1).square() / v1 - 1 - (v0 / v1).log()) / 2
+
+
+def renyi_normal(
+    m0: Tensor | float, v0: Tensor | float, m1: Tensor | float, v1: Tensor | float, order: float
+) -> Tensor:
+    """Rényi divergence of order a of N(m0, v0) from N(m1, v1), elementwise (Gil, Alajaji and Linder 2013).
+
+    With v = a v1 + (1−a) v0:  a (m0−m1)² / (2v) + log(v1/v0) / 2 + log(v1/v) / (2 (a−1)),
+    infinite where v ≤ 0, KL at a = 1 and 0 at a = 0.
+
+    Example:
+        >>> renyi_normal(0.0, 1.0, 2.0, 1.0, order=0.5)
+        tensor(1., dtype=torch.float64)
+    """
+    a = _order(order)
+    m0, v0, m1, v1 = _wide(m0, v0, m1, v1)
+    if a == 1:
+        return kl_normal(m0, v0, m1, v1)
+    v = a * v1 + (1 - a) * v0
+    safe = torch.where(v > 0, v, 1.0)
+    found = a * (m0 - m1).square() / (2 * safe) + (v1 / v0).log() / 2 + (v1 / safe).log() / (2 * (a - 1))
+    return torch.where(v > 0, found, math.inf)
+
+
+def bhattacharyya_normal(m0: Tensor | float, v0: Tensor | float, m1: Tensor | float, v1: Tensor | float) -> Tensor:
+    """Bhattacharyya distance −log ∫√(pq) of two Gaussians: half their Rényi divergence of order 1/2.
+
+    (m0−m1)² / (4 (v0+v1)) + log((v0+v1) / (2 √(v0 v1))) / 2, elementwise.
+
+    Example:
+        >>> bhattacharyya_normal(0.0, 1.0, 2.0, 1.0)
+        tensor(0.5000, dtype=torch.float64)
+    """
+    m0, v0, m1, v1 = _wide(m0, v0, m1, v1)
+    return (m0 - m1).square() / (4 * (v0 + v1)) + ((v0 + v1) / (2 * (v0 * v1).sqrt())).log() / 2
+
+
+def jensen_shannon(p_counts: Tensor | Sequence[float], q_counts: Tensor | Sequence[float], base: float = 2) -> float:
+    """Jensen–Shannon divergence of two histograms: (KL(p‖m) + KL(q‖m)) / 2 with m = (p+q)/2.
+
+    In [0, 1] for base 2; an empty bin adds nothing (0 log 0 = 0).
+
+    Example:
+        >>> round(jensen_shannon([1, 0], [0, 1]), 12), jensen_shannon([3, 1], [6, 2])
+        (1.0, 0.0)
+    """
+    p, q = _distribution(torch.as_tensor(p_counts), "p"), _distribution(torch.as_tensor(q_counts), "q")
+    if p.shape != q.shape or not (base > 1):
+        raise ConfigError(
+            f"Jensen–Shannon: got {len(p)} and {len(q)} bins and base {base}, expected as many bins and a base above 1"
+        )
+    m = (p + q) / 2
+    nats = (torch.special.xlogy(p, p / m).nansum() + torch.special.xlogy(q, q / m).nansum()) / 2
+    return max(0.0, float(nats)) / math.log(base)
+
+
+def _central_moments(rows: Tensor) -> tuple[Array, Array, Array, Array]:
+    """Mean and central moments 2 to 4 of each row: per block about its own mean, then moved to the row's."""
+    stripes = rows.split(_BLOCK, dim=1)
+    sums = _vector_sums(rows[0]) if len(rows) == 1 else np.stack([_row_sums(stripe) for stripe in stripes], 1)
+    counts = np.array([[float(stripe.shape[1])] for stripe in stripes])
+    n = counts.sum()
+    means, s2, s3, s4 = sums
+    mean = (counts * means).sum(0) / n
+    off = means - mean
+    m2 = (s2 + counts * off**2).sum(0) / n
+    m3 = (s3 + 3 * off * s2 + counts * off**3).sum(0) / n
+    m4 = (s4 + 4 * off * s3 + 6 * off**2 * s2 + counts * off**4).sum(0) / n
+    return mean, m2, m3, m4
+
+
+def _vector_sums(vector: Tensor) -> Array:
+    """Mean, and sums of the 2nd to 4th powers about it, of each block of a vector: (4 × blocks × 1)."""
+    room = torch.empty(2, min(_BLOCK, len(vector)), dtype=torch.float64, device=vector.device)
+    sums = []
+    for block in vector.split(_BLOCK):
+        off, square = room[:, : len(block)]
+        mean = float(off.copy_(block).sum()) / len(block)
+        off.sub_(mean)
+        torch.mul(off, off, out=square)
+        powers = torch.dot(off, off), torch.dot(square, off), torch.dot(square, square)
+        sums.append((mean, *map(float, powers)))
+    return np.array(sums).T[:, :, None]
+
+
+def _row_sums(rows: Tensor) -> Array:
+    """The same of each row of a matrix, a few rows at a time: (4 × rows)."""
+    sums = []
+    for block in rows.split(max(1, _BLOCK // 4 // rows.shape[1])):
+        off = block.to(torch.float64, copy=True)
+        mean = off.mean(1)
+        square = off.sub_(mean[:, None]).square()
+        second = square.sum(1)
+        sums.append(torch.stack([mean, second, off.mul_(square).sum(1), square.mul_(square).sum(1)]))
+    return np.asarray(torch.cat(sums, 1).cpu())
+
+
+def _binned(x: Tensor, spread: float, bins: int | None) -> tuple[Tensor, Tensor]:
+    """Log shares of x and log masses of N(0, 1) in the equal bins between x's extremes that x occupies."""
+    low, high = (float(end) for end in torch.aminmax(x))
+    if bins is None:  # Scott 1979: 3.49 σ n^(−1/3) wide
+        bins = math.ceil(min((high - low) / (3.49 * spread * x.numel() ** (-1 / 3)), _MOST_BINS))
+    if bins < 1:
+        raise ConfigError(f"Rényi divergence: bins is {bins}, expected at least 1")
+    counts = torch.zeros(bins, dtype=torch.float64, device=x.device)
+    for block in x.split(max(1, _BLOCK // 4)):
+        place = block.to(torch.float64, copy=True).sub_(low).mul_(bins / (high - low))
+        counts += torch.bincount(place.long().clamp_(max=bins - 1), minlength=bins)
+    edges = torch.linspace(low, high, bins + 1, dtype=torch.float64, device=x.device)
+    seen = counts > 0
+    return (counts[seen] / x.numel()).log(), _log_normal_mass(edges[:-1], edges[1:])[seen]
+
+
+def _log_normal_mass(left: Tensor, right: Tensor) -> Tensor:
+    """log(Φ(right) − Φ(left)), precise far out (bins right of zero are mirrored) and in narrow bins."""
+    width, middle = right - left, (left + right) / 2
+    mirrored = left > 0
+    near, far = torch.where(mirrored, -left, right), torch.where(mirrored, -right, left)
+    log_near, log_far = torch.special.log_ndtr(near), torch.special.log_ndtr(far)
+    by_difference = log_near + torch.log1p(-torch.exp(log_far - log_near))
+    by_density = width.log() - middle.square() / 2 - math.log(2 * math.pi) / 2
+    narrow = width * middle.abs().clamp(min=1) < _NARROW  # there the two tails cancel to rounding
+    return torch.where(narrow, by_density, by_difference)
+
+
+def _normal_draws(n: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
+    if generator is None:
+        raise ConfigError("Rényi divergence: density 'samples' draws at random, expected a generator")
+    return torch.randn(n, dtype=torch.float64, generator=generator, device=generator.device).to(device)
+
+
+def _renyi(log_p: Tensor, log_q: Tensor, order: float) -> float:
+    """Rényi divergence from log probabilities; outcomes with p = 0 count for nothing."""
+    log_p, log_q = log_p[log_p > -math.inf], log_q[log_p > -math.inf]
+    if order == 0:
+        found = -torch.logsumexp(log_q, 0)
+    elif order == 1:
+        found = (log_p.exp() * (log_p - log_q)).sum()
+    else:
+        found = torch.logsumexp(order * log_p + (1 - order) * log_q, 0) / (order - 1)
+    return max(0.0, float(found))  # rounding can bring equal distributions just below zero
+
+
+def _renyi_on_grid(log_p: Tensor, order: float) -> float:
+    """SWA's released score; see `renyi_to_gaussian`."""
+    points = torch.linspace(-1, 1, len(log_p), dtype=torch.float64, device=log_p.device)
+    log_q = -points.square() / 2 - math.log(2 * math.pi) / 2
+    if order == 1:
+        return renyi(log_p.exp() + 1e-10, log_q.exp() + 1e-10, 1)
+    if order == 0:
+        return abs(float(torch.logsumexp(log_q[log_p > -math.inf], 0)))
+    return abs(float(torch.logsumexp(order * log_p + (1 - order) * log_q, 0)) / (order - 1))
+
+
+def _distribution(counts: Tensor, name: str) -> Tensor:
+    """Counts divided by their sum, or a refusal."""
+    counts = counts.double().flatten()
+    total = float(counts.sum())
+    if not (bool((counts >= 0).all()) and 0 < total < math.inf):
+        raise ConfigError(f"divergence: {name} sums to {total}, expected finite counts of at least 0, not all 0")
+    return counts / total
+
+
+def _order(order: float) -> float:
+    if not (math.isfinite(order) and order >= 0):
+        raise ConfigError(f"Rényi divergence: order is {order}, expected a finite number of at least 0")
+    return float(order)
+
+
+def _wide(*values: Tensor | float) -> list[Tensor]:
+    return [torch.as_tensor(value, dtype=torch.float64) for value in values]

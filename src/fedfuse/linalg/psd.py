@@ -1,0 +1,199 @@
+"""Symmetric positive semi-definite matrices: how they travel, whether they are one, and their solves."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedfuse.errors import ConfigError, NotConverged
+
+# Beyond this ratio of extreme Cholesky pivots an inverse is rounding noise; then eigenvalues decide.
+_WORST_PIVOT_RATIO = 1e-6
+
+
+def symmetrise(A: Tensor) -> Tensor:
+    """The symmetric part (A + Aᵀ) / 2 of a matrix, or of each matrix of a stack.
+
+    Example:
+        >>> symmetrise(torch.tensor([[1.0, 4.0], [0.0, 1.0]]))
+        tensor([[1., 2.],
+                [2., 1.]])
+    """
+    return (A + A.mT) / 2
+
+
+def shifted(A: Tensor, shift: float) -> Tensor:
+    """A + shift·I, leaving A as it was.
+
+    Example:
+        >>> shifted(torch.zeros(2, 2), 3.0)
+        tensor([[3., 0.],
+                [0., 3.]])
+    """
+    moved = A.clone()
+    moved.diagonal(dim1=-2, dim2=-1).add_(shift)
+    return moved
+
+
+def packed_size(d: int) -> int:
+    """How many numbers a symmetric d × d matrix holds: d (d + 1) / 2.
+
+    Example:
+        >>> sum(packed_size(d) for d in (76, 151, 401, 121, 85, 6, 16, 120, 84, 10))
+        117081
+    """
+    return d * (d + 1) // 2
+
+
+def pack(A: Tensor) -> Tensor:
+    """The upper triangle of a symmetric matrix, row by row, as a vector; stacks are packed one by one.
+
+    Example:
+        >>> pack(torch.tensor([[1.0, 2.0], [2.0, 3.0]]))
+        tensor([1., 2., 3.])
+    """
+    if A.ndim < 2 or A.shape[-1] != A.shape[-2]:
+        raise ConfigError(f"pack: got a tensor of shape {tuple(A.shape)}, expected square matrices")
+    row, col = torch.triu_indices(A.shape[-1], A.shape[-1], device=A.device)
+    return A[..., row, col]
+
+
+def unpack(v: Tensor, d: int) -> Tensor:
+    """The symmetric d × d matrix whose upper triangle, row by row, is `v`; the inverse of `pack`.
+
+    Example:
+        >>> unpack(torch.tensor([1.0, 2.0, 3.0]), 2)
+        tensor([[1., 2.],
+                [2., 3.]])
+    """
+    if v.ndim < 1 or v.shape[-1] != packed_size(d):
+        raise ConfigError(
+            f"unpack: got shape {tuple(v.shape)}, expected {packed_size(d)} numbers for a symmetric {d} × {d} matrix"
+        )
+    row, col = torch.triu_indices(d, d, device=v.device)
+    A = v.new_empty(*v.shape[:-1], d, d)
+    A[..., row, col] = v
+    A[..., col, row] = v
+    return A
+
+
+def is_psd(A: Tensor, tol: float = 1e-6) -> bool:
+    """Whether a matrix is square, finite, symmetric and positive semi-definite, each within `tol`.
+
+    Both |A − Aᵀ| and −λ_min(A) may reach tol·‖A‖_F. A Cholesky factorisation of A + tol·‖A‖_F·I answers
+    for nearly all matrices; eigenvalues are computed only where it fails.
+
+    Example:
+        >>> is_psd(torch.eye(3)), is_psd(-torch.eye(3)), is_psd(torch.full((2, 2), torch.nan))
+        (True, False, False)
+    """
+    if A.ndim != 2 or A.shape[0] != A.shape[1] or not bool(torch.isfinite(A).all()):
+        return False
+    A = A.double()
+    peak = A.abs().max() if A.numel() else A.new_zeros(())
+    if peak == 0:
+        return True
+    A = A / peak  # so that no square below can overflow
+    slack = tol * float(A.norm())
+    if float((A - A.mT).abs().max()) > slack:
+        return False
+    A = symmetrise(A)
+    if _cholesky_holds(shifted(A, slack)):
+        return True
+    return float(torch.linalg.eigvalsh(A)[0]) >= -slack
+
+
+def sqrtm(A: Tensor) -> Tensor:
+    """The symmetric square root S of a positive semi-definite matrix, S S = A.
+
+    Eigenvalues below zero, which only rounding can bring, count as zero.
+
+    Example:
+        >>> sqrtm(torch.diag(torch.tensor([4.0, 9.0])))
+        tensor([[2., 0.],
+                [0., 3.]])
+    """
+    values, vectors = torch.linalg.eigh(symmetrise(A))
+    root: Tensor = (vectors * values.clamp(min=0).sqrt()) @ vectors.mT
+    return root
+
+
+def inv_sqrtm(A: Tensor) -> Tensor:
+    """The symmetric inverse square root of a positive semi-definite matrix, S A S = I.
+
+    Where A is singular to rounding, the pseudo-inverse is meant: S A S is the projector on A's range.
+
+    Example:
+        >>> inv_sqrtm(torch.diag(torch.tensor([4.0, 0.0])))
+        tensor([[0.5000, 0.0000],
+                [0.0000, 0.0000]])
+    """
+    vectors, values = _range(A)
+    return (vectors / values.sqrt()) @ vectors.mT
+
+
+def inverse(A: Tensor) -> Tensor:
+    """The inverse of a positive definite matrix, or the pseudo-inverse where it is singular to rounding.
+
+    By Cholesky, about ten times cheaper than eigenvalues, which are computed only for singular matrices.
+
+    Example:
+        >>> inverse(torch.diag(torch.tensor([4.0, 0.0])))
+        tensor([[0.2500, 0.0000],
+                [0.0000, 0.0000]])
+    """
+    factor, info = torch.linalg.cholesky_ex(symmetrise(A))
+    pivots = factor.diagonal()
+    if int(info) == 0 and float(pivots.min()) > _WORST_PIVOT_RATIO * float(pivots.max()):
+        return torch.cholesky_inverse(factor)
+    vectors, values = _range(A)
+    return (vectors / values) @ vectors.mT
+
+
+def cholesky(A: Tensor, *, what: str = "a matrix") -> Tensor:
+    """The lower Cholesky factor of a matrix that is positive definite but for rounding.
+
+    Tries A, then A + j·mean(diag A)·I for j = 1e-14, 1e-13, …, 1e-6.
+
+    Raises:
+        NotConverged: if A is not positive semi-definite beyond rounding.
+
+    Example:
+        >>> cholesky(torch.tensor([[4.0, 2.0], [2.0, 5.0]]))
+        tensor([[2., 0.],
+                [1., 2.]])
+    """
+    A = symmetrise(A)
+    scale = float(A.diagonal().mean())
+    factor: Tensor
+    for jitter in (0.0, *(10.0**e for e in range(-14, -5))):
+        factor, info = torch.linalg.cholesky_ex(shifted(A, jitter * scale))
+        if int(info) == 0:
+            return factor
+    raise NotConverged(
+        f"{what}: pivot {int(info)} of its Cholesky factorisation is not positive even with a jitter of 1e-6, "
+        "expected a positive semi-definite matrix; damp it, or look for a wrong sign"
+    )
+
+
+def solve(A: Tensor, b: Tensor, *, what: str = "a matrix") -> Tensor:
+    """Solve A x = b for a positive definite A by a Cholesky factorisation with jitter; b is a vector or matrix.
+
+    Example:
+        >>> solve(torch.tensor([[4.0, 2.0], [2.0, 5.0]]), torch.tensor([6.0, 7.0]))
+        tensor([1., 1.])
+    """
+    columns = b if b.ndim > 1 else b[:, None]
+    return torch.cholesky_solve(columns, cholesky(A, what=what)).reshape(b.shape)
+
+
+def _cholesky_holds(A: Tensor) -> bool:
+    return int(torch.linalg.cholesky_ex(A).info) == 0
+
+
+def _range(A: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvectors and eigenvalues of A that stand above rounding."""
+    values, vectors = torch.linalg.eigh(symmetrise(A))
+    floor = len(A) * torch.finfo(A.dtype).eps * float(values.abs().max())
+    kept = values > floor
+    return vectors[:, kept], values[kept]
