@@ -162,12 +162,12 @@ class Cohort:
         return torch.stack(list(self.tensors(name)))
 
 
-def client_order(client: str) -> list[tuple[int, str]]:
-    """Sort key that puts site-2 before site-10.
+def client_order(client: str) -> tuple[list[tuple[int, str]], str]:
+    """Sort key that puts site-2 before site-10, and tells site-2 from site-02.
 
     Example:
         >>> sorted(["site-10", "site-2"], key=client_order)
         ['site-2', 'site-10']
     """
     parts = re.findall(r"\d+|\D+", client)
-    return [(int(p), "") if p.isdecimal() and len(p) < 19 else (-1, p) for p in parts]
+    return [(int(p), "") if p.isdecimal() and len(p) < 19 else (-1, p) for p in parts], client

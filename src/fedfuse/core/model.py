@@ -51,3 +51,8 @@ class Apart:
 
 
 Model: TypeAlias = Single | Mixture | Apart
+
+
+def networks(model: Model) -> tuple[Single, ...]:
+    """The networks a model is made of."""
+    return (model,) if isinstance(model, Single) else model.members

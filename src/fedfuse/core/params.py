@@ -106,7 +106,7 @@ class Layout:
                 bias = f"{parent}.bias" if parent else "bias"
                 kind: Literal["linear", "conv"] = "conv" if params[name].ndim > 2 else "linear"
                 layers.append(Layer(parent or name, kind, name, bias if roles.get(bias) == "bias" else None))
-            elif layers and name != layers[-1].bias:
+            elif layers and role != "bias":
                 last = layers[-1]
                 layers[-1] = Layer(last.name, last.kind, last.weight, last.bias, (*last.followers, name))
         return cls(roles, tuple(layers))

@@ -116,7 +116,7 @@ def _discover() -> None:
 
 
 def _schema(name: str, make: Maker) -> type[BaseModel]:
-    hints = get_type_hints(make)
+    hints = get_type_hints(make, include_extras=True)
     fields: dict[str, Any] = {}
     for p in inspect.signature(make).parameters.values():
         if p.default is p.empty:

@@ -16,7 +16,7 @@ S = TypeVar("S", bound=BaseModel)
 class Settings(BaseModel):
     """Frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def checked(schema: type[S], values: Mapping[str, Any], where: str = "") -> S:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedfuse.core.params import Layout, Params
+from fedfuse.core.rng import seeded
 from fedfuse.errors import ConfigError
 
 
@@ -134,7 +135,7 @@ def _shapes(data: object) -> dict[str, tuple[int, ...]]:
 
 
 def _call(factory: str, options: Mapping[str, Any]) -> nn.Module:
-    make = _resolve(factory)
+    make = factory_of(factory)
     try:
         module = make(**options)
     except TypeError as why:
@@ -144,7 +145,8 @@ def _call(factory: str, options: Mapping[str, Any]) -> nn.Module:
     return module
 
 
-def _resolve(factory: str) -> Callable[..., object]:
+def factory_of(factory: str) -> Callable[..., object]:
+    """The callable a factory names: one of `fedfuse.models`, or one the user wrote."""
     if ":" not in factory:
         models = importlib.import_module("fedfuse.models")
         return models.model_factory(factory)  # type: ignore[no-any-return]
@@ -189,7 +191,8 @@ def _tell(part: nn.Module, shape: tuple[int, ...]) -> None:
 
 @lru_cache(maxsize=16)
 def _skeleton(spec: Spec) -> nn.Module:
-    return spec.build().eval().requires_grad_(False)
+    with seeded(0, "skeleton"):  # whether a process has built it before must not move anybody's random stream
+        return spec.build().eval().requires_grad_(False)
 
 
 @lru_cache(maxsize=16)

@@ -31,7 +31,7 @@ class ServerState:
         round: rounds done.
         model: what the server would deploy now.
         memory: control variates, masks, momenta, by "kind/tensor" names.
-        starts: clients whose next round begins at a place of their own.
+        starts: clients whose next round begins at a place of their own; "" stands for everybody not named.
         facts: what aggregator and steps want a reader to see; emptied every round.
     """
 
@@ -49,11 +49,15 @@ class ServerState:
             raise RecipeError(f"the model is a {kind}, expected one network; add a distillation step or stop here")
         return self.model
 
+    @property
+    def start(self) -> Start:
+        """Where a client begins that has no place of its own."""
+        return self.starts.get("") or Start(self.single.spec, self.single.posterior.mean)
+
     def brief(self, publishes: tuple[str, ...], classes: int = 0) -> Brief:
         """What clients hear: the model and the published part of the memory."""
         told = {name: t for name, t in self.memory.items() if name.split("/", 1)[0] in publishes}
-        model = self.model.members[0] if not isinstance(self.model, Single) and self.starts else self.single
-        return Brief(self.round, model.spec, model.posterior.mean, told, self.starts, classes)
+        return Brief(self.round, *self.start, told, self.starts, classes)
 
     def fused(self, mean: Params, geometry: Geometry | None = None, spec: Spec | None = None) -> ServerState:
         """The state with a new single network; every client starts from it again."""

@@ -1,0 +1,1 @@
+"""Experiments: one file describes them, a ledger records them, a killed run goes on where it stopped."""

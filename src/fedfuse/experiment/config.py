@@ -1,0 +1,292 @@
+"""An experiment file: what it may say, checked key by key, with one sentence for whatever is wrong."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.registry import find_method
+from fedfuse.core.settings import LocalSettings, Settings, checked
+from fedfuse.data import Iid, Scheme, ServerRows
+from fedfuse.errors import ConfigError
+from fedfuse.server.guard import Guarded, guard
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class DataConfig(Settings):
+    """Which data, and who holds what.
+
+    `standardise` subtracts the training rows' mean and divides by their standard deviation, per channel.
+    """
+
+    source: str = "digits"
+    clients: PositiveInt = 10
+    partition: Scheme = Iid()
+    train_limit: PositiveInt | None = None
+    test_limit: PositiveInt | None = None
+    server_fraction: Share = 0.0
+    server_rows: ServerRows | None = None
+    validation_fraction: Share = 0.0
+    standardise: bool = False
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class Named(BaseModel):
+    """A name with options of its own."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Everything beside the name."""
+        return dict(self.model_extra or {})
+
+
+class GroupConfig(Named):
+    """A network of their own for some clients: those whose numbers are `first`, `first + every`, and so on."""
+
+    first: Annotated[int, Field(ge=0)] = 0
+    every: PositiveInt = 1
+
+
+class MethodConfig(Named):
+    """One method to run, perhaps with a guard before it, and another method after its first rounds."""
+
+    label: str | None = None
+    guard: Named | None = None
+    rounds: PositiveInt | None = None
+    then: MethodConfig | None = None
+
+    @model_validator(mode="after")
+    def _handover(self) -> MethodConfig:
+        if (self.rounds is None) != (self.then is None):
+            raise ValueError(f"method {self.name!r}: `rounds` and `then` belong together: n rounds of it, then another")
+        return self
+
+    def recipe(self) -> Recipe:
+        """The recipe it stands for."""
+        made = find_method(self.name).recipe(**self.options)
+        if self.guard is not None:
+            by = guard(self.guard.name, **self.guard.options)
+            made = _labelled(made, f"{made.label}+{self.guard.name}", aggregate=Guarded(by, made.aggregate))
+        if self.then is not None and self.rounds is not None:
+            made = made.then(self.rounds, self.then.recipe())
+        return _labelled(made, self.label) if self.label else made
+
+
+class JudgeConfig(Settings):
+    """How models are scored: calibration bins, and when the clients' own models are scored too."""
+
+    bins: PositiveInt = 15
+    clients: Literal["never", "last", "every"] = "last"
+
+
+class ServerConfig(Settings):
+    """What the server insists on: quorum, the largest mass, memory for updates in MiB."""
+
+    quorum: Annotated[float, Field(ge=0, le=1)] = 0.5
+    mass_ratio: Annotated[float, Field(gt=1)] = 100.0
+    memory_mib: PositiveInt = 2048
+
+
+class LocalConfig(LocalSettings):
+    """Local training as a file says it: augmentations by name."""
+
+    augment: tuple[str, ...] = ()
+
+
+class Experiment(Settings):
+    """The whole file.
+
+    Example:
+        >>> Experiment(methods=[{"name": "fedavg"}]).rounds
+        1
+    """
+
+    name: str = "experiment"
+    rounds: PositiveInt = 1
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
+    clients_per_round: PositiveInt | None = None
+    start: Literal["shared", "separate"] = "shared"
+    select: Literal["last", "best-on-server"] = "last"
+    data: DataConfig = DataConfig()
+    model: Named = Named(name="mlp")
+    models: tuple[GroupConfig, ...] = ()
+    local: LocalConfig = LocalConfig()
+    methods: Annotated[tuple[MethodConfig, ...], Field(min_length=1)]
+    judge: JudgeConfig = JudgeConfig()
+    server: ServerConfig = ServerConfig()
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Experiment:
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"the seeds {list(self.seeds)} repeat themselves")
+        return self
+
+    def recipes(self) -> dict[str, Recipe]:
+        """Every method's recipe by its label, all checked."""
+        made: dict[str, Recipe] = {}
+        for entry in self.methods:
+            recipe = entry.recipe()
+            if recipe.label in made:
+                raise ConfigError(f"two methods are labelled {recipe.label!r}; give one of them another label")
+            made[recipe.label] = recipe
+        return made
+
+    def to_toml(self) -> str:
+        """The resolved experiment as a file that gives the same experiment."""
+        plain = self.model_dump(mode="json", exclude_none=True)
+        return "".join(_toml_lines(plain))
+
+
+def load_experiments(path: Path, sets: Sequence[str] = ()) -> list[Experiment]:
+    """Read an experiment file; `--set a.b=c` beats the file, the file beats the default.
+
+    A table `[sweep]` maps keys to lists of values: the file then stands for one experiment per combination, named
+    after what varies.
+
+    Raises:
+        ConfigError: one sentence about the first thing that is wrong.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as why:
+        raise ConfigError(f"cannot read the experiment {path}: {why.strerror or why}") from why
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as why:
+        raise ConfigError(f"{path} is not a TOML file: {why}") from why
+    values.setdefault("name", path.stem)
+    for text in sets:
+        assign(values, text)
+    cells = [_experiment(cell) for cell in _cells(values)]
+    if len({c.name for c in cells}) < len(cells):
+        raise ConfigError(f"{path}: two cells of the sweep have the same name; let the values differ")
+    return cells
+
+
+def load_experiment(path: Path, sets: Sequence[str] = ()) -> Experiment:
+    """Read a file that stands for one experiment."""
+    cells = load_experiments(path, sets)
+    if len(cells) > 1:
+        raise ConfigError(f"{path} sweeps over {len(cells)} experiments; choose one with --set sweep={{}} and the keys")
+    return cells[0]
+
+
+def _experiment(values: Mapping[str, Any]) -> Experiment:
+    experiment = checked(Experiment, values)
+    experiment.recipes()
+    return experiment
+
+
+def _cells(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every combination of the sweep's values, written into the rest of the file."""
+    sweep = values.pop("sweep", None) or {}
+    if not isinstance(sweep, dict) or not all(isinstance(v, list) and v for v in sweep.values()):
+        raise ConfigError("sweep must be a table of keys with a list of values each")
+    for choice in itertools.product(*sweep.values()):
+        cell = copy.deepcopy(values)
+        for key, value in zip(sweep, choice, strict=True):
+            put(cell, key, value, f"sweep.{key}")
+        words = [_word(value) for value in choice]
+        yield cell | {"name": "-".join([str(values["name"]), *words])}
+
+
+def _word(value: Any) -> str:
+    """A swept value as part of a name.
+
+    Example:
+        >>> _word({"kind": "dirichlet", "alpha": 0.1})
+        'dirichlet-0.1'
+    """
+    if isinstance(value, dict):
+        return "-".join(_word(v) for v in value.values())
+    if isinstance(value, list):
+        return "-".join(_word(v) for v in value)
+    return str(value)
+
+
+def _labelled(recipe: Recipe, label: str, **changes: Any) -> Recipe:
+    return replace(recipe, label=label, **changes)
+
+
+def assign(values: dict[str, Any], text: str) -> None:
+    """Put one `a.b=c` into the values; c is TOML, or else a plain word.
+
+    Example:
+        >>> values = {"methods": [{"name": "fedprox"}]}
+        >>> assign(values, "methods.0.mu=0.5")
+        >>> values
+        {'methods': [{'name': 'fedprox', 'mu': 0.5}]}
+    """
+    path, equals, said = text.partition("=")
+    if not equals or not path:
+        raise ConfigError(f"--set {text!r} is not of the form key.key=value")
+    try:
+        value = tomllib.loads(f"v = {said}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = said
+    put(values, path.strip(), value, f"--set {text!r}")
+
+
+def put(values: dict[str, Any], path: str, value: Any, text: str) -> None:
+    """Put a value at a dotted path; numbers are places in a list."""
+    *parents, leaf = path.split(".")
+    place: Any = values
+    for key in parents:
+        place = _step(place, key, text)
+    if isinstance(place, list):
+        place[_index(leaf, place, text)] = value
+    else:
+        place[leaf] = value
+
+
+def _step(place: Any, key: str, text: str) -> Any:
+    if isinstance(place, list):
+        return place[_index(key, place, text)]
+    found = place.setdefault(key, {})
+    if not isinstance(found, dict | list):
+        raise ConfigError(f"{text}: {key!r} is a value, not a table")
+    return found
+
+
+def _index(key: str, place: list[Any], text: str) -> int:
+    if not key.isdecimal() or int(key) >= len(place):
+        raise ConfigError(f"{text}: {key!r} is not a place in a list of {len(place)}")
+    return int(key)
+
+
+def _toml_lines(values: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Plain values first, then tables, then lists of tables, as TOML wants them."""
+    lines, tables = [], []
+    for key, value in values.items():
+        name = f"{prefix}{_key(key)}"
+        if isinstance(value, Mapping):
+            tables += [f"\n[{name}]\n", *_toml_lines(value, f"{name}.")]
+        elif isinstance(value, list) and value and all(isinstance(v, Mapping) for v in value):
+            for each in value:
+                tables += [f"\n[[{name}]]\n", *_toml_lines(each, f"{name}.")]
+        elif value is not None:
+            lines.append(f"{_key(key)} = {_toml_value(value)}\n")
+    return lines + tables
+
+
+def _key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() else json.dumps(key)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(k)} = {_toml_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    return json.dumps(value, ensure_ascii=False)

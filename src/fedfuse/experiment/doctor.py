@@ -1,0 +1,56 @@
+"""What is installed, what is found, how much room there is."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from pathlib import Path
+
+import torch
+
+from fedfuse.data import cache_folder, find, source_names
+from fedfuse.errors import FuseError
+from fedfuse.experiment.environment import versions
+
+
+def examine() -> dict[str, dict[str, str]]:
+    """Findings by topic, in words."""
+    return {"software": _software(), "machine": _machine(), "data": {name: _data(name) for name in source_names()}}
+
+
+def _software() -> dict[str, str]:
+    found = {"python": platform.python_version(), **versions()}
+    extras = {"flwr": "flower", "POT": "match", "pygmtools": "match"}
+    for package, extra in extras.items():
+        found.setdefault(package, f"not installed: pip install 'fedfuse[{extra}]'")
+    return found
+
+
+def _machine() -> dict[str, str]:
+    devices = ["cpu"]
+    if torch.cuda.is_available():
+        devices.append("cuda")
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    here = Path.cwd()
+    return {
+        "cores": str(os.cpu_count()),
+        "torch threads": str(torch.get_num_threads()),
+        "devices": ", ".join(devices),
+        "free disk here": f"{shutil.disk_usage(here).free / 2**30:.1f} GiB",
+        "this folder": "can be written" if os.access(here, os.W_OK) else "cannot be written: use --out elsewhere",
+        "cache": str(cache_folder()),
+    }
+
+
+def _data(name: str) -> str:
+    try:
+        found = find(name)
+    except FuseError as why:
+        return str(why)
+    if found is None:
+        return "not found: set FEDFUSE_DATA to the folder that has it, or it is downloaded when used"
+    if found.missing:
+        return f"{found.place}, without {', '.join(found.missing)}: set train_limit to use what is there"
+    return found.place

@@ -1,0 +1,105 @@
+"""The ledger: one line per method, seed and round, on disk before anything else happens."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedfuse.errors import ConfigError
+from fedfuse.wire.codec import atomic
+
+FLAT = (
+    "method",
+    "label",
+    "seed",
+    "round",
+    "accuracy",
+    "nll",
+    "ece",
+    "brier",
+    "client_accuracy_mean",
+    "client_accuracy_worst10",
+    "bytes_up",
+    "bytes_down",
+    "train_seconds",
+    "server_seconds",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """A file of JSON lines, appended and flushed; a line cut by a crash is ignored."""
+
+    path: Path
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write one line and make sure it is on disk."""
+        text = json.dumps(plain(line), separators=(",", ":")) + "\n"
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as why:
+            raise ConfigError(f"cannot write {self.path}: {why.strerror or why}; free some space and --resume") from why
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Every whole line; the last one for a label, seed and round wins."""
+        if not self.path.exists():
+            return []
+        found: dict[tuple[object, ...], dict[str, Any]] = {}
+        for text in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict) and {"label", "seed", "round"} <= line.keys():
+                found[line["label"], line["seed"], line["round"]] = line
+        return list(found.values())
+
+    def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Rewrite the file with the lines that pass; it is replaced whole."""
+        kept = [line for line in self.lines() if wanted(line)]
+        with atomic(self.path) as file:
+            for line in kept:
+                file.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
+
+
+def write_results(path: Path, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
+    """The flat table of all rows, for machines."""
+    rows = [{key: line.get(key) for key in FLAT} | _more(line) for line in lines]
+    write_json(path, {"name": name, "rows": rows})
+
+
+def write_json(path: Path, value: object) -> None:
+    """A JSON file that appears whole or not at all."""
+    with atomic(path) as file:
+        file.write((json.dumps(plain(value), indent=1) + "\n").encode())
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can say it: numbers that are not finite become null.
+
+    Example:
+        >>> plain({"a": (1, float("nan"))})
+        {'a': [1, None]}
+    """
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v) for v in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def _more(line: Mapping[str, Any]) -> dict[str, Any]:
+    more: dict[str, Any] = {"refused": len(line.get("refused", ()))}
+    return more | ({"selected": line["selected"]} if "selected" in line else {})
