@@ -8,14 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedfuse.errors import ConfigError
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Rows:
     """Inputs with their labels.
 
     Attributes:
-        x: float32 inputs, one per row: (n, channels, height, width) or (n, features).
-        y: int64 labels.
+        x: inputs, one per row, as the network reads them: (n, channels, height, width), (n, features), …
+        y: int64 labels, one per row.
 
     Example:
         >>> rows = Rows(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
@@ -25,6 +27,13 @@ class Rows:
 
     x: Tensor
     y: Tensor
+
+    def __post_init__(self) -> None:
+        if self.y.dtype != torch.int64 or self.y.shape != self.x.shape[:1]:
+            raise ConfigError(
+                f"rows: y is {describe(self.y)}, expected int64 of shape ({len(self.x)},); "
+                "give one whole number per row"
+            )
 
     def __len__(self) -> int:
         return len(self.y)
@@ -37,3 +46,13 @@ class Rows:
     def counts(self, classes: int) -> Tensor:
         """How many rows each class has."""
         return torch.bincount(self.y, minlength=classes)
+
+
+def describe(tensor: Tensor) -> str:
+    """A tensor's dtype and shape in words.
+
+    Example:
+        >>> describe(torch.zeros(2, 3))
+        'float32 of shape (2, 3)'
+    """
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"

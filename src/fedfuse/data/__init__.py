@@ -1,0 +1,53 @@
+"""Data: where they come from, how they are shared out, what happens to pixels before the network.
+
+`load` brings a data set into memory, `partition` says which row belongs to whom, `heat_map` shows it.
+"""
+
+from fedfuse.data.partition import Partition, client_ids, partition
+from fedfuse.data.rows import Dataset, Rows
+from fedfuse.data.schemes import (
+    Classes,
+    Dirichlet,
+    Iid,
+    Labels,
+    Quantity,
+    Scheme,
+    ServerRows,
+    Shards,
+    Shares,
+)
+from fedfuse.data.show import heat_map, save_heat_map
+from fedfuse.data.sources import Found, cache_folder, find, load, source_names
+from fedfuse.data.transforms import Augment, Chain, CropFlip, Grayscale, Rotate, Standardise, augmentation, standardise
+
+__all__ = [
+    "Augment",
+    "Chain",
+    "Classes",
+    "CropFlip",
+    "Dataset",
+    "Dirichlet",
+    "Found",
+    "Grayscale",
+    "Iid",
+    "Labels",
+    "Partition",
+    "Quantity",
+    "Rotate",
+    "Rows",
+    "Scheme",
+    "ServerRows",
+    "Shards",
+    "Shares",
+    "Standardise",
+    "augmentation",
+    "cache_folder",
+    "client_ids",
+    "find",
+    "heat_map",
+    "load",
+    "partition",
+    "save_heat_map",
+    "source_names",
+    "standardise",
+]

@@ -1,0 +1,240 @@
+"""Deals rows to clients by a scheme: `deal` knows labels and numbers, and nothing of servers or ids.
+
+Positions count within the labels given. Everything random comes from the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial, singledispatch
+
+import numpy as np
+
+from fedfuse.data import niid_bench
+from fedfuse.data.rows import Array
+from fedfuse.data.schemes import Classes, Dirichlet, Iid, Labels, Quantity, Shards, Shares
+from fedfuse.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Deal:
+    """Positions per client, and what the dealer had to do to get there."""
+
+    rows: list[Array]
+    facts: dict[str, object] = field(default_factory=dict)
+
+
+@singledispatch
+def deal(scheme: object, labels: Array, clients: int, seed: int) -> Deal:  # noqa: ARG001
+    """Who gets which position, by a scheme; dispatches on the scheme's type.
+
+    Example:
+        >>> [len(rows) for rows in deal(Iid(), np.zeros(7), 2, seed=0).rows]
+        [4, 3]
+    """
+    raise ConfigError(f"partition: {scheme!r} is no scheme, expected one of fedfuse.data.Scheme; use Iid()")
+
+
+@deal.register
+def _(scheme: Iid, labels: Array, clients: int, seed: int) -> Deal:  # noqa: ARG001
+    order = np.random.default_rng(seed).permutation(len(labels))
+    return Deal([np.sort(part) for part in np.array_split(order, clients)])
+
+
+@deal.register
+def _(scheme: Shares, labels: Array, clients: int, seed: int) -> Deal:
+    if clients != len(scheme.shares):
+        raise ConfigError(
+            f"partition: there are {len(scheme.shares)} shares for {clients} clients, expected one share per "
+            "client; change one of the two"
+        )
+    order = np.random.default_rng(seed).permutation(len(labels))
+    cuts = np.rint(np.cumsum(scheme.shares) * len(labels)).astype(np.int64)
+    return Deal([np.sort(part) for part in np.split(order, cuts)[:-1]])
+
+
+@deal.register
+def _(scheme: Dirichlet, labels: Array, clients: int, seed: int) -> Deal:
+    if scheme.compat:
+        rows, retries = niid_bench.dirichlet(labels, clients, scheme.alpha, scheme.min_rows, seed)
+        return Deal(rows, {"retries": retries, "min_rows": scheme.min_rows, "rows_moved": 0})
+    rng = np.random.default_rng(seed)
+    _, sizes = np.unique(labels, return_counts=True)
+    draw = partial(_dirichlet_counts, rng, sizes, clients, scheme.alpha, scheme.balance)
+    counts, facts = _enough_for_all(rng, draw, scheme.min_rows, scheme.retries)
+    return Deal(_hand_out(rng, labels, counts), facts)
+
+
+@deal.register
+def _(scheme: Quantity, labels: Array, clients: int, seed: int) -> Deal:
+    rng = np.random.default_rng(seed)
+    draw = partial(_quantity_counts, rng, len(labels), clients, scheme)
+    counts, facts = _enough_for_all(rng, draw, scheme.min_rows, scheme.retries)
+    return Deal(_hand_out(rng, np.zeros(len(labels), dtype=np.int64), counts), facts)
+
+
+@deal.register
+def _(scheme: Classes, labels: Array, clients: int, seed: int) -> Deal:
+    total = _class_count(labels, scheme.per_client, "per_client")
+    if scheme.compat:
+        return Deal(niid_bench.classes(labels, clients, scheme.per_client, seed))
+    rng = np.random.default_rng(seed)
+    owned = np.zeros((clients, total), dtype=bool)
+    for client, own in enumerate(owned):
+        own[client % total] = True
+        own[rng.permutation(np.flatnonzero(~own))[: scheme.per_client - 1]] = True
+    return Deal(_split_among_owners(rng, labels, owned))
+
+
+@deal.register
+def _(scheme: Labels, labels: Array, clients: int, seed: int) -> Deal:
+    total = _class_count(labels, scheme.high, "high")
+    rng = np.random.default_rng(seed)
+    owned = np.zeros((clients, total), dtype=bool)
+    for own in owned:
+        own[rng.permutation(total)[: rng.integers(scheme.low, scheme.high + 1)]] = True
+    if scheme.share == "split":
+        return Deal(_split_among_owners(rng, labels, owned))
+    index = np.unique(labels, return_inverse=True)[1]
+    return Deal([np.flatnonzero(own[index]) for own in owned])
+
+
+@deal.register
+def _(scheme: Shards, labels: Array, clients: int, seed: int) -> Deal:
+    count = clients * scheme.per_client
+    if count > len(labels):
+        raise ConfigError(
+            f"partition: {clients} clients with {scheme.per_client} shards each make {count} shards of "
+            f"{len(labels)} rows, expected at least one row in a shard; lower clients or per_client"
+        )
+    rng = np.random.default_rng(seed)
+    mixed = rng.permutation(len(labels))
+    shards = np.array_split(mixed[np.argsort(labels[mixed], kind="stable")], count)
+    dealt = rng.permutation(count).reshape(clients, scheme.per_client)
+    return Deal([np.sort(np.concatenate([shards[one] for one in own])) for own in dealt])
+
+
+def _class_count(labels: Array, asked: int, field_name: str) -> int:
+    """How many classes there are, which must be at least what a client is to own."""
+    total = len(np.unique(labels))
+    if asked > total:
+        raise ConfigError(
+            f"partition: {field_name} is {asked}, but there are {total} classes; lower it to at most {total}"
+        )
+    return total
+
+
+def dirichlet_shares(rng: np.random.Generator, alpha: float, allowed: Array) -> Array:
+    """One draw of Dirichlet(alpha, ..., alpha), conditioned on zero where not `allowed`.
+
+    A Gamma(alpha) variable is Gamma(alpha + 1) · U^(1/alpha), so its logarithm times alpha is
+    alpha · log Gamma(alpha + 1) − Exp(1). Normalising these logarithms cannot underflow to all zeros,
+    however small alpha is, and the allowed client with the largest draw always has a share.
+
+    Example:
+        >>> dirichlet_shares(np.random.default_rng(0), 5e-4, np.array([False, True, True])).sum()
+        np.float64(1.0)
+    """
+    scaled = alpha * np.log(rng.standard_gamma(alpha + 1, len(allowed)))
+    scaled -= rng.standard_exponential(len(allowed))
+    scaled[~allowed] = -np.inf
+    with np.errstate(over="ignore"):  # A gap too wide for a float is a share of zero.
+        weights = np.exp((scaled - scaled.max()) / alpha)
+    return np.asarray(weights / weights.sum())
+
+
+def _cut(shares: Array, size: int) -> Array:
+    """Whole numbers that sum to `size`, cut at the rounded cumulative shares.
+
+    The published loop takes the floor, which hands the last client a row of nearly every class.
+    """
+    edges = np.concatenate(([0], np.rint(np.cumsum(shares)[:-1] * size), [size]))
+    return np.diff(np.minimum(edges, size)).astype(np.int64)
+
+
+def _dirichlet_counts(rng: np.random.Generator, sizes: Array, clients: int, alpha: float, balance: bool) -> Array:
+    """One attempt: rows per client and class."""
+    counts = np.zeros((clients, len(sizes)), dtype=np.int64)
+    held, fair = np.zeros(clients, dtype=np.int64), sizes.sum() / clients
+    for column, size in enumerate(sizes):
+        # Somebody always has room: were all at their fair number, no rows would be left.
+        room = held < fair if balance else np.ones(clients, dtype=bool)
+        counts[:, column] = _cut(dirichlet_shares(rng, alpha, room), size)
+        held += counts[:, column]
+    return counts
+
+
+def _quantity_counts(rng: np.random.Generator, rows: int, clients: int, scheme: Quantity) -> Array:
+    """One attempt: rows per client, in a single column."""
+    if scheme.alpha is not None:
+        shares = dirichlet_shares(rng, scheme.alpha, np.ones(clients, dtype=bool))
+    else:
+        logs = (scheme.sigma or 0.0) * rng.standard_normal(clients)
+        shares = np.exp(logs - logs.max())
+        shares /= shares.sum()
+    return _cut(shares, rows)[:, None]
+
+
+def _enough_for_all(
+    rng: np.random.Generator, draw: Callable[[], Array], min_rows: int, retries: int
+) -> tuple[Array, dict[str, object]]:
+    """Counts (clients × classes) that leave nobody with fewer than `min_rows`.
+
+    Draws until that holds. After `retries` vain attempts, the attempt that came nearest is mended by moving
+    rows from the richest clients. Where there are not enough rows for everybody, the minimum sinks.
+    """
+    best = draw()
+    minimum = min(min_rows, int(best.sum()) // len(best))
+    tried = 0
+    while (lack := _lack(best, minimum)) and tried < retries:
+        tried += 1
+        best = min(best, draw(), key=partial(_lack, minimum=minimum))
+    facts: dict[str, object] = {
+        "retries": tried,
+        "min_rows": minimum,
+        "smallest_drawn": int(best.sum(1).min()),
+        "rows_moved": lack,
+    }
+    return (_mended(rng, best, minimum) if lack else best), facts
+
+
+def _lack(counts: Array, minimum: int) -> int:
+    """How many rows poor clients are short of."""
+    return int(np.maximum(minimum - counts.sum(1), 0).sum())
+
+
+def _mended(rng: np.random.Generator, counts: Array, minimum: int) -> Array:
+    """Rows moved, at random, from whoever holds most to whoever holds least, until nobody is poor."""
+    counts = counts.copy()
+    held = counts.sum(1)
+    while (need := minimum - held.min()) > 0:
+        poor, rich = int(held.argmin()), int(held.argmax())
+        moved = rng.multivariate_hypergeometric(counts[rich], min(need, held[rich] - minimum))
+        counts[rich] -= moved
+        counts[poor] += moved
+        held[rich] -= moved.sum()
+        held[poor] += moved.sum()
+    return counts
+
+
+def _split_among_owners(rng: np.random.Generator, labels: Array, owned: Array) -> list[Array]:
+    """Each class cut equally among the clients that own it; classes without owner go to nobody."""
+    _, sizes = np.unique(labels, return_counts=True)
+    counts = np.zeros(owned.shape, dtype=np.int64)
+    for column, size in enumerate(sizes):
+        owners = np.flatnonzero(owned[:, column])
+        if len(owners):
+            counts[owners, column] = [len(part) for part in np.array_split(np.arange(size), len(owners))]
+    return _hand_out(rng, labels, counts)
+
+
+def _hand_out(rng: np.random.Generator, labels: Array, counts: Array) -> list[Array]:
+    """Positions per client, drawn at random so that client c gets counts[c, k] of the k-th class."""
+    clients = len(counts)
+    owner = np.full(len(labels), clients)
+    for column, label in enumerate(np.unique(labels)):
+        rows = rng.permutation(np.flatnonzero(labels == label))[: counts[:, column].sum()]
+        owner[rows] = np.repeat(np.arange(clients), counts[:, column])
+    order = np.argsort(owner, kind="stable")
+    return np.split(order, np.searchsorted(owner[order], np.arange(1, clients + 1)))[:clients]

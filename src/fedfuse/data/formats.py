@@ -1,0 +1,163 @@
+"""The official file formats, each as a function from bytes to arrays; nothing here runs what it reads.
+
+Every reader checks magic numbers and lengths, so a cut or foreign file is named before it is used.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedfuse.data.rows import Array, Rows
+from fedfuse.data.stores import BROKEN, damaged
+from fedfuse.data.transforms import scale01
+from fedfuse.errors import ConfigError
+
+NPZ_KEYS = ("x_train", "y_train", "x_test", "y_test")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArraySplit:
+    """Rows as they lie in the file: bytes (or floats) and labels."""
+
+    x: Array
+    y: Array
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def take(self, index: Array) -> ArraySplit:
+        """The rows at these positions."""
+        return ArraySplit(self.x[index], self.y[index])
+
+    def rows(self) -> Rows:
+        """The rows as tensors, bytes scaled to [0, 1]."""
+        x = torch.from_numpy(np.ascontiguousarray(self.x))
+        return Rows(scale01(x), torch.from_numpy(self.y.astype(np.int64)))
+
+
+def parse_idx(data: bytes, where: object) -> Array:
+    """An array in the IDX format of MNIST: magic 0x0000 08 ndim, big-endian sizes, then bytes.
+
+    Example:
+        >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 2, 7, 9]), "labels")
+        array([7, 9], dtype=uint8)
+    """
+    if len(data) < 4 or data[:3] != b"\0\0\x08" or not 1 <= data[3] <= 4:
+        raise damaged(where, f"it starts with {data[:4].hex() or 'nothing'}, an IDX file of bytes with 000008")
+    head = 4 + 4 * data[3]
+    if len(data) < head:
+        raise damaged(where, f"its header ends after {len(data)} bytes, expected {head}")
+    shape = struct.unpack(f">{data[3]}I", data[4:head])
+    expected = head + int(np.prod(shape, dtype=np.int64))
+    if len(data) != expected:
+        raise damaged(where, f"it has {len(data)} bytes, its header promises {expected}")
+    return np.frombuffer(data, np.uint8, offset=head).reshape(shape)
+
+
+def parse_idx_pair(images: bytes, labels: bytes, where: object) -> ArraySplit:
+    """Images (n, height, width) and labels (n,) of one half of an MNIST-like set."""
+    x, y = parse_idx(images, f"the image file in {where}"), parse_idx(labels, f"the label file in {where}")
+    if x.ndim != 3 or y.ndim != 1 or len(x) != len(y):
+        raise damaged(where, f"images have shape {x.shape} and labels {y.shape}, expected (n, height, width) and (n,)")
+    return ArraySplit(x[:, None], y)
+
+
+def parse_cifar(data: bytes, label_bytes: int, label_at: int, where: object) -> ArraySplit:
+    """Records of a CIFAR binary file: label bytes, then 3072 bytes red, green, blue, row by row.
+
+    Args:
+        data: the file.
+        label_bytes: 1 for CIFAR-10; 2 (coarse, fine) for CIFAR-100.
+        label_at: which of them is the label.
+        where: what to call the file in an error.
+
+    Example:
+        >>> parse_cifar(bytes([3]) + bytes(3072), 1, 0, "batch").y
+        array([3], dtype=uint8)
+    """
+    record = label_bytes + 3 * 32 * 32
+    if not data or len(data) % record:
+        raise damaged(where, f"it has {len(data)} bytes, expected a multiple of {record}")
+    table = np.frombuffer(data, np.uint8).reshape(-1, record)
+    return ArraySplit(table[:, label_bytes:].reshape(-1, 3, 32, 32), table[:, label_at])
+
+
+def parse_svhn(data: bytes, where: object) -> ArraySplit:
+    """SVHN's cropped digits: X (32, 32, 3, n) and y (n, 1) in a MATLAB 5 file, where label 10 is digit 0."""
+    from scipy.io import loadmat
+
+    try:
+        content = loadmat(io.BytesIO(data), variable_names=["X", "y"])
+        x, y = content["X"], content["y"].reshape(-1)
+    # A scrambled MATLAB file surfaces as almost any exception inside scipy's parser.
+    except Exception as error:
+        raise damaged(where, f"it is no MATLAB 5 file with X and y ({error})") from error
+    if x.dtype != np.uint8 or x.shape != (32, 32, 3, len(y)) or not np.isin(y, range(1, 11)).all():
+        raise damaged(where, f"X is {x.dtype} of shape {x.shape}, y of shape {y.shape}, expected (32, 32, 3, n)")
+    return ArraySplit(np.ascontiguousarray(x.transpose(3, 2, 0, 1)), y % 10)
+
+
+def read_npz(path: Path) -> dict[str, Array]:
+    """The arrays of an `.npz` file; arrays of objects, which would be pickles, are refused."""
+    try:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:  # noqa: TID251
+            return {key: archive[key] for key in archive.files if key in (*NPZ_KEYS, "classes")}
+    except (*BROKEN, zipfile.BadZipFile, AttributeError) as error:
+        if "pickle" in str(error).lower():
+            raise ConfigError(
+                f"{path} holds Python objects (or is no .npz file), expected plain arrays; save them again "
+                "with numpy.savez and numeric types"
+            ) from error
+        raise damaged(path, error) from error
+
+
+def splits_from_arrays(arrays: Mapping[str, object], where: object) -> tuple[ArraySplit, ArraySplit]:
+    """Training and test rows from arrays named x_train, y_train, x_test, y_test."""
+    if missing := [key for key in NPZ_KEYS if key not in arrays]:
+        raise ConfigError(f"{where} holds no {' and no '.join(missing)}, expected {', '.join(NPZ_KEYS)}; add it")
+    train, test = (
+        ArraySplit(_as_images(arrays[f"x_{half}"], where), _as_labels(arrays[f"y_{half}"], where))
+        for half in ("train", "test")
+    )
+    for half, split in (("train", train), ("test", test)):
+        if len(split.x) != len(split.y):
+            raise ConfigError(
+                f"{where}: x_{half} has {len(split.x)} rows and y_{half} {len(split.y)}, expected as many"
+                " labels as rows; drop the extra ones"
+            )
+    return train, test
+
+
+def _as_images(value: object, where: object) -> Array:
+    """Rows as (n, features) or (n, channels, height, width); the channel axis may be missing or last."""
+    x = np.asarray(value)
+    if x.dtype.kind not in "uif" or x.ndim not in (2, 3, 4):
+        raise ConfigError(
+            f"{where}: x is {x.dtype} of shape {x.shape}, expected numbers of shape (n, features), "
+            "(n, height, width), (n, channels, height, width) or (n, height, width, channels)"
+        )
+    if x.dtype.kind == "f" and not np.isfinite(x).all():
+        raise ConfigError(f"{where}: x holds values that are not finite, expected numbers; clean them")
+    if x.ndim == 3:
+        return x[:, None]
+    if x.ndim == 4 and x.shape[3] in (1, 3) and x.shape[1] not in (1, 3):
+        return x.transpose(0, 3, 1, 2)
+    return x
+
+
+def _as_labels(value: object, where: object) -> Array:
+    y = np.asarray(value)
+    if y.dtype.kind not in "ui" or y.ndim != 1 or (y.size and y.min() < 0):
+        raise ConfigError(
+            f"{where}: y is {y.dtype} of shape {y.shape}, expected one whole number from 0 on for each row; "
+            "number the classes 0, 1, 2, ..."
+        )
+    return y

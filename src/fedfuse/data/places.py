@@ -1,0 +1,79 @@
+"""Where files are looked for: the user's own folder, the cache, the machine's shared folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from fedfuse.data.official import Official, Part
+from fedfuse.data.stores import Store, open_store
+from fedfuse.errors import ConfigError
+
+SHARED = Path("/usr/share/datasets")
+
+
+def cache_folder() -> Path:
+    """Where downloads go: `fedfuse` in `$XDG_CACHE_HOME`, or in `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "fedfuse"
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A store that holds at least one part of each half of a public set."""
+
+    store: Store
+    train: tuple[Part, ...]
+    test: tuple[Part, ...]
+    missing: tuple[str, ...]
+
+
+def roots() -> Iterator[Path]:
+    """Where to look, in order."""
+    if own := os.environ.get("FEDFUSE_DATA"):
+        if not Path(own).is_dir():
+            raise ConfigError(f"FEDFUSE_DATA is {own!r}, which is no folder; point it at your data or unset it")
+        yield Path(own)
+    yield cache_folder()
+    yield SHARED
+
+
+def locate(official: Official) -> Located | None:
+    """The first place that holds the whole set, or else the first that holds a part of it."""
+    partial = None
+    for located in (located for root in roots() for located in _below(root, official)):
+        if not located.missing:
+            return located
+        partial = partial or located
+    return partial
+
+
+def _below(root: Path, official: Official) -> Iterator[Located]:
+    """The places below one root that hold some of the set: plain folders before archives."""
+    folders = [root / folder for folder in official.folders if (root / folder).is_dir()]
+    archives = [folder / name for folder in (*folders, root) for name in official.archives]
+    for place in (*folders, *(archive for archive in archives if archive.is_file())):
+        if located := _look_into(open_store(place), official):
+            yield located
+
+
+def _look_into(store: Store, official: Official) -> Located | None:
+    train, test = (
+        tuple(part for part in half if all(store.has(name) for name in part))
+        for half in (official.train, official.test)
+    )
+    wanted = dict.fromkeys(name for part in (*official.train, *official.test) for name in part)
+    missing = tuple(name for name in wanted if not store.has(name))
+    return Located(store, train, test, missing) if train and test else None
+
+
+def local(name: str) -> Path | None:
+    """The folder or `.npz` file of this name, from here or from a search root."""
+    for base in chain([Path()], roots()):
+        place = base / Path(name).expanduser()
+        if place.is_dir() or (place.is_file() and place.suffix == ".npz"):
+            return place
+    return None

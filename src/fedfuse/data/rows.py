@@ -1,0 +1,81 @@
+"""A data set in memory: training rows and test rows that never mix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedfuse.core.rows import Rows, describe
+from fedfuse.errors import ConfigError
+
+__all__ = ["Array", "Dataset", "Rows", "stratified_split"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dataset:
+    """A training set and a test set that never mix.
+
+    Attributes:
+        name: what the user called it.
+        train: rows that may be given to clients and to the server.
+        test: rows that only the judge sees.
+        classes: the name of each label.
+        facts: where it was found, rows seen, files, whether it is a partial set, checksum.
+    """
+
+    name: str
+    train: Rows
+    test: Rows
+    classes: tuple[str, ...]
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for part, rows in (("training", self.train), ("test", self.test)):
+            self._check(part, rows)
+        if self.train.x.shape[1:] != self.test.x.shape[1:]:
+            raise ConfigError(
+                f"{self.name}: a training row has shape {tuple(self.train.x.shape[1:])} and a test row "
+                f"{tuple(self.test.x.shape[1:])}, expected the same; resize one of them"
+            )
+
+    def _check(self, part: str, rows: Rows) -> None:
+        if not len(rows):
+            raise ConfigError(f"{self.name}: there are no {part} rows, expected at least one; add some")
+        if rows.x.dtype != torch.float32 or rows.x.ndim not in (2, 4):
+            raise ConfigError(
+                f"{self.name}: the {part} rows' x is {describe(rows.x)}, expected float32 of shape (n, features) or "
+                "(n, channels, height, width); convert it first"
+            )
+        low, high = int(rows.y.min()), int(rows.y.max())
+        if low < 0 or high >= len(self.classes):
+            raise ConfigError(
+                f"{self.name}: {part} labels run from {low} to {high}, expected 0 to "
+                f"{len(self.classes) - 1} for {len(self.classes)} classes; renumber the labels"
+            )
+
+
+def stratified_split(y: Array, test_fraction: float) -> tuple[Array, Array]:
+    """Positions for training and for testing, every class in the same proportion, always the same way.
+
+    A class of one row stays in training.
+
+    Example:
+        >>> train, test = stratified_split(np.array([0] * 10 + [1] * 5), 0.2)
+        >>> len(train), len(test)
+        (12, 3)
+    """
+    if not 0 < test_fraction < 1:
+        raise ConfigError(f"test_fraction is {test_fraction}, expected a number between 0 and 1; try 0.2")
+    rng = np.random.default_rng(0)
+    testing = np.zeros(len(y), dtype=bool)
+    for label in np.unique(y):
+        members = rng.permutation(np.flatnonzero(y == label))
+        testing[members[: round(test_fraction * len(members))]] = len(members) > 1
+    return np.flatnonzero(~testing), np.flatnonzero(testing)

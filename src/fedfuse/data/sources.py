@@ -1,0 +1,283 @@
+"""Where data come from: a name, a folder, a file or a function; looked for on disk before the network.
+
+Files of a public data set are looked for in `$FEDFUSE_DATA`, in the user's cache folder and in
+`/usr/share/datasets`, and at last downloaded into the cache.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from fedfuse.data import download, formats, images
+from fedfuse.data.formats import NPZ_KEYS, ArraySplit
+from fedfuse.data.official import DIGITS, OFFICIAL, Official, Split
+from fedfuse.data.places import cache_folder, local, locate
+from fedfuse.data.rows import Dataset, Rows, stratified_split
+from fedfuse.errors import ConfigError
+
+__all__ = ["Dataset", "Found", "Rows", "cache_folder", "find", "load", "source_names"]
+
+FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+Options = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where a source lies.
+
+    Attributes:
+        source: what the user called it.
+        place: the folder, archive, file, package or function.
+        missing: files of the official set that are not there.
+    """
+
+    source: str
+    place: str
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Raw:
+    """A source opened, before limits are applied; `official_rows` is set for public sets."""
+
+    name: str
+    train: Split
+    test: Split
+    classes: tuple[str, ...]
+    place: str
+    files: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    official_rows: tuple[int, int] | None = None
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+
+def source_names() -> tuple[str, ...]:
+    """The sources known by name.
+
+    Example:
+        >>> "digits" in source_names() and "mnist" in source_names()
+        True
+    """
+    return ("digits", *OFFICIAL)
+
+
+def find(source: str) -> Found | None:
+    """Where the files of a source lie, or None when they would have to be downloaded.
+
+    Only names are looked at, in folders and in archives: what is inside the files is checked by `load`.
+
+    Example:
+        >>> find("digits").place
+        'scikit-learn'
+    """
+    if source == "digits":
+        return Found(source, "scikit-learn")
+    if source in OFFICIAL:
+        located = locate(OFFICIAL[source])
+        return Found(source, str(located.store.place), located.missing) if located else None
+    return Found(source, source if FUNCTION.fullmatch(source) else str(_place(source)))
+
+
+def load(
+    source: str,
+    *,
+    train_limit: int | None = None,
+    test_limit: int | None = None,
+    seed: int = 0,
+    options: Options | None = None,
+) -> Dataset:
+    """The data of a source, in memory.
+
+    A limit takes a uniformly random subset of that many rows, the same one for the same `seed`, and not
+    stratified: class counts vary as in any sample. A smaller limit takes part of what a larger one takes.
+    A public set with files or rows missing is used only under a limit that it can serve.
+
+    Args:
+        source: `digits`, a public set, a folder of class folders, an `.npz`, or `package.module:function`.
+        train_limit: at most this many training rows.
+        test_limit: at most this many test rows.
+        seed: which subset a limit takes; leave it alone so that runs with other seeds see the same rows.
+        options: for a folder `image_size` and `test_fraction`; for a function its keyword arguments.
+
+    Example:
+        >>> digits = load("digits", train_limit=100)
+        >>> len(digits.train), digits.train.x.shape[1:]
+        (100, torch.Size([1, 8, 8]))
+    """
+    for name, limit in (("train_limit", train_limit), ("test_limit", test_limit)):
+        if limit is not None and limit < 1:
+            raise ConfigError(f"{name} is {limit}, expected at least 1; leave it out to use every row")
+    raw = _open(source, options or {})
+    whole = raw.official_rows or (len(raw.train), len(raw.test))
+    train = _limited(raw, "train", raw.train, train_limit, whole[0], seed)
+    test = _limited(raw, "test", raw.test, test_limit, whole[1], seed + 1)
+    return Dataset(raw.name, train, test, raw.classes, {**raw.facts, **_facts(raw, train, test)})
+
+
+def _limited(raw: _Raw, half: str, split: Split, limit: int | None, whole: int, seed: int) -> Rows:
+    """The rows a limit leaves, if what was found can serve it."""
+    have = len(split)
+    if have < whole and (limit is None or limit > have):
+        missing = f" (missing: {', '.join(raw.missing)})" if raw.missing else ""
+        raise ConfigError(
+            f"{raw.name} in {raw.place} is a partial set with {have} of {whole} {half} rows{missing}; "
+            f"complete it, or set {half}_limit to at most {have}"
+        )
+    if limit is None or limit >= have:
+        return split.rows()
+    return split.take(np.sort(np.random.default_rng(seed).permutation(have)[:limit])).rows()
+
+
+def _facts(raw: _Raw, train: Rows, test: Rows) -> dict[str, object]:
+    """What a report should say about the data of a run."""
+    found = (len(raw.train), len(raw.test))
+    return {
+        "source": raw.name,
+        "place": raw.place,
+        "files": list(raw.files),
+        "missing": list(raw.missing),
+        "partial": raw.official_rows is not None
+        and (found[0] < raw.official_rows[0] or found[1] < raw.official_rows[1]),
+        "train_rows": len(train),
+        "test_rows": len(test),
+        "train_rows_found": found[0],
+        "test_rows_found": found[1],
+        "checksum": _checksum(train, test),
+    }
+
+
+def _checksum(*parts: Rows) -> str:
+    """SHA-256 over the rows used: two runs with the same sum saw the same numbers."""
+    digest = hashlib.sha256()
+    for rows in parts:
+        for tensor in (rows.x, rows.y):
+            digest.update(repr(tuple(tensor.shape)).encode())
+            digest.update(tensor.contiguous().view(-1).numpy().data)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _open(source: str, options: Options) -> _Raw:
+    """The source opened, whatever kind it is."""
+    if source == "digits" or source in OFFICIAL:
+        _refuse_options(source, options, ())
+        return _digits() if source == "digits" else _official(OFFICIAL[source])
+    if FUNCTION.fullmatch(source):
+        return _function(source, options)
+    place = _place(source)
+    return _npz(source, place, options) if place.suffix == ".npz" else _folder(source, place, options)
+
+
+def _place(source: str) -> Path:
+    """The folder or `.npz` file a user means, or an error that says what else may have been meant."""
+    if (place := local(source)) is not None:
+        return place
+    close = difflib.get_close_matches(source.lower(), source_names(), n=1, cutoff=0.5)
+    raise ConfigError(
+        f"the data source {source!r} is unknown, expected {', '.join(source_names())}, a folder of class "
+        "folders, an .npz file or package.module:function; "
+        + (f"did you mean {close[0]!r}?" if close else "check the path.")
+    )
+
+
+def _refuse_options(source: str, options: Options, known: tuple[str, ...]) -> None:
+    for name in options:
+        if name not in known:
+            expected = f"expected one of {', '.join(known)}" if known else "which takes no options"
+            raise ConfigError(f"option {name!r} is unknown to the source {source!r}, {expected}; remove it")
+
+
+def _digits() -> _Raw:
+    """Scikit-learn's 1797 digits of 8x8 pixels, 80 % of each class for training."""
+    from sklearn.datasets import load_digits
+
+    bundle = load_digits()
+    every = ArraySplit((bundle.images[:, None] / 16).astype(np.float32), bundle.target)
+    train, test = (every.take(index) for index in stratified_split(every.y, 0.2))
+    return _Raw("digits", train, test, DIGITS, "scikit-learn")
+
+
+def _official(official: Official) -> _Raw:
+    """A public set, downloaded if no folder has it."""
+    if (located := locate(official)) is None:
+        folder = cache_folder() / official.folders[0]
+        download.fetch_all(official, folder)
+        if (located := locate(official)) is None:
+            raise ConfigError(
+                f"{official.name} was downloaded into {folder}, but its files are not those expected; "
+                f"delete that folder and look at {official.homepage}"
+            )
+    store, classes = located.store, official.classes(located.store)
+    train, test = official.read_train(store, located.train), official.read_test(store, located.test)
+    files = tuple(dict.fromkeys(name for part in (*located.train, *located.test) for name in part))
+    return _Raw(official.name, train, test, classes, str(store.place), files, located.missing, official.rows)
+
+
+def _folder(source: str, place: Path, options: Options) -> _Raw:
+    """A folder of class folders."""
+    _refuse_options(source, options, ("image_size", "test_fraction"))
+    size, fraction = options.get("image_size"), options.get("test_fraction", 0.2)
+    if size is not None and (not isinstance(size, int) or size < 1):
+        raise ConfigError(f"image_size is {size!r}, expected a number of pixels from 1 on; try 32")
+    if not isinstance(fraction, int | float):
+        raise ConfigError(f"test_fraction is {fraction!r}, expected a number between 0 and 1; try 0.2")
+    train, test, classes = images.folder_halves(place, size, fraction)
+    return _Raw(source, train, test, classes, str(place))
+
+
+def _npz(source: str, place: Path, options: Options) -> _Raw:
+    """A NumPy archive of plain arrays."""
+    _refuse_options(source, options, ())
+    arrays = formats.read_npz(place)
+    train, test = formats.splits_from_arrays(arrays, place)
+    names = arrays.get("classes")
+    classes = tuple(map(str, names)) if names is not None else _numbered(train, test)
+    return _Raw(source, train, test, classes, str(place), (place.name,))
+
+
+def _function(source: str, options: Options) -> _Raw:
+    """What the user's own function returns."""
+    made = _call(source, options)
+    if isinstance(made, Dataset):
+        train, test = (ArraySplit(half.x.numpy(), half.y.numpy()) for half in (made.train, made.test))
+        return _Raw(source, train, test, made.classes, source, facts=made.facts)
+    if not isinstance(made, tuple | list) or len(made) != 4:
+        raise ConfigError(
+            f"{source} returned {type(made).__name__}, expected a fedfuse Dataset or a tuple "
+            "(x_train, y_train, x_test, y_test); change what it returns"
+        )
+    train, test = formats.splits_from_arrays(dict(zip(NPZ_KEYS, made, strict=True)), source)
+    return _Raw(source, train, test, _numbered(train, test), source)
+
+
+def _call(source: str, options: Options) -> object:
+    """Import and call `package.module:function`."""
+    module, _, name = source.partition(":")
+    try:
+        function: Callable[..., object] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"the data source {source!r} cannot be imported: {error}; install the package or put its folder "
+            "on PYTHONPATH, and check the spelling"
+        ) from error
+    try:
+        inspect.signature(function).bind(**options)
+    except TypeError as error:
+        raise ConfigError(f"{source} cannot be called with options {dict(options)}: {error}; change them") from error
+    try:
+        return function(**options)
+    except Exception as error:
+        raise ConfigError(f"{source} raised {type(error).__name__}: {error}; call it alone to see where") from error
+
+
+def _numbered(*splits: ArraySplit) -> tuple[str, ...]:
+    """Class names when there are none: the labels themselves."""
+    return tuple(map(str, range(1 + max(int(split.y.max(initial=-1)) for split in splits))))

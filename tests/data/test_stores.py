@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import gzip
+
+import pytest
+
+from fedfuse.data.stores import Folder, Tar, Zip, open_store
+from fedfuse.errors import ConfigError
+
+FILES = {"a.txt": b"first", "deep/b.bin": b"second", "deep/er/c.bin": b"third"}
+
+
+@pytest.fixture(params=["folder", "zip", "tar"])
+def store(request, tiny, tmp_path):
+    if request.param == "folder":
+        return open_store(tiny.write(tmp_path / "set", FILES))
+    make, name = (tiny.zip_bytes, "set.zip") if request.param == "zip" else (tiny.tar_bytes, "set.tar.gz")
+    (tmp_path / name).write_bytes(make(FILES, "top"))
+    return open_store(tmp_path / name)
+
+
+def test_every_store_answers_alike(store):
+    assert {name: store.read(name) for name in FILES} == FILES
+    assert all(store.has(name) for name in FILES)
+    assert not store.has("absent")
+    assert store.listing("deep/er") == ["c.bin"]
+
+
+def test_folders_and_zips_list_folders_too(tiny, tmp_path):
+    (tmp_path / "set.zip").write_bytes(tiny.zip_bytes(FILES, "top"))
+    for store in (Folder(tiny.write(tmp_path / "set", FILES)), Zip(tmp_path / "set.zip")):
+        assert store.listing("") == ["a.txt", "deep"]
+        assert store.listing("deep") == ["b.bin", "er"]
+        assert store.has("deep/er")
+
+
+def test_archives_without_a_common_top_keep_their_names(tmp_path):
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "flat.zip", "w") as archive:
+        archive.writestr("a.txt", b"1")
+        archive.writestr("b/c.txt", b"2")
+    assert Zip(tmp_path / "flat.zip").read("b/c.txt") == b"2"
+
+
+def test_a_folder_unzips_on_the_way(tmp_path):
+    (tmp_path / "x.gz").write_bytes(gzip.compress(b"content"))
+    assert Folder(tmp_path).has("x")
+    assert Folder(tmp_path).read("x") == b"content"
+    (tmp_path / "x").write_bytes(b"plain")
+    assert Folder(tmp_path).read("x") == b"plain"
+
+
+def test_cut_and_scrambled_archives_are_named(tiny, tmp_path):
+    whole = {
+        "x.gz": gzip.compress(bytes(range(256)) * 50),
+        "set.zip": tiny.zip_bytes(FILES, "top"),
+        "set.tar.gz": tiny.tar_bytes({"a": bytes(range(256)) * 50}, "top"),
+    }
+    for name, content in whole.items():
+        for broken in (content[: len(content) // 2], b"no archive at all", b""):
+            (tmp_path / name).write_bytes(broken)
+            store, inside = (Folder(tmp_path), "x") if name == "x.gz" else (open_store(tmp_path / name), "a.txt")
+            with pytest.raises(ConfigError, match=f"{name} is damaged"):
+                store.read(inside)
+
+
+def test_a_scrambled_zip_member_is_named(tiny, tmp_path):
+    content = bytearray(tiny.zip_bytes({"a.txt": b"first" * 100}, "top"))
+    at = content.index(b"firstfirst")
+    content[at : at + 5] = b"FIRST"
+    (tmp_path / "set.zip").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a\.txt in .*set\.zip is damaged.*CRC"):
+        Zip(tmp_path / "set.zip").read("a.txt")
+
+
+def test_absent_files_are_named(tmp_path, tiny):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Folder(tmp_path).read("absent")
+    with pytest.raises(ConfigError, match="cannot be listed"):
+        Folder(tmp_path).listing("absent")
+    (tmp_path / "set.tar.gz").write_bytes(tiny.tar_bytes(FILES, "top"))
+    with pytest.raises(ConfigError, match="holds no absent"):
+        Tar(tmp_path / "set.tar.gz").read("absent")
