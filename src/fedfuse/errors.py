@@ -62,5 +62,5 @@ class NotConverged(FuseError):
 def _short(value: object, limit: int = 120) -> str:
     """A value as text that cannot flood a log, whatever a client put in it."""
     text = value if isinstance(value, str) else repr(value)
-    text = text.encode("ascii", "backslashreplace").decode() if not text.isprintable() else text
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: 2 * limit])
     return text if len(text) <= limit else text[: limit - 1] + "…"

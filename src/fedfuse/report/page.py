@@ -1,0 +1,283 @@
+"""One self-contained page for one run directory or several."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup, escape
+
+from fedfuse.errors import ConfigError
+from fedfuse.report import plots
+from fedfuse.report.facts import Noted, flatten, noted, told
+from fedfuse.report.plots import Figure, Groups, Inks
+from fedfuse.report.read import Row, Run, items, part, read_run
+from fedfuse.report.scores import SummaryRow, best_first, by_label, summary
+from fedfuse.report.svg import drawing, legible, line, marker
+from fedfuse.report.tables import Cell, Grid, grid
+from fedfuse.report.verdict import cautions, overall, verdict
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+CURVES = (("accuracy", "Accuracy"), ("nll", "Negative log-likelihood"), ("ece", "Calibration error"))
+
+SHOWN = 200
+"""Refused and dropped clients listed per run; the ledger has them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chapter:
+    """Everything the page says of one run, ready for the template."""
+
+    anchor: str
+    name: str
+    headline: str
+    verdict: str
+    cautions: tuple[str, ...]
+    table: Grid
+    scores: tuple[Figure, ...]
+    partitions: tuple[tuple[str, Markup], ...]
+    partition_words: str
+    reliability: tuple[Figure, ...]
+    fairness: tuple[Figure, ...]
+    traffic: Figure | None
+    reveals: tuple[tuple[str, tuple[str, ...] | None], ...]
+    refused: tuple[Mapping[str, Any], ...]
+    dropped: tuple[Mapping[str, Any], ...]
+    noted: tuple[Noted, ...]
+    best: str | None
+    classes: tuple[Figure, ...]
+    config: str
+    environment: tuple[tuple[str, str], ...]
+
+
+def write_page(dirs: Sequence[Path], out: Path) -> Path:
+    """Write one HTML page about the run directories and return its path.
+
+    The page needs no network and no other file, and lets no script run but its own.
+
+    Args:
+        dirs: run directories; one given twice is shown once.
+        out: where the page goes; folders on the way are made.
+
+    Example:
+        >>> import tempfile
+        >>> run = Path(tempfile.mkdtemp())
+        >>> _ = (run / "ledger.jsonl").write_text('{"method": "wb", "seed": 0, "round": 1, "accuracy": 0.8}')
+        >>> write_page([run], run / "report.html").name
+        'report.html'
+    """
+    paths = list({Path(directory).resolve(): Path(directory) for directory in dirs}.values())
+    if not paths:
+        raise ConfigError("no run directory was given, expected at least one that `fedfuse run` has written")
+    runs = _told_apart(paths, [read_run(path) for path in paths])
+    return _write(Path(out), render(runs))
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The page as text."""
+    labels = list(dict.fromkeys(row["label"] for run in runs for row in run.rows))
+    inks = {label: at for at, label in enumerate(labels)}
+    chapters = [_chapter(run, inks, f"run-{at}") for at, run in enumerate(runs, start=1)]
+    style, script = _file("page.css"), _file("page.js")
+    return _template().render(
+        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
+        chapters=chapters,
+        overview=_overview(chapters, labels) if len(runs) > 1 else None,
+        overall=_overall(chapters),
+        swatches={label: _swatch(at) for label, at in inks.items()},
+        style=Markup(style),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def _chapter(run: Run, inks: Inks, anchor: str) -> Chapter:
+    table = best_first(summary(run.rows))
+    groups = by_label(run.rows)
+    ranked: Groups = {row.label: groups[row.label] for row in table}
+    classes = [str(name) for name in items(run.partition, "classes")]
+    best = table[0].label if "accuracy" in table[0].values else None
+    seeds = part(run.partition, "seeds")
+    maps = ((str(seed), plots.partition(classes, part(seeds, seed))) for seed in seeds)
+    return Chapter(
+        anchor=anchor,
+        name=run.name,
+        headline=_headline(run, table),
+        verdict=verdict(run.rows, table),
+        cautions=tuple(cautions(table)),
+        table=_telling(table),
+        scores=_scores(ranked, inks),
+        partitions=tuple((seed, picture) for seed, picture in maps if picture),
+        partition_words=_partition_words(seeds),
+        reliability=_figures(plots.reliability(label, rows, inks[label]) for label, rows in ranked.items()),
+        fairness=_fairness(ranked, inks),
+        traffic=plots.traffic(ranked, inks),
+        reveals=tuple((label, _revealed(rows)) for label, rows in ranked.items()),
+        refused=_incidents(run.rows, "refused"),
+        dropped=_incidents(run.rows, "dropped"),
+        noted=tuple(noted(ranked)),
+        best=best,
+        classes=_figures([plots.per_class(ranked, classes), plots.confusion(groups[best], classes) if best else None]),
+        config=run.config_text,
+        environment=tuple((name, told(value)) for name, value in flatten(run.environment).items()),
+    )
+
+
+def _figures(made: Iterable[Figure | None]) -> tuple[Figure, ...]:
+    return tuple(figure for figure in made if figure is not None)
+
+
+def _scores(groups: Groups, inks: Inks) -> tuple[Figure, ...]:
+    """Curves where there are rounds, and every seed's dot where there is one."""
+    curves = _figures(plots.learning_curve(groups, inks, key, title) for key, title in CURVES)
+    return curves or _figures([plots.seed_dots(groups, inks)])
+
+
+def _fairness(groups: Groups, inks: Inks) -> tuple[Figure, ...]:
+    return _figures(
+        plots.fairness(groups, inks, key, title)
+        for key, title in (
+            ("own_accuracy", "The model on each client's own held-out rows"),
+            ("accuracy", "Each client's own network on the test rows, before fusion"),
+        )
+    )
+
+
+def _telling(table: Sequence[SummaryRow]) -> Grid:
+    """The summary's grid without a last column that says the same of every method."""
+    laid = grid(table)
+    sizes = {row.values["parameters"].mean for row in table if "parameters" in row.values}
+    return (
+        laid if len(sizes) > 1 else grid(table, [h.column.key for h in laid.headings if h.column.key != "parameters"])
+    )
+
+
+def _headline(run: Run, table: Sequence[SummaryRow]) -> str:
+    """Methods, seeds, rounds, clients and size in one line."""
+    seeds = {row["seed"] for row in run.rows}
+    rounds = max(row.round for row in table)
+    clients = max((len(part(entry, "clients")) for entry in _objects(part(run.partition, "seeds"))), default=0)
+    sizes = {row.values["parameters"].mean for row in table if "parameters" in row.values}
+    words = [_many(len(table), "method"), _many(len(seeds), "seed"), _many(rounds, "round")]
+    words += [_many(clients, "client")] if clients else []
+    words += [f"{sizes.pop():,.0f} parameters"] if len(sizes) == 1 else []
+    return " · ".join(words)
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def _objects(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [value for value in values.values() if isinstance(value, Mapping)]
+
+
+def _partition_words(seeds: Mapping[str, Any]) -> str:
+    """How the rows were dealt, as far as the partition itself says."""
+    first = next(iter(_objects(seeds)), {})
+    told_of = (first.get("kind"), f"alpha {told(first['alpha'])}" if "alpha" in first else None)
+    return ", ".join(str(word) for word in told_of if word)
+
+
+def _revealed(rows: Sequence[Row]) -> tuple[str, ...] | None:
+    """All a method's rows declare to leave the clients; None where the ledger does not say."""
+    declared = [row["reveals"] for row in rows if isinstance(row.get("reveals"), list)]
+    return tuple(dict.fromkeys(str(word) for words in declared for word in words)) if declared else None
+
+
+def _incidents(rows: Sequence[Row], key: str) -> tuple[Mapping[str, Any], ...]:
+    return tuple(
+        {**incident, "label": row["label"], "seed": row["seed"], "round": row["round"]}
+        for row in rows
+        for incident in items(row, key)
+        if isinstance(incident, Mapping)
+    )
+
+
+def _overview(chapters: Sequence[Chapter], labels: Sequence[str]) -> list[tuple[Chapter, list[Cell | None]]]:
+    """Per run, the accuracy of each label or None where the run has no such method."""
+    found = []
+    for chapter in chapters:
+        at = next((i for i, h in enumerate(chapter.table.headings) if h.column.key == "accuracy"), None)
+        cells = {} if at is None else {row.label: cells[at] for row, cells in chapter.table.lines}
+        found.append((chapter, [cells.get(label) for label in labels]))
+    return found
+
+
+def _overall(chapters: Sequence[Chapter]) -> str:
+    leaders = {chapter.anchor: chapter.best for chapter in chapters if chapter.best is not None}
+    if len(chapters) == 1 or not leaders:
+        return chapters[0].verdict
+    return overall(leaders)
+
+
+def _swatch(index: int) -> Markup:
+    return drawing(22, 12, "", line([(1, 6), (21, 6)], index), marker(index, 11, 6, 3.6))
+
+
+def _told_apart(paths: Sequence[Path], runs: Sequence[Run]) -> list[Run]:
+    """Runs of one name get their directory's beside it."""
+    names = [run.name for run in runs]
+    return [
+        run if names.count(run.name) == 1 else replace(run, name=f"{run.name} ({path.resolve().name})")
+        for path, run in zip(paths, runs, strict=True)
+    ]
+
+
+def _file(name: str) -> str:
+    return resources.files("fedfuse.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _template() -> Template:
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=True, finalize=_spelt, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.globals["SHOWN"] = SHOWN
+    environment.globals["columns_for"] = _columns_for
+    environment.filters |= {"breakable": _breakable, "unbroken": _unbroken}
+    return environment.from_string(_file("page.html"))
+
+
+def _columns_for(count: int) -> int:
+    """At most five pictures side by side, in rows of nearly equal length."""
+    return math.ceil(count / math.ceil(count / 5))
+
+
+def _breakable(label: str) -> Markup:
+    """A label that may be broken before its options and between them."""
+    return escape(legible(label)).replace("(", Markup("<wbr>(")).replace(", ", Markup(", <wbr>"))
+
+
+def _unbroken(words: str) -> str:
+    """A sentence whose numbers stay with their deviation and their unit."""
+    return words.replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0")
+
+
+def _spelt(value: object) -> object:
+    return legible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _write(out: Path, text: str) -> Path:
+    """Write beside and rename, so that a page is whole or not there."""
+    draft = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_bytes(text.encode("utf-8", "backslashreplace"))
+        draft.replace(out)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise ConfigError(f"{out} cannot be written ({error.strerror}), expected a place for the page") from error
+    return out

@@ -1,0 +1,378 @@
+"""The report's figures, each a function of ledger rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from fedfuse.report.heat import WIDTH, heat_map
+from fedfuse.report.read import Row, finite, items, number, part
+from fedfuse.report.scores import Spread, last_rows, spread
+from fedfuse.report.svg import Scale, band, drawing, ink, line, marker, scale_for, short, tag, wide, x_axis, y_axis
+from fedfuse.report.tables import byte_unit
+
+Groups = Mapping[str, Sequence[Row]]
+"""Label → its rows, by round and seed."""
+
+Inks = Mapping[str, int]
+"""Label → its place in the palette, the same in every figure of a page."""
+
+CROWD = 150
+"""Marks in one row beyond which they would cover each other; an area says more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A drawing with the words around it; `legend` names the methods whose marks it uses."""
+
+    title: str
+    picture: Markup
+    note: str = ""
+    legend: tuple[str, ...] = ()
+
+
+def learning_curve(groups: Groups, inks: Inks, key: str, title: str) -> Figure | None:
+    """A score against the round: the mean over seeds, and mean ± one standard deviation.
+
+    Example:
+        >>> rows = [{"seed": 0, "round": at, "accuracy": 0.1 * at} for at in (1, 2)]
+        >>> learning_curve({"wb": rows}, {"wb": 0}, "accuracy", "Accuracy").legend
+        ('wb',)
+    """
+    curves = {label: _by_round(rows, key) for label, rows in groups.items()}
+    points = [(at, value) for curve in curves.values() for at, value in curve.items()]
+    if len({at for at, _ in points}) < 2:
+        return None
+    share = key in ("accuracy", "ece")
+    edges = [edge for _, value in points for edge in _edges(value)]
+    means = [value.mean for _, value in points]
+    log = not share and wide(means)
+    x = scale_for([float(at) for at, _ in points], 46, WIDTH - 8, pad=0.02)
+    y = scale_for([edge for edge in edges if edge > 0] if log else edges, 238, 22, log=log)
+    return Figure(
+        title,
+        drawing(
+            WIDTH,
+            274,
+            f"{title} by round",
+            y_axis(y, 46, WIDTH - 8, "%" if share else "", _words(y, share)),
+            x_axis(x, 22, 238, "round", {at: f"{at:g}" for at in x.ticks(8) if float(at).is_integer()}),
+            *(_shade(curve, x, y, inks[label]) for label, curve in curves.items()),
+            *(line(_path(curve, x, y), inks[label]) for label, curve in curves.items() if curve),
+            *(_end(label, curve, x, y, inks[label]) for label, curve in curves.items() if curve),
+        ),
+        "Logarithmic scale." if log else "",
+        tuple(groups),
+    )
+
+
+def seed_dots(groups: Groups, inks: Inks) -> Figure | None:
+    """The accuracy of every seed at the last round, with mean and standard deviation.
+
+    Example:
+        >>> seed_dots({"wb": [{"seed": 0, "round": 1, "accuracy": 0.8}]}, {"wb": 0}).title
+        'Accuracy of every seed'
+    """
+    dots = {
+        label: [
+            (f"seed {row['seed']}", score) for row in last_rows(rows) if (score := number(row, "accuracy")) is not None
+        ]
+        for label, rows in groups.items()
+    }
+    note = "One mark per seed; the line is the mean, the bar reaches one standard deviation to each side."
+    return _strips("Accuracy of every seed", dots, inks, note)
+
+
+def fairness(groups: Groups, inks: Inks, key: str, title: str) -> Figure | None:
+    """The accuracy of every client at the last round: a good mean can hide a bad tail.
+
+    Example:
+        >>> row = {"seed": 0, "round": 1, "clients": {"site-1": {"own_accuracy": 0.8}}}
+        >>> "site-1, seed 0: 80.0 %" in fairness({"wb": [row]}, {"wb": 0}, "own_accuracy", "Own rows").picture
+        True
+    """
+    dots = {
+        label: [
+            (f"{client}, seed {row['seed']}", score)
+            for row in last_rows(rows)
+            for client, facts in part(row, "clients").items()
+            if isinstance(facts, Mapping) and (score := finite(facts.get(key))) is not None
+        ]
+        for label, rows in groups.items()
+    }
+    crowded = any(len(marks) > CROWD for marks in dots.values())
+    note = "The area shows how many clients, over all seeds" if crowded else "One mark per client and seed"
+    return _strips(title, dots, inks, f"{note}; line and bar: mean ± one standard deviation.")
+
+
+def traffic(groups: Groups, inks: Inks) -> Figure | None:
+    """Accuracy against all bytes sent so far, both ways, round after round.
+
+    Example:
+        >>> row = {"seed": 0, "round": 1, "accuracy": 0.8, "bytes_up": 1000, "bytes_down": 2000}
+        >>> "wb: 80.0 % for 3 kB" in traffic({"wb": [row]}, {"wb": 0}).picture
+        True
+    """
+    paths = {label: path for label, rows in groups.items() if (path := _traffic_path(rows))}
+    sent = [at for path in paths.values() for at, _ in path]
+    if not sent or max(sent) <= 0:
+        return None
+    log = wide(sent)
+    size, unit = byte_unit(max(sent))
+    x = scale_for([at / size for at in sent], 46, WIDTH - 14, log=log)
+    y = scale_for([edge for path in paths.values() for _, value in path for edge in _edges(value)], 238, 22)
+    parts = []
+    for label, path in paths.items():
+        places = [(x(at / size), y(value.mean)) for at, value in path]
+        at, value = path[-1]
+        low, high = _edges(value)
+        parts += [
+            line(places, inks[label]) if len(places) > 1 else Markup(""),
+            tag("path", d=f"M{places[-1][0]:.1f} {y(low):.1f}V{y(high):.1f}", class_=f"bar {ink(inks[label])}"),
+            marker(inks[label], *places[-1], 4.5, f"{label}: {100 * value.mean:.1f} % for {at / size:.3g} {unit}"),
+        ]
+    axes = (
+        y_axis(y, 46, WIDTH - 8, "accuracy, %", _words(y, share=True)),
+        x_axis(x, 22, 238, f"sent up and down by all clients, {unit}", {at: f"{at:g}" for at in x.ticks()}),
+    )
+    note = "Up and to the left is better." + (" Logarithmic scale." if log else "")
+    picture = drawing(WIDTH, 274, "Accuracy against bytes sent", *axes, *parts)
+    return Figure("Bytes against accuracy", picture, note, tuple(paths))
+
+
+def reliability(label: str, rows: Sequence[Row], index: int) -> Figure | None:
+    """How often the model is right when it says so: bars on the diagonal are honest.
+
+    Example:
+        >>> bins = {"confidence": [0.4, 0.9], "accuracy": [None, 0.7], "count": [0, 50]}
+        >>> "says 90 %, is right 70 % of 50 rows" in reliability("wb", [{"round": 1, "reliability": bins}], 0).picture
+        True
+    """
+    bins = _pooled_bins(last_rows(rows))
+    if not bins:
+        return None
+    x, y = Scale(0, 1, 30, 190), Scale(0, 1, 168, 8)
+    most = max(count for *_, count in bins)
+    width = 160 / max(10, *(len(items(part(row, "reliability"), "count")) for row in last_rows(rows))) - 1.5
+    bars = [
+        tag(
+            "rect",
+            tag("title", f"says {100 * said:.0f} %, is right {100 * right:.0f} % of {count:.0f} rows"),
+            x=x(said) - width / 2,
+            y=y(right),
+            width=width,
+            height=168 - y(right),
+            fill_opacity=0.25 + 0.75 * (count / most) ** 0.5,
+            class_=f"fill {ink(index)}",
+        )
+        for said, right, count in bins
+    ]
+    words = {0.0: "0", 0.5: "50", 1.0: "100"}
+    axes = y_axis(y, 30, 190, "", words) + x_axis(x, 8, 168, "confidence, %", words)
+    diagonal = tag("path", d=f"M{x(0):.1f} {y(0):.1f}L{x(1):.1f} {y(1):.1f}", class_="ideal")
+    ece = spread(number(row, "ece") for row in last_rows(rows))
+    note = "" if ece is None else f"ECE {100 * ece.mean:.1f} %"
+    return Figure(label, drawing(200, 204, f"Reliability of {label}", axes, *bars, diagonal), note)
+
+
+def partition(classes: Sequence[str], seed: Mapping[str, Any]) -> Markup | None:
+    """Rows of each class at each client, the server's last.
+
+    Example:
+        >>> "site-1, cat: 5" in partition(["cat", "dog"], {"clients": {"site-1": [5, 0]}})
+        True
+    """
+    holders = {str(name): items(part(seed, "clients"), name) for name in part(seed, "clients")}
+    if any(finite(count) for count in items(seed, "server")):
+        holders["server"] = items(seed, "server")
+    if not holders or not classes:
+        return None
+    counts = np.array([_padded(row, len(classes)) for row in holders.values()])
+    totals = [f"{total:,.0f}" for total in np.nansum(counts, axis=1)]
+    return heat_map("Rows per client and class", tuple(holders), classes, counts, "count", totals, root=True)
+
+
+def confusion(rows: Sequence[Row], classes: Sequence[str]) -> Figure | None:
+    """What each class is taken for, in per cent of its rows, summed over seeds.
+
+    Example:
+        >>> "cat, dog: 25" in confusion([{"round": 1, "confusion": [[3, 1], [0, 4]]}], ["cat", "dog"]).picture
+        True
+    """
+    square = [matrix for row in last_rows(rows) if (matrix := _matrix(row)) is not None]
+    square = [matrix for matrix in square if matrix.shape == square[0].shape]
+    if not square:
+        return None
+    counts = np.sum(square, axis=0)
+    totals = counts.sum(axis=1, keepdims=True)
+    shares = np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)
+    names = class_names(classes, len(counts))
+    picture = heat_map("Confusion matrix", names, names, shares, "percent")
+    return Figure("Confusion", picture, "Rows: the true class. Columns: what it is taken for. Per cent of the row.")
+
+
+def per_class(groups: Groups, classes: Sequence[str]) -> Figure | None:
+    """The accuracy of each method on each class, mean over seeds.
+
+    Example:
+        >>> "wb, dog: 50" in per_class({"wb": [{"round": 1, "per_class": [1, 0.5]}]}, ["cat", "dog"]).picture
+        True
+    """
+    found = {
+        label: [_padded(scores) for row in last_rows(rows) if (scores := items(row, "per_class"))]
+        for label, rows in groups.items()
+    }
+    found = {label: scores for label, scores in found.items() if scores}
+    if not found:
+        return None
+    size = max(len(row) for scores in found.values() for row in scores)
+    means = np.array([_nan_mean(np.array([_padded(row, size) for row in scores])) for scores in found.values()])
+    picture = heat_map("Accuracy per class", tuple(found), class_names(classes, size), means, "percent")
+    return Figure("Accuracy per class", picture, "Per cent, mean over seeds.")
+
+
+def class_names(classes: Sequence[str], size: int) -> list[str]:
+    """The classes' names, or their numbers where the names do not fit.
+
+    Example:
+        >>> class_names(["cat"], 2)
+        ['0', '1']
+    """
+    return list(classes) if len(classes) == size else [str(k) for k in range(size)]
+
+
+def _by_round(rows: Sequence[Row], key: str) -> dict[int, Spread]:
+    rounds = sorted({row["round"] for row in rows})
+    found = {at: spread(number(row, key) for row in rows if row["round"] == at) for at in rounds}
+    return {at: value for at, value in found.items() if value is not None}
+
+
+def _edges(value: Spread) -> tuple[float, float]:
+    return value.mean - (value.sd or 0.0), value.mean + (value.sd or 0.0)
+
+
+def _words(scale: Scale, share: bool) -> dict[float, str]:
+    return {at: f"{100 * at:g}" if share else f"{at:g}" for at in scale.ticks()}
+
+
+def _path(curve: Mapping[int, Spread], x: Scale, y: Scale) -> list[tuple[float, float]]:
+    return [(x(at), y(value.mean)) for at, value in curve.items()]
+
+
+def _shade(curve: Mapping[int, Spread], x: Scale, y: Scale, index: int) -> Markup:
+    """The band between mean - sd and mean + sd, cut at the scale's foot where the logarithm ends."""
+    edges = [(x(at), *_edges(value)) for at, value in curve.items() if value.sd is not None]
+    if not edges:
+        return Markup("")
+    upper = [(at, y(high)) for at, _, high in edges]
+    return band(upper, [(at, y(max(low, y.low))) for at, low, _ in edges], index)
+
+
+def _end(label: str, curve: Mapping[int, Spread], x: Scale, y: Scale, index: int) -> Markup:
+    at, value = list(curve.items())[-1]
+    return marker(index, x(at), y(value.mean), 4.0, f"{label}, round {at}: {value.mean:.4g}")
+
+
+def _strips(title: str, dots: Mapping[str, list[tuple[str, float]]], inks: Inks, note: str) -> Figure | None:
+    """One row of marks per method, its name above it, on a shared scale of accuracy."""
+    dots = {label: marks for label, marks in dots.items() if marks}
+    if not dots:
+        return None
+    means = {label: spread(score for _, score in marks) for label, marks in dots.items()}
+    values = [score for marks in dots.values() for _, score in marks]
+    x = scale_for(values, 10, WIDTH - 10)
+    if min(values) >= 0.0 and max(values) <= 1.0:  # room beyond 0 and 100 % would suggest there is some
+        x = Scale(max(0.0, x.low), min(1.0, x.high), x.start, x.stop)
+    bottom = 6 + 50 * len(dots)
+    crowded = any(len(marks) > CROWD for marks in dots.values())
+    parts = []
+    for at, (label, marks) in enumerate(dots.items()):
+        y = 6 + 50 * at + 30
+        parts.append(tag("text", short(label, 56), x=10, y=y - 17, class_="name"))
+        parts.append((_crowd if crowded else _swarm)(marks, x, y, inks[label]))
+        parts.append(_mean_bar(means[label], x, y, inks[label]))
+    axis = x_axis(x, 2, bottom, "accuracy, %", _words(x, share=True))
+    return Figure(title, drawing(WIDTH, bottom + 36, title, axis, *parts), note)
+
+
+def _swarm(marks: Sequence[tuple[str, float]], x: Scale, y: float, index: int) -> Markup:
+    """Marks side by side where they would cover each other."""
+    seen: dict[int, int] = {}
+    size = 3.6 if len(marks) <= 10 else 2.8
+    drawn = []
+    for name, score in sorted(marks, key=lambda mark: mark[1]):
+        spot = round(x(score) / 5)
+        level = seen.get(spot, 0)
+        seen[spot] = level + 1
+        shift = (level + 1) // 2 * (4.0 if level % 2 else -4.0)
+        words = f"{name}: {100 * score:.1f} %"
+        drawn.append(marker(index, x(score), y + max(-10.0, min(10.0, shift)), size, words))
+    return tag("g", *drawn, class_="faint")
+
+
+def _crowd(marks: Sequence[tuple[str, float]], x: Scale, y: float, index: int) -> Markup:
+    """How many marks lie where, as an area around the row's line."""
+    counts, edges = np.histogram([score for _, score in marks], bins=50, range=(x.low, x.high))
+    heights = 14 * counts / counts.max()
+    middles = [x(float(edge)) for edge in (edges[:-1] + edges[1:]) / 2]
+    upper = [(at, y - float(height)) for at, height in zip(middles, heights, strict=True)]
+    return tag("g", band(upper, [(at, 2 * y - over) for at, over in upper], index), class_="crowd")
+
+
+def _mean_bar(value: Spread | None, x: Scale, y: float, index: int) -> Markup:
+    if value is None:
+        return Markup("")
+    low, high = (x(min(max(edge, x.low), x.high)) for edge in _edges(value))
+    reach = tag("path", d=f"M{low:.1f} {y:.1f}H{high:.1f}", class_=f"bar {ink(index)}")
+    return reach + tag("path", d=f"M{x(value.mean):.1f} {y - 11:.1f}v22", class_=f"mean {ink(index)}")
+
+
+def _traffic_path(rows: Sequence[Row]) -> list[tuple[float, Spread]]:
+    """(bytes so far, accuracy) after each round, both means over seeds."""
+    path, sent = [], 0.0
+    for at in sorted({row["round"] for row in rows}):
+        here = [row for row in rows if row["round"] == at]
+        both = spread((number(row, "bytes_up") or 0.0) + (number(row, "bytes_down") or 0.0) for row in here)
+        sent += both.mean if both else 0.0
+        score = spread(number(row, "accuracy") for row in here)
+        if score is not None:
+            path.append((sent, score))
+    return path
+
+
+def _pooled_bins(rows: Sequence[Row]) -> list[tuple[float, float, float]]:
+    """(confidence, accuracy, count) of each bin that holds rows, pooled over seeds by count."""
+    sums: dict[int, tuple[float, float, float]] = {}
+    for row in rows:
+        found = part(row, "reliability")
+        columns = (items(found, "confidence"), items(found, "accuracy"), items(found, "count"))
+        for at, (said, right, count) in enumerate(zip(*columns, strict=False)):
+            a, b, n = finite(said), finite(right), finite(count)
+            if a is not None and b is not None and n:
+                old = sums.get(at, (0.0, 0.0, 0.0))
+                sums[at] = (old[0] + a * n, old[1] + b * n, old[2] + n)
+    return [(a / n, b / n, n) for _, (a, b, n) in sorted(sums.items())]
+
+
+def _matrix(row: Row) -> np.ndarray | None:
+    lines = items(row, "confusion")
+    if not lines or not all(isinstance(entry, list) and len(entry) == len(lines) for entry in lines):
+        return None
+    matrix: np.ndarray = np.nan_to_num(np.array([_padded(entry) for entry in lines]))
+    return matrix
+
+
+def _padded(values: Sequence[object], size: int | None = None) -> list[float]:
+    """Numbers with NaN where one is missing, cut or filled to a length."""
+    clean = [given if (given := finite(value)) is not None else float("nan") for value in values]
+    return clean if size is None else (clean + [float("nan")] * size)[:size]
+
+
+def _nan_mean(stack: np.ndarray) -> np.ndarray:
+    there = ~np.isnan(stack)
+    sums, counts = np.where(there, stack, 0.0).sum(axis=0), there.sum(axis=0)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)

@@ -1,0 +1,181 @@
+"""Read a run directory: what an experiment left on disk, and nothing else of fedfuse."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedfuse.errors import ConfigError
+
+Row = Mapping[str, Any]
+"""One ledger line: the scores and facts of one method, seed and round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one run directory says.
+
+    Attributes:
+        name: the experiment's name, or the directory's when the configuration has none.
+        config_text: the resolved configuration, as written.
+        environment: versions, platform, threads and facts about the data.
+        partition: class names, and per seed the rows of each class that each client holds.
+        rows: the ledger, one row per label, seed and round, in order of first appearance.
+    """
+
+    name: str
+    config_text: str
+    environment: Mapping[str, Any]
+    partition: Mapping[str, Any]
+    rows: tuple[Row, ...]
+
+
+def read_run(directory: Path) -> Run:
+    """Read a run directory; only its ledger must be there.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> line = '{"method": "fedavg", "seed": 0, "round": 1, "accuracy": 0.5}'
+        >>> _ = (folder / "ledger.jsonl").write_text(line)
+        >>> [row["label"] for row in read_run(folder).rows]
+        ['fedavg']
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is not a directory, expected one that `fedfuse run` has written")
+    rows = _read_ledger(directory / "ledger.jsonl")
+    config = _read_text(directory / "config.toml") or ""
+    return Run(
+        name=_name_in(config) or directory.resolve().name,
+        config_text=config,
+        environment=_read_object(directory / "environment.json"),
+        partition=_read_object(directory / "partition.json"),
+        rows=rows,
+    )
+
+
+def number(row: Row, key: str) -> float | None:
+    """A finite number from a row, or None when it is absent, null, infinite or no number.
+
+    Example:
+        >>> number({"nll": 2}, "nll"), number({"nll": float("nan")}, "nll"), number({}, "nll")
+        (2.0, None, None)
+    """
+    return finite(row.get(key))
+
+
+def finite(value: object) -> float | None:
+    """The value as a finite float, or None when it is not one.
+
+    What no run can mean (beyond 1e100) counts as infinite, and what it cannot measure (below
+    1e-100) as zero, so that no sum, square or ratio of two such numbers overflows.
+
+    Example:
+        >>> finite(1), finite(True), finite("1")
+        (1.0, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        given = float(value)
+    except OverflowError:  # JSON allows integers of any length
+        return None
+    if math.isnan(given) or abs(given) > 1e100:
+        return None
+    return given if abs(given) > 1e-100 else 0.0
+
+
+def part(row: Row, key: str) -> Mapping[str, Any]:
+    """A mapping from a row, empty when it is absent or something else.
+
+    Example:
+        >>> part({"facts": {"steps": 3}}, "facts"), part({"facts": None}, "facts")
+        ({'steps': 3}, {})
+    """
+    value = row.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def items(row: Row, key: str) -> list[Any]:
+    """A list from a row, empty when it is absent or something else.
+
+    Example:
+        >>> items({"refused": [1]}, "refused"), items({}, "refused")
+        ([1], [])
+    """
+    value = row.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _read_ledger(path: Path) -> tuple[Row, ...]:
+    text = _read_text(path)
+    if text is None:
+        raise ConfigError(f"{path.parent} has no ledger.jsonl, expected a directory that `fedfuse run` has written")
+    rows: dict[tuple[str, int, int], Row] = {}
+    for at, line in enumerate(text.split("\n"), start=1):
+        if _is_cut(line):
+            continue
+        row = _parse(line)
+        if row is None:
+            raise ConfigError(
+                f"{path} line {at} is no ledger line, expected a JSON object with method, seed and round: "
+                "remove that line, then continue the run with --resume"
+            )
+        rows[row["label"], row["seed"], row["round"]] = row  # a line written again after a resume replaces the first
+    if not rows:
+        raise ConfigError(f"{path} records no finished round, expected at least one: let the run reach its first score")
+    return tuple(rows.values())
+
+
+def _is_cut(line: str) -> bool:
+    """Whether a line is empty or what a crash leaves of one: an object that was begun and not closed."""
+    return not line.strip() or (line.startswith("{") and not line.rstrip().endswith("}"))
+
+
+def _parse(line: str) -> Row | None:
+    """The line as a row that has its label, seed and round, or None."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict):
+        return None
+    label = row.get("label") or row.get("method")
+    whole = all(type(row.get(key)) is int for key in ("seed", "round"))
+    if not isinstance(label, str) or not whole:
+        return None
+    return {**row, "label": label, "method": str(row.get("method") or label)}
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}), expected a readable file") from error
+
+
+def _read_object(path: Path) -> Mapping[str, Any]:
+    text = _read_text(path)
+    try:
+        value = {} if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged, expected JSON: remove it to do without it") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds {type(value).__name__}, expected a JSON object: remove it to do without it")
+    return value
+
+
+def _name_in(config: str) -> str | None:
+    try:
+        name = tomllib.loads(config).get("name")
+    except tomllib.TOMLDecodeError:
+        return None
+    return name if isinstance(name, str) and name else None

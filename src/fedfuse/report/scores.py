@@ -1,0 +1,184 @@
+"""What a run came to: per method the mean and the standard deviation over seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fedfuse.report.read import Row, number
+
+Kind = Literal["share", "number", "bytes", "seconds", "count"]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One thing a summary says of a method.
+
+    Attributes:
+        key: its name in the ledger.
+        title: its name for readers.
+        kind: what sort of quantity it is, hence how it is printed.
+        better: which end is the better one, or "" where none is (a method that remembers
+            what another trained is not faster).
+        says: what it means, in one sentence.
+    """
+
+    key: str
+    title: str
+    kind: Kind
+    better: Literal["high", "low", ""]
+    says: str
+
+    @property
+    def total(self) -> bool:
+        """Costs add up over rounds; scores are those of the last round."""
+        return self.kind in ("bytes", "seconds") or self.key in ("trained", "remembered")
+
+
+COLUMNS = (
+    Column("accuracy", "accuracy", "share", "high", "Share of the test rows that are classified rightly."),
+    Column("nll", "NLL", "number", "low", "Mean negative log-likelihood of the right class."),
+    Column("ece", "ECE", "share", "low", "Expected calibration error: mean gap of confidence and accuracy."),
+    Column("brier", "Brier", "number", "low", "Squared distance of the predicted probabilities from the truth."),
+    Column("own_accuracy_mean", "own rows", "share", "high", "Mean accuracy on each client's own held-out rows."),
+    Column("own_accuracy_worst10", "worst own rows", "share", "high", "The same over the worst tenth of the clients."),
+    Column(
+        "client_accuracy_mean",
+        "client nets",
+        "share",
+        "high",
+        "Mean accuracy of the clients' own networks, before fusion, on the test rows.",
+    ),
+    Column("client_accuracy_worst10", "worst nets", "share", "high", "The same over the worst tenth of the clients."),
+    Column(
+        "selected_accuracy",
+        "chosen round",
+        "share",
+        "high",
+        "Accuracy at the round whose model was best on the server's own rows; the test rows had no say.",
+    ),
+    Column("bytes_up", "sent up", "bytes", "low", "Bytes from clients to server, over all rounds."),
+    Column("bytes_down", "sent down", "bytes", "low", "Bytes from server to clients, over all rounds."),
+    Column("train_seconds", "training", "seconds", "", "Seconds of local training, over all rounds."),
+    Column("server_seconds", "server", "seconds", "", "Seconds at the server, over all rounds."),
+    Column("trained", "trained", "count", "", "Client trainings done for this method, over all rounds."),
+    Column("remembered", "remembered", "count", "", "Client trainings taken from memory, over all rounds."),
+    Column("parameters", "size", "count", "", "Parameters of the fused model after the last round."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A mean over seeds; `sd` divides by n - 1 and is None for a single seed."""
+
+    mean: float
+    sd: float | None
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryRow:
+    """What one method came to, at the last round that one of its seeds reached.
+
+    Attributes:
+        label: the method and the options that tell it apart.
+        method: the method's name.
+        round: the last round.
+        seeds: those that reached it, and are counted.
+        behind: the last round of each seed that has not reached it, and is not counted.
+        values: per column the spread over seeds, without the columns the run did not record.
+    """
+
+    label: str
+    method: str
+    round: int
+    seeds: tuple[int, ...]
+    behind: Mapping[int, int]
+    values: Mapping[str, Spread]
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Mean and sample standard deviation of the values that are there.
+
+    Example:
+        >>> spread([1.0, None, 3.0])
+        Spread(mean=2.0, sd=1.4142135623730951, n=2)
+    """
+    given = [value for value in values if value is not None]
+    if not given:
+        return None
+    return Spread(statistics.fmean(given), statistics.stdev(given) if len(given) > 1 else None, len(given))
+
+
+def by_label(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each label, by round and seed; labels in order of first appearance.
+
+    Example:
+        >>> list(by_label([{"method": "wb", "seed": 0, "round": 1}]))
+        ['wb']
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.get("label") or row["method"], []).append(row)
+    return {label: sorted(group, key=lambda row: (row["round"], row["seed"])) for label, group in groups.items()}
+
+
+def last_rows(group: Sequence[Row]) -> list[Row]:
+    """The rows of one label's last round, one per seed that reached it.
+
+    Example:
+        >>> last_rows([{"seed": 0, "round": 1}, {"seed": 0, "round": 2}])
+        [{'seed': 0, 'round': 2}]
+    """
+    last = max(row["round"] for row in group)
+    return [row for row in group if row["round"] == last]
+
+
+def summary(rows: Sequence[Row]) -> list[SummaryRow]:
+    """One row per label: scores at the last round, costs over all rounds, spread over seeds.
+
+    Seeds that have not reached the label's last round are left out and named in `behind`:
+    a mean over unequal rounds would mislead.
+
+    Example:
+        >>> rows = [{"method": "wb", "seed": s, "round": 1, "accuracy": 0.7 + 0.2 * s} for s in (0, 1)]
+        >>> round(summary(rows)[0].values["accuracy"].mean, 3)
+        0.8
+    """
+    return [_summarise(label, group) for label, group in by_label(rows).items()]
+
+
+def best_first(table: Sequence[SummaryRow]) -> list[SummaryRow]:
+    """The rows by falling accuracy; those without one last."""
+    return sorted(table, key=lambda row: -row.values["accuracy"].mean if "accuracy" in row.values else 1.0)
+
+
+def _summarise(label: str, group: list[Row]) -> SummaryRow:
+    last = last_rows(group)
+    seeds = tuple(row["seed"] for row in last)
+    reached = {row["seed"]: row["round"] for row in group}  # rounds rise, so the last one stays
+    values = {column.key: spread(_per_seed(column, group, seeds)) for column in COLUMNS}
+    return SummaryRow(
+        label=label,
+        method=last[0].get("method") or label,
+        round=last[0]["round"],
+        seeds=seeds,
+        behind={seed: at for seed, at in sorted(reached.items()) if seed not in seeds},
+        values={key: value for key, value in values.items() if value is not None},
+    )
+
+
+def _per_seed(column: Column, group: list[Row], seeds: tuple[int, ...]) -> list[float | None]:
+    return [_of_seed(column, [row for row in group if row["seed"] == seed]) for seed in seeds]
+
+
+def _of_seed(column: Column, rows: list[Row]) -> float | None:
+    if column.total:
+        given = [value for row in rows if (value := number(row, column.key)) is not None]
+        return sum(given) if given else None
+    if column.key == "selected_accuracy":
+        chosen = [row for row in rows if row.get("selected") is True]
+        return number(chosen[-1], "accuracy") if chosen else None
+    return number(rows[-1], column.key)

@@ -1,0 +1,209 @@
+"""Draw as inline SVG whose colours come from the page's style, so that light, dark and print all fit."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from markupsafe import Markup, escape
+
+COLOURS = 8
+"""Method colours in page.css; further methods reuse them with another dash."""
+
+
+def legible(text: str) -> str:
+    r"""Text whose invisible characters are spelt out: names come from clients nobody knows.
+
+    Example:
+        >>> print(legible("a" + chr(0x202E) + chr(27) + "b"))
+        a\u202e\x1bb
+    """
+    if text.isprintable():
+        return text
+    kept = (c if c.isprintable() or c in "\n\t\u00a0" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(kept)
+
+
+def short(text: str, limit: int) -> str:
+    """Text cut to a length, with an ellipsis.
+
+    Example:
+        >>> short("client-0001", 8)
+        'client-…'
+    """
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def tag(name: str, *inside: object, **attributes: object) -> Markup:
+    """An element; text and attributes are escaped, elements inside are kept.
+
+    Example:
+        >>> tag("text", "a < b", x=1.25, class_="muted")
+        Markup('<text x="1.25" class="muted">a &lt; b</text>')
+    """
+    words = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{_safe(value)}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Markup(f"<{name}{words}>{''.join(map(_safe, inside))}</{name}>")
+
+
+def _safe(value: object) -> str:
+    if isinstance(value, Markup):
+        return str(value)
+    if isinstance(value, float):
+        return f"{value:.2f}".rstrip("0").rstrip(".")
+    return str(escape(legible(str(value))))
+
+
+def drawing(width: float, height: float, title: str, *inside: object) -> Markup:
+    """A whole picture with the words a screen reader says for it; without words it is decoration."""
+    box = f"0 0 {_safe(float(width))} {_safe(float(height))}"
+    # `--w` lets the style cap the picture at a multiple of the size it was drawn for.
+    words = {"role": "img", "aria_label": title} if title else {"aria_hidden": "true"}
+    return tag("svg", *inside, viewBox=box, style=f"--w:{_safe(float(width))}px", **words)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """From values to pixels, straight or logarithmic.
+
+    Example:
+        >>> Scale(0, 10, 100, 200)(5), Scale(1, 100, 0, 1, log=True)(10)
+        (150.0, 0.5)
+    """
+
+    low: float
+    high: float
+    start: float
+    stop: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """The pixel of a value."""
+        low, high, at = map(math.log10, (self.low, self.high, value)) if self.log else (self.low, self.high, value)
+        return self.start + (at - low) / (high - low) * (self.stop - self.start)
+
+    def ticks(self, count: int = 5) -> list[float]:
+        """Round numbers inside the scale."""
+        if self.log:
+            return _log_ticks(self.low, self.high)
+        step = _round_step((self.high - self.low) / count)
+        first = math.ceil(self.low / step - 1e-9)
+        return [round(k * step, 12) for k in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def scale_for(values: Sequence[float], start: float, stop: float, log: bool = False, pad: float = 0.06) -> Scale:
+    """A scale that holds all values with a little room on both sides.
+
+    Example:
+        >>> scale_for([0.0, 1.0], 0, 100, pad=0.0)
+        Scale(low=0.0, high=1.0, start=0, stop=100, log=False)
+    """
+    low, high = min(values), max(values)
+    if log and low > 0:
+        room = (high / low) ** pad if high > low else 2.0
+        return Scale(low / room, high * room, start, stop, log=True)
+    room = pad * (high - low) or (0.0 if high > low else max(abs(low) * 0.1, 0.01))
+    return Scale(low - room, high + room, start, stop)
+
+
+def wide(values: Sequence[float], ratio: float = 20.0) -> bool:
+    """Whether positive values differ so much that only a logarithmic scale shows them all."""
+    return min(values) > 0 and max(values) / min(values) > ratio
+
+
+def _round_step(raw: float) -> float:
+    power: float = 10.0 ** math.floor(math.log10(raw))
+    return next(power * lead for lead in (1, 2, 2.5, 5, 10) if raw <= power * lead * (1 + 1e-9))
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    powers = range(first, last + 1, 1 + (last - first) // 8)
+    leads = (1,) if len(powers) > 4 else (1, 2, 5)
+    return [lead * 10.0**power for power in powers for lead in leads if low <= lead * 10.0**power <= high]
+
+
+def ink(index: int) -> str:
+    """The class that gives a method its colour."""
+    return f"ink{index % COLOURS}"
+
+
+def dash(index: int) -> str | None:
+    """The stroke pattern of a method: plain for the first eight."""
+    return (None, "5 3", "1.5 2.5", "8 3 2 3")[index // COLOURS % 4]
+
+
+def marker(index: int, x: float, y: float, r: float = 4.0, title: object = None) -> Markup:
+    """A method's mark: its shape tells it apart where its colour does not."""
+    a, b, c = r * 1.3, r * 0.9, r * 1.15
+    shapes = (
+        f"M{x - r:.1f} {y:.1f}a{r} {r} 0 1 0 {2 * r} 0a{r} {r} 0 1 0 {-2 * r} 0z",
+        f"M{x - b:.1f} {y - b:.1f}h{2 * b:.1f}v{2 * b:.1f}h{-2 * b:.1f}z",
+        f"M{x:.1f} {y - r * 1.2:.1f}l{c:.1f} {r * 2:.1f}h{-2 * c:.1f}z",
+        f"M{x:.1f} {y - a:.1f}l{a:.1f} {a:.1f}l{-a:.1f} {a:.1f}l{-a:.1f} {-a:.1f}z",
+        f"M{x:.1f} {y + r * 1.2:.1f}l{c:.1f} {-r * 2:.1f}h{-2 * c:.1f}z",
+    )
+    inside = (tag("title", title),) if title is not None else ()
+    return tag("path", *inside, d=shapes[index % len(shapes)], class_=f"mark {ink(index)}")
+
+
+def line(points: Sequence[tuple[float, float]], index: int) -> Markup:
+    """A method's curve."""
+    d = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    return tag("path", d=d, class_=f"curve {ink(index)}", stroke_dasharray=dash(index))
+
+
+def band(upper: Sequence[tuple[float, float]], lower: Sequence[tuple[float, float]], index: int) -> Markup:
+    """The area between two curves of a method."""
+    d = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in [*upper, *reversed(lower)]) + "Z"
+    return tag("path", d=d, class_=f"band {ink(index)}")
+
+
+def x_axis(scale: Scale, top: float, bottom: float, title: str, words: dict[float, str]) -> Markup:
+    """Grid lines with their numbers below, and the axis title under them."""
+    parts = [
+        tag("path", d=f"M{scale(at):.1f} {top:.1f}V{bottom:.1f}", class_="grid")
+        + tag("text", word, x=scale(at), y=bottom + 15, text_anchor="middle")
+        for at, word in words.items()
+    ]
+    middle = (scale.start + scale.stop) / 2
+    return Markup("").join([*parts, tag("text", title, x=middle, y=bottom + 31, text_anchor="middle", class_="axis")])
+
+
+def y_axis(scale: Scale, left: float, right: float, title: str, words: dict[float, str]) -> Markup:
+    """Grid lines with their numbers at the left, and the axis title above them."""
+    parts = [
+        tag("path", d=f"M{left:.1f} {scale(at):.1f}H{right:.1f}", class_="grid")
+        + tag("text", word, x=left - 7, y=scale(at) + 4, text_anchor="end")
+        for at, word in words.items()
+    ]
+    return Markup("").join([*parts, tag("text", title, x=0, y=12, class_="axis")])
+
+
+def png(shades: np.ndarray, colour: tuple[int, int, int]) -> str:
+    """A picture of one colour with one opacity per cell, as a data address.
+
+    Example:
+        >>> png(np.zeros((2, 3)), (0, 114, 178))[:22]
+        'data:image/png;base64,'
+    """
+    height, width = shades.shape
+    pixels = np.empty((height, width, 4), np.uint8)
+    pixels[..., :3] = colour
+    pixels[..., 3] = np.clip(np.round(255 * shades), 0, 255)
+    raw = b"".join(b"\0" + row.tobytes() for row in pixels)
+    head = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
+    body = _chunk(b"IHDR", head) + _chunk(b"IDAT", zlib.compress(raw, 9)) + _chunk(b"IEND", b"")
+    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + body).decode()
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -1,0 +1,110 @@
+"""Say in plain words what a summary shows, and what it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fedfuse.report.read import Row, number
+from fedfuse.report.scores import Spread, SummaryRow, best_first, by_label, last_rows
+
+
+def verdict(rows: Sequence[Row], table: Sequence[SummaryRow]) -> str:
+    """Which method is best at the last round, by how much, and whether the spreads overlap.
+
+    Example:
+        >>> from fedfuse.report.scores import summary
+        >>> scores = {"fedavg": 0.7, "wb": 0.8}
+        >>> rows = [{"method": m, "seed": 0, "round": 1, "accuracy": a} for m, a in scores.items()]
+        >>> verdict(rows, summary(rows))
+        'wb is best: 80.0 % accuracy, 10.0 points ahead of fedavg (70.0 %). One seed says nothing of chance.'
+    """
+    scored = [row for row in best_first(table) if "accuracy" in row.values]
+    if not scored:
+        return "No accuracy was recorded."
+    if len(scored) == 1:
+        return f"{scored[0].label} reaches {_percent(scored[0].values['accuracy'])} accuracy{_over(scored[0])}."
+    first, second = scored[0], scored[1]
+    one, two = first.values["accuracy"], second.values["accuracy"]
+    ahead = 100 * (one.mean - two.mean)
+    if ahead < 0.05:  # not visible in the table, so not claimed
+        level = [row.label for row in scored if 100 * (one.mean - row.values["accuracy"].mean) < 0.05]
+        return f"{_listed(level)} are level at {_percent(one)} accuracy{_over(first)}."
+    lead = (
+        f"{first.label} is best: {_percent(one)} accuracy{_over(first)}, "
+        f"{ahead:.1f} points ahead of {second.label} ({_percent(two)})."
+    )
+    return f"{lead} {_chance(rows, first, second)}"
+
+
+def cautions(table: Sequence[SummaryRow]) -> list[str]:
+    """What a reader must know before comparing: seeds behind, unequal rounds, missing scores.
+
+    Example:
+        >>> cautions([SummaryRow("fedavg", "fedavg", 5, (0,), {1: 3}, {"accuracy": Spread(0.7, None, 1)})])
+        ['fedavg: seed 1 has only reached round 3 of 5 and is not counted.']
+    """
+    found = [
+        f"{row.label}: seed {seed} has only reached round {at} of {row.round} and is not counted."
+        for row in table
+        for seed, at in row.behind.items()
+    ]
+    rounds = sorted({row.round for row in table})
+    if len(rounds) > 1:
+        found.append(f"The methods stand at different rounds ({rounds[0]} to {rounds[-1]}): compare with care.")
+    if len({row.seeds for row in table if not row.behind}) > 1:
+        found.append("The methods were not run on the same seeds: compare with care.")
+    for row in table:
+        scored = row.values["accuracy"].n if "accuracy" in row.values else 0
+        if scored < len(row.seeds):
+            found.append(f"{row.label} has an accuracy on {scored} of {len(row.seeds)} seeds only.")
+    return found
+
+
+def overall(leaders: Mapping[str, str]) -> str:
+    """Who leads in how many runs, for a page of several.
+
+    Example:
+        >>> overall({"alpha 0.1": "wb", "alpha 1": "wb", "alpha 10": "fedavg"})
+        'wb is best in 2 of 3 runs, fedavg in 1.'
+    """
+    wins: dict[str, int] = {}
+    for label in leaders.values():
+        wins[label] = wins.get(label, 0) + 1
+    (top, count), *rest = sorted(wins.items(), key=lambda win: -win[1])
+    return f"{top} is best in {count} of {len(leaders)} runs" + "".join(f", {who} in {n}" for who, n in rest) + "."
+
+
+def _chance(rows: Sequence[Row], first: SummaryRow, second: SummaryRow) -> str:
+    """Whether mean ± sd overlap, and on how many shared seeds the first is ahead."""
+    one, two = first.values["accuracy"], second.values["accuracy"]
+    if one.sd is None or two.sd is None:
+        return "One seed says nothing of chance."
+    if one.mean - two.mean <= one.sd + two.sd:
+        words = "Their spreads (± one standard deviation) overlap, so this may be chance"
+    else:
+        words = "Their spreads (± one standard deviation) do not overlap"
+    ours, theirs = _accuracies(rows, first), _accuracies(rows, second)
+    shared = ours.keys() & theirs.keys()
+    wins = sum(ours[seed] > theirs[seed] for seed in shared)
+    return f"{words}; it is ahead on {wins} of {len(shared)} seeds." if shared else f"{words}."
+
+
+def _accuracies(rows: Sequence[Row], row: SummaryRow) -> dict[int, float]:
+    last = last_rows(by_label(rows)[row.label])
+    return {line["seed"]: score for line in last if (score := number(line, "accuracy")) is not None}
+
+
+def _percent(value: Spread) -> str:
+    deviation = "" if value.sd is None else f" ± {100 * value.sd:.1f}"
+    return f"{100 * value.mean:.1f}{deviation} %"
+
+
+def _over(row: SummaryRow) -> str:
+    """The words that say after which round and over how many seeds, where there is a choice."""
+    after = f" after round {row.round}" if row.round > 1 else ""
+    n = row.values["accuracy"].n
+    return f"{after} over {n} seeds" if n > 1 else after
+
+
+def _listed(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import ast
+import base64
+import hashlib
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fedfuse import report
+from fedfuse.errors import ConfigError
+from fedfuse.report import read_run, write_page
+from fedfuse.report.page import render
+from fedfuse.report.read import Run
+
+Make = Callable[..., Path]
+
+
+class Reader(HTMLParser):
+    """Collects the elements, and the cells of the first summary table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+
+def elements(text: str) -> list[tuple[str, dict[str, str | None]]]:
+    reader = Reader()
+    reader.feed(text)
+    return reader.elements
+
+
+@pytest.fixture
+def page(tmp_path: Path, make_run: Make) -> str:
+    return write_page([make_run(tmp_path / "run")], tmp_path / "deep" / "page.html").read_text(encoding="utf-8")
+
+
+def test_the_page_says_what_the_ledger_holds(page: str, tmp_path: Path) -> None:
+    rows = [row for row in read_run(tmp_path / "run").rows if row["label"] == "fedlpa(damping=0.001)"]
+    scores = [row["accuracy"] for row in rows]
+    mean, sd = 100 * np.mean(scores), 100 * np.std(scores, ddof=1)
+    assert f'<span class="mean">{mean:.1f}</span><span class="sd"> ± {sd:.1f}</span>' in page
+    values = [
+        float(attrs["data-value"] or "nan") for tag, attrs in elements(page) if tag == "td" and "data-value" in attrs
+    ]
+    assert values[0] == pytest.approx(np.mean(scores))  # the best method comes first, and so does accuracy
+    assert f"fedlpa(damping=0.001) is best: {mean:.1f}\u00a0±\u00a0{sd:.1f}\u00a0% accuracy over 3 seeds" in page
+    for words in ("Who holds what", "Reliability", "Fairness", "Bytes against accuracy", "What leaves the clients"):
+        assert words in page
+    for words in ("second moments of activations", "layer weights", "Confusion", "fashion-mnist", "0a1b2c3"):
+        assert words in page
+
+
+def test_nothing_of_a_hostile_name_is_markup(page: str, hostile: str) -> None:
+    assert hostile not in page
+    assert "&lt;img src=x onerror=" in page
+    assert "\u202e" not in page
+    assert "img" not in {tag for tag, _ in elements(page)}
+    assert sum(tag == "script" for tag, _ in elements(page)) == 1
+    assert not any(name.startswith("on") for _, attrs in elements(page) for name in attrs)
+
+
+def test_the_page_is_self_contained(page: str) -> None:
+    links = [value for _, attrs in elements(page) for name, value in attrs.items() if name in ("src", "href")]
+    assert all(value is not None and value.startswith(("#", "data:")) for value in links)
+    assert "url(" not in page
+    assert "@import" not in page
+    ids = [attrs["id"] for _, attrs in elements(page) if "id" in attrs]
+    assert len(ids) == len(set(ids))
+
+
+def test_one_round_shows_every_seed_and_many_rounds_show_curves(tmp_path: Path, make_run: Make, page: str) -> None:
+    assert "Accuracy of every seed" in page
+    many = write_page([make_run(tmp_path / "many", rounds=3)], tmp_path / "many.html").read_text(encoding="utf-8")
+    assert "Accuracy of every seed" not in many
+    assert "Learning curves" in many
+
+
+def test_refused_and_dropped_are_listed_or_said_to_be_none(tmp_path: Path, make_run: Make, page: str) -> None:
+    assert "a number in (0, 1e6]" in page
+    assert "no answer within 60 s" in page
+    clean = write_page([make_run(tmp_path / "clean", hostile=False)], tmp_path / "clean.html")
+    assert "Every reply was admitted" in clean.read_text(encoding="utf-8")
+
+
+def test_several_runs_are_compared(tmp_path: Path, make_run: Make) -> None:
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", rounds=2)
+    text = write_page([a, b, a], tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<title>2 runs compared · fedfuse</title>" in text
+    assert "one-shot-fashion (a)" in text  # one name, told apart by directory
+    assert "one-shot-fashion (b)" in text
+    assert "fedlpa(damping=0.001) is best in 2 of 2 runs." in text
+    ids = [attrs["id"] for _, attrs in elements(text) if "id" in attrs]
+    assert len(ids) == len(set(ids))
+
+
+def test_bad_input_is_one_sentence_and_leaves_no_page(tmp_path: Path, make_run: Make) -> None:
+    out = tmp_path / "page.html"
+    with pytest.raises(ConfigError, match="no run directory"):
+        write_page([], out)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"no ledger\.jsonl"):
+        write_page([tmp_path / "empty"], out)
+    assert not out.exists()
+    run = make_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_page([run], run / "ledger.jsonl" / "page.html")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_page([run], tmp_path / "empty")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "run"]
+
+
+def test_an_old_page_is_replaced(tmp_path: Path, make_run: Make) -> None:
+    out = tmp_path / "page.html"
+    out.write_text("old")
+    write_page([make_run(tmp_path / "run")], out)
+    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_page_is_quick_and_small(tmp_path: Path, make_run: Make) -> None:
+    run = make_run(tmp_path / "run", rounds=20)
+    start = time.perf_counter()
+    out = write_page([run], tmp_path / "page.html")
+    assert time.perf_counter() - start < 5
+    assert out.stat().st_size < 1_000_000
+
+
+def test_many_clients_do_not_make_a_heavy_page(tmp_path: Path, make_run: Make) -> None:
+    out = write_page([make_run(tmp_path / "run", clients=1000, seeds=2)], tmp_path / "page.html")
+    assert out.stat().st_size < 3_000_000
+
+
+def test_the_report_reads_run_directories_and_imports_nothing_that_trains() -> None:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in Path(report.__file__).parent.glob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    named |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    foreign = {name for name in named if name.split(".")[0] not in sys.stdlib_module_names}
+    ours = {name for name in foreign if name.startswith("fedfuse")}
+    assert {name.split(".")[0] for name in foreign - ours} <= {"numpy", "markupsafe", "jinja2", "rich"}
+    assert all(name == "fedfuse.errors" or name.startswith("fedfuse.report") for name in ours)
+
+
+def test_the_script_is_the_one_the_policy_allows(page: str) -> None:
+    script = re.search(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert script is not None
+    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in page
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.floats(0, 1) | st.text(max_size=4)
+names = st.text(max_size=4)
+junk = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=8,
+)
+lists = st.lists(scalars, max_size=4)
+numbers = "accuracy nll ece brier client_accuracy_mean bytes_up bytes_down train_seconds trained parameters selected"
+shapes = {
+    "per_class": lists,
+    "confusion": st.lists(lists, max_size=3) | st.just([[1, 2], [3, 4]]),
+    "reliability": st.fixed_dictionaries({}, optional=dict.fromkeys(("confidence", "accuracy", "count"), lists)),
+    "clients": st.dictionaries(names, st.fixed_dictionaries({}, optional={"own_accuracy": scalars}), max_size=4),
+    "facts": st.dictionaries(names, st.dictionaries(names, st.dictionaries(names, scalars, max_size=3)), max_size=3),
+    "refused": st.lists(st.dictionaries(st.sampled_from(["client", "field"]), junk), max_size=2),
+    "dropped": junk,
+    "reveals": junk,
+}
+lines = st.fixed_dictionaries(
+    {"label": st.sampled_from(["a", "b<("]), "seed": st.integers(0, 1), "round": st.integers(1, 2)},
+    optional=dict.fromkeys(numbers.split(), scalars) | {key: shape | junk for key, shape in shapes.items()},
+)
+dealt = st.fixed_dictionaries({}, optional={"clients": st.dictionaries(names, lists, max_size=3), "server": lists})
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(lines, min_size=1, max_size=6), junk | st.lists(names), dealt | junk, junk)
+def test_whatever_the_files_hold_a_page_comes_out(
+    rows: list[dict[str, object]], classes: object, seed: object, environment: object
+) -> None:
+    unique = {(row["label"], row["seed"], row["round"]): {"method": "m", **row} for row in rows}
+    partition = {"classes": classes, "seeds": {"0": seed}}
+    text = render([Run("x", "", {"e": environment}, partition, tuple(unique.values()))])
+    assert text.startswith("<!doctype html>")
+    assert text.endswith("</html>")
+    assert not re.search(r' (x|y|d|width|height|fill-opacity|data-value)="[^"]*(nan|inf)', text)
+
+
+def test_numbers_at_the_edge_of_floats_are_drawn(tmp_path: Path) -> None:
+    rows = [
+        {"method": "a", "seed": s, "round": r, "accuracy": 0.5, "nll": 1e308 * (s or 1e-308), "bytes_up": 10**300}
+        for s in (0, 1)
+        for r in (1, 2)
+    ]
+    (tmp_path / "ledger.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert write_page([tmp_path], tmp_path / "page.html").stat().st_size > 1000

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from fedfuse.report.scores import summary
+from fedfuse.report.verdict import cautions, overall, verdict
+
+
+def rows(rounds: int = 1, **accuracies: list[float | None]) -> list[dict[str, object]]:
+    return [
+        {"method": label, "seed": seed, "round": rounds, "accuracy": a}
+        for label, scores in accuracies.items()
+        for seed, a in enumerate(scores)
+    ]
+
+
+def said(found: list[dict[str, object]]) -> str:
+    return verdict(found, summary(found))
+
+
+def test_spreads_that_do_not_overlap() -> None:
+    assert said(rows(20, fedavg=[0.69, 0.71], wb=[0.79, 0.81])) == (
+        "wb is best: 80.0 ± 1.4 % accuracy after round 20 over 2 seeds, 10.0 points ahead of fedavg (70.0 ± 1.4 %). "
+        "Their spreads (± one standard deviation) do not overlap; it is ahead on 2 of 2 seeds."
+    )
+
+
+def test_spreads_that_overlap() -> None:
+    text = said(rows(fedavg=[0.6, 0.9], wb=[0.5, 0.95], x=[0.8, 0.78]))
+    assert text.startswith("x is best: 79.0 ± 1.4 % accuracy over 2 seeds, 4.0 points ahead of fedavg (75.0 ± 21.2 %).")
+    assert "overlap, so this may be chance; it is ahead on 1 of 2 seeds." in text
+
+
+def test_what_prints_alike_is_level() -> None:
+    assert said(rows(a=[0.80001], b=[0.8], c=[0.5])) == "a and b are level at 80.0 % accuracy."
+
+
+def test_one_method_and_none() -> None:
+    assert said(rows(a=[0.7, 0.9])) == "a reaches 80.0 ± 14.1 % accuracy over 2 seeds."
+    assert said(rows(a=[None])) == "No accuracy was recorded."
+
+
+def test_cautions_name_what_does_not_compare() -> None:
+    assert cautions(summary(rows(a=[0.5, 0.6], b=[0.5, 0.6]))) == []
+    found = [*rows(a=[0.5, 0.6], b=[0.5, None]), {"method": "c", "seed": 0, "round": 3, "accuracy": 0.1}]
+    assert cautions(summary(found)) == [
+        "The methods stand at different rounds (1 to 3): compare with care.",
+        "The methods were not run on the same seeds: compare with care.",
+        "b has an accuracy on 1 of 2 seeds only.",
+    ]
+
+
+def test_overall_counts_wins() -> None:
+    assert overall({"1": "a", "2": "b", "3": "b"}) == "b is best in 2 of 3 runs, a in 1."
