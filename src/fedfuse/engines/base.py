@@ -1,10 +1,14 @@
-"""What every engine shares: whose rows are whose, what clients remember, and the plainest engine of all."""
+"""What every engine shares: whose rows are whose, how one client answers, and the plainest engine of all."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +18,16 @@ from fedfuse.core.messages import Brief, Envelope, client_order
 from fedfuse.core.params import Params
 from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
-from fedfuse.errors import ConfigError
+from fedfuse.core.spec import Spec
+from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.wire.codec import decode, encode
+from fedfuse.wire.messages import decode_brief, encode_brief
+
+T = TypeVar("T")
+OnClient: TypeAlias = Callable[[str, float, bool], None]  # client, seconds, whether nothing was trained
+Trained: TypeAlias = Callable[[str], bytes | None]  # a client's reply without evidence, if its training is known
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +43,7 @@ class Population:
 
     rows: Rows
     index: Mapping[str, Tensor]
+    _prints: dict[str, bytes] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, data: Mapping[str, Rows]) -> Population:
@@ -54,6 +68,111 @@ class Population:
         """How many rows each client has: what it enrols with."""
         return {client: len(index) for client, index in self.index.items()}
 
+    def fingerprint(self, client: str) -> bytes:
+        """A digest of one client's rows, made at its first use."""
+        if client not in self._prints:
+            rows = self.rows_of(client)
+            self._prints[client] = hashlib.sha256(encode({"x": rows.x, "y": rows.y}, {})).digest()
+        return self._prints[client]
+
+
+class LocalEngine(Protocol):
+    """An engine whose clients' rows are on this machine: in this process, or in workers beside it."""
+
+    population: Population
+    seed: int
+    memories: dict[str, Params]
+    on_client: OnClient | None
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Client ids in client order."""
+        ...
+
+    def exchange(
+        self, brief: Brief, work: Work, asked: tuple[str, ...], trained: Trained | None = None
+    ) -> Iterator[Envelope]:
+        """Bring the asked clients' answers in any order; where `trained` knows a training, only evidence is new."""
+        ...
+
+
+@dataclass(slots=True)
+class Spoken(Generic[T]):
+    """What an engine makes of a brief, made once for all the clients that hear the same one."""
+
+    brief: Brief
+    make: Callable[[Brief], T]
+    _common: list[T] = field(default_factory=list)
+
+    def to(self, client: str) -> T:
+        """What was made of the brief as this client hears it."""
+        if client in self.brief.own:
+            return self.make(self.brief.to(client))
+        if not self._common:
+            self._common.append(self.make(self.brief.to(client)))
+        return self._common[0]
+
+
+class Done(NamedTuple):
+    """How one client's round ended: a payload and what the client remembers, both as bytes, or why there are none."""
+
+    payload: bytes | None
+    memory: bytes = b""
+    seconds: float = 0.0
+    remembered: bool = False
+    dropped: str = ""
+
+
+def heard(data: bytes, spec: Spec) -> Brief:
+    """A brief as it arrives at a client on this machine; the spec comes beside it, for a prototype has no bytes."""
+    brief = decode_brief(data, spec.factories)
+    return replace(brief, spec=spec, params=dict(brief.params), memory=dict(brief.memory))
+
+
+def answer(
+    work: Work, brief: Brief, client: str, rows: Rows, memory: bytes, *, seed: int, trained: bytes | None = None
+) -> Done:
+    """One client's round as every local engine runs it, so that none can differ from another in a single bit.
+
+    Everything comes from bytes (a tensor's strides decide the order of sums), and one thread does it.
+
+    Raises:
+        ConfigError: when the user asked for what cannot be; any other failure is the client's own and drops it.
+        RecipeError: likewise.
+    """
+    began = time.perf_counter()
+    rows = Rows(rows.x.contiguous(), rows.y)
+    try:
+        with one_thread():
+            kept = dict(decode(memory).tensors)
+            payload, after = client_round(work, brief, client, rows, memory=kept, seed=seed, trained=trained)
+    except (ConfigError, RecipeError):
+        raise
+    except Exception as why:
+        _log.debug("%s failed", client, exc_info=True)
+        return Done(None, seconds=time.perf_counter() - began, dropped=f"{type(why).__name__}: {why}")
+    return Done(payload, encode(after, {}), time.perf_counter() - began, trained is not None)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread: with more, sums are taken in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def close_round(engine: LocalEngine, client: str, done: Done) -> Envelope:
+    """Keep what the client remembers, tell who watches, and put its answer in an envelope."""
+    if done.payload is not None:
+        engine.memories[client] = dict(decode(done.memory).tensors)
+    if engine.on_client is not None:
+        engine.on_client(client, done.seconds, done.remembered)
+    return Envelope(client, done.payload, done.dropped, done.seconds, done.remembered)
+
 
 @dataclass(slots=True)
 class InProcess:
@@ -62,21 +181,20 @@ class InProcess:
     population: Population
     seed: int = 0
     memories: dict[str, Params] = field(default_factory=dict)
+    on_client: OnClient | None = None
 
     @property
     def clients(self) -> tuple[str, ...]:
         """Client ids in client order."""
         return self.population.clients
 
-    def exchange(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> Iterator[Envelope]:
+    def exchange(
+        self, brief: Brief, work: Work, asked: tuple[str, ...], trained: Trained | None = None
+    ) -> Iterator[Envelope]:
         """Train the asked clients one by one; a client that fails is dropped with its reason."""
+        spoken = Spoken(brief, lambda told: heard(encode_brief(told), told.spec))
         for client in asked:
-            began = time.perf_counter()
-            rows, memory = self.population.rows_of(client), self.memories.get(client, {})
-            try:
-                answer = client_round(work, brief.to(client), client, rows, memory=memory, seed=self.seed)
-            except (RuntimeError, ArithmeticError, ValueError) as why:
-                yield Envelope(client, None, dropped=f"{type(why).__name__}: {why}")
-                continue
-            self.memories[client] = answer.memory
-            yield Envelope(client, answer.payload, seconds=time.perf_counter() - began)
+            rows, memory = self.population.rows_of(client), encode(self.memories.get(client, {}), {})
+            known = trained(client) if trained else None
+            done = answer(work, spoken.to(client), client, rows, memory, seed=self.seed, trained=known)
+            yield close_round(self, client, done)

@@ -1,0 +1,319 @@
+"""Clients in worker processes: one thread each, rows in shared memory, the longest client first.
+
+Processes cost seconds to start, so a pool outlives rounds, seeds and methods: it gives out engines, one per run.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedfuse.core.messages import Brief, Envelope, client_order
+from fedfuse.core.params import Params
+from fedfuse.core.recipe import Work
+from fedfuse.core.rows import Rows
+from fedfuse.engines import base
+from fedfuse.engines.base import Done, InProcess, LocalEngine, OnClient, Population, Spoken, Trained
+from fedfuse.engines.shelf import Placed, Shelf, remove
+from fedfuse.engines.worker import READY, USERS_FAULT, ByValue, serve
+from fedfuse.errors import ConfigError, FuseError
+from fedfuse.wire.codec import encode
+from fedfuse.wire.messages import encode_brief
+
+# What workers find imported when they are forked; the third is what torch imports to build a net on the meta device.
+_PRELOAD = ["fedfuse.engines.worker", "fedfuse.models", "torch.fx.experimental.symbolic_shapes"]
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+_TRIES = 2  # of a client whose worker dies, and of starting workers that do not
+
+
+class Pool:
+    """Worker processes that train clients, for one run after another.
+
+    Args:
+        workers: how many; 0 trains in this process, and by default there is one for each core we may use.
+
+    Example:
+        >>> rows = Rows(torch.zeros(4, 1), torch.arange(4))
+        >>> with Pool(workers=0) as pool:
+        ...     pool.engine(Population.of({"a": rows, "b": rows}), seed=1).clients
+        ('a', 'b')
+    """
+
+    def __init__(self, workers: int | None = None) -> None:
+        if workers is None:
+            workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if not isinstance(workers, int) or isinstance(workers, bool) or workers < 0:
+            raise ConfigError(f"workers is {workers!r}, expected a whole number ≥ 0; 0 trains in this process")
+        self.workers = workers
+        self._context = _context(warm=workers > 0)
+        self._crew: list[_Worker] = []
+        self._shelf = Shelf()
+        self._failed_starts = 0
+        self._end = weakref.finalize(self, _dismiss, self._crew, self._shelf.homes, os.getpid())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers and remove the rows; the pool cannot be used again."""
+        self._end()
+
+    def engine(self, population: Population, seed: int = 0, on_client: OnClient | None = None) -> LocalEngine:
+        """An engine for one run: these clients, this seed, and memories of its own.
+
+        Args:
+            population: whose rows are whose.
+            seed: the run's seed.
+            on_client: called with client, seconds and whether nothing was trained, whenever a client is done.
+        """
+        if not self.workers:
+            return InProcess(population, seed, on_client=on_client)
+        return PoolEngine(self, population, seed, on_client=on_client)
+
+    def place(self, rows: Rows) -> Placed:
+        """Put rows where the workers see them, unless they are there."""
+        self._check_open()
+        return self._shelf.put(rows)
+
+    def run(self, waiting: deque[Task]) -> Iterator[tuple[Task, Done]]:
+        """Do tasks in their order as workers come free, and give each back when it ends."""
+        self._check_open()
+        if any(worker.task for worker in self._crew):
+            raise FuseError("this pool is in the middle of another exchange; read that to its end or close it first")
+        try:
+            while waiting or any(worker.task for worker in self._crew):
+                self._hand_out(waiting)
+                yield from self._listen(waiting)
+        finally:
+            for worker in [w for w in self._crew if w.task]:
+                self._remove(worker)
+
+    def _check_open(self) -> None:
+        if not self._end.alive:
+            raise FuseError("this pool is closed; make a new one")
+
+    def _hand_out(self, waiting: deque[Task]) -> None:
+        """Give every idle worker a task, and start the workers that are missing."""
+        idle = [worker for worker in self._crew if not worker.task]
+        for _ in range(min(self.workers - len(self._crew), len(waiting) - len(idle))):
+            self._crew.append(_Worker.start(self._context, self._shelf.homes))
+            idle.append(self._crew[-1])
+        for worker in idle[: len(waiting)]:
+            task = waiting.popleft()
+            try:
+                worker.give(task)
+            except OSError:  # it had died before it could begin
+                self._bury(worker)
+                waiting.appendleft(task)
+
+    def _listen(self, waiting: deque[Task]) -> Iterator[tuple[Task, Done]]:
+        """Wait until a worker says something, and hear all who do."""
+        busy = {worker.wire: (worker, worker.task) for worker in self._crew if worker.task}
+        for wire in wait(list(busy)) if busy else []:  # it would wait for nobody for ever
+            worker, task = busy[wire]  # type: ignore[index]  # wait() gives back what it was given
+            try:
+                done = worker.hear()
+            except (EOFError, OSError):
+                done = self._retry(worker, task, waiting)
+            if done is not None:
+                self._failed_starts, worker.task = 0, None
+                self._hand_out(waiting)  # before the reader looks at the result: it may take its time
+                yield task, done
+
+    def _retry(self, worker: _Worker, task: Task, waiting: deque[Task]) -> Done | None:
+        """Try a dead worker's client once more in another worker, then give it up."""
+        self._bury(worker)
+        task.tries += worker.ready  # one that never woke up says nothing about the client
+        if task.tries >= _TRIES:
+            return Done(None, dropped="its worker died twice")
+        waiting.appendleft(task)
+        return None
+
+    def _bury(self, worker: _Worker) -> None:
+        self._remove(worker)
+        self._failed_starts += not worker.ready
+        if self._failed_starts >= _TRIES:
+            raise FuseError(
+                "worker processes do not start (their own words are above); put what your script runs under "
+                '`if __name__ == "__main__":`, or use workers=0'
+            )
+
+    def _remove(self, worker: _Worker) -> None:
+        self._crew.remove(worker)
+        worker.end()
+
+
+@dataclass(slots=True)
+class PoolEngine:
+    """The clients of one run, trained by a pool."""
+
+    pool: Pool
+    population: Population
+    seed: int = 0
+    memories: dict[str, Params] = field(default_factory=dict)
+    on_client: OnClient | None = None
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Client ids in client order."""
+        return self.population.clients
+
+    def exchange(
+        self, brief: Brief, work: Work, asked: tuple[str, ...], trained: Trained | None = None
+    ) -> Iterator[Envelope]:
+        """Train the asked clients, the longest first; a client that fails is dropped with its reason."""
+        placed, sizes = self.pool.place(self.population.rows), self.population.sizes()
+        spoken = Spoken(brief, lambda told: Lesson(work, told, self.seed, placed))
+        order = sorted(asked, key=lambda client: (-sizes[client], client_order(client)))
+        for task, done in self.pool.run(deque(self._task(c, spoken.to(c), trained) for c in order)):
+            yield base.close_round(self, task.client, done)
+
+    def _task(self, client: str, lesson: Lesson, trained: Trained | None) -> Task:
+        index = torch.as_tensor(self.population.index[client], dtype=torch.int64).numpy()
+        return Task(client, lesson, index, self.memories.get(client, {}), trained)
+
+
+@dataclass(slots=True)
+class Lesson:
+    """What all clients that hear the same brief share; packed once, and sent to each worker once."""
+
+    work: Work
+    brief: Brief
+    seed: int
+    placed: Placed
+    _packed: memoryview | None = None
+
+    def packed(self) -> memoryview:
+        """The lesson as bytes for a worker."""
+        if self._packed is None:
+            spec = self.brief.spec
+            try:
+                self._packed = ByValue.dumps((self.work, spec, encode_brief(self.brief), self.seed, self.placed))
+            except FuseError:
+                raise
+            except Exception as why:  # a user's object may raise anything when it is pickled
+                raise ConfigError(
+                    f"the recipe or the model {spec.factory!r} cannot be sent to a worker process ({why}); "
+                    "define its parts as classes or functions of a module, or use workers=0"
+                ) from why
+        return self._packed
+
+
+@dataclass(slots=True)
+class Task:
+    """One client's turn."""
+
+    client: str
+    lesson: Lesson
+    index: npt.NDArray[np.int64]
+    memory: Params
+    trained: Trained | None
+    tries: int = 0
+
+    def packed(self) -> memoryview:
+        """The task as bytes for a worker; a known training is fetched now and not kept."""
+        known = self.trained(self.client) if self.trained else None
+        return ByValue.dumps((self.client, self.index, encode(self.memory, {}), known))
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A worker process as its pool sees it."""
+
+    process: BaseProcess
+    wire: Connection
+    task: Task | None = None
+    lesson: Lesson | None = None
+    ready: bool = False
+
+    @classmethod
+    def start(cls, context: ForkServerContext | SpawnContext, homes: tuple[Path, ...]) -> _Worker:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs, homes), name="fedfuse-worker", daemon=True)
+        with _environment(_ONE_THREAD):
+            process.start()
+        theirs.close()  # so that the wire ends when the worker does
+        return cls(process, ours)
+
+    def give(self, task: Task) -> None:
+        """Send a task, after its lesson if that is another than before; raises OSError if nobody is there."""
+        fresh = b"" if self.lesson is task.lesson else task.lesson.packed()
+        turn = task.packed()
+        self.lesson, self.task = task.lesson, task
+        self.wire.send_bytes(fresh)
+        self.wire.send_bytes(turn)
+
+    def hear(self) -> Done | None:
+        """How its task ended, or None for other words; raises EOFError or OSError if it died."""
+        word = self.wire.recv_bytes()
+        if word == READY:
+            self.ready = True
+            return None
+        facts = json.loads(word)
+        if "error" in facts:
+            self.lesson = self.task = None
+            raise USERS_FAULT[facts["error"]](facts["text"])
+        payload, memory = self.wire.recv_bytes(), self.wire.recv_bytes()
+        return Done(None if facts["dropped"] else payload, memory, **facts)
+
+    def end(self) -> None:
+        """Stop the process at once: it holds nothing worth waiting for."""
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.wire.close()
+
+
+def _context(warm: bool) -> ForkServerContext | SpawnContext:
+    """How processes start: forked off one that has imported torch, where the system can."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    if warm:  # it imports while our caller still prepares its data
+        with _environment(_ONE_THREAD):
+            multiprocessing.forkserver.ensure_running()
+    return context
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Processes started within inherit these variables."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _dismiss(crew: list[_Worker], homes: tuple[Path, ...], owner: int) -> None:
+    """End a pool; a forked copy of its process must not."""
+    if os.getpid() != owner:
+        return
+    while crew:
+        crew.pop().end()
+    remove(homes)

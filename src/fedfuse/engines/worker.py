@@ -1,0 +1,103 @@
+"""A worker process's own side: it hears tasks, trains, and answers.
+
+What it hears is ours and pickled by multiprocessing: a lesson (or nothing, if it is the one before) and a turn. What it
+answers is bytes, which are never unpickled: a line of JSON, the reply's payload, and what the client remembers.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from fedfuse.core.messages import Brief
+from fedfuse.core.recipe import Work
+from fedfuse.core.rows import Rows
+from fedfuse.engines.base import Done, answer, heard
+from fedfuse.engines.shelf import remove
+from fedfuse.errors import ConfigError, FuseError, RecipeError
+
+READY = b"ready"
+USERS_FAULT: Mapping[str, type[FuseError]] = {"ConfigError": ConfigError, "RecipeError": RecipeError}
+
+
+class ByValue(ForkingPickler):
+    """Multiprocessing's pickling with tensors by value: torch's own way passes file descriptors that outlive us."""
+
+    _extra_reducers: ClassVar[dict[type, Any]] = {}
+
+
+def serve(wire: Connection, homes: tuple[Path, ...]) -> None:
+    """A worker's life: hear a task, do it, answer, until the wire ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends us
+    threading.Thread(target=_follow_parent, args=(homes,), daemon=True).start()
+    torch.set_num_threads(1)
+    wire.send_bytes(READY)
+    lesson: _Opened | None = None
+    while True:
+        try:
+            lesson = _turn(wire, lesson)
+        except (EOFError, OSError):
+            return
+
+
+def _follow_parent(homes: tuple[Path, ...]) -> None:
+    """Should the parent be killed, tidy up in its place and go too."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        wait([parent.sentinel])
+        remove(homes)
+        os._exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A lesson as a worker holds it."""
+
+    work: Work
+    brief: Brief
+    seed: int
+    rows: Rows
+
+    @classmethod
+    def of(cls, packed: bytes) -> _Opened:
+        try:
+            work, spec, brief, seed, placed = ForkingPickler.loads(packed)
+        except Exception as why:  # a user's object may raise anything when it is unpickled
+            raise ConfigError(
+                f"a worker process cannot rebuild the recipe or the model ({type(why).__name__}: {why}); "
+                "define its classes in a module that can be imported, or use workers=0"
+            ) from why
+        return cls(work, heard(brief, spec), seed, placed.rows())
+
+
+def _turn(wire: Connection, lesson: _Opened | None) -> _Opened | None:
+    fresh, turn = wire.recv_bytes(), wire.recv_bytes()
+    try:
+        lesson = _Opened.of(fresh) if fresh else lesson
+        done = _answer(lesson, turn)
+    except (ConfigError, RecipeError) as why:
+        kind = next(name for name, cls in USERS_FAULT.items() if isinstance(why, cls))
+        wire.send_bytes(json.dumps({"error": kind, "text": str(why)}).encode())
+        return None
+    facts = {"seconds": done.seconds, "remembered": done.remembered, "dropped": done.dropped}
+    for part in (json.dumps(facts).encode(), done.payload or b"", done.memory):
+        wire.send_bytes(part)
+    return lesson
+
+
+def _answer(lesson: _Opened | None, turn: bytes) -> Done:
+    if lesson is None:
+        raise ConfigError("a worker was given a task without its lesson")
+    client, index, memory, known = ForkingPickler.loads(turn)
+    rows = lesson.rows.take(torch.from_numpy(index))
+    return answer(lesson.work, lesson.brief, client, rows, memory, seed=lesson.seed, trained=known)

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import odd_parts
+import pytest
+import torch
+
+from fedfuse.core.messages import Brief
+from fedfuse.core.recipe import Work
+from fedfuse.engines import worker
+from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.shelf import Shelf
+from fedfuse.errors import ConfigError
+from fedfuse.wire.codec import decode, encode
+from fedfuse.wire.messages import encode_brief
+
+
+def test_tensors_travel_by_value() -> None:
+    mine = torch.rand(1000)
+    data = bytes(worker.ByValue.dumps({"w": mine}))
+    assert len(data) > mine.nbytes
+    assert not mine.is_shared()  # torch's own way would have moved it
+    assert torch.equal(ForkingPickler.loads(data)["w"], mine)
+
+
+def test_a_turn_is_a_line_of_json_and_two_messages(population: Population, brief: Brief, work: Work) -> None:
+    shelf = Shelf()
+    parent, child = Pipe()
+    with parent, child:
+        lesson = (work, brief.spec, encode_brief(brief), 6, shelf.put(population.rows))
+        index = population.index["site-2"].numpy()
+        parent.send_bytes(worker.ByValue.dumps(lesson))
+        parent.send_bytes(worker.ByValue.dumps(("site-2", index, encode({}, {}), None)))
+        held = worker._turn(child, None)
+        facts = json.loads(parent.recv_bytes())
+        assert (facts["dropped"], facts["remembered"]) == ("", False)
+        (expected,) = InProcess(population, seed=6).exchange(brief, work, ("site-2",))
+        assert parent.recv_bytes() == expected.payload
+        assert len(decode(parent.recv_bytes()).tensors) == 0
+        assert held is not None
+        parent.send_bytes(b"")  # the same lesson again
+        parent.send_bytes(worker.ByValue.dumps(("site-2", index, encode({}, {}), expected.payload)))
+        assert worker._turn(child, held) is held
+        assert json.loads(parent.recv_bytes())["remembered"] is True
+    shelf.clear()
+
+
+SCRIPT = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+sys.path.insert(0, {here!r})
+import odd_parts, torch
+from conftest import make_brief
+from fedfuse.core.recipe import Work
+from fedfuse.core.rows import Rows
+from fedfuse.core.spec import Spec
+from fedfuse.engines.base import Population
+from fedfuse.engines.pool import Pool
+
+if __name__ == "__main__":
+    rows = Rows(torch.rand(8, 1, 8, 8), torch.zeros(8, dtype=torch.int64))
+    people = Population.of({{"a": rows, "b": rows, "c": rows}})
+    brief = make_brief(Spec("mlp", {{"inputs": 64, "hidden": [4], "classes": 3}}))
+    with Pool(workers=2) as pool:
+        engine = pool.engine(people)
+        Path({folder!r}, "homes").write_text("\\n".join(map(str, pool._shelf.homes)))
+        list(engine.exchange(brief, Work(objective=odd_parts.Slow(600.0, Path({folder!r}))), engine.clients))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+def test_however_the_parent_ends_nothing_stays(how: signal.Signals, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(here=str(Path(__file__).parent), folder=str(tmp_path)))
+    command = [sys.executable, "-W", "error", str(script)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as parent:
+        began = [tmp_path / "a", tmp_path / "b"]
+        wait_for(lambda: all(path.exists() and path.read_text() for path in began) or parent.poll() is not None)
+        pids = [int(path.read_text()) for path in began]
+        if how == signal.SIGINT:
+            os.killpg(parent.pid, how)  # as a terminal does on Ctrl-C: to all of them
+        else:
+            parent.send_signal(how)
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        words = parent.communicate(timeout=20)[1]
+    assert parent.returncode == -how
+    assert words.count("Traceback") == (how == signal.SIGINT)  # the parent's own
+    homes = [Path(line) for line in (tmp_path / "homes").read_text().splitlines()]
+    wait_for(lambda: not any(home.exists() for home in homes))
+
+
+def wait_for(condition: object, seconds: float = 30.0) -> None:
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, "it did not happen"
+        time.sleep(0.05)
+
+
+def test_an_error_of_the_users_is_told_by_name(population: Population, brief: Brief, work: Work) -> None:
+    shelf = Shelf()
+    parent, child = Pipe()
+    with parent, child:
+        stubborn = replace(work, objective=odd_parts.Spoiled("site-2", ConfigError))
+        lesson = (stubborn, brief.spec, encode_brief(brief), 6, shelf.put(population.rows))
+        parent.send_bytes(worker.ByValue.dumps(lesson))
+        turn = ("site-2", population.index["site-2"].numpy(), encode({}, {}), None)
+        parent.send_bytes(worker.ByValue.dumps(turn))
+        assert worker._turn(child, None) is None
+        assert json.loads(parent.recv_bytes()) == {"error": "ConfigError", "text": "site-2 will not"}
+    shelf.clear()
