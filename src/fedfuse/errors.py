@@ -42,7 +42,7 @@ class Refused(FuseError):
 
     def __init__(self, client: str, field: str, got: object, expected: str) -> None:
         self.client, self.field, self.got, self.expected = client, field, _short(got), expected
-        super().__init__(f"{client}: {field} is {self.got}, expected {expected}")
+        super().__init__(f"{_short(client)}: {field} is {self.got}, expected {expected}")
 
     def facts(self) -> dict[str, str]:
         """The refusal as plain strings, for the ledger."""
