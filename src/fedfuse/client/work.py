@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedfuse.client.optimise import shape_gradients, stepper
+from fedfuse.client.optimise import shape_gradients, spread_step, stepper
 from fedfuse.core.messages import Brief
 from fedfuse.core.params import Params
 from fedfuse.core.recipe import Batch, Free, Work
@@ -72,7 +72,10 @@ def client_round(
 def train(local: Local, work: Work) -> None:
     """The loop: for each epoch, for each batch, a gradient of the objective, a step, a projection."""
     settings, project = work.settings, work.project
-    names, params = list(local.live), list[Tensor](local.live.values())
+    roles = local.brief.spec.layout.roles
+    names = sorted(local.live, key=lambda name: roles.get(name) == "spread")
+    params = list[Tensor](local.live[name] for name in names)
+    weights = sum(roles.get(name) != "spread" for name in names)
     step = stepper(settings.optimizer)
     local.module.train()
     for epoch in range(settings.epochs):
@@ -82,8 +85,11 @@ def train(local: Local, work: Work) -> None:
             loss = work.objective(local, batch)
             grads = list(torch.autograd.grad(loss, params, materialize_grads=True))
             with torch.no_grad():
-                shape_gradients(params, grads, settings)
-                step(params, grads, local.lr)
+                shape_gradients(params[:weights], grads[:weights], settings)
+                step(params[:weights], grads[:weights], local.lr)
+                if weights < len(params):
+                    rate = settings.spread_lr * local.lr / settings.optimizer.lr
+                    spread_step(params[weights:], grads[weights:], rate, len(local.rows))
                 if not isinstance(project, Free):
                     for name, value in zip(names, params, strict=True):
                         value.copy_(project(name, value, local.brief))
@@ -103,7 +109,7 @@ def _sit_down(work: Work, brief: Brief, client: str, rows: Rows, memory: dict[st
     module.load_state_dict(dict(brief.params))
     module.requires_grad_(True)
     x, y = rows.x.to(device), rows.y.to(device)
-    if x.ndim == 4:
+    if x.ndim == 4 and _has_images(module):
         x = x.contiguous(memory_format=torch.channels_last)
     return Local(client, brief, Rows(x, y), work.settings, module, memory, seed)
 
@@ -112,8 +118,12 @@ def _sit_down(work: Work, brief: Brief, client: str, rows: Rows, memory: dict[st
 def _workbench(spec: Spec, device: str) -> nn.Module:
     """One module per network and process; weights come and go by copy."""
     module = spec.build().to(device)
-    has_images = any(isinstance(m, nn.Conv2d) for m in module.modules())
-    return module.to(memory_format=torch.channels_last) if has_images else module  # type: ignore[call-overload]
+    return module.to(memory_format=torch.channels_last) if _has_images(module) else module  # type: ignore[call-overload]
+
+
+def _has_images(module: nn.Module) -> bool:
+    """Whether it convolves, which is faster with a pixel's channels side by side."""
+    return any(isinstance(m, nn.Conv2d) for m in module.modules())
 
 
 def _resume_trained(local: Local, trained: bytes) -> None:
@@ -132,15 +142,22 @@ def _batches(local: Local, epoch: int) -> Iterator[Batch]:
     for index in order.split(settings.batch_size):
         if settings.drop_last and len(index) < settings.batch_size:
             return
-        x = rows.x[index]
+        x = _picked(rows.x, index)
         if settings.augment is not None:
             x = settings.augment(x, draw)
         norms = _batch_norms(local.module) if len(index) == 1 else []
         for norm in norms:
             norm.eval()
-        yield x, rows.y[index]
+        yield x, rows.y.index_select(0, index)
         for norm in norms:
             norm.train()
+
+
+def _picked(x: Tensor, index: Tensor) -> Tensor:
+    """x[index] several times faster; channels last stay last."""
+    if x.ndim == 4 and not x.is_contiguous():
+        return x.permute(0, 2, 3, 1).index_select(0, index).permute(0, 3, 1, 2)
+    return x.index_select(0, index)
 
 
 def _batch_norms(module: nn.Module) -> list[nn.Module]:

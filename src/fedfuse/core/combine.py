@@ -1,15 +1,21 @@
-"""How a mixture's members answer together; each rule is data, so a mixture can be saved and loaded."""
+"""How a mixture's members answer together; each rule is data, so a mixture can be saved and loaded.
+
+A rule treats every input by itself, so a mixture may answer in chunks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from fedfuse.errors import ConfigError
+
+Count: TypeAlias = int | Literal["all"]
 
 
 class Combine(Protocol):
@@ -17,6 +23,15 @@ class Combine(Protocol):
 
     def __call__(self, weights: Tensor, logits: Tensor) -> Tensor:
         """Weights (k,) and member logits (k, n, classes) to logits (n, classes)."""
+        ...
+
+
+@runtime_checkable
+class Route(Protocol):
+    """A rule that chooses the members before they run: those not chosen cost one layer and answer zeros."""
+
+    def choose(self, confidence: Tensor) -> Tensor:
+        """The members' confidence at their first layer (k, n) to who runs on which input, true or false (k, n)."""
         ...
 
 
@@ -36,7 +51,153 @@ class MeanProbability:
         return torch.logsumexp(logits.log_softmax(-1) + log_weights, 0)
 
 
-COMBINES: dict[str, type] = {"MeanProbability": MeanProbability}
+@dataclass(frozen=True, slots=True)
+class MeanLogit:
+    """The weighted mean of logits: Σ_k w_k z_k, DENSE's teacher.
+
+    Example:
+        >>> MeanLogit()(torch.tensor([0.5, 0.5]), torch.tensor([[[2.0, 0.0]], [[0.0, 4.0]]]))
+        tensor([[1., 2.]])
+    """
+
+    def __call__(self, weights: Tensor, logits: Tensor) -> Tensor:
+        """Mean over members."""
+        return torch.einsum("k,knc->nc", weights.to(logits), logits)
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogit:
+    """AMS: the members with the largest logits answer, by the sum of their logits (eqs. 8 and 9).
+
+    m_j(x) = max_c z_jc(x); the k members with the largest m_j(x) are taken, ties going to the lowest client, and their
+    logit vectors are added. k = 1 is AMS-top1, k = "all" is AMS-full, the output of the concatenated networks. With
+    `shift` and `scale`, one number each per member, z_j stands for (z_j − shift_j) / scale_j throughout.
+
+    Example:
+        >>> z = torch.tensor([[[5.0, 4.0]], [[0.0, 3.0]]])
+        >>> TopLogit()(torch.ones(2), z), TopLogit("all")(torch.ones(2), z)
+        (tensor([[5., 4.]]), tensor([[5., 7.]]))
+    """
+
+    k: Count = 1
+    shift: tuple[float, ...] = ()
+    scale: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_count("AMS", self.k)
+        for name in ("shift", "scale"):
+            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+        if any(s <= 0 for s in self.scale):
+            raise ConfigError(f"a member's logits are divided by {min(self.scale):g}, expected scales above 0")
+
+    def __call__(self, weights: Tensor, logits: Tensor) -> Tensor:  # noqa: ARG002 - members count by confidence alone
+        """The sum of the chosen members' calibrated logits."""
+        z = self._calibrated(logits)
+        chosen = largest(z.amax(-1), self.k)
+        return torch.where(chosen[..., None], z, 0.0).sum(0)
+
+    def _calibrated(self, logits: Tensor) -> Tensor:
+        for name, numbers in (("shift", self.shift), ("scale", self.scale)):
+            if numbers and len(numbers) != len(logits):
+                raise ConfigError(f"AMS has a {name} for {len(numbers)} members, expected {len(logits)}")
+        z = logits - logits.new_tensor(self.shift)[:, None, None] if self.shift else logits
+        return z / logits.new_tensor(self.scale)[:, None, None] if self.scale else z
+
+
+@dataclass(frozen=True, slots=True)
+class FirstLayer:
+    """AMS decided at the first layer: only the members whose first layer responds most strongly run to the end.
+
+    A member's confidence is the largest output of its first layer, before the activation; the k largest are chosen,
+    ties to the lowest client, and their logits are added.
+
+    Example:
+        >>> FirstLayer().choose(torch.tensor([[1.0, 5.0], [2.0, 5.0]]))
+        tensor([[False,  True],
+                [ True, False]])
+    """
+
+    k: Count = 1
+
+    def __post_init__(self) -> None:
+        _check_count("AMS", self.k)
+
+    def choose(self, confidence: Tensor) -> Tensor:
+        """The k most confident members of each input."""
+        return largest(confidence, self.k)
+
+    def __call__(self, weights: Tensor, logits: Tensor) -> Tensor:  # noqa: ARG002 - members not chosen are zero
+        """The sum of the chosen members' logits."""
+        return logits.sum(0)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSetVote:
+    """FedOV's vote: members that know an input add their class probabilities; the last output means "unknown".
+
+    The `voters` members with the smallest probability of "unknown" vote, ties going to the lowest client: log of the
+    mean over voters of p_jc, for the known classes c. With "all", a member that does not know an input still says
+    little, for its probability has gone to "unknown".
+
+    Example:
+        >>> z = torch.tensor([[[3.0, 0.0, -9.0]], [[0.0, 0.0, 9.0]]])
+        >>> OpenSetVote(voters=1)(torch.ones(2), z).exp()
+        tensor([[0.9526, 0.0474]])
+    """
+
+    voters: Count = "all"
+
+    def __post_init__(self) -> None:
+        _check_count("the open-set vote", self.voters)
+
+    def __call__(self, weights: Tensor, logits: Tensor) -> Tensor:  # noqa: ARG002 - votes count by what is known
+        """Log of the mean vote for each known class."""
+        log_p = logits.log_softmax(-1)
+        votes = largest(-log_p[..., -1], self.voters)
+        known = log_p[..., :-1].masked_fill(~votes[..., None], -math.inf)
+        return torch.logsumexp(known, 0) - votes.sum(0)[:, None].to(logits).log()
+
+
+def among(rule: Combine, places: Sequence[int]) -> Combine:
+    """The rule for some of a mixture's members: what it says of each member follows it.
+
+    Example:
+        >>> among(TopLogit(1, shift=(1.0, 2.0, 3.0)), [0, 2])
+        TopLogit(k=1, shift=(1.0, 3.0), scale=())
+    """
+    if not isinstance(rule, TopLogit):
+        return rule
+    shift, scale = (tuple(numbers[i] for i in places) if numbers else () for numbers in (rule.shift, rule.scale))
+    return TopLogit(rule.k, shift, scale)
+
+
+def largest(confidence: Tensor, count: Count) -> Tensor:
+    """Which members have the `count` largest confidences, per input; of equals the first (k, n).
+
+    Example:
+        >>> largest(torch.tensor([[1.0], [1.0], [0.0]]), 1)[:, 0].tolist()
+        [True, False, False]
+    """
+    if count == "all" or count >= len(confidence):
+        return torch.ones_like(confidence, dtype=torch.bool)
+    best = confidence.sort(stable=True, dim=0, descending=True).indices[:count]
+    return torch.zeros_like(confidence, dtype=torch.bool).scatter_(0, best, True)
+
+
+def disturbed(logits: Tensor) -> Tensor:
+    """Where members disturb each other: the sum of logits answers otherwise than the most confident member (n,).
+
+    Example:
+        >>> disturbed(torch.tensor([[[5.0, 4.0]], [[0.0, 3.0]]]))
+        tensor([True])
+    """
+    alone = TopLogit()(torch.ones(len(logits)), logits)
+    return logits.sum(0).argmax(-1) != alone.argmax(-1)
+
+
+COMBINES: dict[str, type] = {
+    rule.__name__: rule for rule in (MeanProbability, MeanLogit, TopLogit, FirstLayer, OpenSetVote)
+}
 
 
 def combine_named(name: str, options: Mapping[str, Any]) -> Combine:
@@ -45,3 +206,16 @@ def combine_named(name: str, options: Mapping[str, Any]) -> Combine:
         raise ConfigError(f"there is no way to combine called {str(name)[:40]!r}; known are {', '.join(COMBINES)}")
     made: Combine = COMBINES[name](**options)
     return made
+
+
+def _check_count(who: str, count: object) -> None:
+    if count != "all" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        raise ConfigError(f"{who} takes {str(count)[:40]!r} members, expected a whole number from 1 on, or 'all'")
+
+
+def _numbers(name: str, values: object) -> tuple[float, ...]:
+    """One finite number per member, from a tuple or a file's list."""
+    good = isinstance(values, Sequence) and all(isinstance(v, int | float) and math.isfinite(v) for v in values)
+    if not good or not isinstance(values, Sequence):
+        raise ConfigError(f"AMS: {name} is {str(values)[:40]!r}, expected one finite number per member")
+    return tuple(float(v) for v in values)

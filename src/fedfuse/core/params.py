@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 Params: TypeAlias = Mapping[str, Tensor]
-Role: TypeAlias = Literal["weight", "bias", "norm", "statistic", "counter"]
+Role: TypeAlias = Literal["weight", "bias", "norm", "spread", "statistic", "counter"]
 
 _NORMS = (
     nn.modules.batchnorm._BatchNorm,
@@ -19,6 +19,8 @@ _NORMS = (
     nn.LayerNorm,
 )
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_LINEAR = (nn.Linear, *_CONVS)
+_SPREADS = {"log_variance": "weight", "bias_log_variance": "bias"}  # a log-variance, and the mean it stands beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Layer:
         weight: the weight's name.
         bias: the bias's name, if there is one.
         followers: normalisation parameters and statistics that act on this layer's output.
+        spread: the name of the weight's log-variances, for a Bayesian layer.
+        bias_spread: the name of the bias's log-variances, if it has them.
     """
 
     name: str
@@ -38,6 +42,25 @@ class Layer:
     weight: str
     bias: str | None = None
     followers: tuple[str, ...] = ()
+    spread: str | None = None
+    bias_spread: str | None = None
+
+    def under(self, path: str) -> Layer:
+        """The same layer of a network that is a part of a larger one, at this path."""
+        is_network = self.kind != "other" and self.name == self.weight
+
+        def at(name: str | None) -> str | None:
+            return None if name is None else f"{path}.{name}"
+
+        return Layer(
+            path if is_network else f"{path}.{self.name}",
+            self.kind,
+            f"{path}.{self.weight}",
+            at(self.bias),
+            tuple(f"{path}.{name}" for name in self.followers),
+            at(self.spread),
+            at(self.bias_spread),
+        )
 
     def matrix(self, params: Params) -> Tensor:
         """The layer as one matrix [W | b], out × (in·kh·kw + 1): weight and bias never part."""
@@ -60,7 +83,8 @@ class Layout:
     """The role of every tensor of a model, and its layers.
 
     Roles decide what aggregation may do: floating tensors are averaged, counters take the maximum,
-    and a norm's tensors follow the layer they act on, whatever the order of the state dict.
+    and a norm's tensors follow the layer they act on, whatever the order of the state dict. A spread holds the
+    log-variances of a mean: parameters called `log_variance` and `bias_log_variance` beside `weight` and `bias`.
 
     Example:
         >>> layout = Layout.of(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)))
@@ -86,7 +110,7 @@ class Layout:
         for path, part in module.named_modules():
             for name, tensor in _own_tensors(part):
                 full = f"{path}.{name}" if path else name
-                roles[full] = _role(part, tensor)
+                roles[full] = _role(part, name, tensor)
                 owners[full] = part
         paths = {id(part): path for path, part in module.named_modules()}
         source = _norm_sources(module)
@@ -105,18 +129,34 @@ class Layout:
             if role == "weight":
                 bias = f"{parent}.bias" if parent else "bias"
                 kind: Literal["linear", "conv"] = "conv" if params[name].ndim > 2 else "linear"
-                layers.append(Layer(parent or name, kind, name, bias if roles.get(bias) == "bias" else None))
-            elif layers and role != "bias":
-                last = layers[-1]
-                layers[-1] = Layer(last.name, last.kind, last.weight, last.bias, (*last.followers, name))
+                has_bias = bias if roles.get(bias) == "bias" else None
+                layers.append(Layer(parent or name, kind, name, has_bias, (), *_spreads_of(roles, parent)))
+            elif layers and role not in ("bias", "spread"):
+                layers[-1] = replace(layers[-1], followers=(*layers[-1].followers, name))
         return cls(roles, tuple(layers))
 
     def home(self, name: str) -> str | None:
         """The layer a tensor belongs to or acts on, or None if it stands alone."""
         for layer in self.layers:
-            if name in (layer.weight, layer.bias) or name in layer.followers:
+            if name in (layer.weight, layer.bias, layer.spread, layer.bias_spread) or name in layer.followers:
                 return layer.name
         return None
+
+    @property
+    def spreads(self) -> dict[str, str]:
+        """For every mean of a Bayesian layer the name of its log-variances."""
+        pairs = [p for layer in self.layers for p in ((layer.weight, layer.spread), (layer.bias, layer.bias_spread))]
+        return {mean: spread for mean, spread in pairs if mean is not None and spread is not None}
+
+    def under(self, path: str) -> Layout:
+        """The layout of the same network as a part of a larger one, at this path.
+
+        Example:
+            >>> Layout.of(nn.Linear(2, 1)).under("net").roles
+            {'net.weight': 'weight', 'net.bias': 'bias'}
+        """
+        roles = {f"{path}.{name}": role for name, role in self.roles.items()}
+        return Layout(roles, tuple(layer.under(path) for layer in self.layers))
 
     def with_role(self, *wanted: Role) -> tuple[str, ...]:
         """The names of all tensors with one of these roles."""
@@ -140,14 +180,29 @@ def _own_tensors(part: nn.Module) -> Iterable[tuple[str, Tensor]]:
     yield from ((n, b) for n, b in part.named_buffers(recurse=False) if n not in hidden)
 
 
-def _role(part: nn.Module, tensor: Tensor) -> Role:
+def _role(part: nn.Module, name: str, tensor: Tensor) -> Role:
     if not tensor.is_floating_point():
         return "counter"
     if not isinstance(tensor, nn.Parameter):
         return "statistic"
+    if _stands_beside(name, tensor, dict(part.named_parameters(recurse=False))):
+        return "spread"
     if isinstance(part, _NORMS):
         return "norm"
     return "weight" if tensor.ndim > 1 else "bias"
+
+
+def _stands_beside(name: str, tensor: Tensor, params: Params) -> bool:
+    """Whether a tensor has the name and the shape of a mean's log-variances."""
+    parent, dot, leaf = name.rpartition(".")
+    mean = params.get(f"{parent}{dot}{_SPREADS[leaf]}") if leaf in _SPREADS else None
+    return mean is not None and mean.shape == tensor.shape
+
+
+def _spreads_of(roles: Mapping[str, Role], path: str) -> tuple[str | None, str | None]:
+    """The log-variances of a layer's weight and of its bias."""
+    weight, bias = (f"{path}.{leaf}" if path else leaf for leaf in _SPREADS)
+    return tuple(name if roles.get(name) == "spread" else None for name in (weight, bias))  # type: ignore[return-value]
 
 
 def _guess_role(name: str, tensor: Tensor, params: Params) -> Role:
@@ -156,6 +211,8 @@ def _guess_role(name: str, tensor: Tensor, params: Params) -> Role:
         return "counter"
     if leaf.startswith("running_"):
         return "statistic"
+    if _stands_beside(name, tensor, params):
+        return "spread"
     if tensor.ndim > 1:
         return "weight"
     sibling = params.get(f"{parent}.weight" if parent else "weight")
@@ -176,7 +233,7 @@ def _layers(
         if role != "weight":
             continue
         part, path = owners[name], paths[id(owners[name])]
-        plain = isinstance(part, (nn.Linear, *_CONVS)) and name.endswith("weight")
+        plain = isinstance(part, _LINEAR) and name.endswith("weight")
         kind: Literal["linear", "conv", "other"] = "other"
         if plain:
             kind = "linear" if isinstance(part, nn.Linear) else "conv"
@@ -188,7 +245,15 @@ def _layers(
             name,
             bias if has_bias else None,
             tuple(followers.get(path, ())) if plain else (),
+            *_spreads_of(roles, path),
         )
+
+
+class _Tracer(torch.fx.Tracer):
+    """Follows data from layer to layer; a linear layer or convolution is one step, whoever wrote its class."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, (*_LINEAR, *_NORMS)) or super().is_leaf_module(m, module_qualified_name)
 
 
 def _norm_sources(module: nn.Module) -> dict[str, str]:
@@ -196,7 +261,7 @@ def _norm_sources(module: nn.Module) -> dict[str, str]:
     parts = dict(module.named_modules())
     found = _last_registered(parts)
     try:
-        graph = torch.fx.symbolic_trace(module).graph
+        graph = _Tracer().trace(module)
     except Exception:  # tracing runs the user's own forward: whatever it raises, registration order remains
         return found
     for node in graph.nodes:
@@ -205,7 +270,7 @@ def _norm_sources(module: nn.Module) -> dict[str, str]:
         back = node
         while back.all_input_nodes:
             back = back.all_input_nodes[0]
-            if back.op == "call_module" and isinstance(parts.get(str(back.target)), (nn.Linear, *_CONVS)):
+            if back.op == "call_module" and isinstance(parts.get(str(back.target)), _LINEAR):
                 found[str(node.target)] = str(back.target)
                 break
     return found
@@ -215,7 +280,7 @@ def _last_registered(parts: Mapping[str, nn.Module]) -> dict[str, str]:
     found: dict[str, str] = {}
     last = None
     for path, part in parts.items():
-        if isinstance(part, (nn.Linear, *_CONVS)):
+        if isinstance(part, _LINEAR):
             last = path
         elif isinstance(part, _NORMS) and last is not None:
             found[path] = last

@@ -10,9 +10,11 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedfuse.core.messages import Brief, Cohort, Envelope, Flaw, Form
+from fedfuse.core.messages import Brief, Cohort, Envelope, Flaw, Form, Start
+from fedfuse.core.model import Single
 from fedfuse.core.params import Params
-from fedfuse.core.posterior import Geometry
+from fedfuse.core.posterior import Geometry, Posterior
+from fedfuse.core.rng import seed_for
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.state import Bench, Local, ServerState
@@ -80,7 +82,7 @@ class Aggregator(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Evidence names it reads; "server_rows" and "start" stand for the server's data and a known start."""
+        """Evidence names it reads; "server_rows", "unlabelled" and "start" stand for what the server has."""
         ...
 
     @property
@@ -124,6 +126,14 @@ class Roster(Protocol):
 
     def __call__(self, engine: Engine, bench: Bench) -> Engine:
         """The engine, perhaps with more clients in it."""
+        ...
+
+
+class Dress(Protocol):
+    """Beside the seams: the network a method trains, made of the network the user chose."""
+
+    def __call__(self, start: Single, classes: int, seed: int) -> Single:
+        """The start with the layers or outputs the method needs; one that has them already stays as it is."""
         ...
 
 
@@ -177,6 +187,15 @@ class ClientsOnly:
 
 
 @dataclass(frozen=True, slots=True)
+class Plain:
+    """The network as the user chose it."""
+
+    def __call__(self, start: Single, classes: int, seed: int) -> Single:  # noqa: ARG002 - the seam's signature
+        """The start as it is."""
+        return start
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """The client half of a recipe with its settings: with brief, rows and seed it fixes the reply to the last bit."""
 
@@ -213,10 +232,11 @@ class Recipe:
     steps: tuple[ServerStep, ...] = ()
     publishes: tuple[str, ...] = ()
     roster: Roster = field(default_factory=ClientsOnly)
+    dress: Dress = field(default_factory=Plain)
     later: tuple[int, Recipe] | None = None
 
     def __post_init__(self) -> None:
-        given = {e.name for e in self.evidence} | {"server_rows", "start"}
+        given = {e.name for e in self.evidence} | {"server_rows", "unlabelled", "start"}
         asked = self.needs
         if missing := sorted(asked - given):
             hint = difflib.get_close_matches(missing[0], given, n=1)
@@ -245,6 +265,25 @@ class Recipe:
     def work(self, settings: LocalSettings) -> Work:
         """The client half."""
         return Work(settings, self.objective, self.view, self.project, self.evidence)
+
+    def dressed(self, state: ServerState, bench: Bench) -> ServerState:
+        """The state a run of this recipe begins with: the model and every client's own start, dressed.
+
+        Raises:
+            ConfigError: if the network cannot be dressed.
+        """
+        if isinstance(self.dress, Plain):
+            return state
+        starts = {
+            client: self._dress(Single(s.spec, Posterior(s.params)), bench, client)
+            for client, s in state.starts.items()
+        }
+        own = {client: Start(s.spec, s.posterior.mean) for client, s in starts.items()}
+        model = self._dress(state.model, bench) if isinstance(state.model, Single) else state.model
+        return replace(state, model=model, starts=own)
+
+    def _dress(self, start: Single, bench: Bench, *whose: str) -> Single:
+        return self.dress(start, bench.classes, seed_for(bench.seed, "dress", *whose))
 
     def at(self, round_: int) -> Recipe:
         """The recipe in force in a round: `then` can hand over to another."""
@@ -275,4 +314,6 @@ class Recipe:
                 )
             if "server_rows" in now.needs:
                 bench.need_rows(f"recipe {now.name!r}")
+            if "unlabelled" in now.needs:
+                bench.need_unlabelled(f"recipe {now.name!r}")
             now = now.later[1] if now.later and now.later[0] < rounds else None

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import entry_points
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic.fields import FieldInfo
 
 from fedfuse.core.recipe import Recipe
+from fedfuse.core.settings import Settings
 from fedfuse.errors import ConfigError
 
 Maker = Callable[..., Recipe]
@@ -39,6 +41,7 @@ class Method:
     make: Maker
     paper: str
     schema: type[BaseModel]
+    groups: Mapping[str, type[Settings]]
 
     @property
     def summary(self) -> str:
@@ -53,15 +56,21 @@ class Method:
     @property
     def options(self) -> tuple[Option, ...]:
         """Its options, read off the signature and the Args section."""
-        said = dict(re.findall(r"^ {4}(\w+): (.+(?:\n {6,}.+)*)", self.text, re.MULTILINE))
-        parameters = inspect.signature(self.make).parameters.values()
-        return tuple(
-            Option(p.name, str(p.annotation), p.default, re.sub(r"\s+", " ", said.get(p.name, ""))) for p in parameters
-        )
+        listed = []
+        for p in inspect.signature(self.make).parameters.values():
+            group = self.groups.get(p.name)
+            if group is None:
+                listed.append(Option(p.name, str(p.annotation), p.default, _said(self.text, p.name)))
+            else:
+                text = inspect.getdoc(group) or ""
+                listed += [Option(n, _type(f), f.default, _said(text, n)) for n, f in group.model_fields.items()]
+        return tuple(listed)
 
     def recipe(self, **options: object) -> Recipe:
         """Its recipe with these options, checked against the signature."""
         values = _checked(self, options)
+        for name, group in self.groups.items():
+            values[name] = group(**{key: values.pop(key) for key in group.model_fields})
         made = self.make(**values)
         chosen = [f"{k}={options[k]}" for k in options]
         label = f"{self.name}({', '.join(chosen)})" if chosen else self.name
@@ -72,14 +81,20 @@ _METHODS: dict[str, Method] = {}
 
 
 def method(name: str, *, paper: str = "") -> Callable[[Maker], Maker]:
-    """Register a function that makes a recipe; its keyword arguments become the method's options."""
+    """Register a function that makes a recipe; its keyword arguments become the method's options.
+
+    An argument whose type is a `Settings` is a group of options several methods share: each of its fields becomes an
+    option of the method.
+    """
 
     def register(make: Maker) -> Maker:
         if name in _METHODS and _METHODS[name].make.__module__ != make.__module__:
             raise ConfigError(
                 f"two methods are called {name!r}: in {_METHODS[name].make.__module__} and {make.__module__}"
             )
-        _METHODS[name] = Method(name, make, paper, _schema(name, make))
+        hints = get_type_hints(make, include_extras=True)
+        groups = {key: hint for key, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Settings)}
+        _METHODS[name] = Method(name, make, paper, _schema(name, make, hints, groups), groups)
         return make
 
     return register
@@ -115,13 +130,15 @@ def _discover() -> None:
         entry.load()
 
 
-def _schema(name: str, make: Maker) -> type[BaseModel]:
-    hints = get_type_hints(make, include_extras=True)
+def _schema(name: str, make: Maker, hints: Mapping[str, Any], groups: Mapping[str, type[Settings]]) -> type[BaseModel]:
     fields: dict[str, Any] = {}
     for p in inspect.signature(make).parameters.values():
         if p.default is p.empty:
             raise ConfigError(f"method {name!r}: option {p.name!r} needs a default")
-        fields[p.name] = (hints[p.name], p.default)
+        if p.name in groups:
+            fields |= {key: (field.annotation, field) for key, field in groups[p.name].model_fields.items()}
+        else:
+            fields[p.name] = (hints[p.name], p.default)
     return create_model(name, __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields)
 
 
@@ -139,6 +156,18 @@ def _checked(method_: Method, options: Mapping[str, object]) -> dict[str, object
         raise ConfigError(
             f"method {method_.name!r}: option {where} is {first['input']!r}, expected {_plain(first['msg'])}"
         ) from why
+
+
+def _said(text: str, name: str) -> str:
+    """What a docstring says of a name, on one line."""
+    said = dict(re.findall(r"^ {4}(\w+): (.+(?:\n {6,}.+)*)", text, re.MULTILINE))
+    return re.sub(r"\s+", " ", said.get(name, ""))
+
+
+def _type(field: FieldInfo) -> str:
+    """A field's type as a signature would write it."""
+    bare = field.annotation
+    return bare.__name__ if isinstance(bare, type) and not get_args(bare) else str(bare).replace("typing.", "")
 
 
 def _plain(message: str) -> str:

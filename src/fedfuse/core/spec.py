@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -60,9 +60,19 @@ class Spec:
         return cls(f"{type(module).__module__}:{type(module).__qualname__}", prototype=copy.deepcopy(module))
 
     @property
+    def factories(self) -> frozenset[str]:
+        """Every factory it names: its own, and those of the networks its options wrap."""
+        return frozenset({self.factory, *_factories(self.options)})
+
+    @property
+    def foreign(self) -> frozenset[str]:
+        """The factories that are not of `fedfuse.models`: none of them may be built from a file unasked."""
+        return frozenset(name for name in self.factories if ":" in name)
+
+    @property
     def is_ours(self) -> bool:
-        """Whether the factory is one of `fedfuse.models`: only those may be built from a file unasked."""
-        return ":" not in self.factory
+        """Whether nothing but factories of `fedfuse.models` builds it."""
+        return not self.foreign
 
     def build(self) -> nn.Module:
         """A new module with fresh random weights."""
@@ -114,12 +124,24 @@ class Spec:
         if not isinstance(options, dict):
             raise ConfigError("a spec's options must be a table")
         spec = cls(data["factory"], options, _shapes(data.get("surgery", {})), _shapes(data.get("kept", {})))
-        if not spec.is_ours and spec.factory not in trusted:
+        if strange := sorted(spec.foreign.difference(trusted)):
             raise ConfigError(
-                f"the model {spec.factory!r} is not one of fedfuse's and was not named here; "
+                f"the model {strange[0]!r} is not one of fedfuse's and was not named here; "
                 "pass the same name yourself (--model, the config or `trusted`) if you trust it"
             )
         return spec
+
+
+def _factories(data: object) -> Iterator[str]:
+    """Every factory that plain data name, at any depth."""
+    if isinstance(data, Mapping):
+        if isinstance(named := data.get("factory"), str):
+            yield named
+        for value in data.values():
+            yield from _factories(value)
+    elif isinstance(data, list):
+        for value in data:
+            yield from _factories(value)
 
 
 def _shapes(data: object) -> dict[str, tuple[int, ...]]:
@@ -162,6 +184,8 @@ def factory_of(factory: str) -> Callable[..., object]:
 
 def _resize(module: nn.Module, surgery: Mapping[str, tuple[int, ...]]) -> nn.Module:
     """Give the named tensors their new shapes and tell their modules."""
+    if unknown := sorted(surgery.keys() - module.state_dict().keys()):
+        raise ConfigError(f"a spec's surgery names {unknown[0]!r:.80}, which the network does not have")
     for name, shape in surgery.items():
         path, _, leaf = name.rpartition(".")
         part = module.get_submodule(path)

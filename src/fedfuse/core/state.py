@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Brief, Start
 from fedfuse.core.model import Model, Single
 from fedfuse.core.params import Params
@@ -80,6 +81,7 @@ class Bench:
         classes: how many classes there are.
         local: the settings clients train with.
         seed: the run's seed.
+        inputs: what an input looks like, if that is known.
     """
 
     rows: Rows | None = None
@@ -88,6 +90,7 @@ class Bench:
     classes: int = 0
     local: LocalSettings = field(default_factory=LocalSettings)
     seed: int = 0
+    inputs: InputForm | None = None
 
     def stream(self, *purpose: str | int) -> torch.Generator:
         """A random stream for the server's own draws."""
@@ -98,6 +101,12 @@ class Bench:
         if self.rows is None or not len(self.rows):
             raise RecipeError(f"{who} learns on the server's own rows and there are none; set data.server_fraction")
         return self.rows
+
+    def need_unlabelled(self, who: str) -> Tensor:
+        """The inputs without labels, or one sentence saying who misses them."""
+        if self.unlabelled is None or not len(self.unlabelled):
+            raise RecipeError(f"{who} learns on inputs without labels and there are none; set data.unlabelled")
+        return self.unlabelled
 
 
 @dataclass(slots=True)

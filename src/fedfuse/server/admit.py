@@ -2,8 +2,8 @@
 
 In order: size before anything is read → the table of contents before anything is allocated → round, network,
 names, shapes and dtypes equal to the brief's → mass and steps in range → values finite → each piece of evidence by
-its own check → one reply per client. A refusal names client, field, what came and what was expected; the round
-goes on.
+its own check → one reply per client, nobody far above the others in mass or steps. A refusal names client, field,
+what came and what was expected; the round goes on.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ from fedfuse.core.posterior import Geometry, Posterior
 from fedfuse.core.recipe import Evidence
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, FuseError, Refused
-from fedfuse.wire.codec import LazyParams, Limits, Malformed, Packet, decode, forms_of, forms_size, read
+from fedfuse.wire.codec import LazyParams, Limits, Malformed, Packet, decode, forms_of, forms_size, piece_of, read
 from fedfuse.wire.messages import NOTE, VERSION, split
 from fedfuse.wire.spool import Spool
 
 _HEADER_BYTES = 65_536  # our own header, generously
 _ENTRY_BYTES = 512  # a tensor's line in the table of contents, generously
+_MAX_MASS = 10**12  # more examples than anybody has, and far below where a sum of masses could overflow
 _MAX_STEPS = 10**9
+_MAX_COUNT = 2**53  # a counter that others can still count on from
+LEAST_LOG_VARIANCE = -30.0  # smaller variances are raised to this one: their precisions would drown everybody else's
+_MOST_LOG_VARIANCE = 20.0  # a standard deviation of 22,000 is no belief about a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,8 @@ class Rules:
 
     Attributes:
         quorum: the share of asked clients that must be admitted for the round to count.
-        mass_ratio: without an enrolled count, a mass may be at most this multiple of the round's median.
+        mass_ratio: without an enrolled count, a mass may be at most this multiple of the round's median;
+            so may a number of local steps, which grows with an enrolled mass.
         memory: bytes of admitted updates held in memory; the rest is kept in files.
         trusted: model factories outside fedfuse that the user named.
     """
@@ -58,6 +63,7 @@ class Contract:
     forms: Mapping[str, Form]
     evidence: tuple[Evidence, ...]
     roles: Mapping[str, str]
+    limits: Limits
     enrolled: int | None = None
 
     @classmethod
@@ -66,14 +72,14 @@ class Contract:
         forms = dict(forms_of(brief.params))
         for kind in evidence:
             forms |= {NOTE + n: form for n, form in kind.expects(brief).items()}
-        return cls(brief.round, brief.spec, forms, evidence, brief.spec.layout.roles, enrolled)
+        limits = _limits(forms, brief.spec)
+        return cls(brief.round, brief.spec, forms, evidence, brief.spec.layout.roles, limits, enrolled)
 
-    @property
-    def limits(self) -> Limits:
-        """The size a good reply cannot exceed."""
-        header = _HEADER_BYTES + _ENTRY_BYTES * len(self.forms) + sum(len(n) for n in self.forms)
-        header += len(self.spec.to_text()) * 2
-        return Limits(bytes=forms_size(self.forms) + header, header=header, tensors=len(self.forms) + 1)
+
+def _limits(forms: Mapping[str, Form], spec: Spec) -> Limits:
+    """The size a good reply cannot exceed."""
+    header = _HEADER_BYTES + _ENTRY_BYTES * len(forms) + sum(map(len, forms)) + len(spec.to_text()) * 2
+    return Limits(bytes=forms_size(forms) + header, header=header, tensors=len(forms) + 1)
 
 
 @dataclass(slots=True)
@@ -103,13 +109,14 @@ def admit(envelope: Envelope, contract: Contract, packet: Packet | None = None) 
     mass, steps = _mass(client, packet.header, contract), _steps(client, packet.header)
     mean, notes = split(packet)
     try:
-        _check_values(client, mean, contract.roles)
-        _check_values(client, notes, {})
+        _check_values(client, packet.tensors, contract.roles)
     except Malformed as why:
         raise Refused(client, "reply", str(why), "a file that stays as it is") from why
     geometry = _check_evidence(client, notes, mass, contract)
+    mean, raised = _floored(mean, contract.roles)
     posterior = Posterior(mean, geometry) if geometry is not None else Posterior(mean)
-    return ClientUpdate(client, posterior, mass, steps, contract.spec, notes, _facts(packet.header))
+    facts = _facts(packet.header) | ({"raised_variances": float(raised)} if raised else {})
+    return ClientUpdate(client, posterior, mass, steps, contract.spec, notes, facts)
 
 
 def admit_all(
@@ -119,9 +126,20 @@ def admit_all(
     asked: Iterable[str],
     rules: Rules | None = None,
     enrolled: Mapping[str, int] | None = None,
+    opened: Mapping[str, Packet] | None = None,
 ) -> Admission:
-    """Judge a round's replies as they arrive; beyond the memory limit they wait in files."""
-    rules, enrolled = rules or Rules(), enrolled or {}
+    """Judge a round's replies as they arrive; beyond the memory limit they wait in files.
+
+    Args:
+        envelopes: what the transport brings.
+        brief: what was asked.
+        evidence: what was asked beside the weights.
+        asked: who was asked.
+        rules: what the server insists on.
+        enrolled: how many examples each client has declared beforehand.
+        opened: replies that somebody had to open before, by client; their payloads are not read again.
+    """
+    rules, enrolled, opened = rules or Rules(), enrolled or {}, opened or {}
     seen, updates = Admission(Cohort(()), Spool(rules.memory)), dict[str, ClientUpdate]()
     expected, common = frozenset(asked), Contract.of(brief.to(""), evidence)
     for envelope in envelopes:
@@ -136,10 +154,12 @@ def admit_all(
             _check_turn(envelope.client, expected, updates)
             contract = Contract.of(brief.to(envelope.client), evidence) if envelope.client in brief.own else common
             contract = replace(contract, enrolled=enrolled.get(envelope.client))
-            updates[envelope.client] = admit(seen.spool.keep(envelope, contract.limits.bytes), contract)
+            packet = opened.get(envelope.client)
+            kept = envelope if packet else seen.spool.keep(envelope, contract.limits.bytes)
+            updates[envelope.client] = admit(kept, contract, packet)
         except Refused as why:
             seen.refused.append(why.facts())
-    seen.cohort = Cohort.of(_fair_masses(list(updates.values()), rules.mass_ratio, enrolled, seen.refused))
+    seen.cohort = Cohort.of(_fair(list(updates.values()), rules.mass_ratio, enrolled, seen.refused))
     return seen
 
 
@@ -172,13 +192,14 @@ def _check_header(client: str, header: Mapping[str, Any], contract: Contract) ->
         got = f"{header.get('kind')!r} of version {header.get('version')!r}"
         raise Refused(client, "message", got, f"a reply of version {VERSION}")
     if header.get("round") != contract.round or isinstance(header.get("round"), bool):
-        raise Refused(client, "round", header.get("round"), f"{contract.round}, the round asked for")
+        raise Refused(client, "round", repr(header.get("round")), f"{contract.round}, the round asked for")
+    if header.get("spec") == contract.spec.to_json():
+        return
     try:
-        spec = Spec.from_json(header.get("spec"), {contract.spec.factory})
+        spec = Spec.from_json(header.get("spec"), contract.spec.factories)
     except ConfigError as why:
         raise Refused(client, "spec", str(why), f"the network briefed ({contract.spec.factory})") from why
-    if spec.to_text() != contract.spec.to_text():
-        raise Refused(client, "spec", _spec_words(spec), f"the network briefed, {_spec_words(contract.spec)}")
+    raise Refused(client, "spec", _spec_words(spec), f"the network briefed, {_spec_words(contract.spec)}")
 
 
 def _spec_words(spec: Spec) -> str:
@@ -187,13 +208,20 @@ def _spec_words(spec: Spec) -> str:
 
 
 def _check_forms(client: str, got: Mapping[str, Form], expected: Mapping[str, Form]) -> None:
+    if got == expected:
+        return
     if missing := [n for n in expected if n not in got]:
         raise Refused(client, missing[0].removeprefix(NOTE), "missing", form_words(expected[missing[0]]))
     if extra := [n for n in got if n not in expected]:
-        raise Refused(client, extra[0].removeprefix(NOTE), "sent unasked", "only what was asked for")
+        raise Refused(client, _printable(extra[0].removeprefix(NOTE)), "sent unasked", "only what was asked for")
     for name, form in expected.items():
         if got[name] != form:
             raise Refused(client, name.removeprefix(NOTE), form_words(got[name]), form_words(form))
+
+
+def _printable(name: str) -> str:
+    """A name nobody here chose, fit for a log."""
+    return name if name and name.isprintable() and len(name) <= 80 else ascii(name)[:80]
 
 
 def form_words(form: Form) -> str:
@@ -203,8 +231,8 @@ def form_words(form: Form) -> str:
 
 def _mass(client: str, header: Mapping[str, Any], contract: Contract) -> float:
     mass = header.get("mass")
-    if not isinstance(mass, int | float) or isinstance(mass, bool) or not math.isfinite(mass) or mass <= 0:
-        raise Refused(client, "mass", mass, "a number of examples above 0")
+    if not isinstance(mass, int | float) or isinstance(mass, bool) or not 0 < mass <= _MAX_MASS:
+        raise Refused(client, "mass", repr(mass), f"a number of examples above 0 and up to {_MAX_MASS:,}")
     if contract.enrolled is not None and mass > contract.enrolled:
         raise Refused(client, "mass", mass, f"at most {contract.enrolled}, the examples it enrolled with")
     return float(mass)
@@ -213,7 +241,7 @@ def _mass(client: str, header: Mapping[str, Any], contract: Contract) -> float:
 def _steps(client: str, header: Mapping[str, Any]) -> int:
     steps = header.get("steps")
     if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= _MAX_STEPS:
-        raise Refused(client, "steps", steps, f"a whole number from 1 to {_MAX_STEPS:,}")
+        raise Refused(client, "steps", repr(steps), f"a whole number from 1 to {_MAX_STEPS:,}")
     return steps
 
 
@@ -226,14 +254,36 @@ def _facts(header: Mapping[str, Any]) -> dict[str, float]:
     return {k: float(v) for k, v in plain.items() if not isinstance(v, bool) and abs(v) < 1e300}
 
 
-def _check_values(client: str, tensors: Params, roles: Mapping[str, str]) -> None:
+def _check_values(client: str, tensors: LazyParams, roles: Mapping[str, str]) -> None:
+    for run in tensors.runs():
+        if not all(is_finite(piece) for piece in tensors.pieces(run)):
+            culprit = next(name for name in run if not is_finite(tensors[name]))
+            raise Refused(client, culprit.removeprefix(NOTE), "not finite", "finite numbers")
     for name in tensors:
+        role = roles.get(name)
+        if role not in ("statistic", "spread", "counter"):
+            continue
         tensor = tensors[name]
-        if tensor.is_floating_point():
-            if not is_finite(tensor):
-                raise Refused(client, name, "not finite", "finite numbers")
-        elif roles.get(name) == "counter" and tensor.numel() and bool((tensor < 0).any()):
-            raise Refused(client, name, int(tensor.min()), "a counter ≥ 0")
+        if role == "statistic" and name.endswith("running_var") and bool((tensor < 0).any()):
+            raise Refused(client, name, float(tensor.min()), "variances ≥ 0")
+        if role == "spread" and tensor.numel() and float(tensor.max()) > _MOST_LOG_VARIANCE:
+            raise Refused(client, name, float(tensor.max()), f"log-variances up to {_MOST_LOG_VARIANCE:g}")
+        if role == "counter" and tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) <= _MAX_COUNT:
+            raise Refused(client, name, [int(tensor.min()), int(tensor.max())], f"counts from 0 to {_MAX_COUNT:,}")
+
+
+def _floored(mean: Params, roles: Mapping[str, str]) -> tuple[Params, int]:
+    """The tensors with every log-variance raised to the least one allowed, and how many had to be."""
+    spreads = frozenset(name for name, role in roles.items() if role == "spread" and name in mean)
+    raised = sum(int((mean[name] < LEAST_LOG_VARIANCE).sum()) for name in spreads)
+    if not raised:
+        return mean, 0
+
+    def fetch(name: str, begin: int, end: int) -> Tensor:
+        piece = piece_of(mean, name, begin, end)
+        return piece.clamp(min=LEAST_LOG_VARIANCE) if name in spreads else piece
+
+    return LazyParams(forms_of(mean), fetch), raised
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -243,7 +293,7 @@ def is_finite(tensor: Tensor) -> bool:
         >>> is_finite(torch.tensor([1.0, float("nan")])), is_finite(torch.full((9,), 3e38))
         (False, True)
     """
-    if torch.isfinite(tensor.sum()):
+    if not tensor.is_floating_point() or math.isfinite(tensor.sum().item()):
         return True
     return bool(torch.isfinite(tensor).all())  # a sum of large numbers may overflow where none of them is infinite
 
@@ -262,17 +312,20 @@ def _check_evidence(client: str, notes: LazyParams | Params, mass: float, contra
     return found
 
 
-def _fair_masses(
+def _fair(
     updates: list[ClientUpdate], ratio: float, enrolled: Mapping[str, int], refused: list[dict[str, str]]
 ) -> list[ClientUpdate]:
-    """Without an enrolled count, nobody may claim more than a multiple of the round's median mass."""
+    """Nobody may claim far more than the others: in mass unless it enrolled with it, and in steps for its mass."""
     if not updates:
         return updates
-    cap = ratio * statistics.median(u.mass for u in updates)
-    fair = [u for u in updates if u.client in enrolled or u.mass <= cap]
-    names = {u.client for u in fair}
-    over = [u for u in updates if u.client not in names]
-    refused.extend(
-        Refused(u.client, "mass", u.mass, f"at most {cap:g}, {ratio:g} times the median").facts() for u in over
-    )
+    typical = {claim: statistics.median(getattr(u, claim) for u in updates) for claim in ("mass", "steps")}
+    fair = []
+    for u in updates:
+        room = ratio * max(1.0, u.mass / typical["mass"] if u.client in enrolled else 1.0)
+        over = [claim for claim, median in typical.items() if getattr(u, claim) > room * median]
+        if over:
+            words = f"at most {room * typical[over[0]]:g}, {room:g} times the median"
+            refused.append(Refused(u.client, over[0], getattr(u, over[0]), words).facts())
+        else:
+            fair.append(u)
     return fair

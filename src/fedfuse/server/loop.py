@@ -16,7 +16,7 @@ from fedfuse.core.rng import stream
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import QuorumLost
 from fedfuse.server.admit import Admission, Rules, admit_all
-from fedfuse.wire.messages import encode_brief
+from fedfuse.wire.messages import brief_size
 
 
 class Scorer(Protocol):
@@ -64,6 +64,7 @@ def run(
     recipe.check(plan.rounds, bench)
     while state.round < plan.rounds:
         now = recipe.at(state.round)
+        state = now.dressed(state, bench)  # in every round: a step may have left the network without its dress
         yield (record := one_round(now, now.roster(engine, bench), bench, judge, state, plan))
         state = record.state
 
@@ -86,7 +87,7 @@ def one_round(
     after = replace(after, round=state.round + 1)
     spent = time.perf_counter() - began
     scores = judge.score(after.model, admission, after.round == plan.rounds) if judge else {}
-    facts = _facts(recipe, admission, brief, len(asked))
+    facts = _facts(recipe, admission, brief, asked)
     return Record(after, {**facts, **scores, "train_seconds": waited, "server_seconds": spent, "facts": after.facts})
 
 
@@ -120,13 +121,18 @@ def check_quorum(admission: Admission, asked: tuple[str, ...], quorum: float, ro
     )
 
 
-def _facts(recipe: Recipe, admission: Admission, brief: Brief, asked: int) -> dict[str, Any]:
+def _bytes_down(brief: Brief, asked: tuple[str, ...]) -> int:
+    apart = [client for client in asked if client in brief.own]
+    return brief_size(brief.to("")) * (len(asked) - len(apart)) + sum(brief_size(brief.to(c)) for c in apart)
+
+
+def _facts(recipe: Recipe, admission: Admission, brief: Brief, asked: tuple[str, ...]) -> dict[str, Any]:
     clients = {u.client: {"mass": u.mass, "steps": u.steps, **u.facts} for u in admission.cohort}
     return {
         "round": brief.round + 1,
         "clients": clients,
         "bytes_up": admission.bytes_up,
-        "bytes_down": asked * len(encode_brief(brief.to(""))),
+        "bytes_down": _bytes_down(brief, asked),
         "trained": admission.trained,
         "remembered": admission.remembered,
         "refused": admission.refused,

@@ -11,12 +11,13 @@ import contextlib
 import json
 import math
 import os
-import tempfile
+import reprlib
+import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ENTRY = frozenset({"dtype", "shape", "data_offsets"})
 
 with warnings.catch_warnings():  # torch says once per process that such memory is read-only; we know
     warnings.simplefilter("ignore")
@@ -61,12 +63,20 @@ class LazyParams(Mapping[str, Tensor]):
     """Tensors that are fetched when asked for and not kept: memory stays with whoever asks.
 
     `piece` fetches a run of a tensor's elements, so that a reader can walk through a tensor larger than its memory.
+    `places` tells, where it is known, at which byte of the message each tensor begins: a piece may go on beyond its
+    tensor's end into those of the same dtype that follow it.
     """
 
-    __slots__ = ("_fetch", "forms")
+    __slots__ = ("_fetch", "forms", "places")
 
-    def __init__(self, forms: Mapping[str, Form], fetch: Callable[[str, int, int], Tensor]) -> None:
+    def __init__(
+        self,
+        forms: Mapping[str, Form],
+        fetch: Callable[[str, int, int], Tensor],
+        places: Mapping[str, int] | None = None,
+    ) -> None:
         self.forms = forms
+        self.places = places or {}
         self._fetch = fetch
 
     def __getitem__(self, name: str) -> Tensor:
@@ -74,8 +84,25 @@ class LazyParams(Mapping[str, Tensor]):
         return self._fetch(name, 0, math.prod(form.shape)).view(form.shape)
 
     def piece(self, name: str, begin: int, end: int) -> Tensor:
-        """Elements [begin, end) of a tensor laid flat."""
+        """Elements [begin, end) of a tensor laid flat, counted from its first."""
         return self._fetch(name, begin, end)
+
+    def runs(self) -> list[tuple[str, ...]]:
+        """Names in groups whose tensors lie one behind the other in one dtype: each can be read as one long piece."""
+        runs, end = list[tuple[str, ...]](), (-1, torch.bool)  # where the last run ends, and its dtype
+        for name, place in sorted(self.places.items(), key=lambda entry: entry[1]):
+            form = self.forms[name]
+            if end == (place, form.dtype):
+                runs[-1] += (name,)
+            else:
+                runs.append((name,))
+            end = (place + math.prod(form.shape) * form.dtype.itemsize, form.dtype)
+        return runs if self.places else [(name,) for name in self.forms]
+
+    def pieces(self, run: tuple[str, ...], size: int = 1 << 22) -> Iterator[Tensor]:
+        """All elements of a run, so many at a time."""
+        count = sum(math.prod(self.forms[name].shape) for name in run)
+        return (self._fetch(run[0], begin, min(begin + size, count)) for begin in range(0, count, size))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.forms)
@@ -90,7 +117,8 @@ class LazyParams(Mapping[str, Tensor]):
         """The tensors whose names pass, under new names."""
         old = {rename(n): n for n in self.forms if keep(n)}
         forms = {new: self.forms[name] for new, name in old.items()}
-        return LazyParams(forms, lambda new, begin, end: self._fetch(old[new], begin, end))
+        places = {new: self.places[name] for new, name in old.items() if name in self.places}
+        return LazyParams(forms, lambda new, begin, end: self._fetch(old[new], begin, end), places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +130,7 @@ class Packet:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
+class _Slot(NamedTuple):
     form: Form
     begin: int
     end: int
@@ -134,20 +161,21 @@ def write(path: Path, tensors: Params, header: Mapping[str, Any]) -> int:
 @contextlib.contextmanager
 def atomic(path: Path) -> Iterator[BinaryIO]:
     """A file that appears under its name only when complete and on disk."""
+    half = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        file = half.open("xb")
     except OSError as why:
         raise ConfigError(f"cannot write {path}: {why.strerror or why}; choose a folder that can be written") from why
     try:
-        with os.fdopen(handle, "wb") as file:
+        with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        Path(name).replace(path)
+        half.replace(path)
     except BaseException as why:
         with contextlib.suppress(OSError):
-            Path(name).unlink()
+            half.unlink()
         if isinstance(why, OSError):
             raise ConfigError(
                 f"cannot write {path}: {why.strerror or why}; free some space or choose another folder"
@@ -173,7 +201,7 @@ def decode(data: bytes, limits: Limits | None = None) -> Packet:
         offset = start + slot.begin + begin * dtype.itemsize
         return torch.frombuffer(data, dtype=dtype, count=end - begin, offset=offset)
 
-    return Packet(header, LazyParams({n: s.form for n, s in slots.items()}, fetch), len(data))
+    return Packet(header, _lazy(slots, fetch), len(data))
 
 
 def read(path: Path, limits: Limits | None = None) -> Packet:
@@ -194,14 +222,26 @@ def read(path: Path, limits: Limits | None = None) -> Packet:
     def fetch(name: str, begin: int, end: int) -> Tensor:
         slot = slots[name]
         out = torch.empty(end - begin, dtype=slot.form.dtype)
-        if end > begin:
+        try:
             with path.open("rb") as file:
                 file.seek(start + slot.begin + begin * slot.form.dtype.itemsize)
-                if file.readinto(memoryview(_bytes_of(out))) != out.numel() * out.itemsize:
-                    raise Malformed(f"{path.name} changed while it was read")
+                got = file.readinto(memoryview(_bytes_of(out)))
+        except OSError as why:
+            raise Malformed(f"cannot read {path}: {why.strerror or why}") from why
+        if got != out.numel() * out.itemsize:
+            raise Malformed(f"{path.name} changed while it was read")
         return out
 
-    return Packet(header, LazyParams({n: s.form for n, s in slots.items()}, fetch), size)
+    return Packet(header, _lazy(slots, fetch), size)
+
+
+def _lazy(slots: Mapping[str, _Slot], fetch: Callable[[str, int, int], Tensor]) -> LazyParams:
+    return LazyParams({n: s.form for n, s in slots.items()}, fetch, {n: s.begin for n, s in slots.items()})
+
+
+def piece_of(params: Params, name: str, begin: int, end: int) -> Tensor:
+    """Elements [begin, end) of a tensor laid flat, wherever it lives."""
+    return params.piece(name, begin, end) if isinstance(params, LazyParams) else params[name].reshape(-1)[begin:end]
 
 
 def forms_of(params: Params) -> Mapping[str, Form]:
@@ -212,6 +252,16 @@ def forms_of(params: Params) -> Mapping[str, Form]:
 def forms_size(forms: Mapping[str, Form]) -> int:
     """Bytes of data these tensors take."""
     return sum(math.prod(f.shape) * f.dtype.itemsize for f in forms.values())
+
+
+def encoded_size(tensors: Params, header: Mapping[str, Any]) -> int:
+    """How long the message would be, without writing it.
+
+    Example:
+        >>> encoded_size({"w": torch.ones(9)}, {}) == len(encode({"w": torch.ones(9)}, {}))
+        True
+    """
+    return len(_head(tensors, header)[0]) + forms_size(forms_of(tensors))
 
 
 def _check_size(size: int, limits: Limits) -> None:
@@ -273,15 +323,16 @@ def _parse(
     return slots, _header(meta), 8 + length
 
 
-def _table(text: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise Malformed("a name stands twice in its header")
-        return found
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise Malformed("a name stands twice in its header")
+    return found
 
+
+def _table(text: str | bytes) -> dict[str, Any]:
     try:
-        table = json.loads(text, object_pairs_hook=unique)
+        table = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as why:
         raise Malformed("its header is not JSON; expected a safetensors file") from why
     if not isinstance(table, dict):
@@ -293,15 +344,25 @@ def _header(meta: object) -> Mapping[str, Any]:
     text = meta.get("fedfuse", "{}") if isinstance(meta, dict) else None
     if not isinstance(text, str):
         raise Malformed("its metadata are not text")
-    return _table(text.encode())
+    header = _table(text)
+    if _too_deep(header):
+        raise Malformed("its header is nested too deeply")
+    return header
+
+
+def _too_deep(value: object, levels: int = 32) -> bool:
+    """Whether a header nests so far that printing or comparing it could exhaust the stack."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels == 0 or any(_too_deep(part, levels - 1) for part in inside)
 
 
 def _slot(name: str, entry: object) -> _Slot:
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(entry, dict) or entry.keys() != _ENTRY:
         raise Malformed(f"tensor {name[:80]!r} is not described by dtype, shape and offsets")
-    dtype, shape, offsets = DTYPES.get(str(entry["dtype"])), entry["shape"], entry["data_offsets"]
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = DTYPES.get(kind) if isinstance(kind, str) else None
     if dtype is None:
-        raise Malformed(f"tensor {name[:80]!r} has the dtype {str(entry['dtype'])[:20]!r}, which is not read here")
+        raise Malformed(f"tensor {name[:80]!r} has the dtype {reprlib.repr(kind)}, which is not read here")
     if not _naturals(shape) or not _naturals(offsets) or len(shape) > 8 or len(offsets) != 2:
         raise Malformed(f"tensor {name[:80]!r} has an impossible shape or place")
     begin, end = offsets
@@ -311,9 +372,8 @@ def _slot(name: str, entry: object) -> _Slot:
 
 
 def _naturals(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**48 for n in value
-    )
+    whole = type(value) is list and {*map(type, value)} <= {int}  # bool is another type
+    return whole and 0 <= min(value, default=0) <= max(value, default=0) < 2**48  # type: ignore[call-overload]
 
 
 def _check_cover(slots: Mapping[str, _Slot], body: int) -> None:

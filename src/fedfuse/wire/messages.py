@@ -11,7 +11,7 @@ from torch import Tensor
 from fedfuse.core.messages import Brief
 from fedfuse.core.params import Params
 from fedfuse.core.spec import Spec
-from fedfuse.wire.codec import Packet, decode, encode
+from fedfuse.wire.codec import Malformed, Packet, decode, encode, encoded_size
 
 VERSION = 1
 NOTE = "~"  # evidence and memory stand under this mark, so that plain names are always the model's own
@@ -19,12 +19,25 @@ NOTE = "~"  # evidence and memory stand under this mark, so that plain names are
 
 def encode_brief(brief: Brief) -> bytes:
     """A brief as this client hears it (see `Brief.to`)."""
+    return encode({**brief.params, **noted(brief.memory)}, _brief_header(brief))
+
+
+def brief_size(brief: Brief) -> int:
+    """How many bytes a client hears, without writing them."""
+    return encoded_size({**brief.params, **noted(brief.memory)}, _brief_header(brief))
+
+
+def _brief_header(brief: Brief) -> dict[str, Any]:
     header = {"kind": "brief", "version": VERSION, "round": brief.round, "classes": brief.classes}
-    return encode({**brief.params, **noted(brief.memory)}, {**header, "spec": brief.spec.to_json()})
+    return {**header, "spec": brief.spec.to_json()}
 
 
 def decode_brief(data: bytes, trusted: Collection[str] = ()) -> Brief:
     """Read a brief at a client; a model that is not ours must be named in `trusted`.
+
+    Raises:
+        Malformed: if the bytes are no brief of this version.
+        ConfigError: if they name a network that was not named here.
 
     Example:
         >>> import torch
@@ -33,9 +46,13 @@ def decode_brief(data: bytes, trusted: Collection[str] = ()) -> Brief:
         3
     """
     packet = decode(data)
-    spec = Spec.from_json(packet.header.get("spec"), trusted)
+    header = packet.header
+    counts = header.get("round"), header.get("classes")
+    if (header.get("kind"), header.get("version")) != ("brief", VERSION) or not all(type(n) is int for n in counts):
+        raise Malformed(f"it is a {header.get('kind')!r:.40} message, expected a brief of version {VERSION}")
+    spec = Spec.from_json(header.get("spec"), trusted)
     params, memory = split(packet)
-    return Brief(packet.header["round"], spec, params, memory, classes=packet.header.get("classes", 0))
+    return Brief(header["round"], spec, params, memory, classes=header["classes"])
 
 
 def encode_reply(

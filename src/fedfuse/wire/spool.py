@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedfuse.core.messages import Envelope
+from fedfuse.errors import ConfigError
 
 
 class Spool:
@@ -39,8 +40,14 @@ class Spool:
             self._held += len(payload)
             return envelope
         self._files += 1
-        path = self._place() / f"{self._files}.safetensors"
-        path.write_bytes(payload)
+        try:
+            path = self._place() / f"{self._files}.safetensors"
+            path.write_bytes(payload)
+        except OSError as why:
+            raise ConfigError(
+                f"updates that outgrow memory cannot wait in {tempfile.gettempdir()}: {why.strerror or why}; "
+                "free some space, name another folder in TMPDIR or raise the memory limit"
+            ) from why
         return replace(envelope, payload=path)
 
     def _place(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -28,12 +29,25 @@ def walked(steps: int, momentum: float) -> float:
     return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
 
 
+def carried(local: Local) -> float:
+    """How far a constant unit gradient would have carried the weights: Σ_t η_t (1 − ρ^t)/(1 − ρ).
+
+    At a constant rate this is η · `walked`(τ, ρ); here the rate may change from epoch to epoch.
+    """
+    settings, rho = local.settings, _momentum(local.settings.optimizer)
+    batches = len(local.rows) / settings.batch_size
+    per_epoch = math.floor(batches) if settings.drop_last else math.ceil(batches)
+    rates = torch.tensor([settings.rate(local.brief.round, e) for e in range(settings.epochs)], dtype=torch.float64)
+    step = torch.arange(1, local.steps + 1, dtype=torch.float64)
+    return float((rates.repeat_interleave(per_epoch)[: local.steps] * (1 - rho**step) / (1 - rho)).sum())
+
+
 @dataclass(frozen=True, slots=True)
 class ControlDelta:
-    """SCAFFOLD's client half, option II: c_k⁺ = c_k − c + (w₀ − w_k)/(η a), and Δc = c_k⁺ − c_k is sent.
+    """SCAFFOLD's client half, option II: c_k⁺ = c_k − c + (w₀ − w_k)/(η τ), and Δc = c_k⁺ − c_k is sent.
 
-    `a` counts the steps, momentum included (see `walked`); both variates start at zero. It touches the trainable
-    weights only: buffers have no gradient to control.
+    For η τ stands what was really `carried`, with momentum and changing rates; both variates start at zero. It touches
+    the trainable weights only: buffers have no gradient to control.
     """
 
     name: ClassVar[str] = "control"
@@ -41,7 +55,7 @@ class ControlDelta:
 
     def __call__(self, local: Local) -> Params:
         """The change of this client's control variate, which it also remembers."""
-        scale = local.lr * walked(local.steps, _momentum(local.settings.optimizer)) if local.steps else 0.0
+        scale = carried(local)
         theirs, mine = part(local.brief.memory, self.name), local.recall(self.name)
         delta = {}
         for name, weight in local.live.items():
@@ -54,8 +68,8 @@ class ControlDelta:
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
         """One tensor per trainable weight, of its form."""
-        trainable = brief.spec.layout.with_role("weight", "bias", "norm")
-        return {f"{self.name}/{n}": Form.of(brief.params[n]) for n in trainable}
+        trainable = brief.spec.skeleton().named_parameters()  # one name for tied weights, as in training
+        return {f"{self.name}/{n}": Form.of(brief.params[n]) for n, _ in trainable}
 
     def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Any finite value will do."""

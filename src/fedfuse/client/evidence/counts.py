@@ -34,8 +34,9 @@ class LabelCounts:
         counts = notes["counts/labels"]
         if (counts < 0).any():
             return Flaw("counts/labels", int(counts.min()), "whole numbers ≥ 0")
-        if int(counts.sum()) != mass:
-            return Flaw("counts/labels", f"a sum of {int(counts.sum())}", f"the mass {mass:g}")
+        total = sum(counts.tolist())  # Python's whole numbers do not wrap around
+        if total != mass:
+            return Flaw("counts/labels", f"a sum of {total}", f"the mass {mass:g}")
         return None
 
     def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature

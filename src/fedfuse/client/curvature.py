@@ -1,0 +1,65 @@
+"""A pull by curvature: what a client's rows did not see, the others' did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedfuse.client.evidence.kfac import Block, blocks_of, unpacked
+from fedfuse.core.recipe import Batch, CrossEntropy, Objective
+from fedfuse.core.state import Local, part
+
+
+class _Gap(NamedTuple):
+    """A layer's global factors less the client's own, stacked over its groups, and where it began."""
+
+    block: Block
+    A: Tensor
+    B: Tensor
+    start: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PosteriorPull:
+    """FedLPA beyond the first round: base + η Σ_layers max(0, ½ ⟨D, (B − B_k) D (A − A_k)⟩), D = M − M_global.
+
+    A, B are the cohort's mean factors, which the server publishes, and A_k, B_k the client's own from its last round:
+    moving is dear along directions that matter to others and not to the client's own rows. A layer's term counts only
+    while it is positive, for a difference of curvatures can be of either sign. Until both are known, which is in
+    every client's first round, the loss is exactly the base's.
+
+    Attributes:
+        eta: η; the released code has 1.
+        base: the loss without the pull.
+    """
+
+    eta: float
+    base: Objective = field(default_factory=CrossEntropy)
+
+    def __call__(self, local: Local, batch: Batch) -> Tensor:
+        """The base loss and the pull."""
+        loss = self.base(local, batch)
+        gaps = local.once("kron gaps", _gaps)
+        if not gaps or self.eta == 0:
+            return loss
+        return loss + self.eta / 2 * torch.stack([_pull(gap, local) for gap in gaps]).clamp(min=0).sum()
+
+
+def _pull(gap: _Gap, local: Local) -> Tensor:
+    away = gap.block.matrices(local.live) - gap.start
+    return (away * (gap.B @ away @ gap.A)).sum()
+
+
+def _gaps(local: Local) -> list[_Gap]:
+    theirs, mine = part(local.brief.memory, "kron"), local.recall("kron")
+    known = [b for b in blocks_of(local.brief.spec) if f"{b.layer.name}/in" in theirs.keys() & mine.keys()]
+    return [_gap(block, theirs, mine, local) for block in known]
+
+
+def _gap(block: Block, theirs: dict[str, Tensor], mine: dict[str, Tensor], local: Local) -> _Gap:
+    names = (f"{block.layer.name}/in", f"{block.layer.name}/out")
+    A, B = (unpacked((theirs[n].double() - mine[n].double()).to(local.anchor[block.layer.weight])) for n in names)
+    return _Gap(block, A, B, block.matrices(local.anchor))

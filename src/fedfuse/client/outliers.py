@@ -1,0 +1,178 @@
+"""Rows destroyed just enough to belong to no class: FedOV's outliers, a whole batch at a time.
+
+Each image is destroyed in one of five ways, drawn at random: a tight crop blown up, a strong blur, a large part
+erased, half of it copied elsewhere or swapped, or its quarters turned. The last two are drawn twice as often. Rows of
+features, of which the paper says nothing, lose a large part of their features or have half of them shuffled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedfuse.errors import RecipeError
+
+Destroy = Callable[[Tensor, torch.Generator], Tensor]
+
+
+def destroyed(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Every row destroyed in its own way; the generator decides how.
+
+    Example:
+        >>> destroyed(torch.rand(6, 3, 8, 8), torch.Generator().manual_seed(0)).shape
+        torch.Size([6, 3, 8, 8])
+    """
+    if x.ndim not in (2, 4) or (x.ndim == 4 and min(x.shape[2:]) < 4):
+        raise RecipeError(
+            f"outliers are made of features or of images of at least 4×4 pixels, and the rows are "
+            f"{'×'.join(map(str, x.shape[1:]))}; use a method without outliers"
+        )
+    ways = WAYS if x.ndim == 4 else FEATURE_WAYS
+    way = torch.randint(len(ways), (len(x),), generator=generator).to(x.device)
+    out = x.clone()
+    for place, destroy in enumerate(ways):
+        mine = (way == place).nonzero()[:, 0]
+        if len(mine):
+            out[mine] = destroy(x[mine], generator)
+    return out
+
+
+def tight_crop(x: Tensor, generator: torch.Generator) -> Tensor:
+    """A window of a tenth to a third of the image's area, at a random place, blown up to the whole."""
+    _, _, height, width = x.shape
+    tall, wide = _box(len(x), (0.1, 0.33), (3 / 4, 4 / 3), generator)
+    down, right = ((1 - side) * (2 * _draw(len(x), generator) - 1) for side in (tall, wide))
+    zero = torch.zeros_like(tall)
+    theta = torch.stack([torch.stack([wide, zero, right], 1), torch.stack([zero, tall, down], 1)], 1).to(x)
+    grid = F.affine_grid(theta, [len(x), 1, height, width], align_corners=False)
+    return F.grid_sample(x, grid, mode="bilinear", padding_mode="border", align_corners=False)
+
+
+def blur(x: Tensor, generator: torch.Generator) -> Tensor:
+    """A mean over 3 to 9 pixels along one axis and 1 to 5 along the other.
+
+    The published blur is Gaussian with a standard deviation of 10 pixels or more, which over so few pixels is flat.
+    """
+    long = torch.randint(1, 5, (len(x),), generator=generator)
+    short = torch.randint(0, 3, (len(x),), generator=generator)
+    flat = torch.rand(len(x), generator=generator) < 0.5
+    rows = _running_mean(x, torch.where(flat, short, long))
+    return _running_mean(rows.transpose(2, 3), torch.where(flat, long, short)).transpose(2, 3)
+
+
+def erase(x: Tensor, generator: torch.Generator) -> Tensor:
+    """A rectangle of a third to a half of the image's area set to zero."""
+    _, _, height, width = x.shape
+    tall, wide = _box(len(x), (0.33, 0.5), (0.3, 3.3), generator)
+    gone = _band(height, tall, generator)[:, :, None] & _band(width, wide, generator)[:, None, :]
+    return x.masked_fill(gone[:, None].to(x.device), 0.0)
+
+
+def cut(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Half of the image pasted over another half, or its two halves swapped; across or along."""
+    n, _, height, width = x.shape
+    kind = torch.randint(6, (n,), generator=generator)  # 0, 1, 2 along the width, 3, 4, 5 along the height
+    across, swap = kind < 3, kind % 3 == 2
+    columns = torch.where((across & swap)[:, None], _swapped(width), _pasted(n, width, generator))
+    rows = torch.where((~across & swap)[:, None], _swapped(height), _pasted(n, height, generator))
+    columns = torch.where(across[:, None], columns, torch.arange(width))
+    rows = torch.where(across[:, None], torch.arange(height), rows)
+    return _fetched(x, rows[:, :, None].expand(n, height, width), columns[:, None, :].expand(n, height, width))
+
+
+def turn_quarters(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Two squares side by side, each as high as half the image, turned by one to three quarter turns."""
+    n, _, height, width = x.shape
+    half = min(height, width) // 2
+    top = torch.randint(height - half + 1, (n, 1, 1), generator=generator)
+    turns = torch.randint(1, 4, (n, 1, 1), generator=generator)
+    i, j = torch.arange(height)[None, :, None], torch.arange(width)[None, None, :]
+    left = (j // half) * half
+    a, b = i - top, j - left  # within a square
+    inside = (a >= 0) & (a < half) & (j < 2 * half)
+    row, column = a.expand(n, height, width), b.expand(n, height, width)
+    for turn in range(1, 4):
+        again = turns >= turn
+        row, column = torch.where(again, column, row), torch.where(again, half - 1 - row, column)
+    return _fetched(x, torch.where(inside, row + top, i), torch.where(inside, column + left, j))
+
+
+def erase_features(x: Tensor, generator: torch.Generator) -> Tensor:
+    """A third to a half of the features set to zero, at random places."""
+    share = 1 / 3 + _draw(len(x), generator) / 6
+    rank = torch.rand(x.shape, generator=generator).argsort(1)
+    return x.masked_fill((rank < (share * x.shape[1]).ceil()[:, None]).to(x.device), 0.0)
+
+
+def shuffle_features(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Half of the features, at random places, moved round one place among themselves."""
+    places = torch.rand(x.shape, generator=generator).argsort(1)[:, : max(2, x.shape[1] // 2)].to(x.device)
+    return x.scatter(1, places, x.gather(1, places.roll(1, 1)))
+
+
+WAYS: tuple[Destroy, ...] = (tight_crop, blur, erase, cut, turn_quarters, cut, turn_quarters)
+FEATURE_WAYS: tuple[Destroy, ...] = (erase_features, shuffle_features)
+
+
+def _draw(n: int, generator: torch.Generator) -> Tensor:
+    return torch.rand(n, generator=generator)
+
+
+def _box(
+    n: int, area: tuple[float, float], ratio: tuple[float, float], generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Heights and widths of n boxes as shares of the image, of random area and shape."""
+    size = area[0] + (area[1] - area[0]) * _draw(n, generator)
+    low, high = (math.log(r) for r in ratio)
+    shape = (low + (high - low) * _draw(n, generator)).exp()
+    return (size / shape).sqrt().clamp(max=1), (size * shape).sqrt().clamp(max=1)
+
+
+def _band(length: int, share: Tensor, generator: torch.Generator) -> Tensor:
+    """For each image which positions lie in an interval of this share of the length, at a random place."""
+    size = (share * length).round().clamp(1, length)
+    begin = (_draw(len(share), generator) * (length - size + 1)).floor()
+    at = torch.arange(length)
+    return (at >= begin[:, None]) & (at < (begin + size)[:, None])
+
+
+def _swapped(length: int) -> Tensor:
+    """Where each position of two swapped halves comes from."""
+    half = length // 2
+    return torch.cat([torch.arange(length - half, length), torch.arange(length - half)])
+
+
+def _pasted(n: int, length: int, generator: torch.Generator) -> Tensor:
+    """Where each position comes from when one half is pasted over another at least a quarter of the length away."""
+    half = length // 2
+    far = (half + 1) // 2
+    begin = torch.randint(half, (n,), generator=generator)
+    below, above = (begin - far + 1).clamp(min=0), (half - begin - far).clamp(min=0)  # how many places there are
+    choice = (_draw(n, generator) * (below + above).clamp(min=1)).long()
+    source = torch.where(choice < below, choice, begin + far + choice - below).clamp(max=length - half)
+    at = torch.arange(length)
+    inside = (at >= begin[:, None]) & (at < (begin + half)[:, None])
+    return torch.where(inside, at + (source - begin)[:, None], at)
+
+
+def _running_mean(x: Tensor, radius: Tensor) -> Tensor:
+    """The mean over 2r + 1 neighbours along the last axis, each image with its own r; edges are mirrored."""
+    n, channels, height, width = x.shape
+    reach = min(int(radius.max()), width - 1) if n else 0
+    radius = radius.clamp(max=reach)
+    sums = F.pad(F.pad(x, (reach, reach, 0, 0), mode="reflect").cumsum(-1), (1, 0))
+    at = torch.arange(width) + reach
+    ends = (at + radius[:, None] + 1, at - radius[:, None])
+    high, low = (e.to(x.device)[:, None, None].expand(n, channels, height, width) for e in ends)
+    return (sums.gather(-1, high) - sums.gather(-1, low)) / (2 * radius.to(x) + 1).view(n, 1, 1, 1)
+
+
+def _fetched(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Each pixel from the row and column named for it (n, height, width)."""
+    n, channels, height, width = x.shape
+    at = (rows * width + columns).view(n, 1, height * width).to(x.device)
+    return x.flatten(2).gather(2, at.expand(n, channels, -1)).view_as(x)

@@ -1,0 +1,98 @@
+"""Recipes fit together or say why not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from fedfuse.client.evidence.control import ControlDelta
+from fedfuse.client.evidence.counts import LabelCounts
+from fedfuse.client.objectives import Proximal
+from fedfuse.core.recipe import ClientsOnly, CrossEntropy, Free, OwnRows, Recipe, Work
+from fedfuse.core.rows import Rows
+from fedfuse.core.settings import LocalSettings
+from fedfuse.core.state import Bench
+from fedfuse.errors import RecipeError
+from fedfuse.server.aggregate.apart import KeepApart
+from fedfuse.server.aggregate.mean import Mean
+from fedfuse.server.steps.control import ControlStep
+
+
+@dataclass(frozen=True, slots=True)
+class Needy(Mean):
+    needs: ClassVar[frozenset[str]] = frozenset({"countss", "server_rows"})
+
+
+@dataclass(frozen=True, slots=True)
+class Many(Mean):
+    result: ClassVar[str] = "mixture"
+
+
+@dataclass(frozen=True, slots=True)
+class Learns(Mean):
+    needs: ClassVar[frozenset[str]] = frozenset({"server_rows"})
+
+
+def test_everything_needed_must_be_sent_by_somebody() -> None:
+    with pytest.raises(RecipeError, match=r"'x': nobody sends countss \(did you mean 'counts'\?\); add the evidence"):
+        Recipe(name="x", aggregate=Needy(), evidence=(LabelCounts(),))
+    with pytest.raises(RecipeError, match="nobody sends control"):
+        Recipe(aggregate=Mean(), steps=(ControlStep(),))
+    Recipe(aggregate=Mean(), steps=(ControlStep(),), evidence=(ControlDelta(),))
+
+
+def test_composition_is_three_fields() -> None:
+    recipe = Recipe(aggregate=Mean(), objective=Proximal(0.1), evidence=(ControlDelta(), LabelCounts()))
+    assert recipe.reveals == (ControlDelta.reveals, LabelCounts.reveals)
+    assert recipe.work(LocalSettings(epochs=3)).objective == Proximal(0.1)
+
+
+def test_the_last_part_that_changes_the_result_says_what_it_is() -> None:
+    assert Recipe(aggregate=Mean()).result == "single"
+    assert Recipe(aggregate=KeepApart()).result == "apart"
+    assert Recipe(aggregate=Many()).result == "mixture"
+
+
+def test_a_mixture_cannot_be_followed_by_another_round() -> None:
+    recipe = Recipe(name="many", aggregate=Many())
+    recipe.check(1, Bench())
+    with pytest.raises(RecipeError, match="'many' ends a round with a mixture"):
+        recipe.check(2, Bench())
+    with pytest.raises(RecipeError, match="mixture"):
+        recipe.then(1, Recipe(aggregate=Mean())).check(2, Bench())
+    Recipe(aggregate=Mean()).then(2, recipe).check(2, Bench())  # never reached
+
+
+def test_server_rows_are_asked_for_before_any_training() -> None:
+    later = Recipe(name="first", aggregate=Mean()).then(3, Recipe(name="second", aggregate=Learns()))
+    later.check(3, Bench())
+    with pytest.raises(RecipeError, match="'second' learns on the server's own rows"):
+        later.check(4, Bench())
+    later.check(4, Bench(rows=Rows(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))))
+
+
+def test_a_recipe_can_hand_over_to_another() -> None:
+    a, b, c = (Recipe(name=n, aggregate=Mean()) for n in "abc")
+    chain = a.then(1, b.then(3, c))
+    assert [chain.at(r).name for r in range(5)] == ["a", "b", "b", "c", "c"]
+    assert chain.label == "a→b→c"
+    with pytest.raises(RecipeError, match="at least one round"):
+        a.then(0, b)
+
+
+def test_work_has_a_key_unless_a_part_has_no_stable_text() -> None:
+    work = Work(objective=Proximal(0.5))
+    assert work.key == Work(objective=Proximal(0.5)).key
+    assert work.key != Work(objective=Proximal(0.25)).key
+    assert replace(work, objective=lambda local, batch: batch[0].sum()).key is None
+
+
+def test_the_defaults_do_nothing() -> None:
+    rows, value = Rows(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64)), torch.ones(2)
+    assert OwnRows()(rows, None) is rows  # type: ignore[arg-type]
+    assert Free()("w", value, None) is value  # type: ignore[arg-type]
+    assert ClientsOnly()("engine", Bench()) == "engine"  # type: ignore[arg-type,comparison-overlap]
+    assert repr(CrossEntropy()) == "CrossEntropy()"

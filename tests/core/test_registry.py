@@ -1,0 +1,92 @@
+"""Methods by name: discovery, schemas, labels, and errors that teach."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from fedfuse.core import registry
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.registry import Method, all_methods, find_method, method
+from fedfuse.errors import ConfigError
+from fedfuse.server.aggregate.mean import Mean
+
+
+@pytest.fixture
+def scratch(monkeypatch: pytest.MonkeyPatch) -> dict[str, Method]:
+    """A registry of its own, so that a test's methods do not stay."""
+    known = dict(all_methods())
+    monkeypatch.setattr(registry, "_METHODS", known)
+    return known
+
+
+def test_the_methods_folder_is_found_by_itself() -> None:
+    known = all_methods()
+    assert {"local", "fedavg", "fedprox", "fednova", "scaffold", "moon"} <= known.keys()
+    assert list(known) == sorted(known)
+
+
+@pytest.mark.parametrize("found", all_methods().values(), ids=lambda m: m.name)
+def test_every_method_speaks_for_itself(found: Method) -> None:
+    assert found.summary.endswith(".")
+    assert all(option.text for option in found.options), "every option is explained under Args"
+    recipe = found.recipe()
+    assert (recipe.name, recipe.label) == (found.name, found.name)
+    assert repr(recipe.aggregate) == repr(found.recipe().aggregate)
+    assert " at 0x" not in repr(recipe), "a recipe's text is the same in every process"
+
+
+def test_options_are_checked_against_the_signature() -> None:
+    prox = find_method("fedprox")
+    assert prox.recipe(mu="0.5").objective.mu == 0.5  # type: ignore[attr-defined]
+    assert prox.recipe(mu=0.5).label == "fedprox(mu=0.5)"
+    assert [(o.name, o.default) for o in prox.options] == [("mu", 0.01)]
+    with pytest.raises(ConfigError, match="'fedprox' has no option 'muu'; did you mean 'mu'"):
+        prox.recipe(muu=1)
+    with pytest.raises(ConfigError, match="option mu is 'strong', expected a valid number"):
+        prox.recipe(mu="strong")
+    with pytest.raises(ConfigError, match="option mu is -1"):
+        prox.recipe(mu=-1)
+
+
+def test_unknown_methods_get_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match="no method 'scafold'; did you mean 'scaffold'"):
+        find_method("scafold")
+
+
+def test_a_new_method_is_one_decorated_function(scratch: dict[str, Method]) -> None:
+    @method("mine", paper="arXiv:0")
+    def mine(uniform: bool = True) -> Recipe:
+        """My own."""
+        return Recipe(aggregate=Mean(uniform))
+
+    assert find_method("mine").recipe(uniform=False).aggregate == Mean(False)
+    assert find_method("mine").paper == "arXiv:0"
+
+
+def test_two_methods_cannot_share_a_name(scratch: dict[str, Method]) -> None:
+    with pytest.raises(ConfigError, match="two methods are called 'fedavg'"):
+
+        @method("fedavg")
+        def mine() -> Recipe:
+            return Recipe(aggregate=Mean())
+
+
+def test_every_option_needs_a_default(scratch: dict[str, Method]) -> None:
+    with pytest.raises(ConfigError, match="option 'mu' needs a default"):
+
+        @method("mine")
+        def mine(mu: float) -> Recipe:
+            return Recipe(aggregate=Mean())
+
+
+def test_installed_packages_bring_methods_by_entry_point(
+    scratch: dict[str, Method], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = []
+    entry = EntryPoint("other", "other_package.methods", "fedfuse.methods")
+    monkeypatch.setattr(EntryPoint, "load", lambda self: loaded.append(self.value))
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == "fedfuse.methods" else [])
+    registry._discover.__wrapped__()
+    assert loaded == ["other_package.methods"]

@@ -1,0 +1,155 @@
+"""Specs build, travel, change shape, and never import what they were not told to."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from fedfuse.core.spec import Spec
+from fedfuse.errors import ConfigError
+
+BATCH_NORM = ("0.weight", "0.bias", "0.running_mean", "0.running_var")
+MLP = Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2})
+
+
+def test_specs_travel_as_plain_json() -> None:
+    cut = Spec("mlp", {"inputs": 4, "hidden": (3,)}, {"fc1.weight": (2, 4)}, {"fc1": (0, 2)})
+    back = Spec.from_json(json.loads(json.dumps(cut.to_json())))
+    assert back == cut
+    assert hash(back) == hash(cut)
+    assert back.to_text() == cut.to_text()
+
+
+def test_canonical_text_ignores_the_order_of_options() -> None:
+    assert Spec("mlp", {"a": 1, "b": 2}).to_text() == Spec("mlp", {"b": 2, "a": 1}).to_text()
+
+
+def test_options_must_be_plain_data() -> None:
+    with pytest.raises(ConfigError, match="plain data"):
+        Spec("mlp", {"hidden": torch.ones(1)})
+
+
+def test_a_module_the_user_built_is_copied_not_rebuilt() -> None:
+    module = nn.Linear(3, 2)
+    spec = Spec.of(module)
+    built = spec.build()
+    assert built is not module
+    assert built.weight.equal(module.weight)
+    assert spec.factory == "torch.nn.modules.linear:Linear"
+    assert not spec.is_ours
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (None, "table with a factory"),
+        ([], "table with a factory"),
+        ({"factory": 3}, "table with a factory"),
+        ({"factory": "mlp", "evil": 1}, "unknown entries"),
+        ({"factory": "mlp", "options": [1]}, "options must be a table"),
+        ({"factory": "mlp", "surgery": {"w": [1.5]}}, "table of shapes"),
+        ({"factory": "mlp", "surgery": {"w": [True]}}, "table of shapes"),
+        ({"factory": "mlp", "surgery": {"w": [-1]}}, "table of shapes"),
+        ({"factory": "mlp", "kept": [1]}, "table of shapes"),
+        ({"factory": "os:system"}, "was not named here"),
+        ({"factory": "builtins:exec", "options": {"source": "1"}}, "was not named here"),
+    ],
+)
+def test_a_spec_from_outside_is_read_with_suspicion(data: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Spec.from_json(data)
+
+
+def test_reading_a_spec_imports_nothing() -> None:
+    name = "antigravity"
+    assert name not in sys.modules
+    with pytest.raises(ConfigError, match="not named here"):
+        Spec.from_json({"factory": f"{name}:geohash"})
+    Spec.from_json({"factory": f"{name}:geohash"}, trusted={f"{name}:geohash"})
+    assert name not in sys.modules, "a trusted name is imported when it is built, not when it is read"
+
+
+def test_a_factory_the_user_named_is_called_with_the_options() -> None:
+    module = Spec("torch.nn:Linear", {"in_features": 3, "out_features": 2}).build()
+    assert isinstance(module, nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (Spec("lenett"), "did you mean"),
+        (Spec("torch.nn:Nothing"), "cannot be imported"),
+        (Spec("no_such_package_here:Net"), "cannot be imported"),
+        (Spec("torch.nn:Linear", {"width": 3}), "cannot be built"),
+        (Spec("builtins:dict"), "expected a torch.nn.Module"),
+        (Spec("mlp", surgery={"fc9.weight": (1, 1)}), "which the network does not have"),
+    ],
+)
+def test_what_cannot_be_built_says_so(spec: Spec, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        spec.build()
+
+
+def test_forward_uses_the_borrowed_weights_only() -> None:
+    module = MLP.build()
+    x = torch.randn(5, 4)
+    assert MLP.forward(module.state_dict(), x).equal(module.eval()(x))
+    assert MLP.skeleton() is MLP.skeleton()
+    assert not any(p.requires_grad for p in MLP.skeleton().parameters())
+
+
+def test_making_a_skeleton_does_not_move_the_random_stream() -> None:
+    """Else dropout would depend on what the same process happened to build before."""
+    spec = Spec("mlp", {"inputs": 7, "hidden": [5]})
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    assert spec.layout.roles
+    assert torch.random.get_rng_state().equal(before)
+
+
+def test_surgery_rebuilds_a_cut_network_from_its_shapes() -> None:
+    spec = Spec("convnet_feddu", {"channels": 1, "size": 18})
+    params = {n: t.clone() for n, t in spec.build().state_dict().items()}
+    layers = spec.layout.layers
+    first, second = layers[0], layers[1]
+    keep = torch.tensor([0, 2])
+    params[first.weight] = params[first.weight][keep]
+    params[str(first.bias)] = params[str(first.bias)][keep]
+    params[second.weight] = params[second.weight][:, keep]
+    cut = spec.resized(params, {first.name: (0, 2)})
+    again = Spec.from_json(json.loads(json.dumps(cut.to_json())))
+    built = again.build()
+    assert {n: t.shape for n, t in built.state_dict().items()} == {n: t.shape for n, t in params.items()}
+    conv = built.get_submodule(first.name)
+    assert conv.out_channels == 2
+    assert again.forward(params, torch.randn(2, 1, 18, 18)).shape == (2, 10)
+    assert again.kept == {first.name: (0, 2)}
+    assert cut.resized(params) == cut
+
+
+@pytest.mark.parametrize(
+    ("module", "shapes", "x"),
+    [
+        (
+            nn.Sequential(nn.BatchNorm1d(4)),
+            {"0.weight": 2, "0.bias": 2, "0.running_mean": 2, "0.running_var": 2},
+            (3, 2),
+        ),
+        (nn.Sequential(nn.GroupNorm(2, 4)), {"0.weight": 2, "0.bias": 2}, (3, 2, 5)),
+        (nn.Sequential(nn.LayerNorm(4)), {"0.weight": 2, "0.bias": 2}, (3, 2)),
+        (nn.Sequential(nn.Conv2d(4, 8, 3, groups=4, bias=False)), {"0.weight": (4, 1, 3, 3)}, (1, 2, 5, 5)),
+        (nn.Sequential(nn.Linear(4, 4, bias=False)), {"0.weight": (3, 2)}, (1, 2)),
+    ],
+)
+def test_resized_layers_know_their_new_sizes(
+    module: nn.Module, shapes: dict[str, int | tuple[int, ...]], x: tuple[int, ...]
+) -> None:
+    """A depthwise convolution loses groups with its channels; norms and linear layers their features."""
+    new = {n: torch.ones(s if isinstance(s, tuple) else (s,)) for n, s in shapes.items()}
+    spec = Spec.of(module).resized(new)
+    state = {**dict(module.state_dict()), **new}
+    assert spec.forward(state, torch.ones(x)).isfinite().all()

@@ -1,0 +1,176 @@
+"""The shape of the project: dependencies point one way, files stay short, and what is banned stays out."""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "fedfuse"
+
+# What each part may import of ours, beside itself; "a.b" allows that one module or package of `a` only.
+# cli → experiment → {methods, engines, data, report}; methods → {client, server}; engines → {client.work, wire};
+# {client, server} → {core, linalg, models, wire}; everybody may raise our errors.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "core": {"errors"},
+    "linalg": {"errors"},
+    "models": {"core", "errors"},
+    "wire": {"core", "errors"},
+    "client": {"core", "linalg", "models", "wire", "errors"},
+    "server": {"core", "linalg", "models", "wire", "client.evidence", "client.optimise", "errors"},
+    "engines": {"core", "wire", "client.work", "errors"},
+    "methods": {"core", "linalg", "models", "client", "server", "errors"},
+    "data": {"core", "errors"},
+    "report": {"errors"},
+    "pictures": {"core", "linalg", "models", "client", "server", "methods", "engines", "data", "report", "errors"},
+    "api": {"core", "linalg", "models", "wire", "client", "server", "methods", "engines", "errors"},
+    "experiment": {
+        *{"core", "linalg", "models", "wire", "client", "server", "methods", "engines", "data", "report", "errors"},
+        *{"api", "pictures"},
+    },
+    "console": {"core", "experiment", "report", "errors"},
+    "cli": {"core", "data", "experiment", "report", "console", "api", "errors"},
+    "__init__": {"api", "core", "errors"},
+    "__main__": {"cli"},
+}
+
+# Imports made late, inside a function or for types only, where the table above says no; each needs a reason.
+LATE = {
+    ("api", "experiment"): "`fedfuse.run` starts an experiment; whoever only fuses does not pay for it",
+}
+
+# Names the core imports at run time, so that what registers itself is found without the core knowing it.
+DYNAMIC = {"core/spec.py": {"fedfuse.models"}, "core/registry.py": {"fedfuse.methods"}}
+
+METHOD_NAMES = (
+    "fedavg|fedprox|fednova|scaffold|moon|swa|ams|fedlpa|pfnm|fedma|otfusion|gamf|dense|fedov|feddu|fedap|fedduap|"
+    "rklb|eaa|gaa|aalv|wb"
+)
+
+BANNED = {
+    "a pickle": r"\bimport pickle\b|\bfrom pickle\b|torch\.load\(|allow_pickle=True",
+    "a promise": r"TODO|FIXME|XXX|NotImplementedError|raise NotImplemented",
+    "global randomness": r"np\.random\.(seed|rand|randn|shuffle|choice)\(|\brandom\.seed\(",
+    "a path of one machine": r"[\"'](/work|/farm|/root|/home)/",
+}
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imported(node: ast.AST) -> list[str]:
+    """The modules an import statement names, in full."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def ours(path: Path, nodes: Iterator[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        yield from (name.removeprefix("fedfuse.") for name in imported(node) if name.startswith("fedfuse."))
+
+
+def is_allowed(part: str, module: str) -> bool:
+    allowed = MAY_IMPORT[part] | {part}
+    return any(module == a or module.startswith(f"{a}.") for a in allowed)
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (n for n in ast.walk(tree(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def test_the_table_knows_every_part() -> None:
+    parts = {part_of(path) for path in FILES}
+    assert parts <= MAY_IMPORT.keys(), "say in MAY_IMPORT what the new part may import"
+
+
+def test_the_table_itself_points_one_way() -> None:
+    """Walking down the allowed imports one never comes back."""
+
+    def below(part: str, path: tuple[str, ...] = ()) -> None:
+        assert part not in path, f"a circle: {' → '.join([*path, part])}"
+        for module in MAY_IMPORT[part]:
+            below(module.partition(".")[0], (*path, part))
+
+    for part in MAY_IMPORT:
+        below(part)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_dependencies_point_one_way(path: Path) -> None:
+    part = part_of(path)
+    at_import = set(ours(path, iter(tree(path).body)))
+    anywhere = set(ours(path, ast.walk(tree(path))))  # type: ignore[arg-type]
+    late = {m for m in anywhere - at_import if (part, m.partition(".")[0]) in LATE}
+    wrong = sorted(m for m in anywhere - late if not is_allowed(part, m))
+    assert not wrong, f"{part} may import {sorted(MAY_IMPORT[part])}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_at_run_time_are_known(path: Path) -> None:
+    calls = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Call) and "import_module" in ast.unparse(n.func)]
+    literal = {a.value for call in calls for a in call.args[:1] if isinstance(a, ast.Constant)}
+    named = {name for name in literal if str(name).startswith("fedfuse")}
+    if part_of(path) in ("core", "linalg", "models", "wire", "client", "server", "engines"):
+        assert named <= DYNAMIC.get(name_of(path), set())
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if part_of(p) == "report"], ids=name_of)
+def test_reports_need_no_torch(path: Path) -> None:
+    outside = {name.partition(".")[0] for node in ast.walk(tree(path)) for name in imported(node)}
+    assert "torch" not in outside
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_branch_on_a_methods_name_outside_methods(path: Path) -> None:
+    branch = re.compile(rf"(==|!=| in) *[\[\(\{{]?[\"']({METHOD_NAMES})[\"']")
+    if part_of(path) != "methods":
+        lines = [line for line in path.read_text().splitlines() if branch.search(line)]
+        assert not lines, "the seam is wrong, not the method"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_files_and_functions_stay_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+    assert not [f"{f.name}: {length(f)} lines" for f in functions(path) if length(f) > 60]
+
+
+def test_most_functions_are_a_few_lines() -> None:
+    assert statistics.median(length(f) for path in FILES for f in functions(path)) <= 10
+
+
+@pytest.mark.parametrize("what", BANNED)
+def test_what_is_banned_stays_out(what: str) -> None:
+    pattern = re.compile(BANNED[what])
+    found = [
+        f"{name_of(path)}:{number}"
+        for path in FILES
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert not found
