@@ -6,7 +6,7 @@ Example:
     {'w': tensor([0.5000])}
 """
 
-from fedfuse.api import Fused, Update, fuse, local_update, method, methods
+from fedfuse.api import Fused, Update, fuse, local_update, method, methods, run
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
@@ -28,4 +28,5 @@ __all__ = [
     "local_update",
     "method",
     "methods",
+    "run",
 ]

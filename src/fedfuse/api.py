@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -23,11 +23,14 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.admit import Rules
-from fedfuse.server.gather import Item, gather
+from fedfuse.server.gather import Item, fingerprint, first_difference, gather
 from fedfuse.server.guard import Guard, Guarded
-from fedfuse.server.loop import check_quorum
-from fedfuse.wire.codec import decode, encode, read, write
+from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read, write
 from fedfuse.wire.files import save_model
+from fedfuse.wire.messages import NOTE
+
+if TYPE_CHECKING:
+    from fedfuse.experiment.execute import Results
 
 Source: TypeAlias = "Update | str | Path | Mapping[str, Tensor] | nn.Module"
 
@@ -67,7 +70,7 @@ class Update:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights."""
-        return {n: t.clone() for n, t in decode(self.payload).tensors.items() if not n.startswith("~")}
+        return {n: t.clone() for n, t in decode(self.payload).tensors.items() if not n.startswith(NOTE)}
 
     def save(self, path: str | Path) -> Path:
         """Write one safetensors file that `fuse` reads anywhere."""
@@ -142,10 +145,12 @@ def local_update(
     module = spec.build() if isinstance(model, Spec) else model
     begin = _start(start) if start is not None else {n: t.detach().clone() for n, t in module.state_dict().items()}
     count = classes if classes is not None else int(data.y.max()) + 1 if len(data) else 0
-    brief = Brief(0, spec, begin, classes=count)
+    first = _dressed(recipe, spec, begin, count, seed)
+    _check_fit(first)
+    brief = Brief(0, first.spec, first.posterior.mean, classes=count)
     answer = client_round(recipe.work(_settings(settings)), brief, client, data, seed=seed)
     packet = decode(answer.payload)
-    header = {**packet.header, "client": client, "start": fingerprint(begin), "classes": count}
+    header = {**packet.header, "client": client, "start": fingerprint(brief.params), "classes": count}
     header |= {"reveals": list(recipe.reveals), "method": recipe.label or recipe.name}
     return Update(client, encode(packet.tensors, header), recipe.reveals)
 
@@ -158,6 +163,7 @@ def fuse(
     start: str | Path | Mapping[str, Tensor] | None = None,
     model: nn.Module | Spec | None = None,
     server_rows: Rows | tuple[Tensor, Tensor] | None = None,
+    unlabelled: Tensor | None = None,
     guard: Guard | None = None,
     quorum: float = 0.5,
     seed: int = 0,
@@ -173,13 +179,14 @@ def fuse(
         start: the common weights they started from, for methods that need them.
         model: the network the weights belong to; needed for state dicts where the result must be run.
         server_rows: labelled rows the server holds, for methods that need them.
+        unlabelled: inputs without labels the server holds, for distillation.
         guard: a robust filter before the aggregator.
         quorum: the share of sources that must be admitted.
         seed: fixes every random draw of the server.
 
     Raises:
-        QuorumLost: if too few were admitted.
-        ConfigError: if no layout has a majority, or there is nothing to fuse.
+        QuorumLost: if too few were admitted, or no layout is shared by more than half of them.
+        ConfigError: if there is nothing to fuse, or it does not fit the network or the start that was named.
 
     Example:
         >>> import torch
@@ -189,15 +196,16 @@ def fuse(
     recipe = method(recipe) if isinstance(recipe, str) else recipe
     recipe = recipe if guard is None else replace(recipe, aggregate=Guarded(guard, recipe.aggregate))
     spec = model if isinstance(model, Spec) or model is None else Spec.of(model)
+    spec = spec if spec is None else _dressed(recipe, spec, spec.skeleton().state_dict(), 0, seed).spec
     items = _items(updates, masses)
     begin = None if start is None else _start(start)
     if "start" in recipe.needs and begin is None:
         raise RecipeError(f"method {recipe.name!r} needs the weights the sites started from; pass `start`")
-    bench = Bench(rows=_rows(server_rows), population=len(items), seed=seed)
+    bench = Bench(rows=_rows(server_rows), unlabelled=unlabelled, population=len(items), seed=seed)
     recipe.check(1, bench)
-    trusted = frozenset() if spec is None else frozenset({spec.factory})
-    admission, brief = gather(items, recipe.evidence, begin, spec, Rules(quorum=quorum, trusted=trusted))
-    check_quorum(admission, tuple(i.client for i in items), quorum, 0)
+    trusted = frozenset() if spec is None else spec.factories
+    mixed, rules = getattr(recipe.aggregate, "mixes_networks", False), Rules(quorum=quorum, trusted=trusted)
+    admission, brief = gather(items, recipe.evidence, begin, spec, rules, mixed)
     first = Single(brief.spec, Posterior(brief.params))
     state = ServerState(0, first)
     bench = replace(bench, classes=brief.classes)
@@ -207,13 +215,47 @@ def fuse(
     return Fused(state.model, tuple(admission.refused), state.facts)
 
 
-def fingerprint(params: Params) -> str:
-    """A short name for a set of weights, equal for equal weights."""
-    digest = hashlib.sha256()
-    for name in sorted(params):
-        digest.update(f"{name}{tuple(params[name].shape)}".encode())
-        digest.update(encode({"": params[name]}, {}))
-    return digest.hexdigest()[:16]
+def run(
+    file: str | Path,
+    *,
+    sets: Sequence[str] = (),
+    out: str | Path | None = None,
+    resume: bool = False,
+    workers: int | None = None,
+    memo: bool = True,
+) -> Results:
+    """Run an experiment file: every method, every seed, every round, recorded as it happens.
+
+    Args:
+        file: the experiment, a TOML file.
+        sets: changes to it, as `key.key=value`.
+        out: the run directory; by default a new one in `runs`.
+        resume: go on with what is in the run directory.
+        workers: worker processes; 0 trains in this one, by default there is one per core.
+        memo: reuse updates trained before under the same conditions.
+
+    Returns:
+        The results: `rows`, one for each method, seed and round, and `table()`, a summary in Markdown.
+
+    Raises:
+        ConfigError: before any training, if the experiment or the directory cannot be used.
+        QuorumLost: if too few clients could be admitted in a round.
+
+    Example:
+        >>> import tempfile
+        >>> home = Path(tempfile.mkdtemp())
+        >>> _ = (home / "tiny.toml").write_text('methods = [{ name = "fedavg" }, { name = "fednova" }]')
+        >>> less = ["data.train_limit=60", "data.clients=2"]
+        >>> results = run(home / "tiny.toml", sets=less, out=home / "run", workers=0, memo=False)
+        >>> [(row["label"], row["round"]) for row in results.rows]
+        [('fedavg', 1), ('fednova', 1)]
+        >>> "| fedavg |" in results.table()
+        True
+    """
+    from fedfuse.experiment.jobs import run_file  # late: it brings the data sources and the report with it
+
+    place = None if out is None else Path(out)
+    return run_file(Path(file), sets=sets, out=place, resume=resume, workers=workers, memo=memo)
 
 
 def _items(updates: Sequence[Source], masses: Sequence[float] | None) -> list[Item]:
@@ -223,12 +265,18 @@ def _items(updates: Sequence[Source], masses: Sequence[float] | None) -> list[It
         raise ConfigError(f"{len(masses)} masses were given for {len(updates)} updates; give one each")
     given = list(masses) if masses is not None else [None] * len(updates)
     items = [_item(u, place, mass) for place, (u, mass) in enumerate(zip(updates, given, strict=True), 1)]
-    seen: dict[str, int] = {}
-    for place, item in enumerate(items):  # two files of one name are still two sites
-        seen[item.client] = seen.get(item.client, 0) + 1
-        if seen[item.client] > 1:
-            items[place] = replace(item, client=f"{item.client} ({seen[item.client]})")
-    return items
+    names = Counter(item.client for item in items)
+    items = [_by_path(item) if names[item.client] > 1 else item for item in items]
+    names = Counter(item.client for item in items)
+    return [
+        replace(item, client=f"{item.client} ({place})") if names[item.client] > 1 else item
+        for place, item in enumerate(items, 1)  # one file twice, or two updates of one name, are still two
+    ]
+
+
+def _by_path(item: Item) -> Item:
+    """A file is called by its stem, and by its path where others have the same stem."""
+    return replace(item, client=str(item.payload)) if isinstance(item.payload, Path) else item
 
 
 def _item(source: Source, place: int, mass: float | None) -> Item:
@@ -245,9 +293,32 @@ def _item(source: Source, place: int, mass: float | None) -> Item:
 
 
 def _start(source: str | Path | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if isinstance(source, str | Path):
-        return {n: t for n, t in read(Path(source)).tensors.items() if not n.startswith("~")}
-    return dict(source)
+    if not isinstance(source, str | Path):
+        return dict(source)
+    try:
+        packet = read(Path(source))
+    except Malformed as why:
+        raise ConfigError(f"{source} is no file of weights to start from: {why}") from why
+    if "members" in packet.header:
+        raise ConfigError(f"{source} holds several networks and sites begin with one; distil them into one first")
+    return {n: t for n, t in packet.tensors.items() if not n.startswith(NOTE)}
+
+
+def _check_fit(start: Single) -> None:
+    network = forms_of(start.spec.skeleton().state_dict())
+    if odd := first_difference(forms_of(start.posterior.mean), network):
+        raise ConfigError(
+            f"the start does not fit the network {start.spec.factory!r}: {odd[0]} is {odd[1]}, and there it is "
+            f"{odd[2]}; start from weights of the same network"
+        )
+
+
+def _dressed(recipe: Recipe, spec: Spec, begin: Params, classes: int, seed: int) -> Single:
+    """The network the method trains, at the given weights, which may be those of the dressed network already."""
+    fits = begin.keys() == spec.skeleton().state_dict().keys()
+    chosen = Single(spec, Posterior(begin)) if fits else Single.of(spec.build(), spec)
+    first = recipe.dressed(ServerState(0, chosen), Bench(classes=classes, seed=seed)).single
+    return first if fits else Single(first.spec, Posterior(begin))
 
 
 def _rows(rows: Rows | tuple[Tensor, Tensor] | None) -> Rows | None:

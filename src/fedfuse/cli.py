@@ -2,72 +2,97 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 import sys
+import warnings
+from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fedfuse import console
 from fedfuse.errors import ConfigError, FuseError
+
+with warnings.catch_warnings():  # typer imports what click will drop in its next version; that is between them
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import typer
+
+if TYPE_CHECKING:
+    from fedfuse.experiment.execute import Results
 
 app = typer.Typer(
     help="Fuse models trained apart, on data that may not meet, into one model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
 )
 
 Sets = Annotated[list[str] | None, typer.Option("--set", help="key.key=value; beats the file. May be repeated.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-Workers = Annotated[int, typer.Option(min=0, help="Worker processes; 0 trains in this one.")]
+Workers = Annotated[
+    int | None, typer.Option(min=0, help="Worker processes; 0 trains in this one, by default there is one per core.")
+]
 Trust = Annotated[list[str] | None, typer.Option("--model", help="package.module:Class that a file may name.")]
 Source = Annotated[str, typer.Option("--data", help="digits, mnist, …, a folder, an .npz or package.module:function.")]
 
-CORES = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+def _version(asked: bool) -> None:
+    if asked:
+        console.say(f"fedfuse {metadata.version('fedfuse')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
+) -> None:
+    """Fuse models trained apart, on data that may not meet, into one model."""
 
 
 @app.command()
 def demo(
     out: Annotated[Path | None, typer.Option(help="Run directory.")] = None,
-    workers: Workers = CORES,
+    workers: Workers = None,
     as_json: Json = False,
 ) -> None:
     """Compare several methods on bundled digits: offline, about a minute, with a page to open at the end."""
     path = Path(str(files("fedfuse.experiment") / "demo.toml"))
-    _run(path, [], out, resume=False, workers=workers, memo=None, as_json=as_json, page=True)
+    _run(path, [], out, resume=False, workers=workers, memo=False, as_json=as_json, page=True)
 
 
 @app.command()
 def run(
-    file: Annotated[Path, typer.Argument(help="The experiment, a TOML file.")],
+    file: Annotated[Path, typer.Argument()],
     sets: Sets = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; by default runs/NAME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what is in the run directory.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Check everything, train nothing.")] = False,
-    workers: Workers = CORES,
+    workers: Workers = None,
     memo: Annotated[bool, typer.Option(help="Reuse updates trained before under the same conditions.")] = True,
     page: Annotated[bool, typer.Option(help="Write report.html at the end.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Run an experiment: every method, every seed, every round, recorded as it happens."""
+    """Run an experiment: every method, every seed, every round, recorded as it happens.
+
+    FILE is a TOML file that says what to run.
+    """
     if check:
         _check(file, sets or [], as_json)
         return
-    store = _memo_folder() if memo else None
-    _run(file, sets or [], out, resume=resume, workers=workers, memo=store, as_json=as_json, page=page)
+    _run(file, sets or [], out, resume=resume, workers=workers, memo=memo, as_json=as_json, page=page)
 
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    runs: Annotated[list[Path], typer.Argument()],
     output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the page.")] = Path("report.html"),
     as_json: Json = False,
 ) -> None:
-    """Make one self-contained page of one run or several: tables, curves, heat maps."""
+    """Make one self-contained page of one run or several: tables, curves, heat maps.
+
+    RUNS are run directories.
+    """
     from fedfuse.report import write_page
 
     path = write_page(runs, output)
@@ -75,8 +100,11 @@ def report(
 
 
 @app.command()
-def methods(name: Annotated[str | None, typer.Argument(help="One method.")] = None, as_json: Json = False) -> None:
-    """List all methods, or say what one does: its options, what clients send and reveal, its paper."""
+def methods(name: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
+    """List all methods, or say what one does: its options, what clients send and reveal, its paper.
+
+    NAME is the method to tell about.
+    """
     from fedfuse.core.registry import Method, all_methods, find_method
 
     def facts(m: Method) -> dict[str, Any]:
@@ -96,7 +124,7 @@ def methods(name: Annotated[str | None, typer.Argument(help="One method.")] = No
 
 @app.command()
 def evaluate(
-    models: Annotated[list[Path], typer.Argument(help="Model files.")],
+    models: Annotated[list[Path], typer.Argument()],
     data: Source,
     test_limit: Annotated[int | None, typer.Option(min=1, help="Use only so many test rows.")] = None,
     train_limit: Annotated[int | None, typer.Option(min=1, help="Needed where only part of a set is there.")] = None,
@@ -105,7 +133,10 @@ def evaluate(
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:
-    """Score model files on a data set's test rows."""
+    """Score model files on a data set's test rows.
+
+    MODELS are files that `fuse` or `run` wrote.
+    """
     from fedfuse.experiment.evaluate import evaluate_files
 
     scores = evaluate_files(models, data, test_limit, train_limit, standardise, bins, frozenset(trust or []))
@@ -114,13 +145,16 @@ def evaluate(
 
 @app.command()
 def partition(
-    file: Annotated[Path, typer.Argument(help="The experiment, a TOML file.")],
+    file: Annotated[Path, typer.Argument()],
     sets: Sets = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the picture.")] = Path("partition.png"),
     seed: Annotated[int | None, typer.Option(help="Which seed; by default the file's first.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show who holds what: a heat map in the terminal and as a picture."""
+    """Show who holds what: a heat map in the terminal and as a picture.
+
+    FILE is an experiment, a TOML file.
+    """
     from fedfuse.data import heat_map, save_heat_map
     from fedfuse.experiment.config import load_experiment
     from fedfuse.experiment.prepare import prepare
@@ -157,7 +191,8 @@ def update(
     """At a site: train on its own rows, bring the evidence a method asks for, write one file."""
     from fedfuse.experiment.site import site_update
 
-    made = site_update(data, model, method, sets or [], start, client or output.stem, train_limit, seed)
+    with console.err.status(f"training on {data}"):
+        made = site_update(data, model, method, sets or [], start, client or output.stem, train_limit, seed)
     made.save(output)
     facts = {"file": str(output), "examples": made.mass, "bytes": output.stat().st_size, "reveals": list(made.reveals)}
     if as_json:
@@ -169,7 +204,7 @@ def update(
 
 @app.command()
 def fuse(
-    updates: Annotated[list[Path], typer.Argument(help="Update files, or safetensors of weights.")],
+    updates: Annotated[list[Path], typer.Argument()],
     output: Annotated[Path, typer.Option("-o", "--output", help="The fused model's file.")],
     method: Annotated[str, typer.Option(help="How to fuse.")] = "fedavg",
     sets: Annotated[list[str] | None, typer.Option("--set", help="An option of the method; may be repeated.")] = None,
@@ -179,13 +214,17 @@ def fuse(
     model: Annotated[str | None, typer.Option(help="The network, where it is not fedfuse's own.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Anywhere: admit update files, fuse them, write one model file; no server needed."""
+    """Anywhere: admit update files, fuse them, write one model file; no server needed.
+
+    UPDATES are files that `update` wrote, or plain safetensors of weights.
+    """
     from fedfuse.experiment.site import fuse_files
 
-    fused = fuse_files(updates, method, sets or [], start, mass, quorum, model)
-    fused.save(output)
+    with console.err.status(f"fusing {len(updates)} updates"):
+        fused = fuse_files(updates, method, sets or [], start, mass, quorum, model)
+        fused.save(output)
     if as_json:
-        facts = {"file": str(output), "refused": [dict(r) for r in fused.refused], "facts": _plain(fused.facts)}
+        facts = {"file": str(output), "refused": [dict(r) for r in fused.refused], "facts": fused.facts}
         console.say_json(facts)
         return
     for refusal in fused.refused:
@@ -196,15 +235,18 @@ def fuse(
 
 @app.command()
 def reproduce(
-    name: Annotated[str | None, typer.Argument(help="A table or a figure; without one, all are listed.")] = None,
+    name: Annotated[str | None, typer.Argument()] = None,
     scale: Annotated[str, typer.Option(help="cpu: minutes on a laptop. paper: as published.")] = "cpu",
     sets: Sets = None,
     out: Annotated[Path | None, typer.Option(help="Where to put what is made; by default runs/NAME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what is there.")] = False,
-    workers: Workers = CORES,
+    workers: Workers = None,
     as_json: Json = False,
 ) -> None:
-    """Make the papers' tables and figures again."""
+    """Make the papers' tables and figures again.
+
+    NAME is a table or a figure; without one, all are listed.
+    """
     from fedfuse.experiment.reproduce import catalogue, find
 
     if name is None:
@@ -219,7 +261,7 @@ def reproduce(
     found = find(name, scale)  # type: ignore[arg-type]
     place = out or Path("runs") / name
     if isinstance(found, Path):
-        _run(found, sets or [], place, resume=resume, workers=workers, memo=_memo_folder(), as_json=as_json, page=True)
+        _run(found, sets or [], place, resume=resume, workers=workers, memo=True, as_json=as_json, page=True)
         return
     place.mkdir(parents=True, exist_ok=True)
     files_made = [str(p) for p in found.draw(place)]
@@ -250,9 +292,13 @@ def _check(file: Path, sets: list[str], as_json: bool) -> None:
     if as_json:
         facts = [{"name": c.name, "methods": list(c.recipes()), "seeds": list(c.seeds)} for c in cells]
         console.say_json({"ok": True, "experiments": facts})
-    else:
-        runs = sum(len(c.methods) * len(c.seeds) for c in cells)
-        console.say(f"{file} is sound: {len(cells)} experiments, {runs} runs of a method on a seed")
+        return
+    runs = sum(len(c.methods) * len(c.seeds) for c in cells)
+    console.say(f"{file} is sound: {_counted(len(cells), 'experiment')}, {_counted(runs, 'run')} of a method on a seed")
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _run(
@@ -261,55 +307,46 @@ def _run(
     out: Path | None,
     *,
     resume: bool,
-    workers: int,
-    memo: Path | None,
+    workers: int | None,
+    memo: bool,
     as_json: bool,
     page: bool,
 ) -> None:
-    from fedfuse.experiment.config import load_experiments
-    from fedfuse.experiment.execute import Results, execute, free_folder
+    from fedfuse.experiment.execute import execute
+    from fedfuse.experiment.jobs import jobs_of, memo_folder
     from fedfuse.report import write_page
     from fedfuse.report.tables import rich_table, summary
 
-    cells = load_experiments(file, sets)
-    if resume and out is None:
-        raise ConfigError("--resume needs the run directory: add --out DIR")
-    base = out or free_folder(Path("runs"), cells[0].name if len(cells) == 1 else file.stem)
-    folders = [base] if len(cells) == 1 else [base / c.name for c in cells]
-    done: list[Results] = []
+    jobs, store = jobs_of(file, sets, out, resume), memo_folder() if memo else None
+    done = []
     try:
-        for cell, folder in zip(cells, folders, strict=True):
-            begun = (folder / "config.toml").exists()
-            with console.watching(len(cell.methods) * len(cell.seeds), cell.name) as watch:
-                goes_on = resume and (begun or len(cells) == 1)
-                done.append(execute(cell, folder, resume=goes_on, workers=workers, memo=memo, watch=watch))
+        for job in jobs.each:
+            what, where = job.experiment, job.folder
+            with console.watching(len(what.methods) * len(what.seeds), what.name) as watch:
+                done.append(execute(what, where, resume=job.resume, workers=workers, memo=store, watch=watch))
             if not as_json:
-                console.out.print(rich_table(summary(done[-1].rows), cell.name, console.out.width))
+                console.out.print(rich_table(summary(done[-1].rows), what.name, console.out.width))
     except KeyboardInterrupt:
-        console.complain(f"stopped; continue with: fedfuse run {file} --out {base} --resume")
+        console.complain(f"stopped; continue with: {_how_to_resume(file, sets, jobs.folder)}")
         raise typer.Exit(1) from None
-    made = write_page(folders, base / "report.html") if page else None
+    made = write_page([job.folder for job in jobs.each], jobs.folder / "report.html") if page else None
     if as_json:
-        rows = [{"experiment": r.name, **_flat(row)} for r in done for row in r.rows]
-        console.say_json({"name": cells[0].name if len(cells) == 1 else file.stem, "folder": str(base), "rows": rows})
+        console.say_json(_told(jobs.together(done), made))
         return
-    console.say(f"files: {base}" + (f"   page: {made}" if made else ""))
+    console.say(f"files: {jobs.folder}" + (f"   page: {made}" if made else ""))
 
 
-def _flat(row: Any) -> dict[str, Any]:
-    return {k: v for k, v in row.items() if isinstance(v, str | int | float | bool) or v is None}
+def _how_to_resume(file: Path, sets: list[str], folder: Path) -> str:
+    said = [word for text in sets for word in ("--set", text)]
+    return shlex.join(["fedfuse", "run", str(file), *said, "--out", str(folder), "--resume"])
 
 
-def _plain(value: Any) -> Any:
-    from fedfuse.experiment.ledger import plain
+def _told(results: Results, page: Path | None) -> dict[str, Any]:
+    """A run's results as one JSON value: the rows of results.json, each with its experiment's name."""
+    from fedfuse.experiment.ledger import flat
 
-    return plain(value)
-
-
-def _memo_folder() -> Path:
-    from fedfuse.data import cache_folder
-
-    return cache_folder() / "memo"
+    rows = [{"experiment": row["experiment"], **flat(row)} for row in results.rows]
+    return {"name": results.name, "folder": str(results.folder), "page": page and str(page), "rows": rows}
 
 
 def _show_method(facts: dict[str, Any], text: str) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fedfuse.experiment.ledger import plain
 from fedfuse.experiment.watch import Quiet, Watcher
 
 out = Console(highlight=False)
@@ -30,8 +31,8 @@ def complain(text: str) -> None:
 
 
 def say_json(value: object) -> None:
-    """One JSON value for a machine."""
-    sys.stdout.write(json.dumps(value) + "\n")
+    """One JSON value for a machine; numbers that are not finite become null."""
+    sys.stdout.write(json.dumps(plain(value)) + "\n")
 
 
 def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]], right: int = 1) -> None:
@@ -59,8 +60,8 @@ class Bars:
         )
         self._all = self._progress.add_task(f"{name}: methods × seeds", total=courses, note="")
         self._rounds = self._progress.add_task("rounds", total=None, note="")
-        self._clients = self._progress.add_task("clients answered", total=None, note="")
-        self._begun = 0
+        self._clients = self._progress.add_task("clients", total=None, note="")
+        self._begun = self._asked = 0
 
     def __enter__(self) -> Bars:
         self._progress.start()
@@ -71,12 +72,12 @@ class Bars:
     ) -> None:
         self._progress.stop()
 
-    def course_began(self, label: str, seed: int, done: int, rounds: int) -> None:
+    def course_began(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
         """Name the method and the seed at work."""
         self._progress.update(self._all, completed=self._begun, note=f"{label}, seed {seed}")
-        self._progress.reset(self._rounds, total=rounds, completed=done)
-        self._progress.reset(self._clients, total=None)
-        self._begun += 1
+        self._progress.reset(self._rounds, total=rounds, completed=done, note="")
+        self._progress.reset(self._clients, total=clients, note="")
+        self._begun, self._asked = self._begun + 1, clients
 
     def client_done(self, client: str, seconds: float, remembered: bool) -> None:
         """Count the client."""
@@ -87,7 +88,7 @@ class Bars:
         """Count the round and show how well it went."""
         note = "" if accuracy is None else f"accuracy {accuracy:.1%}"
         self._progress.update(self._rounds, completed=round_, note=note)
-        self._progress.reset(self._clients, total=None)
+        self._progress.reset(self._clients, total=self._asked)
 
 
 @contextmanager

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -217,10 +218,10 @@ def test_a_closed_pool_leaves_nothing(population: Population, brief: Brief, work
         engine = pool.engine(population)
         ask(engine, brief, work)
         pids = [worker.process.pid for worker in pool._crew]
-        homes = pool._shelf.homes
-        assert any(home.exists() for home in homes)
+        placed = pool.place(population.rows)
+        assert Path(placed.x).exists()
         assert all(is_alive(pid) for pid in pids if pid)
-    assert not any(home.exists() for home in homes)
+    assert not Path(placed.x).exists()
     assert not any(is_alive(pid) for pid in pids if pid)
     pool.close()
     with pytest.raises(FuseError, match="closed"):
@@ -230,10 +231,10 @@ def test_a_closed_pool_leaves_nothing(population: Population, brief: Brief, work
 def test_a_forgotten_pool_leaves_nothing(population: Population, brief: Brief, work: Work) -> None:
     pool = Pool(workers=1)
     ask(pool.engine(population), brief, work)
-    pids, homes = [worker.process.pid for worker in pool._crew], pool._shelf.homes
+    pids, placed = [worker.process.pid for worker in pool._crew], pool.place(population.rows)
     del pool
     gc.collect()
-    assert not any(home.exists() for home in homes)
+    assert not Path(placed.x).exists()
     assert not any(is_alive(pid) for pid in pids if pid)
 
 
@@ -249,3 +250,14 @@ def test_an_empty_client_is_the_users_to_mend(pool: Pool, population: Population
     empty = Population(population.rows, {**population.index, "nobody": torch.tensor([], dtype=torch.int64)})
     with pytest.raises(ConfigError, match="nobody has no rows"):
         ask(pool.engine(empty), brief, work)
+
+
+def test_a_main_module_without_a_file_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__file__", "<stdin>")
+    with pool_module._main_if_a_file():
+        assert not hasattr(main, "__file__")
+    assert main.__file__ == "<stdin>"
+    monkeypatch.setattr(main, "__file__", __file__)
+    with pool_module._main_if_a_file():
+        assert main.__file__ == __file__

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import torch
 
 from fedfuse.core.rows import Rows
 from fedfuse.engines import shelf as shelf_module
-from fedfuse.engines.shelf import Shelf
+from fedfuse.engines.shelf import Placed, Shelf
 from fedfuse.errors import ConfigError
 
 
@@ -19,12 +20,17 @@ def rows(n: int = 4) -> Rows:
     return Rows(torch.rand(n, 1, 3, 3).transpose(2, 3), torch.arange(n))
 
 
-@pytest.fixture
-def shelf() -> Iterator[Shelf]:
+@pytest.fixture(params=["nameless", "named"])
+def shelf(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Shelf]:
+    if request.param == "named":  # a system that cannot open a file without a name
+        monkeypatch.setattr(shelf_module, "_DESCRIPTORS", tmp_path / "none")
     shelf = Shelf()
     yield shelf
     shelf.clear()
-    assert not any(home.exists() for home in shelf.homes)
+
+
+def exists(placed: Placed) -> bool:
+    return Path(placed.x).exists() and Path(placed.y).exists()
 
 
 def test_rows_come_back_as_they_were_whatever_their_strides(shelf: Shelf) -> None:
@@ -38,7 +44,6 @@ def test_rows_come_back_as_they_were_whatever_their_strides(shelf: Shelf) -> Non
 def test_rows_are_written_once(shelf: Shelf) -> None:
     mine = rows()
     assert shelf.put(mine) == shelf.put(Rows(mine.x, mine.y))
-    assert len(files(shelf)) == 2
 
 
 def test_only_the_last_used_stay(shelf: Shelf) -> None:
@@ -47,9 +52,20 @@ def test_only_the_last_used_stay(shelf: Shelf) -> None:
     shelf.put(a)
     held = second.rows()
     third = shelf.put(c)
-    assert files(shelf) == {first.x, first.y, third.x, third.y}
+    assert exists(first)
+    assert exists(third)
+    assert len(shelf._entries) == 2
     assert torch.equal(held.x, b.x)  # whoever has mapped them keeps them
     assert torch.equal(shelf.put(b).rows().x, b.x)
+
+
+def test_nothing_stays(shelf: Shelf) -> None:
+    placed = shelf.put(rows())
+    assert exists(placed)
+    shelf.clear()
+    assert not exists(placed)
+    with pytest.raises(ConfigError, match=r"cannot find the rows .*workers=0"):
+        placed.rows()
 
 
 def test_nobody_has_no_rows(shelf: Shelf) -> None:
@@ -58,23 +74,18 @@ def test_nobody_has_no_rows(shelf: Shelf) -> None:
     assert len(back) == 0
 
 
-def test_rows_go_to_disk_when_memory_is_full(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = {shelf.homes[0].parent: 10, shelf.homes[-1].parent: 10**9}
+def test_rows_go_to_disk_when_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = {Path("/dev/shm"): 10, Path(tempfile.gettempdir()): 10**9}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=room[path]))
-    assert shelf.put(rows()).x.parent == shelf.homes[-1]
+    assert shelf_module._roomy(1000) == Path(tempfile.gettempdir())
+    assert shelf_module._roomy(4) == Path("/dev/shm")
+    assert shelf_module._roomy(10**10) == Path(tempfile.gettempdir())
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    shelf = Shelf()
-
+def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shelf_module.Path, "mkdir", full)
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(ConfigError, match=r"144 bytes of rows .*No space left on device; free some space"):
-        shelf.put(rows())
-    assert not any(home.exists() for home in shelf.homes)
-
-
-def files(shelf: Shelf) -> set[Path]:
-    return {path for home in shelf.homes if home.exists() for path in home.iterdir()}
+        Shelf().put(rows())

@@ -74,7 +74,6 @@ if __name__ == "__main__":
     brief = make_brief(Spec("mlp", {{"inputs": 64, "hidden": [4], "classes": 3}}))
     with Pool(workers=2) as pool:
         engine = pool.engine(people)
-        Path({folder!r}, "homes").write_text("\\n".join(map(str, pool._shelf.homes)))
         list(engine.exchange(brief, Work(objective=odd_parts.Slow(600.0, Path({folder!r}))), engine.clients))
 """
 
@@ -97,8 +96,6 @@ def test_however_the_parent_ends_nothing_stays(how: signal.Signals, tmp_path: Pa
         words = parent.communicate(timeout=20)[1]
     assert parent.returncode == -how
     assert words.count("Traceback") == (how == signal.SIGINT)  # the parent's own
-    homes = [Path(line) for line in (tmp_path / "homes").read_text().splitlines()]
-    wait_for(lambda: not any(home.exists() for home in homes))
 
 
 def wait_for(condition: object, seconds: float = 30.0) -> None:

@@ -26,7 +26,7 @@ class Variational(Settings):
         layers: names of the layers to make Bayesian, in place of the last ones.
         log_variance: log σ² every weight starts with.
         bias: whether biases are Gaussians too.
-        prior: "standard" is N(0, scale²) in every round, "global" the posterior the round began with.
+        prior: "standard" is N(0, scale²) in every round, "global" from the second round on the fused posterior.
         scale: standard deviation of the standard prior.
         kl: weight of KL / n in the loss; 0 leaves the cross entropy alone.
         noise: false trains and predicts at the means, a control.
@@ -54,12 +54,16 @@ class Variational(Settings):
         return Elbo(self.kl, self.prior, self.scale)
 
 
+USUAL = Variational()
+
+
 @dataclass(frozen=True, slots=True)
 class Elbo:
     """The negative evidence lower bound per row: base + kl · KL(q ‖ prior) / n (eq. 3, divided by the n rows).
 
     The base loss is that of one draw of the noise per example. With diagonal Gaussians KL is closed:
-    ½ Σ (σ² + (μ − m)²) / s² − 1 − log(σ²/s²), the prior N(m, s²) being N(0, scale²) or the round's first posterior.
+    ½ Σ (σ² + (μ − m)²) / s² − 1 − log(σ²/s²), the prior N(m, s²) being N(0, scale²) or, from the second round on, the
+    posterior that the round began with.
     """
 
     kl: float = 1.0
@@ -84,7 +88,7 @@ class Elbo:
 
     def _prior(self, local: Local, name: str) -> tuple[Tensor | float, Tensor | float]:
         """Mean and log-variance of one tensor's prior."""
-        if self.prior == "standard":
+        if self.prior == "standard" or local.brief.round == 0:  # nobody believes in the random start
             return 0.0, 2 * math.log(self.scale)
         return local.once("elbo/prior", _posterior_before)[name]
 

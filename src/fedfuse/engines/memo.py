@@ -98,7 +98,8 @@ class Memo:
         parts = {"reply": kept.payload} | ({} if kept.memory is None else {"memory": kept.memory})
         tensors = {name: torch.frombuffer(data, dtype=torch.uint8) for name, data in parts.items()}
         try:
-            self._written += write(self._path(key), tensors, {"kind": "memo", "checksum": kept.checksum})
+            header = {"kind": "memo", "checksum": kept.checksum}
+            self._written += write(self._path(key), tensors, header, durable=False)  # the checksum sees a torn one
         except ConfigError as why:
             _log.warning("an answer was not kept: %s", why)
             return

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -30,7 +31,7 @@ from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
 from fedfuse.engines import base
 from fedfuse.engines.base import Done, InProcess, LocalEngine, OnClient, Population, Spoken, Trained
-from fedfuse.engines.shelf import Placed, Shelf, remove
+from fedfuse.engines.shelf import Placed, Shelf
 from fedfuse.engines.worker import READY, USERS_FAULT, ByValue, serve
 from fedfuse.errors import ConfigError, FuseError
 from fedfuse.wire.codec import encode
@@ -65,7 +66,7 @@ class Pool:
         self._crew: list[_Worker] = []
         self._shelf = Shelf()
         self._failed_starts = 0
-        self._end = weakref.finalize(self, _dismiss, self._crew, self._shelf.homes, os.getpid())
+        self._end = weakref.finalize(self, _dismiss, self._crew, self._shelf, os.getpid())
 
     def __enter__(self) -> Self:
         return self
@@ -115,7 +116,7 @@ class Pool:
         """Give every idle worker a task, and start the workers that are missing."""
         idle = [worker for worker in self._crew if not worker.task]
         for _ in range(min(self.workers - len(self._crew), len(waiting) - len(idle))):
-            self._crew.append(_Worker.start(self._context, self._shelf.homes))
+            self._crew.append(_Worker.start(self._context))
             idle.append(self._crew[-1])
         for worker in idle[: len(waiting)]:
             task = waiting.popleft()
@@ -246,10 +247,10 @@ class _Worker:
     ready: bool = False
 
     @classmethod
-    def start(cls, context: ForkServerContext | SpawnContext, homes: tuple[Path, ...]) -> _Worker:
+    def start(cls, context: ForkServerContext | SpawnContext) -> _Worker:
         ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, homes), name="fedfuse-worker", daemon=True)
-        with _environment(_ONE_THREAD):
+        process = context.Process(target=serve, args=(theirs,), name="fedfuse-worker", daemon=True)
+        with _environment(_ONE_THREAD), _main_if_a_file():
             process.start()
         theirs.close()  # so that the wire ends when the worker does
         return cls(process, ours)
@@ -290,7 +291,7 @@ def _context(warm: bool) -> ForkServerContext | SpawnContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     if warm:  # it imports while our caller still prepares its data
-        with _environment(_ONE_THREAD):
+        with _environment(_ONE_THREAD), _main_if_a_file():
             multiprocessing.forkserver.ensure_running()
     return context
 
@@ -310,10 +311,25 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _dismiss(crew: list[_Worker], homes: tuple[Path, ...], owner: int) -> None:
+@contextmanager
+def _main_if_a_file() -> Iterator[None]:
+    """New processes import the main module; one that was typed or piped in has no file and must not be looked for."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if path is None or Path(path).exists():
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = path
+
+
+def _dismiss(crew: list[_Worker], shelf: Shelf, owner: int) -> None:
     """End a pool; a forked copy of its process must not."""
     if os.getpid() != owner:
         return
     while crew:
         crew.pop().end()
-    remove(homes)
+    shelf.clear()

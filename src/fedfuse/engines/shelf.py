@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import secrets
+import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +15,14 @@ from torch import Tensor
 from fedfuse.core.rows import Rows
 from fedfuse.errors import ConfigError
 
+_DESCRIPTORS = Path("/proc/self/fd")  # where it exists, a file needs no name to be opened by another process
+
 
 class Placed(NamedTuple):
-    """Rows that lie in two files; any process may map them."""
+    """Rows that lie in two files; any process of this user may map them."""
 
-    x: Path
-    y: Path
+    x: str
+    y: str
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, torch.dtype]
 
@@ -30,17 +32,28 @@ class Placed(NamedTuple):
         return Rows(_mapped(self.x, self.shape, x), _mapped(self.y, self.shape[:1], y))
 
 
-def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _mapped(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if not math.prod(shape):  # nothing cannot be mapped
         return torch.empty(shape, dtype=dtype)
-    return torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
+    if not Path(path).exists():  # torch would make it
+        raise ConfigError(f"a worker process cannot find the rows at {path}; use workers=0 on this system")
+    return torch.from_file(path, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
+
+
+class _Entry(NamedTuple):
+    rows: Rows
+    files: tuple[IO[bytes], IO[bytes]]
+    placed: Placed
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
 
 
 class Shelf:
     """Where rows lie: in memory if it has room, else on disk; each written once, only the last used kept.
 
-    Attributes:
-        homes: the folders that may come to exist; whoever owns the shelf removes them.
+    The files have no name where the system allows that, so nothing can stay behind, however we end.
 
     Example:
         >>> shelf = Shelf()
@@ -50,50 +63,62 @@ class Shelf:
     """
 
     def __init__(self, keep: int = 2) -> None:
-        name = f"fedfuse-{secrets.token_hex(8)}"
-        roots = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-        self.homes = tuple(root / name for root in roots if root.is_dir())
         self._keep = keep
-        self._placed: dict[int, tuple[Rows, Placed]] = {}
+        self._entries: dict[int, _Entry] = {}
 
     def put(self, rows: Rows) -> Placed:
         """The files of these rows, written unless they are there."""
         key = id(rows.x)  # an entry holds on to its rows, so no others can have their id
-        entry = self._placed.pop(key, None)
-        while entry is None and len(self._placed) >= self._keep:
-            _, oldest = self._placed.pop(next(iter(self._placed)))
-            for path in (oldest.x, oldest.y):
-                path.unlink(missing_ok=True)
-        self._placed[key] = entry or (rows, self._write(rows))
-        return self._placed[key][1]
+        entry = self._entries.pop(key, None) or _write(rows)
+        while len(self._entries) >= self._keep:
+            self._entries.pop(next(iter(self._entries))).close()
+        self._entries[key] = entry
+        return entry.placed
 
     def clear(self) -> None:
         """Remove everything."""
-        self._placed.clear()
-        remove(self.homes)
+        while self._entries:
+            self._entries.popitem()[1].close()
 
-    def _write(self, rows: Rows) -> Placed:
-        home, name = self._home(rows.x.nbytes + rows.y.nbytes), secrets.token_hex(8)
-        placed = Placed(home / f"{name}.x", home / f"{name}.y", tuple(rows.x.shape), (rows.x.dtype, rows.y.dtype))
+
+def _write(rows: Rows) -> _Entry:
+    x = _file(rows.x)
+    try:
+        y = _file(rows.y)
+    except ConfigError:
+        x.close()
+        raise
+    placed = Placed(_path(x), _path(y), tuple(rows.x.shape), (rows.x.dtype, rows.y.dtype))
+    return _Entry(rows, (x, y), placed)
+
+
+def _file(tensor: Tensor) -> IO[bytes]:
+    """A file with a tensor's numbers, which ends when it is closed."""
+    folder = _roomy(tensor.nbytes)
+    try:
+        make = tempfile.TemporaryFile if _DESCRIPTORS.is_dir() else tempfile.NamedTemporaryFile
+        file: IO[bytes] = make(prefix="fedfuse-", dir=folder)
         try:
-            home.mkdir(mode=0o700, exist_ok=True)
-            for path, tensor in ((placed.x, rows.x), (placed.y, rows.y)):
-                tensor.detach().cpu().contiguous().numpy().tofile(path)
-        except OSError as why:
-            remove([home])
-            raise ConfigError(
-                f"cannot write {rows.x.nbytes:,} bytes of rows to {home}: {why.strerror or why}; "
-                "free some space, point TMPDIR elsewhere or use workers=0"
-            ) from why
-        return placed
-
-    def _home(self, size: int) -> Path:
-        """The first folder with room to spare."""
-        roomy = [home for home in self.homes if shutil.disk_usage(home.parent).free > size + size // 4]
-        return (roomy or self.homes[-1:])[0]
+            tensor.detach().cpu().contiguous().numpy().tofile(file)
+            file.flush()
+        except BaseException:
+            file.close()
+            raise
+    except OSError as why:
+        raise ConfigError(
+            f"cannot write {tensor.nbytes:,} bytes of rows to {folder}: {why.strerror or why}; "
+            "free some space, point TMPDIR elsewhere or use workers=0"
+        ) from why
+    return file
 
 
-def remove(homes: tuple[Path, ...] | list[Path]) -> None:
-    """Remove folders and what is in them, those that exist."""
-    for home in homes:
-        shutil.rmtree(home, ignore_errors=True)
+def _path(file: IO[bytes]) -> str:
+    """How another process opens a file."""
+    return file.name if isinstance(file.name, str) else f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+def _roomy(size: int) -> Path:
+    """The first folder with room to spare: memory, then disk."""
+    folders = [folder for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())) if folder.is_dir()]
+    roomy = [folder for folder in folders if shutil.disk_usage(folder).free > size + size // 4]
+    return (roomy or folders[-1:])[0]

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +23,6 @@ from fedfuse.core.messages import Brief
 from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
 from fedfuse.engines.base import Done, answer, heard
-from fedfuse.engines.shelf import remove
 from fedfuse.errors import ConfigError, FuseError, RecipeError
 
 READY = b"ready"
@@ -37,10 +35,10 @@ class ByValue(ForkingPickler):
     _extra_reducers: ClassVar[dict[type, Any]] = {}
 
 
-def serve(wire: Connection, homes: tuple[Path, ...]) -> None:
+def serve(wire: Connection) -> None:
     """A worker's life: hear a task, do it, answer, until the wire ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends us
-    threading.Thread(target=_follow_parent, args=(homes,), daemon=True).start()
+    threading.Thread(target=_follow_parent, daemon=True).start()
     torch.set_num_threads(1)
     wire.send_bytes(READY)
     lesson: _Opened | None = None
@@ -51,11 +49,10 @@ def serve(wire: Connection, homes: tuple[Path, ...]) -> None:
             return
 
 
-def _follow_parent(homes: tuple[Path, ...]) -> None:
-    """Should the parent be killed, tidy up in its place and go too."""
+def _follow_parent() -> None:
+    """Should the parent be killed, end too, in the middle of whatever we do."""
     if (parent := multiprocessing.parent_process()) is not None:
         wait([parent.sentinel])
-        remove(homes)
         os._exit(1)
 
 

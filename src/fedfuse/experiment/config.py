@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
-import json
+import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.registry import find_method
-from fedfuse.core.settings import LocalSettings, Settings, checked
+from fedfuse.core.registry import find_method, suggest
+from fedfuse.core.settings import LocalSettings, Settings, checked, explain
 from fedfuse.data import Iid, Scheme, ServerRows
 from fedfuse.errors import ConfigError
-from fedfuse.server.guard import Guarded, guard
+from fedfuse.experiment.toml import to_toml
+from fedfuse.server.guard import GUARDS, Guard, Guarded, guard
 
 Share = Annotated[float, Field(ge=0, lt=1)]
+SCHEMES: Mapping[str, type[BaseModel]] = {s.model_fields["kind"].default: s for s in get_args(get_args(Scheme)[0])}
 
 
 class DataConfig(Settings):
     """Which data, and who holds what.
 
-    `standardise` subtracts the training rows' mean and divides by their standard deviation, per channel.
+    `standardise` subtracts the training rows' mean and divides by their standard deviation, per channel. `unlabelled`
+    is a source whose training inputs the server may use, their labels unseen; `unlabelled_limit` takes so many of them.
     """
 
     source: str = "digits"
@@ -36,9 +49,22 @@ class DataConfig(Settings):
     test_limit: PositiveInt | None = None
     server_fraction: Share = 0.0
     server_rows: ServerRows | None = None
+    unlabelled: str | None = None
+    unlabelled_limit: PositiveInt | None = None
     validation_fraction: Share = 0.0
     standardise: bool = False
     options: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("partition", mode="before")
+    @classmethod
+    def _scheme(cls, said: Any) -> Any:
+        """The scheme its kind names, so that a misspelt key is explained by the keys of that one."""
+        if not isinstance(said, Mapping):
+            return said
+        kind = str(said.get("kind", ""))
+        if kind not in SCHEMES:
+            raise ValueError(f"kind is {kind!r}{suggest(kind, SCHEMES)} expected one of {', '.join(SCHEMES)}")
+        return checked(SCHEMES[kind], said)
 
 
 class Named(BaseModel):
@@ -76,9 +102,11 @@ class MethodConfig(Named):
 
     def recipe(self) -> Recipe:
         """The recipe it stands for."""
-        made = find_method(self.name).recipe(**self.options)
+        method = find_method(self.name)
+        check_options(f"method {self.name!r}", self.options, [*method.schema.model_fields, *type(self).model_fields])
+        made = method.recipe(**self.options)
         if self.guard is not None:
-            by = guard(self.guard.name, **self.guard.options)
+            by = _guard(self.guard)
             made = _labelled(made, f"{made.label}+{self.guard.name}", aggregate=Guarded(by, made.aggregate))
         if self.then is not None and self.rounds is not None:
             made = made.then(self.rounds, self.then.recipe())
@@ -124,7 +152,7 @@ class Experiment(Settings):
     model: Named = Named(name="mlp")
     models: tuple[GroupConfig, ...] = ()
     local: LocalConfig = LocalConfig()
-    methods: Annotated[tuple[MethodConfig, ...], Field(min_length=1)]
+    methods: tuple[MethodConfig, ...]
     judge: JudgeConfig = JudgeConfig()
     server: ServerConfig = ServerConfig()
 
@@ -132,6 +160,8 @@ class Experiment(Settings):
     def _distinct(self) -> Experiment:
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"the seeds {list(self.seeds)} repeat themselves")
+        if not self.methods:
+            raise ValueError("the experiment has no method; add a [[methods]] table with its name")
         return self
 
     def recipes(self) -> dict[str, Recipe]:
@@ -139,15 +169,17 @@ class Experiment(Settings):
         made: dict[str, Recipe] = {}
         for entry in self.methods:
             recipe = entry.recipe()
-            if recipe.label in made:
-                raise ConfigError(f"two methods are labelled {recipe.label!r}; give one of them another label")
+            if alike := [label for label in made if file_name(label) == file_name(recipe.label)]:
+                raise ConfigError(
+                    f"two methods are labelled {alike[0]!r} and {recipe.label!r}, whose files would have one name; "
+                    "give one of them another label"
+                )
             made[recipe.label] = recipe
         return made
 
     def to_toml(self) -> str:
         """The resolved experiment as a file that gives the same experiment."""
-        plain = self.model_dump(mode="json", exclude_none=True)
-        return "".join(_toml_lines(plain))
+        return to_toml(self.model_dump(mode="json", exclude_none=True))
 
 
 def load_experiments(path: Path, sets: Sequence[str] = ()) -> list[Experiment]:
@@ -169,7 +201,7 @@ def load_experiments(path: Path, sets: Sequence[str] = ()) -> list[Experiment]:
     for text in sets:
         assign(values, text)
     cells = [_experiment(cell) for cell in _cells(values)]
-    if len({c.name for c in cells}) < len(cells):
+    if len({file_name(c.name) for c in cells}) < len(cells):
         raise ConfigError(f"{path}: two cells of the sweep have the same name; let the values differ")
     return cells
 
@@ -190,8 +222,8 @@ def _experiment(values: Mapping[str, Any]) -> Experiment:
 
 def _cells(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Every combination of the sweep's values, written into the rest of the file."""
-    sweep = values.pop("sweep", None) or {}
-    if not isinstance(sweep, dict) or not all(isinstance(v, list) and v for v in sweep.values()):
+    sweep = dict(_dotted(values.pop("sweep", {})))
+    if not all(key and isinstance(choices, list) and choices for key, choices in sweep.items()):
         raise ConfigError("sweep must be a table of keys with a list of values each")
     for choice in itertools.product(*sweep.values()):
         cell = copy.deepcopy(values)
@@ -199,6 +231,20 @@ def _cells(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
             put(cell, key, value, f"sweep.{key}")
         words = [_word(value) for value in choice]
         yield cell | {"name": "-".join([str(values["name"]), *words])}
+
+
+def _dotted(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """A table's entries by dotted key, whether the user quoted the dots or not.
+
+    Example:
+        >>> dict(_dotted({"data": {"clients": [5, 10]}, "local.epochs": [1]}))
+        {'data.clients': [5, 10], 'local.epochs': [1]}
+    """
+    if not isinstance(table, dict):
+        yield prefix.rstrip("."), table
+        return
+    for key, value in table.items():
+        yield from _dotted(value, f"{prefix}{key}.")
 
 
 def _word(value: Any) -> str:
@@ -213,6 +259,45 @@ def _word(value: Any) -> str:
     if isinstance(value, list):
         return "-".join(_word(v) for v in value)
     return str(value)
+
+
+def check_options(who: str, given: Collection[str], known: Collection[str]) -> None:
+    """Refuse the first option nobody reads, with the nearest one that somebody does.
+
+    Example:
+        >>> check_options("model 'mlp'", ["hiden"], ["hidden", "classes"])
+        Traceback (most recent call last):
+        ...
+        fedfuse.errors.ConfigError: model 'mlp' has no option 'hiden'; did you mean 'hidden'? it has hidden, classes
+    """
+    for key in given:
+        if key not in known:
+            has = ", ".join(known) or "none"
+            raise ConfigError(f"{who} has no option {key!r}{suggest(key, known)} it has {has}")
+
+
+def file_name(label: str) -> str:
+    """A label as part of a file's name.
+
+    Example:
+        >>> file_name("fedprox(mu=0.1)")
+        'fedprox_mu_0.1'
+    """
+    name = re.sub(r"[^A-Za-z0-9.+-]+", "_", label).strip("_.")
+    if name and len(name) <= 100:
+        return name
+    return f"{name[:80]}{hashlib.sha256(label.encode()).hexdigest()[:12]}"
+
+
+def _guard(said: Named) -> Guard:
+    guard(said.name)  # knows which there are
+    kind = GUARDS[said.name]
+    check_options(f"guard {said.name!r}", said.options, [f.name for f in fields(kind)])
+    try:
+        made: Guard = TypeAdapter(kind).validate_python(said.options)
+    except ValidationError as why:
+        raise ConfigError(explain(why, BaseModel, f"guard {said.name}")) from why
+    return made
 
 
 def _labelled(recipe: Recipe, label: str, **changes: Any) -> Recipe:
@@ -263,30 +348,3 @@ def _index(key: str, place: list[Any], text: str) -> int:
     if not key.isdecimal() or int(key) >= len(place):
         raise ConfigError(f"{text}: {key!r} is not a place in a list of {len(place)}")
     return int(key)
-
-
-def _toml_lines(values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Plain values first, then tables, then lists of tables, as TOML wants them."""
-    lines, tables = [], []
-    for key, value in values.items():
-        name = f"{prefix}{_key(key)}"
-        if isinstance(value, Mapping):
-            tables += [f"\n[{name}]\n", *_toml_lines(value, f"{name}.")]
-        elif isinstance(value, list) and value and all(isinstance(v, Mapping) for v in value):
-            for each in value:
-                tables += [f"\n[[{name}]]\n", *_toml_lines(each, f"{name}.")]
-        elif value is not None:
-            lines.append(f"{_key(key)} = {_toml_value(value)}\n")
-    return lines + tables
-
-
-def _key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() else json.dumps(key)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(k)} = {_toml_value(v)}" for k, v in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
-    return json.dumps(value, ensure_ascii=False)

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ def environment(dataset: Dataset, workers: int) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """The installed version of every package that matters."""
+@cache
+def versions() -> Mapping[str, str]:
+    """The installed version of every package that matters; it cannot change while we run."""
     found = {}
     for name in PACKAGES:
         try:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedfuse.core.model import Model, networks
+from fedfuse.core.model import Apart, Model, networks
 from fedfuse.core.params import Params
 from fedfuse.core.recipe import Engine, Recipe
 from fedfuse.core.state import ServerState
+from fedfuse.engines.base import one_thread
 from fedfuse.engines.memo import Memo
 from fedfuse.engines.pool import Pool
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.config import Experiment
+from fedfuse.experiment.config import Experiment, file_name
 from fedfuse.experiment.environment import environment
 from fedfuse.experiment.ledger import Ledger, plain, write_json, write_results
 from fedfuse.experiment.prepare import Prepared, Setting, prepare
@@ -27,6 +30,8 @@ from fedfuse.report.tables import markdown, summary
 from fedfuse.server.loop import Record, run
 from fedfuse.wire.codec import atomic
 from fedfuse.wire.files import load_model, save_model
+
+_HALF = re.compile(r"\..+\.[0-9a-f]{16}")  # a file that was being written; see `atomic`
 
 
 class Remembering(Engine, Protocol):
@@ -44,8 +49,12 @@ class Results:
     rows: tuple[Mapping[str, Any], ...]
 
     def table(self) -> str:
-        """Mean ± standard deviation over seeds, as a markdown table."""
-        return markdown(summary(self.rows))
+        """Mean ± standard deviation over seeds, as a markdown table; of a sweep, one table per experiment."""
+        names = list(dict.fromkeys(row["experiment"] for row in self.rows))
+        if len(names) == 1:
+            return markdown(summary(self.rows))
+        each = {name: [row for row in self.rows if row["experiment"] == name] for name in names}
+        return "\n\n".join(f"### {name}\n\n{markdown(summary(rows))}" for name, rows in each.items())
 
 
 def execute(
@@ -53,7 +62,7 @@ def execute(
     out: Path,
     *,
     resume: bool = False,
-    workers: int = 2,
+    workers: int | None = None,
     memo: Path | None = None,
     watch: Watcher | None = None,
 ) -> Results:
@@ -63,7 +72,7 @@ def execute(
         experiment: what to run.
         out: the run directory.
         resume: go on with what is in it.
-        workers: worker processes; 0 trains in this one.
+        workers: worker processes; 0 trains in this one, by default there is one per core.
         memo: where trained updates are kept for reuse; None keeps none.
         watch: told what happens, for a progress bar.
 
@@ -73,20 +82,22 @@ def execute(
     watch = watch or Quiet()
     prepared = prepare(experiment)
     prepared.check()
+    store = _memo(memo) if memo else None
     folder = _Folder(out)
     folder.open(experiment, resume)
-    store = Memo(memo) if memo else None
-    write_json(out / "environment.json", environment(prepared.dataset, workers))
-    with Pool(workers) as pool:
+    with one_thread(), _pool(workers) as pool:
+        write_json(out / "environment.json", environment(prepared.dataset, pool.workers))
         for seed in experiment.seeds:
             setting = prepared.setting(seed)
             folder.note_partition(prepared, setting)
             for label, recipe in prepared.recipes.items():
                 plain_engine = pool.engine(setting.population, seed, watch.client_done)
                 engine: Remembering = store.around(plain_engine) if store else plain_engine
-                _Course(folder, prepared, setting, label, recipe, engine, watch).go()
+                saved = folder.checkpoints(label, seed)
+                _Course(folder, prepared, setting, label, recipe, engine, watch, saved).go()
                 folder.publish(experiment)
-    return Results(experiment.name, out, tuple(folder.ordered(experiment)))
+    rows = ({"experiment": experiment.name, **line} for line in folder.ordered(experiment))
+    return Results(experiment.name, out, tuple(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +112,33 @@ class _Folder:
 
     def open(self, experiment: Experiment, resume: bool) -> None:
         """Make the directory ready, or say why it cannot be used."""
-        config = self.path / "config.toml"
-        text = experiment.to_toml()
+        config, text, rounds = self.path / "config.toml", experiment.to_toml(), experiment.rounds
         if config.exists():
-            old = _read_toml(config)
             if not resume:
                 raise ConfigError(f"{self.path} holds a run already; continue it with --resume or choose another --out")
+            old = _read_toml(config)
             if why := same_run(old, tomllib.loads(text)):
                 raise ConfigError(f"{self.path} holds another run: {why}; choose another --out")
-            if old.get("rounds", 1) != experiment.rounds:
-                self._reopen_last(int(old.get("rounds", 1)))
-        elif resume and self.path.exists() and any(self.path.iterdir()):
-            raise ConfigError(f"{self.path} is not a run directory: it has no config.toml")
+            rounds = int(old["rounds"])
+        elif self.ledger.path.exists() or (resume and self._has_files()):
+            raise ConfigError(f"{self.path} is not a run directory: it has no config.toml; choose another --out")
+        if resume:
+            self._clear_up()
+        if rounds < experiment.rounds:
+            self._reopen_last(rounds)
         with atomic(config) as file:
             file.write(text.encode())
+
+    def _has_files(self) -> bool:
+        """Whether anything is there but what a run killed at its very start left behind."""
+        return self.path.is_dir() and any(not _HALF.fullmatch(path.name) for path in self.path.iterdir())
+
+    def _clear_up(self) -> None:
+        """Remove what a killed run wrote by half."""
+        self.ledger.mend()
+        for path in self.path.rglob(".*"):
+            if _HALF.fullmatch(path.name):
+                path.unlink(missing_ok=True)
 
     def _reopen_last(self, last: int) -> None:
         """A round that was the last one is scored differently, so it is done again when rounds are added."""
@@ -132,12 +156,11 @@ class _Folder:
         """Who holds what, for the report."""
         path, classes = self.path / "partition.json", len(prepared.dataset.classes)
         labels, parts = prepared.dataset.train.y, setting.partition
-        known: dict[str, Any] = {"classes": list(prepared.dataset.classes), "seeds": {}}
-        known = _read_json(path) if path.exists() else known
+        seeds = _seeds_in(path)
         counts = dict(zip(parts.clients, parts.counts(labels, classes).tolist(), strict=True))
         server = labels[parts.server].bincount(minlength=classes).tolist()
-        known["seeds"][str(setting.seed)] = {"clients": counts, "server": server, **plain(parts.facts)}
-        write_json(path, known)
+        seeds[str(setting.seed)] = {"clients": counts, "server": server, **plain(parts.facts)}
+        write_json(path, {"classes": list(prepared.dataset.classes), "seeds": seeds})
 
     def ordered(self, experiment: Experiment) -> list[dict[str, Any]]:
         """The ledger in the experiment's own order: method, seed, round."""
@@ -161,13 +184,14 @@ class _Course:
     recipe: Recipe
     engine: Remembering
     watch: Watcher
+    checkpoints: Checkpoints
 
     def go(self) -> None:
         """Run the rounds that are missing and leave the final model."""
-        seed, rounds = self.setting.seed, self.setting.plan.rounds
+        setting, seed = self.setting, self.setting.seed
         state = self._stand()
-        self.watch.course_began(self.label, seed, state.round, rounds)
-        setting = self.setting
+        asked = min(setting.plan.per_round or setting.bench.population, setting.bench.population)
+        self.watch.course_began(self.label, seed, state.round, setting.plan.rounds, asked)
         for record in run(self.recipe, self.engine, setting.bench, setting.judge, state, setting.plan):
             state = record.state
             self._record(record)
@@ -176,18 +200,24 @@ class _Course:
 
     def _stand(self) -> ServerState:
         """Where the ledger and the checkpoints agree that we are."""
-        seed = self.setting.seed
-        mine = {line["round"] for line in self.folder.ledger.lines() if self._is_mine(line)}
-        done = next((r for r in range(len(mine) + 1) if r + 1 not in mine), 0)
-        found = self.folder.checkpoints(self.label, seed).restore(done, self.setting.start) if done else None
-        if found is None:
-            state = self.setting.start
-        else:
+        mine = {line["round"]: line for line in self.folder.ledger.lines() if self._is_mine(line)}
+        done = next(r for r in range(len(mine) + 1) if r + 1 not in mine)
+        state, memories = self.setting.start, dict[str, Params]()
+        found = self.checkpoints.restore(done, state, self._trusted()) if done else None
+        if found is not None and self._has_best(found[0].round, mine):
             state, memories = found
-            self.engine.memories = dict(memories)
-        if beyond := [r for r in mine if r > state.round]:
-            self.folder.ledger.keep(lambda line: not (self._is_mine(line) and line["round"] in beyond))
+        self.engine.memories = memories
+        if any(round_ > state.round for round_ in mine):
+            self.folder.ledger.keep(lambda line: not self._is_mine(line) or line["round"] <= state.round)
         return state
+
+    def _has_best(self, done: int, mine: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Whether the best model of the rounds done is at hand, where one is to be chosen."""
+        if self.prepared.experiment.select == "last":
+            return True
+        best = max(range(1, done + 1), key=lambda r: (mine[r]["server_accuracy"], -r))
+        kept = int(self._best_facts().get("round", 0))
+        return kept == best or kept > done  # a later one will be found again
 
     def _is_mine(self, line: Mapping[str, Any]) -> bool:
         return bool(line["label"] == self.label and line["seed"] == self.setting.seed)
@@ -200,20 +230,27 @@ class _Course:
             line["server_accuracy"] = self._server_accuracy(record.state.model)
             self._keep_best(record.state, line["server_accuracy"])
         self.folder.ledger.append(line)
-        self.folder.checkpoints(self.label, self.setting.seed).save(record.state, self.engine.memories)
+        self.checkpoints.save(record.state, self.engine.memories)
 
     def _server_accuracy(self, model: Model) -> float:
         rows = self.setting.bench.need_rows("select = 'best-on-server'")
-        return float(self.setting.judge.evaluate(model, rows)["accuracy"])
+        members = model.members if isinstance(model, Apart) else (model,)
+        return sum(float(self.setting.judge.evaluate(m, rows)["accuracy"]) for m in members) / len(members)
 
     def _keep_best(self, state: ServerState, accuracy: float) -> None:
-        path = self._best_path()
-        facts = load_model(path, self._trusted())[1] if path.exists() else {}
+        facts = self._best_facts()
         if facts.get("round", 0) >= state.round or accuracy > facts.get("server_accuracy", -1.0):
-            save_model(state.model, path, {"round": state.round, "server_accuracy": accuracy})
+            save_model(state.model, self._best_path(), {"round": state.round, "server_accuracy": accuracy})
 
     def _best_path(self) -> Path:
-        return self.folder.checkpoints(self.label, self.setting.seed).folder / "best.safetensors"
+        return self.checkpoints.folder / "best.safetensors"
+
+    def _best_facts(self) -> Mapping[str, Any]:
+        """What the best model's file says of it; nothing if there is none that can be read."""
+        try:
+            return load_model(self._best_path(), self._trusted())[1]
+        except ConfigError:
+            return {}
 
     def _trusted(self) -> frozenset[str]:
         return self.setting.plan.rules.trusted
@@ -222,7 +259,7 @@ class _Course:
         """Save the chosen model; with `best-on-server`, mark the round it came from."""
         facts = {"method": self.recipe.name, "label": self.label, "seed": self.setting.seed, "round": state.round}
         model = state.model
-        if self._best_path().exists() and self.prepared.experiment.select == "best-on-server":
+        if self.prepared.experiment.select == "best-on-server":
             model, best = load_model(self._best_path(), self._trusted())
             facts["round"] = best["round"]
             self._mark(int(best["round"]))
@@ -235,14 +272,23 @@ class _Course:
                 self.folder.ledger.append(line | {"selected": wanted})
 
 
-def file_name(label: str) -> str:
-    """A label as part of a file's name.
+def _memo(folder: Path) -> Memo:
+    try:
+        return Memo(folder)
+    except ConfigError as why:
+        raise ConfigError(f"{why}, or do without it: --no-memo") from why
 
-    Example:
-        >>> file_name("fedprox(mu=0.1)")
-        'fedprox_mu_0.1'
-    """
-    return re.sub(r"[^A-Za-z0-9.+-]+", "_", label).strip("_")
+
+def _pool(workers: int | None) -> Pool:
+    """A pool whose processes never hear Ctrl-C, not even while they wake up: it is for us, who then end them."""
+    if workers == 0 or not hasattr(signal, "pthread_sigmask"):
+        return Pool(workers)
+    resource_tracker.ensure_running()  # starting it later would open our ears again
+    heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return Pool(workers)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, heard)
 
 
 def free_folder(parent: Path, name: str) -> Path:
@@ -265,10 +311,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {why}") from why
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _seeds_in(path: Path) -> dict[str, Any]:
+    """The seeds a partition.json tells of; none if it is missing or damaged, for every seed writes its own again."""
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-        known["seeds"].keys()
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as why:
-        raise ConfigError(f"{path} is damaged: {why}; delete it and --resume") from why
-    return dict(known)
+        return dict(json.loads(path.read_text(encoding="utf-8"))["seeds"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}

@@ -48,6 +48,11 @@ class Ledger:
         except OSError as why:
             raise ConfigError(f"cannot write {self.path}: {why.strerror or why}; free some space and --resume") from why
 
+    def mend(self) -> None:
+        """Cut off a line that a crash left unfinished, so that the next one stands on its own."""
+        if self.path.exists() and (whole := self.path.read_bytes().rfind(b"\n") + 1) < self.path.stat().st_size:
+            os.truncate(self.path, whole)
+
     def lines(self) -> list[dict[str, Any]]:
         """Every whole line; the last one for a label, seed and round wins."""
         if not self.path.exists():
@@ -72,8 +77,19 @@ class Ledger:
 
 def write_results(path: Path, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
     """The flat table of all rows, for machines."""
-    rows = [{key: line.get(key) for key in FLAT} | _more(line) for line in lines]
-    write_json(path, {"name": name, "rows": rows})
+    write_json(path, {"name": name, "rows": [flat(line) for line in lines]})
+
+
+def flat(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A ledger line as a row of results.json: plain numbers only, and how many clients were refused.
+
+    Example:
+        >>> row = flat({"method": "fedavg", "round": 1, "refused": [{"client": "a"}]})
+        >>> row["round"], row["refused"], row["accuracy"]
+        (1, 1, None)
+    """
+    row = {key: line.get(key) for key in FLAT} | {"refused": len(line.get("refused", ()))}
+    return row | ({"selected": line["selected"]} if "selected" in line else {})
 
 
 def write_json(path: Path, value: object) -> None:
@@ -98,8 +114,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, bool | int | str) or value is None:
         return value
     return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
-
-
-def _more(line: Mapping[str, Any]) -> dict[str, Any]:
-    more: dict[str, Any] = {"refused": len(line.get("refused", ()))}
-    return more | ({"selected": line["selected"]} if "selected" in line else {})

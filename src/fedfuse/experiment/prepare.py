@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Start
 from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
@@ -17,11 +18,11 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec, factory_of
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.data import Dataset, Partition, augmentation, load, partition, standardise
+from fedfuse.data import Dataset, Partition, Standardise, augmentation, load, partition, standardise
 from fedfuse.engines.base import Population
-from fedfuse.errors import ConfigError
-from fedfuse.experiment.config import Experiment, Named
-from fedfuse.server.admit import Rules
+from fedfuse.errors import ConfigError, FuseError
+from fedfuse.experiment.config import Experiment, Named, check_options
+from fedfuse.server.admit import Contract, Rules
 from fedfuse.server.judge import Judge
 from fedfuse.server.loop import Plan
 
@@ -49,6 +50,8 @@ class Prepared:
     spec: Spec
     groups: tuple[tuple[int, int, Spec], ...]
     local: LocalSettings
+    inputs: InputForm
+    unlabelled: torch.Tensor | None = None
 
     def setting(self, seed: int) -> Setting:
         """Everything one seed needs."""
@@ -65,7 +68,7 @@ class Prepared:
         )
         population = Population(train, parts.clients)
         server = train.take(parts.server) if len(parts.server) else None
-        bench = Bench(server, None, len(parts.clients), classes, self.local, seed)
+        bench = Bench(server, self.unlabelled, len(parts.clients), classes, self.local, seed, self.inputs)
         held_out = {c: train.take(rows) for c, rows in parts.validation.items()}
         score = self.experiment.judge
         judge = Judge(test, classes, score.bins, held_out, score.clients)
@@ -73,18 +76,26 @@ class Prepared:
 
     def check(self) -> None:
         """Everything that can be known before training, for every seed and method."""
+        _check_device(self.local.device)
+        _check_alike({_check_fit(spec, self.dataset) for spec in {self.spec, *(s for _, _, s in self.groups)}})
         for seed in self.experiment.seeds:
             setting = self.setting(seed)
             for recipe in self.recipes.values():
                 recipe.check(self.experiment.rounds, setting.bench)
         for recipe in self.recipes.values():
             self._check_networks(recipe)
+            brief = recipe.dressed(setting.start, setting.bench).brief(recipe.publishes, setting.bench.classes)
+            for client in ("", *brief.own):  # evidence that a network cannot give says so here
+                Contract.of(brief.to(client), recipe.evidence)
         if self.experiment.select == "best-on-server":
             setting.bench.need_rows("select = 'best-on-server'")
-        for spec in {self.spec, *(s for _, _, s in self.groups)}:
-            _check_fit(spec, self.dataset)
 
     def _check_networks(self, recipe: Recipe) -> None:
+        if self.experiment.start == "separate" and "start" in recipe.needs:
+            raise ConfigError(
+                f"method {recipe.name!r} measures how far clients moved from a common start and start = 'separate' "
+                "gives each its own; use start = 'shared' or leave the method out"
+            )
         if self.groups and not getattr(recipe.aggregate, "mixes_networks", False):
             raise ConfigError(
                 f"method {recipe.name!r} needs one network for all clients and the file gives groups their own; "
@@ -105,7 +116,7 @@ class Prepared:
 
     def _plan(self, population: Population) -> Plan:
         server = self.experiment.server
-        named = frozenset(s.factory for s in (self.spec, *(g for _, _, g in self.groups)))
+        named = frozenset[str]().union(*(s.factories for s in (self.spec, *(g for _, _, g in self.groups))))
         rules = Rules(server.quorum, server.mass_ratio, server.memory_mib * 2**20, named)
         return Plan(self.experiment.rounds, self.experiment.clients_per_round, rules, population.sizes())
 
@@ -118,8 +129,8 @@ def prepare(experiment: Experiment) -> Prepared:
     """
     data = experiment.data
     dataset = load(data.source, train_limit=data.train_limit, test_limit=data.test_limit, options=data.options or None)
-    if data.standardise:
-        scale = standardise(dataset.train.x)
+    scale = standardise(dataset.train.x) if data.standardise else None
+    if scale is not None:
         dataset = Dataset(
             dataset.name,
             Rows(scale(dataset.train.x), dataset.train.y),
@@ -131,22 +142,67 @@ def prepare(experiment: Experiment) -> Prepared:
     names = experiment.local.augment
     plain = experiment.local.model_dump() | {"augment": augmentation(names) if names else None}
     local = LocalSettings(**plain)
-    return Prepared(experiment, dataset, experiment.recipes(), spec_for(experiment.model, dataset), groups, local)
+    return Prepared(
+        experiment,
+        dataset,
+        experiment.recipes(),
+        spec_for(experiment.model, dataset),
+        groups,
+        local,
+        _input_form(dataset, scale),
+        _unlabelled(experiment, dataset, scale),
+    )
+
+
+def _input_form(dataset: Dataset, scale: Standardise | None) -> InputForm:
+    """What an input looks like: pixels lie in [0, 1] before they are standardised, standardised features in ±3."""
+    shape = tuple(dataset.train.x.shape[1:])
+    if scale is None:
+        return InputForm(shape)
+    if len(shape) == 1:
+        return InputForm(shape, (-3.0,), (3.0,))
+    ends = (scale(torch.full((1, shape[0], 1, 1), pixel)).flatten().tolist() for pixel in (0.0, 1.0))
+    return InputForm(shape, *map(tuple, ends))
+
+
+def _unlabelled(experiment: Experiment, dataset: Dataset, scale: Standardise | None) -> torch.Tensor | None:
+    """The inputs without labels the server may use."""
+    data = experiment.data
+    if data.unlabelled is None:
+        return None
+    x = load(data.unlabelled, train_limit=data.unlabelled_limit).train.x
+    if x.shape[1:] != dataset.train.x.shape[1:]:
+        came, wanted = ("×".join(map(str, t.shape[1:])) for t in (x, dataset.train.x))
+        raise ConfigError(f"data.unlabelled: the inputs of {data.unlabelled!r} are {came}, expected {wanted} as here")
+    return x if scale is None else scale(x)
 
 
 def spec_for(model: Named, dataset: Dataset) -> Spec:
     """The network's spec, with what the data decide (classes, channels, size, inputs) filled in where it can be."""
-    make = factory_of(model.name)
+    make = _imported(model.name)
     try:
-        known = set(inspect.signature(make).parameters)
+        parameters = inspect.signature(make).parameters
     except (TypeError, ValueError):  # a callable that hides its signature is called with the user's options alone
-        known = set()
+        return Spec(model.name, model.options)
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        check_options(f"model {model.name!r}", model.options, list(parameters))
     shape = dataset.train.x.shape[1:]
     facts: dict[str, Any] = {"classes": len(dataset.classes), "inputs": shape.numel()}
     if len(shape) == 3:
         facts |= {"channels": shape[0], "size": shape[1]}
-    fill = {k: v for k, v in facts.items() if k in known and k not in model.options}
+    fill = {k: v for k, v in facts.items() if k in parameters and k not in model.options}
     return Spec(model.name, {**fill, **model.options})
+
+
+def _imported(factory: str) -> Callable[..., object]:
+    try:
+        return factory_of(factory)
+    except FuseError:
+        raise
+    except Exception as why:  # a user's module may raise anything when it is imported
+        raise ConfigError(
+            f"model {factory!r} cannot be imported ({_words(why)}); correct {factory.partition(':')[0]}"
+        ) from why
 
 
 def _fresh(spec: Spec, seed: int, *purpose: str | int) -> torch.nn.Module:
@@ -154,19 +210,48 @@ def _fresh(spec: Spec, seed: int, *purpose: str | int) -> torch.nn.Module:
         return spec.build()
 
 
-def _check_fit(spec: Spec, dataset: Dataset) -> None:
-    row = dataset.train.x[:2]
+def _check_device(device: str) -> None:
     try:
-        with torch.no_grad():
-            out = spec.skeleton()(row)
-    except (RuntimeError, IndexError, ValueError) as why:
-        shape = "×".join(map(str, row.shape[1:]))
-        raise ConfigError(
-            f"model {spec.factory!r} cannot read rows of shape {shape}: {str(why).splitlines()[0]}"
-        ) from why
-    classes = len(dataset.classes)
-    if out.ndim != 2 or out.shape[1] < classes:
+        torch.ones(1, device=device).item()
+    except (RuntimeError, AssertionError) as why:  # torch asserts that it was built with CUDA
+        raise ConfigError(f"local.device is {device!r}, which cannot be used here: {_words(why)}") from why
+
+
+def _check_alike(outputs: set[int]) -> None:
+    if len(outputs) > 1:
+        counts = " and ".join(map(str, sorted(outputs)))
+        raise ConfigError(f"the networks of [model] and [[models]] give {counts} logits; all must give as many")
+
+
+def _check_fit(spec: Spec, dataset: Dataset) -> int:
+    """How many logits a network gives, once it is sure that they fit the data."""
+    out, classes = _answer(spec, dataset.train.x[:2]), len(dataset.classes)
+    if not isinstance(out, torch.Tensor):
+        raise ConfigError(f"model {spec.factory!r} gives a {type(out).__name__}, expected a tensor of {classes} logits")
+    if tuple(out.shape) not in ((2, classes), (2, classes + 1)):  # open-set networks have one more: none of them
         raise ConfigError(
             f"model {spec.factory!r} gives outputs of shape {tuple(out.shape)} for two rows, expected (2, {classes}): "
             f"{dataset.name} has {classes} classes"
         )
+    return int(out.shape[1])
+
+
+def _answer(spec: Spec, rows: torch.Tensor) -> object:
+    """What a network says of some rows; a user's own may raise anything, when it is built and when it is run."""
+    try:
+        network = spec.skeleton()
+    except FuseError:
+        raise
+    except Exception as why:
+        raise ConfigError(f"model {spec.factory!r} cannot be built with {dict(spec.options)}: {_words(why)}") from why
+    try:
+        with torch.no_grad():
+            return network(rows)
+    except Exception as why:
+        shape = "×".join(map(str, rows.shape[1:]))
+        raise ConfigError(f"model {spec.factory!r} cannot read rows of shape {shape}: {_words(why)}") from why
+
+
+def _words(why: BaseException) -> str:
+    """An error's kind and the first line of what it says."""
+    return f"{type(why).__name__}: {str(why).strip().splitlines()[0] if str(why).strip() else 'no reason given'}"

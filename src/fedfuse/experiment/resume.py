@@ -5,86 +5,120 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from fedfuse.core.messages import Start
-from fedfuse.core.model import networks
 from fedfuse.core.params import Params
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import ServerState
 from fedfuse.errors import ConfigError, FuseError
-from fedfuse.wire.codec import read, write
+from fedfuse.wire.codec import atomic, encode, read, write
 from fedfuse.wire.files import load_model, save_model
 
 KEEP = 2  # the last one, and the one before in case the last was damaged
+SEAL = "seal.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """One folder per method and seed: `round-0003/` holds the model, the memory and a checksum of both."""
+    """The last states of one method on one seed.
+
+    `round-000003/` holds the model, the server's memory, and a seal with the checksum of everything that belongs to
+    the round. What belongs to one client lies in `parts/`, under its own checksum: it is written when it changes, so
+    a round costs what its own clients cost, however many others there are.
+    """
 
     folder: Path
+    _filed: dict[str, tuple[Params, str]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def save(self, state: ServerState, memories: Mapping[str, Params]) -> None:
         """Write a round's state; the seal is written last, so a folder with a seal is whole."""
-        place = self.folder / f"round-{state.round:06d}"
+        place = self._place(state.round)
         save_model(state.model, place / "model.safetensors")
-        tensors = {f"server/{n}": t for n, t in state.memory.items()}
-        for client, memory in memories.items():
-            tensors |= {f"client/{client}/{n}": t for n, t in memory.items()}
-        for client, start in state.starts.items():
-            tensors |= {f"start/{client}/{n}": t for n, t in start.params.items()}
-        specs = {client: start.spec.to_json() for client, start in state.starts.items()}
-        write(place / "memory.safetensors", tensors, {"kind": "checkpoint", "round": state.round, "specs": specs})
-        seal = {name: _checksum(place / name) for name in ("model.safetensors", "memory.safetensors")}
-        write(place / "seal.safetensors", {}, seal)
-        for old in self._rounds()[:-KEEP]:
-            _remove(self._place(old))
+        write(place / "memory.safetensors", state.memory, {"kind": "memory", "round": state.round})
+        clients = {f"client/{client}": memory for client, memory in memories.items() if memory}
+        seal = {
+            "files": {name: _checksum(place / name) for name in ("model.safetensors", "memory.safetensors")},
+            "parts": self._file(clients | {f"start/{client}": start.params for client, start in state.starts.items()}),
+            "specs": {client: start.spec.to_json() for client, start in state.starts.items()},
+        }
+        with atomic(place / SEAL) as file:
+            file.write(json.dumps(seal).encode())
+        self._tidy()
 
-    def restore(self, at_most: int, like: ServerState) -> tuple[ServerState, dict[str, dict[str, Tensor]]] | None:
+    def restore(
+        self, at_most: int, like: ServerState, trusted: Collection[str] = ()
+    ) -> tuple[ServerState, dict[str, Params]] | None:
         """The newest whole state not beyond a round; a damaged one falls back to the one before."""
         for round_ in reversed([r for r in self._rounds() if r <= at_most]):
-            with contextlib.suppress(FuseError, OSError, KeyError, ValueError):
-                return self._load(round_, like)
+            with contextlib.suppress(FuseError, OSError, KeyError, ValueError, TypeError, AttributeError):
+                return self._load(round_, like, trusted)
         return None
 
-    def _load(self, round_: int, like: ServerState) -> tuple[ServerState, dict[str, dict[str, Tensor]]]:
-        place = self._place(round_)
-        for name, checksum in read(place / "seal.safetensors").header.items():
-            if _checksum(place / name) != checksum:
-                raise ConfigError(f"the checkpoint {place / name} is damaged")
-        model_specs = _specs(like)
-        model, _ = load_model(place / "model.safetensors", {s.factory for s in model_specs})
-        packet = read(place / "memory.safetensors")
-        found: dict[str, dict[str, dict[str, Tensor]]] = {"client": {}, "start": {}}
-        memory: dict[str, Tensor] = {}
-        for name, tensor in packet.tensors.items():
-            kind, rest = name.split("/", 1)
-            if kind == "server":
-                memory[rest] = tensor
-            else:
-                client, tensor_name = rest.split("/", 1)
-                found[kind].setdefault(client, {})[tensor_name] = tensor
-        trusted = {s.factory for s in model_specs}
-        starts = {
-            client: Start(Spec.from_json(packet.header["specs"][client], trusted), params)
-            for client, params in found["start"].items()
-        }
+    def _load(self, round_: int, like: ServerState, trusted: Collection[str]) -> tuple[ServerState, dict[str, Params]]:
+        place, seal = self._place(round_), self._seal(round_)
+        for name, checksum in seal["files"].items():
+            _check(place / name, checksum)
+        model, _ = load_model(place / "model.safetensors", trusted)
+        memory = dict(read(place / "memory.safetensors").tensors)
+        found: dict[str, dict[str, Params]] = {"client": {}, "start": {}}
+        for name, checksum in seal["parts"].items():
+            kind, client = name.split("/", 1)
+            found[kind][client] = self._part(checksum)
+        specs = {client: Spec.from_json(data, trusted) for client, data in seal["specs"].items()}
+        starts = {client: Start(spec, found["start"][client]) for client, spec in specs.items()}
         return replace(like, round=round_, model=model, memory=memory, starts=starts), found["client"]
+
+    def _file(self, parts: Mapping[str, Params]) -> dict[str, str]:
+        """Write the parts that changed; what is still the same object has not."""
+        known = {name: self._filed[name] for name in parts if name in self._filed}
+        self._filed.clear()
+        for name, tensors in parts.items():
+            before, checksum = known.get(name, (None, ""))
+            self._filed[name] = (tensors, checksum if before is tensors else self._write_part(tensors))
+        return {name: checksum for name, (_, checksum) in self._filed.items()}
+
+    def _write_part(self, tensors: Params) -> str:
+        """Write a part; nobody waits for the disk, for a torn part does not fit its checksum."""
+        data = encode(tensors, {"kind": "part"})
+        checksum = hashlib.sha256(data).hexdigest()
+        with atomic(self._part_path(checksum), durable=False) as file:
+            file.write(data)
+        return checksum
+
+    def _part(self, checksum: str) -> Params:
+        _check(self._part_path(checksum), checksum)
+        return dict(read(self._part_path(checksum)).tensors)
+
+    def _tidy(self) -> None:
+        """Keep the last rounds and their parts; what has no seal was left by a crash."""
+        kept = {self._place(round_) for round_ in self._rounds()[-KEEP:]}
+        for place in set(self.folder.glob("round-*")) - kept:
+            (place / SEAL).unlink(missing_ok=True)  # first: what has no seal does not count
+            shutil.rmtree(place, ignore_errors=True)
+        used = set[str]()
+        for round_ in self._rounds():
+            with contextlib.suppress(OSError, ValueError, KeyError):  # a damaged round needs its parts no longer
+                used.update(self._seal(round_)["parts"].values())
+        for path in set((self.folder / "parts").glob("*")) - {self._part_path(checksum) for checksum in used}:
+            path.unlink(missing_ok=True)
+
+    def _seal(self, round_: int) -> dict[str, Any]:
+        return dict(json.loads((self._place(round_) / SEAL).read_bytes()))
 
     def _place(self, round_: int) -> Path:
         return self.folder / f"round-{round_:06d}"
 
+    def _part_path(self, checksum: str) -> Path:
+        return self.folder / "parts" / f"{checksum}.safetensors"
+
     def _rounds(self) -> list[int]:
-        if not self.folder.is_dir():
-            return []
-        sealed = [p for p in self.folder.iterdir() if (p / "seal.safetensors").exists()]
-        return sorted(int(p.name.removeprefix("round-")) for p in sealed)
+        names = [seal.parent.name.removeprefix("round-") for seal in self.folder.glob(f"round-*/{SEAL}")]
+        return sorted(int(name) for name in names if name.isdecimal())
 
 
 def same_run(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
@@ -105,8 +139,9 @@ def same_run(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _specs(state: ServerState) -> set[Spec]:
-    return {m.spec for m in networks(state.model)} | {s.spec for s in state.starts.values()}
+def _check(path: Path, checksum: str) -> None:
+    if _checksum(path) != checksum:
+        raise ConfigError(f"the checkpoint {path} is damaged")
 
 
 def _checksum(path: Path) -> str:
@@ -115,14 +150,6 @@ def _checksum(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _remove(place: Path) -> None:
-    with contextlib.suppress(OSError):
-        (place / "seal.safetensors").unlink()  # first: what has no seal does not count
-        for path in place.iterdir():
-            path.unlink()
-        place.rmdir()
 
 
 def _short(value: object) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from fedfuse.errors import ConfigError
 
 Array = NDArray[np.float64]
+V = TypeVar("V", float, Array)
 Density = Literal["histogram", "samples", "grid"]
 Reference = Literal["standard", "fitted"]
 
@@ -54,26 +55,15 @@ def k_statistics(x: Tensor, *, per_row: bool = False) -> KStatistics:
         k2 = n m2 / (n−1),  k3 = n² m3 / ((n−1)(n−2)),
         k4 = n² ((n+1) m4 − 3 (n−1) m2²) / ((n−1)(n−2)(n−3))
 
-    In one pass, in float64, block by block: each block's moments are taken about its own mean and then
-    moved to the common one (Pébay 2008), so that neither size nor offset costs precision.
+    In float64, block by block and in one pass; a tensor whose mean is large beside its spread takes a second
+    one about its mean, so that neither size nor offset costs precision.
 
     Example:
         >>> k = k_statistics(torch.tensor([1.0, 2.0, 3.0, 10.0]))
         >>> [round(float(v), 6) for v in (k.k1, k.k2, k.k3, k.k4)]
         [4.0, 16.666667, 120.0, 896.666667]
     """
-    rows = x.detach().flatten(1) if per_row else x.detach().reshape(1, -1)
-    n = float(rows.shape[1])  # a float: n³ of a large layer exceeds 64-bit integers
-    if n < _LEAST_ELEMENTS:
-        return KStatistics(*torch.full((4, len(rows)) if per_row else (4,), math.nan, dtype=torch.float64))
-    with np.errstate(all="ignore"):
-        mean, m2, m3, m4 = _central_moments(rows)
-        k2 = n * m2 / (n - 1)
-        k3 = n * n * m3 / ((n - 1) * (n - 2))
-        k4 = n * n * ((n + 1) * m4 - 3 * (n - 1) * m2 * m2) / ((n - 1) * (n - 2) * (n - 3))
-        constant = m2 <= (8 * np.finfo(np.float64).eps * mean) ** 2
-    found = np.where(constant | ~np.isfinite(k4), np.nan, (mean, k2, k3, k4))
-    return KStatistics(*torch.from_numpy(found if per_row else found[:, 0]))
+    return KStatistics(*(_row_k(x.detach().flatten(1)) if per_row else _vector_k(x.detach().reshape(-1))).unbind())
 
 
 def non_gaussianity(x: Tensor, *, standardised: bool = False, per_row: bool = False) -> Tensor:
@@ -230,13 +220,60 @@ def jensen_shannon(p_counts: Tensor | Sequence[float], q_counts: Tensor | Sequen
     return max(0.0, float(nats)) / math.log(base)
 
 
-def _central_moments(rows: Tensor) -> tuple[Array, Array, Array, Array]:
-    """Mean and central moments 2 to 4 of each row: per block about its own mean, then moved to the row's."""
+def _vector_k(vector: Tensor) -> Tensor:
+    """The four k-statistics of one vector; in plain floats, for most layers of most networks are small."""
+    n = float(vector.numel())  # a float: n³ of a large layer exceeds 64-bit integers
+    if n < _LEAST_ELEMENTS:
+        return torch.full((4,), math.nan, dtype=torch.float64)
+    sums, begin = _power_sums(vector, 0.0), 0.0
+    if 2 * sums[0] * sums[0] > n * sums[1]:  # the mean exceeds the spread: sums about zero would cost digits
+        begin = sums[0] / n
+        sums = _power_sums(vector, begin)
+    r1, r2, r3, r4 = (s / n for s in sums)
+    square = r1 * r1
+    m2, m3 = r2 - square, r3 - 3 * r1 * r2 + 2 * square * r1
+    m4 = r4 - 4 * r1 * r3 + 6 * square * r2 - 3 * square * square
+    found = _unbiased(n, begin + r1, m2, m3, m4)
+    meaning = math.isfinite(found[3]) and m2 > _rounding(found[0])
+    return torch.tensor(found if meaning else (math.nan,) * 4, dtype=torch.float64)
+
+
+def _power_sums(vector: Tensor, begin: float) -> list[float]:
+    """Sums of the 1st to 4th powers of a vector's entries about a point."""
+    size = min(_BLOCK, vector.numel())
+    room = off, square = torch.empty(2, size, dtype=torch.float64).unbind()
+    sums = [0.0] * 4
+    for block in vector.split(size):
+        if block.numel() < size:
+            off, square = (part[: block.numel()] for part in room)
+        off.copy_(block)
+        if begin:
+            off.sub_(begin)
+        torch.square(off, out=square)
+        found = off.sum(), square.sum(), torch.dot(square, off), torch.dot(square, square)
+        sums = [s + f.item() for s, f in zip(sums, found, strict=True)]
+    return sums
+
+
+def _row_k(rows: Tensor) -> Tensor:
+    """The four k-statistics of each row, (4 × rows)."""
+    if len(rows) == 1:
+        return _vector_k(rows[0])[:, None]
+    if rows.shape[1] < _LEAST_ELEMENTS:
+        return torch.full((4, len(rows)), math.nan, dtype=torch.float64)
+    with np.errstate(all="ignore"):
+        mean, m2, m3, m4 = _row_moments(rows)
+        found = np.stack(_unbiased(float(rows.shape[1]), mean, m2, m3, m4))
+        meaning = np.isfinite(found[3]) & (m2 > _rounding(mean))
+    return torch.from_numpy(np.where(meaning, found, np.nan))
+
+
+def _row_moments(rows: Tensor) -> tuple[Array, Array, Array, Array]:
+    """Mean and central moments 2 to 4 of each row: per stripe about its own mean, then moved to the row's."""
     stripes = rows.split(_BLOCK, dim=1)
-    sums = _vector_sums(rows[0]) if len(rows) == 1 else np.stack([_row_sums(stripe) for stripe in stripes], 1)
+    means, s2, s3, s4 = np.stack([_row_sums(stripe) for stripe in stripes], 1)
     counts = np.array([[float(stripe.shape[1])] for stripe in stripes])
     n = counts.sum()
-    means, s2, s3, s4 = sums
     mean = (counts * means).sum(0) / n
     off = means - mean
     m2 = (s2 + counts * off**2).sum(0) / n
@@ -245,30 +282,30 @@ def _central_moments(rows: Tensor) -> tuple[Array, Array, Array, Array]:
     return mean, m2, m3, m4
 
 
-def _vector_sums(vector: Tensor) -> Array:
-    """Mean, and sums of the 2nd to 4th powers about it, of each block of a vector: (4 × blocks × 1)."""
-    room = torch.empty(2, min(_BLOCK, len(vector)), dtype=torch.float64, device=vector.device)
-    sums = []
-    for block in vector.split(_BLOCK):
-        off, square = room[:, : len(block)]
-        mean = float(off.copy_(block).sum()) / len(block)
-        off.sub_(mean)
-        torch.mul(off, off, out=square)
-        powers = torch.dot(off, off), torch.dot(square, off), torch.dot(square, square)
-        sums.append((mean, *map(float, powers)))
-    return np.array(sums).T[:, :, None]
-
-
 def _row_sums(rows: Tensor) -> Array:
-    """The same of each row of a matrix, a few rows at a time: (4 × rows)."""
+    """Mean, and sums of the 2nd to 4th powers about it, of each row, a few rows at a time: (4 × rows)."""
     sums = []
-    for block in rows.split(max(1, _BLOCK // 4 // rows.shape[1])):
+    for block in rows.split(max(1, _BLOCK // rows.shape[1])):
         off = block.to(torch.float64, copy=True)
         mean = off.mean(1)
         square = off.sub_(mean[:, None]).square()
         second = square.sum(1)
         sums.append(torch.stack([mean, second, off.mul_(square).sum(1), square.mul_(square).sum(1)]))
     return np.asarray(torch.cat(sums, 1).cpu())
+
+
+def _unbiased(n: float, mean: V, m2: V, m3: V, m4: V) -> tuple[V, V, V, V]:
+    """k-statistics from central moments; see `k_statistics`."""
+    k2 = n * m2 / (n - 1)
+    k3 = n * n * m3 / ((n - 1) * (n - 2))
+    k4 = n * n * ((n + 1) * m4 - 3 * (n - 1) * m2 * m2) / ((n - 1) * (n - 2) * (n - 3))
+    return mean, k2, k3, k4
+
+
+def _rounding(mean: V) -> V:
+    """The variance that equal numbers of this mean may show by rounding alone."""
+    step = 8 * np.finfo(np.float64).eps * mean
+    return step * step
 
 
 def _binned(x: Tensor, spread: float, bins: int | None) -> tuple[Tensor, Tensor]:

@@ -222,8 +222,26 @@ def damp(A: Tensor, B: Tensor, lam: float, pi: Split = "one") -> tuple[Tensor, T
     """
     if not (math.isfinite(lam) and lam >= 0):
         raise ConfigError(f"damping: lambda is {lam}, expected a finite number of at least 0")
-    root, balance = math.sqrt(lam), _balance(A, B, pi)
-    return shifted(A, balance * root), shifted(B, root / balance)
+    root, ratio = math.sqrt(lam), balance(A, B, pi)
+    return shifted(A, ratio * root), shifted(B, root / ratio)
+
+
+def balance(A: Tensor, B: Tensor, pi: Split) -> float:
+    """π of `damp`: how much larger a share of the damping falls to A than to B.
+
+    Example:
+        >>> balance(4 * torch.eye(2), torch.eye(3), "trace")
+        2.0
+    """
+    if pi == "one":
+        return 1.0
+    if pi == "trace":
+        ratio = float(A.trace()) / len(A), float(B.trace()) / len(B)
+    elif pi == "frobenius":
+        ratio = float(A.norm()) / math.sqrt(len(A)), float(B.norm()) / math.sqrt(len(B))
+    else:
+        raise ConfigError(f"damping: pi is {pi!r}, expected one of {', '.join(get_args(Split))}")
+    return math.sqrt(ratio[0] / ratio[1]) if min(ratio) > 0 else 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -321,19 +339,6 @@ def _in_step(what: str, weights: list[float], *columns: Iterable[Tensor]) -> Ite
         yield from zip(weights, *columns, strict=True)
     except ValueError as error:
         raise ConfigError(f"{what}: got {len(weights)} weights, expected as many of every tensor") from error
-
-
-def _balance(A: Tensor, B: Tensor, pi: Split) -> float:
-    """π of `damp`."""
-    if pi == "one":
-        return 1.0
-    if pi == "trace":
-        ratio = float(A.trace()) / len(A), float(B.trace()) / len(B)
-    elif pi == "frobenius":
-        ratio = float(A.norm()) / math.sqrt(len(A)), float(B.norm()) / math.sqrt(len(B))
-    else:
-        raise ConfigError(f"damping: pi is {pi!r}, expected one of {', '.join(get_args(Split))}")
-    return math.sqrt(ratio[0] / ratio[1]) if min(ratio) > 0 else 1.0
 
 
 def _shares(weights: Weights, what: str) -> list[float]:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from torch import nn
 
 from fedfuse.errors import ConfigError
+from fedfuse.models.bayes import bayesian, rebuilt
 from fedfuse.models.convnet import convnet_ams, convnet_feddu
 from fedfuse.models.heads import projected
 from fedfuse.models.lenet import lenet
@@ -22,6 +23,8 @@ from fedfuse.models.vgg import vgg11, vgg16
 
 __all__ = [
     "MODELS",
+    "WRAPPERS",
+    "bayesian",
     "convnet_ams",
     "convnet_feddu",
     "lenet",
@@ -38,6 +41,11 @@ __all__ = [
 MODELS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
     {f.__name__: f for f in (mlp, lenet, convnet_ams, convnet_feddu, vgg11, vgg16, resnet18, resnet50)}
 )
+
+"""Every network by name."""
+
+WRAPPERS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType({"bayesian": rebuilt})
+"""Networks made of another one, whose spec stands among their options; methods use them, users name the inner one."""
 
 
 def model_names() -> tuple[str, ...]:
@@ -57,8 +65,8 @@ def model_factory(name: str) -> Callable[..., nn.Module]:
         >>> model_factory("lenet")(size=8, hidden=(16,)).classifier
         Linear(in_features=16, out_features=10, bias=True)
     """
-    if name in MODELS:
-        return MODELS[name]
+    if (found := MODELS.get(name) or WRAPPERS.get(name)) is not None:
+        return found
     near = difflib.get_close_matches(name, MODELS, n=1)
     hint = f"did you mean {near[0]}?" if near else "or name your own as package.module:Class"
     raise ConfigError(f"model {name!r:.80} is unknown, expected one of {', '.join(MODELS)}; {hint}")

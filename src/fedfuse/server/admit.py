@@ -22,6 +22,7 @@ from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry, Posterior
 from fedfuse.core.recipe import Evidence
 from fedfuse.core.spec import Spec
+from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError, FuseError, Refused
 from fedfuse.wire.codec import LazyParams, Limits, Malformed, Packet, decode, forms_of, forms_size, piece_of, read
 from fedfuse.wire.messages import NOTE, VERSION, split
@@ -153,7 +154,8 @@ def admit_all(
         try:
             _check_turn(envelope.client, expected, updates)
             contract = Contract.of(brief.to(envelope.client), evidence) if envelope.client in brief.own else common
-            contract = replace(contract, enrolled=enrolled.get(envelope.client))
+            if envelope.client in enrolled:
+                contract = replace(contract, enrolled=enrolled[envelope.client])
             packet = opened.get(envelope.client)
             kept = envelope if packet else seen.spool.keep(envelope, contract.limits.bytes)
             updates[envelope.client] = admit(kept, contract, packet)
@@ -256,7 +258,9 @@ def _facts(header: Mapping[str, Any]) -> dict[str, float]:
 
 def _check_values(client: str, tensors: LazyParams, roles: Mapping[str, str]) -> None:
     for run in tensors.runs():
-        if not all(is_finite(piece) for piece in tensors.pieces(run)):
+        with one_thread():  # one glance at memory: several threads would mostly wait for each other
+            finite = all(is_finite(piece) for piece in tensors.pieces(run))
+        if not finite:
             culprit = next(name for name in run if not is_finite(tensors[name]))
             raise Refused(client, culprit.removeprefix(NOTE), "not finite", "finite numbers")
     for name in tensors:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.params import Params, squared_distance
-from fedfuse.core.recipe import Aggregator
+from fedfuse.core.recipe import Aggregator, ChangesResult, Result
 from fedfuse.core.registry import suggest
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
@@ -49,6 +49,11 @@ class Guarded:
     def laws(self) -> frozenset[str]:
         """What still holds behind a filter."""
         return self.then.laws & {"order", "agree", "pure", "dtype", "finite", "repeat"}
+
+    @property
+    def result(self) -> Result:
+        """The kind of model the aggregator leaves."""
+        return self.then.result if isinstance(self.then, ChangesResult) else "single"
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
         """Filter, then fuse; the record says who was kept."""

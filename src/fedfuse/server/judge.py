@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedfuse.core.model import Apart, Model, Single
 from fedfuse.core.rows import Rows
+from fedfuse.errors import RecipeError
 from fedfuse.server.admit import Admission
 
 SCORES = ("accuracy", "nll", "ece", "brier")
@@ -46,36 +47,52 @@ class Judge:
 
     def evaluate(self, model: Model, rows: Rows | None = None) -> dict[str, Any]:
         """Every score of one model that answers `logits`."""
-        rows = rows or self.test
+        rows = self.test if rows is None else rows
         return measure(log_probabilities(model, rows.x, self.batch), rows.y, self.classes, self.bins)
 
     def _apart(self, model: Apart) -> dict[str, Any]:
-        each = [self.evaluate(m) for m in model.members]
-        mean = {name: sum(s[name] for s in each) / len(each) for name in SCORES}
-        confusion = sum(torch.tensor(s["confusion"]) for s in each)
-        assert isinstance(confusion, Tensor)
-        return each[0] | mean | {"confusion": confusion.tolist(), "per_class": _per_class(confusion)}
+        """The members' mean scores, and their tables taken together."""
+        each = [self.evaluate(member) for member in model.members]
+        confusion = torch.tensor([s["confusion"] for s in each]).sum(0)
+        return {
+            **{name: sum(s[name] for s in each) / len(each) for name in SCORES},
+            "per_class": _per_class(confusion),
+            "confusion": confusion.tolist(),
+            "reliability": _pooled([s["reliability"] for s in each]),
+        }
 
     def _clients(self, model: Model, admission: Admission) -> dict[str, Any]:
-        mine = {u.client: self._accuracy(Single(u.spec, u.posterior), self.test) for u in admission.cohort}
-        own = {}
-        if not isinstance(model, Apart):
-            own = {c: self._accuracy(model, rows) for c, rows in self.held_out.items() if c in mine and len(rows)}
-        facts = {u.client: {"mass": u.mass, "steps": u.steps, **u.facts} for u in admission.cohort}
-        for client, accuracy in mine.items():
-            facts[client]["accuracy"] = accuracy
-            if client in own:
-                facts[client]["own_accuracy"] = own[client]
-        return {"clients": facts, **spread(mine, {u.client: u.mass for u in admission.cohort}), **_own(own)}
+        """Each client's own network on the test rows; on its held-out rows, the model it would go on to use."""
+        networks = {u.client: Single(u.spec, u.posterior) for u in admission.cohort}
+        facts: dict[str, dict[str, float]] = {
+            u.client: {"mass": u.mass, "steps": u.steps, **u.facts} for u in admission.cohort
+        }
+        test = {client: self._accuracy(network, self.test) for client, network in networks.items()}
+        own = self._own(networks) if isinstance(model, Apart) else self._own(dict.fromkeys(self.held_out, model))
+        for name, found in (("accuracy", test), ("own_accuracy", own)):
+            for client, accuracy in found.items():
+                facts.setdefault(client, {})[name] = accuracy
+        masses = {u.client: u.mass for u in admission.cohort}
+        own_masses = {client: float(len(self.held_out[client])) for client in own}
+        return {"clients": facts, **spread(test, masses), **spread(own, own_masses, "own_accuracy")}
+
+    def _own(self, models: Mapping[str, Model]) -> dict[str, float]:
+        rows = {client: self.held_out[client] for client in models if len(self.held_out.get(client, ()))}
+        return {client: self._accuracy(models[client], held) for client, held in rows.items()}
 
     def _accuracy(self, model: Model, rows: Rows) -> float:
-        right = log_probabilities(model, rows.x, self.batch).argmax(-1) == rows.y
+        right = log_probabilities(model, rows.x, self.batch)[:, : self.classes].argmax(-1) == rows.y
         return float(right.double().mean())
 
 
 def log_probabilities(model: Model, x: Tensor, batch: int = 1000) -> Tensor:
-    """Log softmax of the model's logits, batch by batch, in float64."""
-    assert not isinstance(model, Apart)
+    """Log softmax of the model's logits, batch by batch, in float64.
+
+    Raises:
+        RecipeError: for models that stay apart, which have no common answer.
+    """
+    if isinstance(model, Apart):
+        raise RecipeError("models that stay apart have no common answer; ask each of its members")
     with torch.no_grad():
         return torch.cat([model.logits(part).double().log_softmax(-1).cpu() for part in x.split(batch)])
 
@@ -85,19 +102,20 @@ def measure(log_probs: Tensor, labels: Tensor, classes: int, bins: int = 15) -> 
 
     accuracy = mean 1[argmax = y]; nll = −mean log p_y; brier = mean Σ_c (p_c − 1[c = y])²; ece = Σ_b (n_b/n)
     |accuracy_b − confidence_b| over equal-width bins (lower, upper], so that confidence 1 falls in the last one.
+    Outputs beyond the classes ("none of them") are left out, and the others share what they had.
 
     Example:
         >>> scores = measure(torch.tensor([[0.8, 0.2], [0.4, 0.6]]).log(), torch.tensor([0, 0]), 2)
         >>> scores["accuracy"], round(scores["brier"], 3), scores["confusion"]
         (0.5, 0.4, [[1, 1], [0, 0]])
     """
-    log_probs = log_probs[:, :classes] if log_probs.shape[1] > classes else log_probs
+    if log_probs.shape[1] > classes:
+        log_probs = log_probs[:, :classes].log_softmax(-1)
     probs = log_probs.exp()
     confidence, guess = probs.max(-1)
     right = guess == labels
-    wide = max(classes, log_probs.shape[1])
-    confusion = torch.bincount(labels * wide + guess, minlength=wide * wide).view(wide, wide)
-    target = torch.nn.functional.one_hot(labels, log_probs.shape[1]).to(probs)
+    confusion = torch.bincount(labels * classes + guess, minlength=classes * classes).view(classes, classes)
+    target = torch.nn.functional.one_hot(labels, classes).to(probs)
     reliability = _reliability(confidence, right, bins)
     return {
         "accuracy": float(right.double().mean()),
@@ -110,27 +128,27 @@ def measure(log_probs: Tensor, labels: Tensor, classes: int, bins: int = 15) -> 
     }
 
 
-def spread(accuracies: Mapping[str, float], masses: Mapping[str, float]) -> dict[str, float]:
+def spread(
+    accuracies: Mapping[str, float], masses: Mapping[str, float], name: str = "client_accuracy"
+) -> dict[str, float]:
     """How evenly clients fare: mean, mean weighted by examples, standard deviation, mean of the worst tenth.
 
     Example:
         >>> spread({"a": 0.5, "b": 1.0}, {"a": 3, "b": 1})["client_accuracy_weighted"]
         0.625
     """
+    if not accuracies:
+        return {}
     values = sorted(accuracies.values())
     mean = sum(values) / len(values)
     tenth = values[: math.ceil(len(values) / 10)]
     weighted = sum(accuracies[c] * masses[c] for c in accuracies) / sum(masses[c] for c in accuracies)
     return {
-        "client_accuracy_mean": mean,
-        "client_accuracy_weighted": weighted,
-        "client_accuracy_std": math.sqrt(sum((v - mean) ** 2 for v in values) / len(values)),
-        "client_accuracy_worst10": sum(tenth) / len(tenth),
+        f"{name}_mean": mean,
+        f"{name}_weighted": weighted,
+        f"{name}_std": math.sqrt(sum((v - mean) ** 2 for v in values) / len(values)),
+        f"{name}_worst10": sum(tenth) / len(tenth),
     }
-
-
-def _own(own: Mapping[str, float]) -> dict[str, float]:
-    return {"own_accuracy_mean": sum(own.values()) / len(own)} if own else {}
 
 
 def _per_class(confusion: Tensor) -> list[float | None]:
@@ -148,6 +166,19 @@ def _reliability(confidence: Tensor, right: Tensor, bins: int) -> dict[str, list
         "confidence": (torch.bincount(place, confidence, minlength=bins) / total).tolist(),
         "accuracy": (torch.bincount(place, right.double(), minlength=bins) / total).tolist(),
         "count": count.long().tolist(),
+    }
+
+
+def _pooled(several: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Several models' bins as one: counts add up, means are weighted by them."""
+    count = torch.tensor([r["count"] for r in several], dtype=torch.float64)
+    share = count / count.sum(0).clamp(min=1)
+    return {
+        **{
+            name: (share * torch.tensor([r[name] for r in several])).sum(0).tolist()
+            for name in ("confidence", "accuracy")
+        },
+        "count": count.sum(0).long().tolist(),
     }
 
 

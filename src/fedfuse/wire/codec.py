@@ -115,10 +115,13 @@ class LazyParams(Mapping[str, Tensor]):
 
     def part(self, keep: Callable[[str], bool], rename: Callable[[str], str] = str) -> LazyParams:
         """The tensors whose names pass, under new names."""
+        if rename is str and all(map(keep, self.forms)):
+            return self
         old = {rename(n): n for n in self.forms if keep(n)}
         forms = {new: self.forms[name] for new, name in old.items()}
         places = {new: self.places[name] for new, name in old.items() if name in self.places}
-        return LazyParams(forms, lambda new, begin, end: self._fetch(old[new], begin, end), places)
+        renamed = lambda new, begin, end: self._fetch(old[new], begin, end)
+        return LazyParams(forms, self._fetch if rename is str else renamed, places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +133,16 @@ class Packet:
     size: int
 
 
-class _Slot(NamedTuple):
-    form: Form
-    begin: int
-    end: int
+class _Contents(NamedTuple):
+    """A message's table of contents, found good for a body of that length."""
+
+    table: Mapping[str, Any]
+    body: int
+    forms: Mapping[str, Form]
+    places: Mapping[str, int]
+
+
+_last: _Contents | None = None  # replies of one round share their table: it is checked once, and kept once
 
 
 def encode(tensors: Params, header: Mapping[str, Any]) -> bytes:
@@ -148,10 +157,10 @@ def encode(tensors: Params, header: Mapping[str, Any]) -> bytes:
     return b"".join([head, *(_raw(tensors[name]) for name in ordered)])
 
 
-def write(path: Path, tensors: Params, header: Mapping[str, Any]) -> int:
-    """Write a message to a file, one tensor at a time; the file appears whole or not at all."""
+def write(path: Path, tensors: Params, header: Mapping[str, Any], durable: bool = True) -> int:
+    """Write a message to a file, one tensor at a time; the file appears whole or not at all (see `atomic`)."""
     head, ordered = _head(tensors, header)
-    with atomic(path) as file:
+    with atomic(path, durable) as file:
         file.write(head)
         for name in ordered:
             file.write(_raw(tensors[name]))
@@ -159,8 +168,11 @@ def write(path: Path, tensors: Params, header: Mapping[str, Any]) -> int:
 
 
 @contextlib.contextmanager
-def atomic(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name only when complete and on disk."""
+def atomic(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
+    """A file that appears under its name only when complete, whatever kills us.
+
+    A durable one is on disk by then; without it, a power cut may leave it torn, which its reader must be able to see.
+    """
     half = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +183,8 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
         with file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         half.replace(path)
     except BaseException as why:
         with contextlib.suppress(OSError):
@@ -191,17 +204,17 @@ def decode(data: bytes, limits: Limits | None = None) -> Packet:
     """
     limits = limits or Limits()
     _check_size(len(data), limits)
-    slots, header, start = _parse(lambda begin, length: data[begin : begin + length], len(data), limits)
+    contents, header, start = _parse(lambda begin, length: data[begin : begin + length], len(data), limits)
+    forms, places = contents.forms, contents.places
 
     def fetch(name: str, begin: int, end: int) -> Tensor:
-        slot = slots[name]
-        dtype = slot.form.dtype
+        dtype = forms[name].dtype
         if begin == end:
             return torch.empty(0, dtype=dtype)
-        offset = start + slot.begin + begin * dtype.itemsize
+        offset = start + places[name] + begin * dtype.itemsize
         return torch.frombuffer(data, dtype=dtype, count=end - begin, offset=offset)
 
-    return Packet(header, _lazy(slots, fetch), len(data))
+    return Packet(header, LazyParams(forms, fetch, places), len(data))
 
 
 def read(path: Path, limits: Limits | None = None) -> Packet:
@@ -215,16 +228,17 @@ def read(path: Path, limits: Limits | None = None) -> Packet:
         size = path.stat().st_size
         _check_size(size, limits)
         with path.open("rb") as file:
-            slots, header, start = _parse(lambda begin, length: _pread(file, begin, length), size, limits)
+            contents, header, start = _parse(lambda begin, length: os.pread(file.fileno(), length, begin), size, limits)
     except OSError as why:
         raise Malformed(f"cannot read {path}: {why.strerror or why}") from why
 
+    forms, places = contents.forms, contents.places
+
     def fetch(name: str, begin: int, end: int) -> Tensor:
-        slot = slots[name]
-        out = torch.empty(end - begin, dtype=slot.form.dtype)
+        out = torch.empty(end - begin, dtype=forms[name].dtype)
         try:
             with path.open("rb") as file:
-                file.seek(start + slot.begin + begin * slot.form.dtype.itemsize)
+                file.seek(start + places[name] + begin * out.itemsize)
                 got = file.readinto(memoryview(_bytes_of(out)))
         except OSError as why:
             raise Malformed(f"cannot read {path}: {why.strerror or why}") from why
@@ -232,11 +246,7 @@ def read(path: Path, limits: Limits | None = None) -> Packet:
             raise Malformed(f"{path.name} changed while it was read")
         return out
 
-    return Packet(header, _lazy(slots, fetch), size)
-
-
-def _lazy(slots: Mapping[str, _Slot], fetch: Callable[[str, int, int], Tensor]) -> LazyParams:
-    return LazyParams({n: s.form for n, s in slots.items()}, fetch, {n: s.begin for n, s in slots.items()})
+    return Packet(header, LazyParams(forms, fetch, places), size)
 
 
 def piece_of(params: Params, name: str, begin: int, end: int) -> Tensor:
@@ -297,14 +307,7 @@ def _bytes_of(tensor: Tensor) -> Any:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def _pread(file: BinaryIO, begin: int, length: int) -> bytes:
-    file.seek(begin)
-    return file.read(length)
-
-
-def _parse(
-    piece: Callable[[int, int], bytes], size: int, limits: Limits
-) -> tuple[dict[str, _Slot], Mapping[str, Any], int]:
+def _parse(piece: Callable[[int, int], bytes], size: int, limits: Limits) -> tuple[_Contents, Mapping[str, Any], int]:
     if size < 8:
         raise Malformed(f"only {size} bytes, too short for any message")
     length = int.from_bytes(piece(0, 8), "little")
@@ -318,9 +321,17 @@ def _parse(
     meta = table.pop("__metadata__", {})
     if len(table) > limits.tensors:
         raise Malformed(f"{len(table):,} tensors are more than the {limits.tensors:,} allowed")
-    slots = {name: _slot(name, entry) for name, entry in table.items()}
-    _check_cover(slots, size - 8 - length)
-    return slots, _header(meta), 8 + length
+    return _contents(table, size - 8 - length), _header(meta), 8 + length
+
+
+def _contents(table: Mapping[str, Any], body: int) -> _Contents:
+    global _last
+    if _last is None or (_last.body, list(_last.table), _last.table) != (body, list(table), table):
+        forms = {name: _form(name, entry) for name, entry in table.items()}
+        places = {name: entry["data_offsets"][0] for name, entry in table.items()}
+        _check_cover([entry["data_offsets"] for entry in table.values()], body)
+        _last = _Contents(table, body, forms, places)
+    return _last
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -356,32 +367,32 @@ def _too_deep(value: object, levels: int = 32) -> bool:
     return levels == 0 or any(_too_deep(part, levels - 1) for part in inside)
 
 
-def _slot(name: str, entry: object) -> _Slot:
+def _form(name: str, entry: object) -> Form:
     if not isinstance(entry, dict) or entry.keys() != _ENTRY:
         raise Malformed(f"tensor {name[:80]!r} is not described by dtype, shape and offsets")
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     dtype = DTYPES.get(kind) if isinstance(kind, str) else None
     if dtype is None:
         raise Malformed(f"tensor {name[:80]!r} has the dtype {reprlib.repr(kind)}, which is not read here")
-    if not _naturals(shape) or not _naturals(offsets) or len(shape) > 8 or len(offsets) != 2:
+    lists = isinstance(shape, list) and isinstance(offsets, list) and len(shape) <= 8 and len(offsets) == 2
+    if not lists or not _naturals([*shape, *offsets]):
         raise Malformed(f"tensor {name[:80]!r} has an impossible shape or place")
     begin, end = offsets
     if end - begin != math.prod(shape) * dtype.itemsize or begin % dtype.itemsize:
         raise Malformed(f"tensor {name[:80]!r} claims {end - begin} bytes for the shape {shape}")
-    return _Slot(Form(tuple(shape), dtype), begin, end)
+    return Form(tuple(shape), dtype)
 
 
-def _naturals(value: object) -> bool:
-    whole = type(value) is list and {*map(type, value)} <= {int}  # bool is another type
-    return whole and 0 <= min(value, default=0) <= max(value, default=0) < 2**48  # type: ignore[call-overload]
+def _naturals(numbers: list[Any]) -> bool:
+    return {*map(type, numbers)} == {int} and 0 <= min(numbers) <= max(numbers) < 2**48  # bool is another type
 
 
-def _check_cover(slots: Mapping[str, _Slot], body: int) -> None:
+def _check_cover(places: list[list[int]], body: int) -> None:
     """The tensors must fill the data exactly: no gap, no overlap, nothing beyond."""
     at = 0
-    for slot in sorted(slots.values(), key=lambda s: (s.begin, s.end)):
-        if slot.begin != at:
+    for begin, end in sorted(places):
+        if begin != at:
             raise Malformed("its tensors overlap or leave gaps")
-        at = slot.end
+        at = end
     if at != body:
         raise Malformed(f"its tensors claim {at:,} bytes and {body:,} came")

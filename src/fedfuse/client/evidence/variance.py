@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, vmap
 
 from fedfuse.client.evidence.kfac import Fisher, drawn_labels
 from fedfuse.core.messages import Brief, Flaw, Form
@@ -23,15 +23,14 @@ _GRADIENTS = 1 << 24  # per-row gradients held at a time
 
 
 @dataclass(frozen=True, slots=True)
-class _RowLoss:
-    """The loss of one row as a function of the weights."""
+class _OneRow:
+    """The network's answer to one row, with weights of that row's own."""
 
     module: nn.Module
-    fixed: Mapping[str, Tensor]
 
-    def __call__(self, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        logits = functional_call(self.module, {**self.fixed, **params}, (x[None],))
-        return F.cross_entropy(logits, y[None])
+    def __call__(self, params: dict[str, Tensor], x: Tensor) -> Tensor:
+        answer: Tensor = functional_call(self.module, params, (x[None],))[0]
+        return answer
 
 
 def diagonal_fisher(
@@ -57,13 +56,18 @@ def diagonal_fisher(
         [[1.0], [1.0]]
     """
     params = {n: p.detach() for n, p in module.named_parameters()}
-    row_gradients = vmap(grad(_RowLoss(module, dict(module.named_buffers()))), in_dims=(None, 0, 0))
     totals = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in params.items()}
     at_once = max(1, _GRADIENTS // sum(p.numel() for p in params.values()))
     for x, y in zip(rows.x.split(at_once), rows.y.split(at_once), strict=True):
-        labels = y if fisher == "empirical" else drawn_labels(module(x).detach(), generator)
-        for name, gradients in row_gradients(params, x, labels).items():
-            totals[name] += gradients.square().sum(0)
+        # every row sees weights of its own, so the gradient of the summed loss is one gradient per row
+        own = {n: p.expand(len(x), *p.shape).requires_grad_() for n, p in params.items()}
+        with torch.enable_grad():
+            logits = vmap(_OneRow(module))(own, x)
+            labels = y if fisher == "empirical" else drawn_labels(logits.detach(), generator)
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+            gradients = torch.autograd.grad(loss, list(own.values()), materialize_grads=True)
+        for name, gradient in zip(own, gradients, strict=True):
+            totals[name] += gradient.square().sum(0)
     return {name: total / len(rows) for name, total in totals.items()}
 
 

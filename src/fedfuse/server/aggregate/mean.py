@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_right
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
@@ -14,6 +17,7 @@ from fedfuse.client.evidence.control import walked
 from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Params
 from fedfuse.core.state import Bench, ServerState
+from fedfuse.core.threads import one_thread
 from fedfuse.wire.codec import LazyParams, piece_of
 
 # Elements per block: long enough that memory is read in long runs, short enough that the float64 sums stay in cache.
@@ -123,27 +127,52 @@ def _run_mean(sources: Sequence[Params], weights: Sequence[float] | Tensor, run:
     means = {name: _empty_like(sources[0], name) for name in run}
     if not means[run[0]].is_floating_point():
         return {name: largest(sources, name) for name in run}
-    unfilled = deque(mean.view(-1) for mean in means.values())
-    count, shares = sum(map(len, unfilled)), torch.as_tensor(weights, dtype=torch.float64).tolist()
+    target = _Target.of([mean.view(-1) for mean in means.values()])
+    count = target.ends[-1]
     size = max(1, min(BLOCK, max(BLOCK >> 6, count // 10), count))  # so that sums weigh little beside the model
-    sums = torch.empty(size, dtype=torch.float64, device=unfilled[0].device)
-    for begin in range(0, count, size):
-        block = sums[: min(size, count - begin)].zero_()
-        for source, share in zip(sources, shares, strict=True):
-            block.add_(piece_of(source, run[0], begin, begin + len(block)), alpha=share)
-        _pour(block, unfilled)
+    blocks = [(begin, min(begin + size, count)) for begin in range(0, count, size)]
+    fold = partial(_fold, sources, torch.as_tensor(weights, dtype=torch.float64).tolist(), run[0], target)
+    threads = torch.get_num_threads() if len(blocks) > 16 else 1
+    if threads == 1:
+        fold(blocks)
+    else:  # a block is one thread's alone, so the result stays the same; torch's own threads would spin between blocks
+        with one_thread(), ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fold, (blocks[i::threads] for i in range(threads))))
     return means
 
 
-def _pour(block: Tensor, unfilled: deque[Tensor]) -> None:
-    """Fill tensors in turn with the elements of a block."""
-    while len(block):
-        head = unfilled.popleft()
-        fits = min(len(head), len(block))
-        head[:fits] = block[:fits]
-        block = block[fits:]
-        if fits < len(head):
-            unfilled.appendleft(head[fits:])
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Tensors to be filled as if they were one."""
+
+    tensors: list[Tensor]
+    ends: list[int]
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> _Target:
+        return cls(tensors, list(accumulate(map(len, tensors))))
+
+    def fill(self, begin: int, block: Tensor) -> None:
+        """Lay a block down from element `begin` on; it may end one tensor and begin others."""
+        at = bisect_right(self.ends, begin)
+        while len(block):
+            room = self.tensors[at][begin - self.ends[at] :]
+            fits = min(len(room), len(block))
+            room[:fits] = block[:fits]
+            block, begin, at = block[fits:], begin + fits, at + 1
+
+
+def _fold(
+    sources: Sequence[Params], shares: list[float], name: str, target: _Target, blocks: list[tuple[int, int]]
+) -> None:
+    """Sum these blocks of a run, which begins with the tensor `name`, over clients in float64."""
+    size = max((end - begin for begin, end in blocks), default=0)
+    sums, wide = torch.empty(2, size, dtype=torch.float64, device=target.tensors[0].device)
+    for begin, end in blocks:
+        block, piece = sums[: end - begin].zero_(), wide[: end - begin]
+        for source, share in zip(sources, shares, strict=True):
+            block.add_(piece.copy_(piece_of(source, name, begin, end)), alpha=share)
+        target.fill(begin, block)
 
 
 def _empty_like(source: Params, name: str) -> Tensor:

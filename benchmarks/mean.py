@@ -1,0 +1,220 @@
+"""How fast is the weighted mean? Against reading the same bytes once, and against Flower's own aggregation.
+
+Run `python benchmarks/mean.py [--json FILE] [--threads N] [--small]`. All columns of a row come from one run on one
+machine, so their ratios mean something even where the numbers do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedfuse.core.messages import ClientUpdate, Cohort
+from fedfuse.core.posterior import Posterior
+from fedfuse.core.spec import Spec
+from fedfuse.core.threads import one_thread
+from fedfuse.server.aggregate.mean import mean_of
+from fedfuse.wire.codec import decode, encode
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model's shapes and how many clients send it."""
+
+    name: str
+    shapes: Shapes
+    clients: int
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was measured in one case."""
+
+    case: str
+    parameters: int
+    clients: int
+    ours_gb_s: float
+    limit_gb_s: float
+    flower_gb_s: float | None
+    times_flower: float | None
+    share_of_limit: float
+    relative_error: float
+    extra_models: float
+    time_per_client: float
+
+
+def shapes_of(spec: Spec) -> Shapes:
+    return {n: tuple(t.shape) for n, t in spec.skeleton().state_dict().items() if t.is_floating_point()}
+
+
+def encoder_shapes() -> Shapes:
+    """A 12-layer text encoder, 768 wide: 109 million parameters."""
+    shapes: dict[str, tuple[int, ...]] = {"words": (30_522, 768), "places": (512, 768)}
+    for layer in range(12):
+        for part in ("query", "key", "value", "out"):
+            shapes |= {f"{layer}.{part}.weight": (768, 768), f"{layer}.{part}.bias": (768,)}
+        shapes |= {f"{layer}.up.weight": (3072, 768), f"{layer}.up.bias": (3072,)}
+        shapes |= {f"{layer}.down.weight": (768, 3072), f"{layer}.down.bias": (768,)}
+        shapes |= {f"{layer}.norm{i}.{leaf}": (768,) for i in (1, 2) for leaf in ("weight", "bias")}
+    return shapes
+
+
+def cases(small: bool) -> list[Case]:
+    few = [
+        Case("62k x 100", shapes_of(Spec("lenet", {"channels": 3, "size": 32})), 100, 15),
+        Case("11.2M x 10", shapes_of(Spec("resnet18")), 10, 5),
+    ]
+    return few if small else [*few, Case("109M x 5", encoder_shapes(), 5, 3)]
+
+
+def state(shapes: Shapes, seed: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(s, generator=draw) for n, s in shapes.items()}
+
+
+def messages(case: Case) -> list[bytes]:
+    return [encode(state(case.shapes, seed), {}) for seed in range(case.clients)]
+
+
+def cohort(payloads: list[bytes]) -> Cohort:
+    """Updates in memory as the door leaves them: views of the bytes that came."""
+    means = (decode(p).tensors for p in payloads)
+    return Cohort(tuple(ClientUpdate(f"c{i}", Posterior(m), 1.0 + i, 1, Spec("mlp")) for i, m in enumerate(means)))
+
+
+def flower_replies(payloads: list[bytes]) -> Callable[[], object] | None:
+    """Flower's aggregation of the same updates, or None where Flower is not installed."""
+    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    try:
+        from flwr.app import ArrayRecord, MetricRecord, RecordDict
+        from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
+    except ImportError:
+        return None
+    replies = []
+    for place, payload in enumerate(payloads):
+        arrays = ArrayRecord({n: t.clone() for n, t in decode(payload).tensors.items()})
+        replies.append(RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 1 + place})}))
+    return lambda: aggregate_arrayrecords(replies, "num-examples")
+
+
+def seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def best_of_each(repeats: int, *works: Callable[[], object]) -> list[float]:
+    """The best time of each, taken in turns, so that a busy moment strikes all alike."""
+    times = [[seconds(work) for work in works] for _ in range(repeats)]
+    return [min(column) for column in zip(*times, strict=True)]
+
+
+def read_once(payloads: list[bytes]) -> Callable[[], object]:
+    """The limit: every byte is looked at once."""
+    views = [torch.frombuffer(p, dtype=torch.float32, count=len(p) // 4) for p in payloads]
+
+    def read() -> None:
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool, one_thread():
+            list(pool.map(torch.sum, views))
+
+    return read
+
+
+def relative_error(means: Mapping[str, Tensor], updates: Cohort) -> float:
+    """The largest error of any element, relative to its value in float64."""
+    worst = 0.0
+    for name, mean in means.items():
+        exact = sum(u.posterior.mean[name].double() * w for u, w in zip(updates, updates.weights.tolist(), strict=True))
+        assert isinstance(exact, Tensor)
+        worst = max(worst, float(((mean.double() - exact).abs() / exact.abs().clamp(min=1e-30)).max()))
+    return worst
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most bytes tensors took at once while working in one thread, the result included."""
+    with (
+        one_thread(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen,
+    ):
+        work()
+    events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(accumulate(change for _, change in changes))
+
+
+def measure(case: Case) -> Row:
+    payloads = messages(case)
+    whole, half = cohort(payloads), cohort(payloads[: case.clients // 2])
+    works = [partial(mean_of, whole), partial(mean_of, half), read_once(payloads)]
+    flower = flower_replies(payloads)
+    ours, fewer, limit, *theirs = best_of_each(case.repeats, *works, *([flower] if flower else []))
+    model = sum(torch.Size(s).numel() for s in case.shapes.values())
+    gigabytes = 4e-9 * model * case.clients
+    return Row(
+        case=case.name,
+        parameters=model,
+        clients=case.clients,
+        ours_gb_s=gigabytes / ours,
+        limit_gb_s=gigabytes / limit,
+        flower_gb_s=gigabytes / theirs[0] if theirs else None,
+        times_flower=theirs[0] / ours if theirs else None,
+        share_of_limit=limit / ours,
+        relative_error=relative_error(mean_of(whole), whole),
+        extra_models=peak_bytes(partial(mean_of, whole)) / (4 * model),
+        time_per_client=(ours / case.clients) / (fewer / (case.clients // 2)),
+    )
+
+
+COLUMNS: list[tuple[str, str, str]] = [
+    ("case", "case", "<12"),
+    ("ours_gb_s", "ours GB/s", ">11.2f"),
+    ("limit_gb_s", "limit GB/s", ">12.2f"),
+    ("flower_gb_s", "Flower GB/s", ">13.2f"),
+    ("times_flower", "x Flower", ">10.1f"),
+    ("share_of_limit", "of limit", ">10.2f"),
+    ("relative_error", "rel. error", ">12.1e"),
+    ("extra_models", "memory", ">9.2f"),
+    ("time_per_client", "linear", ">8.2f"),
+]
+
+
+def shown(row: Mapping[str, Any]) -> str:
+    width = {name: fmt.split(".")[0] for name, _, fmt in COLUMNS}
+    return "".join(format("-", width[n]) if row[n] is None else format(row[n], fmt) for n, _, fmt in COLUMNS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--threads", type=int, default=1, help="threads (default 1)")
+    parser.add_argument("--small", action="store_true", help="leave out the case that takes several gigabytes")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print("".join(format(title, fmt.split(".")[0]) for _, title, fmt in COLUMNS))
+    rows = []
+    for case in cases(options.small):
+        rows.append(asdict(measure(case)))
+        print(shown(rows[-1]), flush=True)
+    print("memory: the most in use at once, in models, the result included")
+    print("linear: time per client with all clients over that with half of them; 1.00 is linear")
+    if options.json:
+        options.json.write_text(json.dumps({"threads": options.threads, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What scoring costs: SWA's mean of a ResNet-50 of ten clients beside the plain mean of the same updates.
+
+All rows are timed in turn, again and again, and each keeps its best time, so that a busy machine troubles all alike.
+
+    python benchmarks/swa.py [--clients 10] [--repeats 7] [--model resnet50] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from fedfuse.core.messages import ClientUpdate, Cohort
+from fedfuse.core.model import Single
+from fedfuse.core.posterior import Posterior
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.server.aggregate.gaussianity import NonGaussianMean, Renyi
+from fedfuse.server.aggregate.mean import Mean
+from fedfuse.wire.codec import decode, encode, read
+
+LIMIT = 3.0
+"""Scoring and averaging may cost so many plain means."""
+
+
+def main() -> None:
+    said = arguments()
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as folder:
+        memory, files = updates(said.model, said.clients, Path(folder))
+        rows = measured(cases(memory, files, said.filters), said.repeats)
+    plain = {"memory": rows["plain mean"], "files": rows["plain mean, from files"]}
+    table = [
+        {"case": name, "seconds": seconds, "ratio": seconds / plain["files" if "files" in name else "memory"]}
+        for name, seconds in rows.items()
+    ]
+    verdict = {"limit": LIMIT, "ratio": rows["swa"] / plain["memory"]}
+    if said.json:
+        print(json.dumps({"model": said.model, "clients": said.clients, "rows": table, **verdict}))
+        return
+    print(f"{said.model}, {said.clients} clients, best of {said.repeats}")
+    for row in table:
+        print(f"{row['case']:32} {row['seconds']:8.3f} s  {row['ratio']:6.2f} × the plain mean")
+    print(f"scoring and averaging: {verdict['ratio']:.2f} of at most {LIMIT:g} plain means")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--model", default="resnet50")
+    parser.add_argument("--filters", action="store_true", help="also one weight per filter, and Rényi scores (slower)")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+def updates(model: str, clients: int, folder: Path) -> tuple[Cohort, Cohort]:
+    """The same updates twice: as messages in memory and as files."""
+    spec, draw = Spec(model, {"classes": 100}), torch.Generator().manual_seed(0)
+    start = Single.of(spec.build(), spec).posterior.mean
+    here, there = [], []
+    for place in range(clients):
+        moved = {n: _moved(t, draw) for n, t in start.items()}
+        message = encode(moved, {})
+        path = folder / f"{place}.safetensors"
+        path.write_bytes(message)
+        update = ClientUpdate(f"client-{place}", Posterior(decode(message).tensors), 1.0 + place, 1, spec)
+        here.append(update)
+        there.append(replace(update, posterior=Posterior(read(path).tensors)))
+    return Cohort.of(here), Cohort.of(there)
+
+
+def _moved(tensor: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor + 0.01 * torch.randn(tensor.shape, generator=draw)
+
+
+def cases(memory: Cohort, files: Cohort, all_of_them: bool) -> dict[str, Callable[[], object]]:
+    spec = memory.updates[0].spec
+    state, bench = ServerState(0, Single(spec, Posterior({}))), Bench()
+    chosen: dict[str, Callable[[], object]] = {
+        "plain mean": lambda: Mean()(memory, state, bench),
+        "swa": lambda: NonGaussianMean()(memory, state, bench),
+        "plain mean, from files": lambda: Mean()(files, state, bench),
+        "swa, from files": lambda: NonGaussianMean()(files, state, bench),
+    }
+    if all_of_them:
+        chosen["swa, a weight per filter"] = lambda: NonGaussianMean(level="filter")(memory, state, bench)
+        chosen["swa, Rényi 1 by histogram"] = lambda: NonGaussianMean(Renyi())(memory, state, bench)
+    return chosen
+
+
+def measured(chosen: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """The best time of each case, all of them in turn."""
+    best = dict.fromkeys(chosen, float("inf"))
+    for _ in range(repeats):
+        for name, case in chosen.items():
+            began = time.perf_counter()
+            case()
+            best[name] = min(best[name], time.perf_counter() - began)
+    return best
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Zhang and Zhang, Investigating Neuron Disturbing in Fusing Heterogeneous Neural Networks, 2022."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from fedfuse.client.evidence.calibration import LogitScale
+from fedfuse.client.evidence.counts import LabelCounts
+from fedfuse.core.combine import FirstLayer, TopLogit
+from fedfuse.core.recipe import Evidence, Recipe
+from fedfuse.core.registry import method
+from fedfuse.server.aggregate.cover import CoverAnswers, CoverClasses
+from fedfuse.server.aggregate.ensemble import KeepAll
+from fedfuse.server.steps.distill import From, distillation
+from fedfuse.server.steps.disturb import Disturbance
+
+
+@method("ams", paper="arXiv:2210.12974")
+def ams(
+    k: PositiveInt | Literal["all"] = 1,
+    layer: Literal["last", "first"] = "last",
+    calibrate: Literal["none", "temperature", "zscore"] = "none",
+    fitted: Literal["clients", "server"] = "clients",
+    cover: Literal["none", "classes", "answers"] = "none",
+    share: Annotated[float, Field(gt=0, le=1)] = 0.95,
+    distil: From = "none",
+    temperature: PositiveFloat = 20.0,
+    epochs: PositiveInt = 100,
+    lr: PositiveFloat = 1e-3,
+    disturbance: bool = True,
+) -> Recipe:
+    """Keep every client's network; each input is answered by the networks most confident of it.
+
+    A network's confidence is its largest logit. The k most confident ones answer by the sum of their logits: k = 1 is
+    AMS-top1, k = "all" is AMS-full, where networks disturb each other. The networks may differ.
+
+    Args:
+        k: how many networks answer an input, or "all".
+        layer: "first" chooses by the first layer's largest output, so that only the chosen ones run to the end.
+        calibrate: make logits comparable: divide by a "temperature", or standardise confidence ("zscore").
+        fitted: where the calibration is found: by the "clients", each on its own rows, or on the "server" rows.
+        cover: leave out networks that others cover, by the "classes" of their rows or by their "answers".
+        share: how much of everybody those kept must cover.
+        distil: the inputs on which one network learns from all: "server" rows, "unlabelled" inputs, "impressions" or
+            "generated" ones made of the networks themselves; "none" keeps all networks.
+        temperature: of distillation.
+        epochs: of distillation.
+        lr: of distillation, by Adam.
+        disturbance: measure how often adding logits changes the most confident network's answer.
+    """
+    scaled = calibrate != "none" and fitted == "clients"
+    evidence: tuple[Evidence, ...] = (LogitScale("zscore" if calibrate == "zscore" else "temperature"),) * scaled
+    return Recipe(
+        evidence=evidence + (LabelCounts(),) * (cover == "classes"),
+        aggregate=KeepAll(
+            FirstLayer(k) if layer == "first" else TopLogit(k),
+            cover={"none": None, "classes": CoverClasses(share), "answers": CoverAnswers(share)}[cover],
+            calibrate=None if calibrate == "none" else calibrate,
+            fitted=fitted,
+        ),
+        steps=(Disturbance(),) * disturbance + distillation(distil, temperature, epochs, lr),
+    )

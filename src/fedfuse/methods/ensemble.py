@@ -1,0 +1,36 @@
+"""Keeping every network and averaging what they predict."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from fedfuse.core.combine import MeanProbability
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.registry import method
+from fedfuse.server.aggregate.ensemble import KeepAll
+from fedfuse.server.steps.distill import From, distillation
+
+
+@method("ensemble")
+def ensemble(
+    weights: Literal["uniform", "examples"] = "uniform",
+    distil: From = "none",
+    temperature: PositiveFloat = 20.0,
+    epochs: PositiveInt = 100,
+    lr: PositiveFloat = 1e-3,
+) -> Recipe:
+    """Keep every client's network and average their probabilities: p(x) = Σ_k w_k softmax(f_k(x)).
+
+    The networks may differ; only their classes must agree. With `distil`, one network learns to answer as they do.
+
+    Args:
+        weights: "uniform" counts every client alike, "examples" by its number of examples.
+        distil: the inputs on which one network learns from all: "server" rows, "unlabelled" inputs, "impressions" or
+            "generated" ones made of the networks themselves; "none" keeps all networks.
+        temperature: of distillation.
+        epochs: of distillation.
+        lr: of distillation, by Adam.
+    """
+    return Recipe(aggregate=KeepAll(MeanProbability(), weights), steps=distillation(distil, temperature, epochs, lr))

@@ -1,0 +1,27 @@
+"""Liu et al., A Bayesian Federated Learning Framework with Online Laplace Approximation, 2021."""
+
+from __future__ import annotations
+
+from pydantic import PositiveFloat
+
+from fedfuse.client.evidence.kfac import Fisher
+from fedfuse.client.evidence.variance import FisherDiagonal
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.registry import method
+from fedfuse.server.aggregate.charts import RKLB, MeanIn
+
+
+@method("laplace", paper="arXiv:2102.01936")
+def laplace(damping: PositiveFloat = 1e-3, fisher: Fisher = "empirical") -> Recipe:
+    """Fuse diagonal Laplace posteriors: every weight is averaged by the clients' Fisher information about it.
+
+    w = Σ f_k (F_k + λ) w_k / Σ f_k (F_k + λ), weight by weight: FedLPA without the correlations within a layer.
+
+    Args:
+        damping: λ added to every client's Fisher information.
+        fisher: empirical (the rows' own labels) or sampled (labels drawn from the network).
+    """
+    return Recipe(
+        evidence=(FisherDiagonal(fisher),),
+        aggregate=MeanIn(RKLB, source="fisher", damping=damping, keep=False),
+    )

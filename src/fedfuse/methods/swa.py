@@ -1,0 +1,60 @@
+"""SWA, statistical weight aggregation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from fedfuse.client.evidence.control import Remember
+from fedfuse.client.objectives import Contrastive
+from fedfuse.core.recipe import CrossEntropy, Recipe
+from fedfuse.core.registry import method
+from fedfuse.errors import ConfigError
+from fedfuse.linalg.divergence import Density
+from fedfuse.server.aggregate.gaussianity import Distance, HigherOrder, Level, NonGaussianMean, Normalise, Renyi
+
+PAPER = "Chatzikonstantinou et al., Federated Learning Aggregation based on Weight Distribution Analysis, 2023"
+
+
+@method("swa", paper=PAPER)
+def swa(
+    distance: Literal["hos", "renyi"] = "hos",
+    order: NonNegativeFloat = 1.0,
+    density: Density = "histogram",
+    scale: Literal["raw", "standardised"] = "raw",
+    normalise: Normalise = "sum",
+    level: Level = "layer",
+    mix: Annotated[float, Field(ge=0, le=1)] = 0.0,
+    contrastive: NonNegativeFloat = 0.0,
+    temperature: PositiveFloat = 0.5,
+) -> Recipe:
+    """Average layer by layer, each client weighed by how far its layer's weights are from Gaussian.
+
+    Client k weighs g_kl / Σ_j g_jl in layer l; example counts are not used unless mixed in, so show the
+    example-weighted mean (`fedavg`) and the plain mean (`fedavg(uniform=true)`) beside it. Bias, norm and running
+    statistics follow their layer.
+
+    Args:
+        distance: "hos", the product of the third and fourth k-statistics, or "renyi", a divergence from N(0, 1).
+        order: of the Rényi divergence: 0, 0.5, 1 (Kullback–Leibler), 2 or any other.
+        density: of the Rényi divergence: "histogram", "samples" (the paper's text) or "grid" (its released code).
+        scale: "raw" scores grow with the weights' scale (to the seventh power for "hos"), "standardised" ones do not.
+        normalise: "sum" gives an average; "max" is the printed equation 8, which is none.
+        level: one weight per "layer", or per output "filter".
+        mix: share of the example-count weights mixed in.
+        contrastive: weight of MOON's term in the clients' loss (the paper takes 8, 5 and 3); 0 leaves it out.
+        temperature: T of that term.
+    """
+    if distance == "hos" and (order, density) != (1.0, "histogram"):
+        raise ConfigError(
+            f"method 'swa': order {order:g} and density {density!r} came with distance 'hos', which has neither; "
+            "expected distance = 'renyi' with them"
+        )
+    standardised = scale == "standardised"
+    measure: Distance = HigherOrder(standardised) if distance == "hos" else Renyi(order, density, standardised)
+    return Recipe(
+        objective=Contrastive(contrastive, temperature) if contrastive else CrossEntropy(),
+        evidence=(Remember(),) if contrastive else (),
+        aggregate=NonGaussianMean(measure, normalise, level, mix),
+    )

@@ -1,0 +1,339 @@
+"""Bayesian layers: every weight is a Gaussian, and the last layers of any network can be made of them.
+
+A layer keeps its weights' means under `weight` and log σ² under `log_variance`, both parameters, so that a posterior
+travels wherever a state dict travels. While training, outputs are drawn instead of weights (local reparametrisation,
+Kingma et al. 2015); in evaluation a fixed number of networks is drawn and their probabilities are averaged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedfuse.core.model import Single
+from fedfuse.core.params import Layout
+from fedfuse.core.rng import seeded, stream
+from fedfuse.core.spec import Spec
+from fedfuse.errors import ConfigError
+from fedfuse.models.layers import whole
+
+RELEASED_START = -9.0
+RELEASED_BOUNDS = (-8.0, 8.0)  # the released code sees no log-variance outside, so that none below ever learns
+_TINY = 1e-16  # keeps the square root differentiable where nothing varies
+
+
+class Factor(NamedTuple):
+    """One tensor's Gaussian: its name, its mean, and its log σ² as the layer sees it."""
+
+    name: str
+    mean: Tensor
+    log_variance: Tensor
+
+
+class MeanField(nn.Module):
+    """What Bayesian linear layers and convolutions share.
+
+    They inherit from torch's own layers because that is how layouts, surgery and hooks tell a layer's kind.
+
+    Attributes:
+        weight: the means.
+        log_variance: log σ² of every weight.
+        bias_log_variance: log σ² of every bias, or None where biases are plain numbers.
+        noise: whether training draws; without it the layer is the plain one.
+        bounds: the range log σ² is clamped to when seen, if any.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    log_variance: Tensor
+    bias_log_variance: Tensor | None
+    noise: bool
+    bounds: tuple[float, float] | None
+
+    def affine(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The plain layer with other weights."""
+        raise NotImplementedError
+
+    def seen(self, log_variance: Tensor) -> Tensor:
+        """The log-variances the layer works with."""
+        return log_variance if self.bounds is None else log_variance.clamp(*self.bounds)
+
+    def factors(self) -> Iterator[Factor]:
+        """The Gaussians this layer holds."""
+        yield Factor("weight", self.weight, self.seen(self.log_variance))
+        if self.bias is not None and self.bias_log_variance is not None:
+            yield Factor("bias", self.bias, self.seen(self.bias_log_variance))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Output at the means; while training, a draw from N(x μᵀ + b, x² (σ²)ᵀ), of its own for every example."""
+        mean = self.affine(x, self.weight, self.bias)
+        if not (self.training and self.noise):
+            return mean
+        spread = None if self.bias_log_variance is None else self.seen(self.bias_log_variance).exp()
+        variance = self.affine(x.square(), self.seen(self.log_variance).exp(), spread)
+        return mean + (variance + _TINY).sqrt() * torch.randn_like(mean)
+
+
+class BayesLinear(MeanField, nn.Linear):  # type: ignore[misc]  # torch forgets that a bias may be None
+    """A linear layer whose weights are Gaussians."""
+
+    def affine(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """X Wᵀ + b."""
+        return F.linear(x, weight, bias)
+
+
+class _BayesConv(MeanField):
+    def affine(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The convolution, padded as the layer pads."""
+        out: Tensor = self._conv_forward(x, weight, bias)  # type: ignore[operator]
+        return out
+
+
+class BayesConv1d(_BayesConv, nn.Conv1d):
+    """A convolution over sequences whose weights are Gaussians."""
+
+
+class BayesConv2d(_BayesConv, nn.Conv2d):
+    """A convolution over images whose weights are Gaussians; noise is drawn per output, a usual approximation."""
+
+
+class BayesConv3d(_BayesConv, nn.Conv3d):
+    """A convolution over volumes whose weights are Gaussians."""
+
+
+Layer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+_TWINS: Mapping[type[Layer], type[MeanField]] = {
+    nn.Linear: BayesLinear,
+    nn.Conv1d: BayesConv1d,
+    nn.Conv2d: BayesConv2d,
+    nn.Conv3d: BayesConv3d,
+}
+_SIZES: Mapping[type[Layer], tuple[str, ...]] = {
+    nn.Linear: ("in_features", "out_features"),
+    **dict.fromkeys(
+        (nn.Conv1d, nn.Conv2d, nn.Conv3d),
+        ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode"),
+    ),
+}
+
+
+class Bayesian(nn.Module):
+    """A network some of whose layers are Bayesian, and which answers for all of its posterior.
+
+    In evaluation it gives log p(y | x) = log (1/S) Σ_s softmax(f(x; w_s)): S networks w_s ~ q drawn from a seed of
+    its own, so that a row's answer depends neither on the rows beside it nor on who asked before. With `noise` off
+    it answers at the means.
+
+    Attributes:
+        net: the network, its layers replaced.
+        draws: how many networks are drawn.
+        seed: fixes the draws.
+    """
+
+    def __init__(self, net: nn.Module, draws: int = 10, seed: int = 0) -> None:
+        super().__init__()
+        self.net = net
+        self.draws = draws
+        self.seed = seed
+
+    @property
+    def noise(self) -> bool:
+        """Whether its layers draw at all."""
+        return any(layer.noise for _, layer in mean_fields(self.net))
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the network within."""
+        return Layout.of(self.net).under("net")
+
+    def forward(self, x: Tensor, apart: bool = False) -> Tensor:
+        """Logits of one noisy pass while training, else log probabilities averaged over the draws.
+
+        Args:
+            x: a batch.
+            apart: give every draw's log probabilities, draws × rows × classes, instead of their average.
+        """
+        if self.training or not self.noise:
+            logits: Tensor = self.net(x)
+            return logits.log_softmax(-1)[None] if apart else logits
+        common, rest = _halves(self.net)
+        x = common(x)
+        each = torch.stack([functional_call(rest, self._drawn(s), (x,)).log_softmax(-1) for s in range(self.draws)])
+        return each if apart else each.logsumexp(0) - math.log(self.draws)
+
+    def _drawn(self, draw: int) -> dict[str, Tensor]:
+        """The Bayesian layers' weights of one drawn network."""
+        drawn = {}
+        for name, mean, log_variance in factors(self.net):
+            noise = torch.randn(mean.shape, generator=stream(self.seed, "draw", name, draw))
+            drawn[name] = mean + (log_variance / 2).exp() * noise.to(mean)
+        return drawn
+
+
+def bayesian(
+    model: nn.Module,
+    last: int = 1,
+    layers: Sequence[str] = (),
+    *,
+    log_variance: float = -6.0,
+    bias: bool = False,
+    noise: bool = True,
+    released: bool = False,
+    draws: int = 10,
+    seed: int = 0,
+) -> Bayesian:
+    """Make the last layers of a network Bayesian; their means are the weights it has now.
+
+    Linear layers and convolutions count, in order of registration. The network is changed in place and comes back
+    within a `Bayesian`, which averages probabilities in evaluation.
+
+    Args:
+        model: any network.
+        last: how many layers, counted from the end.
+        layers: the layers' names, in place of `last`.
+        log_variance: log σ² every weight starts with.
+        bias: whether biases are Gaussians too; else they are plain numbers.
+        noise: whether anything is drawn; False gives the same layers as a control without noise.
+        released: as the released code starts: log σ² ~ N(−9, 0.001²) clamped to [−8, 8], so that it never learns,
+            means from N(0, 1/fan_in) and zero biases, drawn from torch's global generator.
+        draws: networks drawn in evaluation.
+        seed: fixes those draws.
+
+    Raises:
+        ConfigError: if there are not as many layers, or one cannot be Bayesian.
+
+    Example:
+        >>> net = bayesian(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), last=1)
+        >>> sorted(net.state_dict())
+        ['net.0.bias', 'net.0.weight', 'net.2.bias', 'net.2.log_variance', 'net.2.weight']
+        >>> tuple(net.eval()(torch.ones(2, 4)).shape), tuple(net(torch.ones(2, 4), apart=True).shape)
+        ((2, 3), (10, 2, 3))
+    """
+    chosen = _chosen(model, layers) if layers else _last(model, whole("bayesian", "last", last))
+    twins = {id(layer): _twin(name, layer, log_variance, bias, noise, released) for name, layer in chosen}
+    for path, part in list(model.named_modules(remove_duplicate=False)):
+        if id(part) in twins and path:
+            model.set_submodule(path, twins[id(part)])
+    return Bayesian(twins.get(id(model), model), whole("bayesian", "draws", draws), seed).train(model.training)
+
+
+def rebuilt(of: Mapping[str, Any], **options: Any) -> Bayesian:
+    """The model factory "bayesian": a network built from the spec in `of`, with options of `bayesian`.
+
+    Example:
+        >>> rebuilt({"factory": "mlp", "options": {"inputs": 4, "hidden": []}}, last=1).net.classifier
+        BayesLinear(in_features=4, out_features=10, bias=True)
+    """
+    spec = Spec.from_json(of, trusted=Spec("bayesian", {"of": of}).factories)  # trust was checked with the whole spec
+    return bayesian(spec.build(), **options)
+
+
+@dataclass(frozen=True, slots=True)
+class BayesianLayers:
+    """Dress a network: its last layers become Bayesian, their means stay where they are.
+
+    The spec that comes out names the one that went in, so that files and other processes can rebuild it.
+    """
+
+    last: int = 1
+    layers: tuple[str, ...] = ()
+    log_variance: float = -6.0
+    bias: bool = False
+    noise: bool = True
+    released: bool = False
+    draws: int = 10
+
+    def __call__(self, start: Single, classes: int, seed: int) -> Single:  # noqa: ARG002 - the seam's signature
+        """The start with Bayesian layers; a network that has them stays as it is."""
+        if isinstance(start.spec.skeleton(), Bayesian):
+            return start
+        options = {name: getattr(self, name) for name in self.__slots__}
+        with seeded(seed, "bayesian"):
+            plain = start.spec.build()
+            plain.load_state_dict(dict(start.posterior.mean))
+            module = bayesian(plain, **options)
+        prototype = module if start.spec.prototype is not None else None
+        spec = Spec("bayesian", {"of": start.spec.to_json(), **options}, prototype=prototype)
+        return Single.of(module, spec)
+
+
+def mean_fields(model: nn.Module) -> list[tuple[str, MeanField]]:
+    """A network's Bayesian layers with their names."""
+    return [(name, part) for name, part in model.named_modules() if isinstance(part, MeanField)]
+
+
+def factors(model: nn.Module) -> Iterator[Factor]:
+    """The Gaussians of all Bayesian layers of a network, under their full names."""
+    for path, layer in mean_fields(model):
+        for name, mean, log_variance in layer.factors():
+            yield Factor(f"{path}.{name}" if path else name, mean, log_variance)
+
+
+def _halves(net: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """A sequence before and from its first Bayesian layer on, so that draws share what does not vary."""
+    if type(net) is not nn.Sequential:
+        return nn.Identity(), net
+    plain = len(list(takewhile(lambda part: not mean_fields(part), net)))
+    return net[:plain], net[plain:]
+
+
+def _layers(model: nn.Module) -> list[tuple[str, Layer]]:
+    return [(name, part) for name, part in model.named_modules() if isinstance(part, Layer)]
+
+
+def _last(model: nn.Module, count: int) -> list[tuple[str, Layer]]:
+    found = _layers(model)
+    if count > len(found):
+        raise ConfigError(
+            f"bayesian: last is {count}, expected at most {len(found)}, "
+            f"as many linear layers and convolutions as {type(model).__name__} has"
+        )
+    return found[-count:]
+
+
+def _chosen(model: nn.Module, names: Sequence[str]) -> list[tuple[str, Layer]]:
+    found = dict(_layers(model))
+    if strange := [name for name in names if name not in found]:
+        raise ConfigError(
+            f"bayesian: there is no linear layer or convolution {strange[0]!r}; "
+            f"{type(model).__name__} has {', '.join(found)}"
+        )
+    return [(name, found[name]) for name in names]
+
+
+def _twin(name: str, layer: Layer, log_variance: float, bias: bool, noise: bool, released: bool) -> MeanField:
+    """The Bayesian layer with a plain layer's sizes and its very parameters."""
+    if isinstance(layer, MeanField) or type(layer) not in _TWINS:
+        raise ConfigError(
+            f"bayesian: layer {name!r} is a {type(layer).__name__}, expected a plain linear layer or convolution, "
+            "whose forward pass is known; name other layers"
+        )
+    sizes = {size: getattr(layer, size) for size in _SIZES[type(layer)]}
+    twin = _TWINS[type(layer)](**sizes, bias=layer.bias is not None, device="meta")
+    twin.weight, twin.bias = layer.weight, layer.bias
+    twin.log_variance = nn.Parameter(torch.full_like(twin.weight, log_variance))
+    spread = torch.full_like(twin.bias, log_variance) if bias and twin.bias is not None else None
+    twin.bias_log_variance = None if spread is None else nn.Parameter(spread)
+    twin.noise, twin.bounds = noise, None
+    return _as_released(twin) if released else twin
+
+
+@torch.no_grad()
+def _as_released(layer: MeanField) -> MeanField:
+    layer.bounds = RELEASED_BOUNDS
+    layer.weight.normal_(0.0, layer.weight[0].numel() ** -0.5)
+    if layer.bias is not None:
+        layer.bias.zero_()
+    for spread in (layer.log_variance, layer.bias_log_variance):
+        if spread is not None:
+            spread.normal_(RELEASED_START, 0.001)
+    return layer

@@ -1,0 +1,291 @@
+"""Means of diagonal Gaussians: every rule is the plain mean, taken in coordinates of its own.
+
+A chart goes from (mean, variance) to coordinates where the weighted mean is right, and comes back. With weights w
+that sum to 1, elementwise and by their published names (arXiv:2412.11646):
+
+| chart | mean | variance | what it is |
+|---|---|---|---|
+| EAA | Σ w μ | Σ w v | mean of means and variances |
+| GAA | Σ w μ | Σ w² v | the Gaussian of the weighted sum of independent draws |
+| AALV | Σ w μ | exp Σ w log v | mean of log-variances |
+| WB | Σ w μ | (Σ w √v)² | Wasserstein-2 barycenter |
+| RKLB | v Σ w μ/v | 1 / Σ (w/v) | reverse-KL barycenter: the product of the beliefs to the powers w |
+| FKLB | Σ w μ | Σ w (v + (μ − mean)²) | KL barycenter: the moments of the mixture |
+
+so that v_RKLB ≤ v_AALV ≤ v_WB ≤ v_EAA ≤ v_FKLB, each the next kind of mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fedfuse.core.messages import ClientUpdate, Cohort
+from fedfuse.core.params import Params
+from fedfuse.core.posterior import Diag
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.errors import ConfigError
+from fedfuse.server.aggregate.mean import ALL_LAWS, BLOCK, weighted_mean
+from fedfuse.wire.codec import forms_of, piece_of
+
+Pair = tuple[Tensor, Tensor]
+
+_RUN = 1 << 16  # elements fused at a time: the sums of them stay in cache
+_SAMPLE = 1_000  # weights per layer whose standard deviations are looked at
+
+
+class Rule(Protocol):
+    """How independent Gaussians become one."""
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether even Gaussians that agree come out narrower."""
+        ...
+
+    def __call__(self, means: Sequence[Tensor], logs: Iterable[Tensor], weights: Sequence[float]) -> Pair:
+        """The fused mean and log-variance, elementwise in float64; weights are shares and sum to 1."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Chart:
+    """Coordinates of Gaussians in which their fusion is a plain mean.
+
+    A Gaussian comes as its mean and ρ = log v, which is how Bayesian layers hold it and the one form from which every
+    coordinate is a single exponential away.
+
+    Attributes:
+        name: what the papers call it.
+        to: (mean, ρ) ↦ coordinates.
+        back: coordinates ↦ (mean, spread).
+        log: spread ↦ ρ, taken in the precision of what came.
+        power: the second coordinate is weighed by w^power.
+        centred: take coordinates around the first mean, so that squares of means lose no digits.
+    """
+
+    name: str
+    to: Callable[[Tensor, Tensor], Pair]
+    back: Callable[[Tensor, Tensor], Pair]
+    log: Callable[[Tensor], Tensor]
+    power: int = 1
+    centred: bool = False
+
+    @property
+    def shrinks(self) -> bool:
+        """The variance of a mean of independent draws is below theirs."""
+        return self.power > 1
+
+    def __call__(self, means: Sequence[Tensor], logs: Iterable[Tensor], weights: Sequence[float]) -> Pair:
+        """The mean in this chart, summed in float64; where nobody knows anything the plain mean stays."""
+        origin = _wide(means[0]) if self.centred else None
+        first, second = torch.zeros((2, *means[0].shape), dtype=torch.float64, device=means[0].device)
+        rho = first
+        for m, log, w in zip(means, logs, weights, strict=True):
+            rho = _wide(log)
+            a, b = self.to(_wide(m) if origin is None else _wide(m) - origin, rho)
+            first.add_(a, alpha=w)
+            second.add_(b, alpha=w**self.power)
+        mean, spread = self.back(first, second)
+        if bool(mean.sum().isnan()):
+            plain = sum((w * m.double() for m, w in zip(means, weights, strict=True)), torch.zeros_like(mean))
+            mean = torch.where(mean.isnan(), plain, mean)
+        return mean if origin is None else mean + origin, self.log(spread.to(rho.dtype))
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _to_variance(m: Tensor, rho: Tensor) -> Pair:
+    return m, rho.exp()
+
+
+def _same(a: Tensor, b: Tensor) -> Pair:
+    return a, b
+
+
+def _to_deviation(m: Tensor, rho: Tensor) -> Pair:
+    return m, (rho * 0.5).exp_()
+
+
+def _to_natural(m: Tensor, rho: Tensor) -> Pair:
+    precision = rho.neg().exp_()
+    return m * precision, precision
+
+
+def _from_natural(a: Tensor, b: Tensor) -> Pair:
+    return a / b, b  # not a number where nobody knows anything
+
+
+def _to_moments(m: Tensor, rho: Tensor) -> Pair:
+    return m, rho.exp().addcmul_(m, m)
+
+
+def _from_moments(a: Tensor, b: Tensor) -> Pair:
+    return a, b - a.square()
+
+
+def _itself(b: Tensor) -> Tensor:
+    return b
+
+
+def _log_square(b: Tensor) -> Tensor:
+    return 2 * b.log()
+
+
+def _log_reciprocal(b: Tensor) -> Tensor:
+    return -b.log()
+
+
+EAA = Chart("EAA", _to_variance, _same, torch.log)
+GAA = Chart("GAA", _to_variance, _same, torch.log, power=2)
+AALV = Chart("AALV", _same, _same, _itself)
+WB = Chart("WB", _to_deviation, _same, _log_square)
+RKLB = Chart("RKLB", _to_natural, _from_natural, _log_reciprocal)
+FKLB = Chart("FKLB", _to_moments, _from_moments, torch.log, centred=True)
+
+CHARTS = {chart.name: chart for chart in (EAA, GAA, AALV, WB, RKLB, FKLB)}
+
+
+def mean_in(rule: Rule, means: Sequence[Tensor], variances: Sequence[Tensor], weights: Sequence[float]) -> Pair:
+    """The fused mean and variance of Gaussians N(μ_k, v_k), elementwise in float64.
+
+    Args:
+        rule: a chart where the mean is taken, or another rule.
+        means: one tensor per Gaussian.
+        variances: likewise, above 0; infinite where a Gaussian knows nothing.
+        weights: one number each; any positive scale.
+
+    Example:
+        >>> mu, v = [torch.tensor(0.0), torch.tensor(2.0)], [torch.tensor(1.0), torch.tensor(0.25)]
+        >>> [round(float(t), 4) for t in mean_in(RKLB, mu, v, [1, 1])]
+        [1.6, 0.4]
+    """
+    total = math.fsum(weights)
+    mean, rho = rule([m.double() for m in means], (v.double().log() for v in variances), [w / total for w in weights])
+    return mean, rho.exp()
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In single precision at least: what is summed up has the digits of what came."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+@dataclass(frozen=True, slots=True)
+class MeanIn:
+    """Fuse diagonal posteriors by the weighted mean in a chart; tensors without variances take the plain one.
+
+    A variance is found in the client's `Diag` geometry, or in the network itself, where a Bayesian layer keeps its
+    log-variances beside its means. Every tensor is read one block at a time.
+
+    Attributes:
+        chart: where the mean is taken.
+        source: the evidence that gives the variances; none for networks that hold them.
+        damping: precision added to everybody's, 1/v + λ: a prior that keeps directions nobody knows at the plain mean.
+        keep: hand the fused variances on, and not the means alone.
+        uniform: weigh every client alike, whatever its number of examples.
+    """
+
+    chart: Rule
+    source: str = ""
+    damping: float = 0.0
+    keep: bool = True
+    uniform: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.damping) and self.damping >= 0):
+            raise ConfigError(f"a mean in {self.chart}: damping is {self.damping}, expected a number of at least 0")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The evidence that gives the variances."""
+        return frozenset({self.source} if self.source else ())
+
+    @property
+    def laws(self) -> frozenset[str]:
+        """All of them, but that a variance of a sum shrinks however much clients agree."""
+        return ALL_LAWS - {"agree"} if self.chart.shrinks else ALL_LAWS
+
+    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
+        """Fuse tensor by tensor; the facts say how wide the posteriors of Bayesian layers are."""
+        sources, spec = [u.posterior.mean for u in cohort], cohort.updates[0].spec
+        weights = [1 / len(cohort)] * len(cohort) if self.uniform else cohort.weights.tolist()
+        spreads = {} if self.source else spec.layout.spreads
+        mean: dict[str, Tensor] = {}
+        variance: dict[str, Tensor] = {}
+        for name in cohort.names:
+            if name in spreads:
+                logs = [_Logs(s, spreads[name]) for s in sources]
+                mean[name], mean[spreads[name]] = self._fuse(sources, name, logs, weights, _same)
+            elif all(name in _variances(u) for u in cohort):
+                logs = [_Logs(_variances(u), name, self.damping) for u in cohort]
+                mean[name], variance[name] = self._fuse(sources, name, logs, weights, _to_variance)
+            elif name not in spreads.values():
+                mean[name] = weighted_mean(sources, weights, name)
+        geometry = Diag(variance) if variance and self.keep else None
+        fused = state.fused({n: mean[n] for n in cohort.names}, geometry, spec)
+        return fused.noting(**deviations(cohort, mean)) if spreads else fused
+
+    def _fuse(
+        self,
+        sources: Sequence[Params],
+        name: str,
+        logs: Sequence[_Logs],
+        weights: Sequence[float],
+        told: Callable[[Tensor, Tensor], Pair],
+    ) -> Pair:
+        """One tensor across clients: its mean, and its spread as it is to be told, in its own dtype."""
+        form = forms_of(sources[0])[name]
+        mean, spread = (torch.empty(form.shape, dtype=form.dtype) for _ in range(2))
+        for begin, end in _runs(math.prod(form.shape), len(sources)):
+            mus = [piece_of(source, name, begin, end) for source in sources]
+            fused = self.chart(mus, (piece(begin, end) for piece in logs), weights)
+            mean.view(-1)[begin:end], spread.view(-1)[begin:end] = told(*fused)
+        return mean, spread
+
+
+def deviations(cohort: Cohort, fused: Params) -> dict[str, Any]:
+    """How wide posteriors are: σ's 5th, 50th and 95th percentile per Bayesian layer, and each client's median.
+
+    `sigma_apart` is how far clients differ about one weight: the standard deviation of log σ over clients, averaged
+    over weights. About 1,000 weights of a layer are looked at.
+    """
+    layers = [layer for layer in cohort.updates[0].spec.layout.layers if layer.spread is not None]
+    sigma, clients, apart = dict[str, Any](), dict[str, Any](), dict[str, float]()
+    for layer in layers:
+        name = str(layer.spread)
+        every = max(1, fused[name].numel() // _SAMPLE)
+        logs = torch.stack([t.flatten()[::every].double() / 2 for t in (fused[name], *cohort.tensors(name))])
+        low, middle, high = logs[0].quantile(logs.new_tensor([0.05, 0.5, 0.95])).exp().tolist()
+        sigma[layer.name] = {"5 %": low, "50 %": middle, "95 %": high}
+        clients[layer.name] = dict(zip(cohort.clients, logs[1:].median(1).values.exp().tolist(), strict=True))
+        apart[layer.name] = float(logs[1:].std(0, correction=0).mean())
+    return {"sigma": sigma, "sigma_clients": clients, "sigma_apart": apart}
+
+
+@dataclass(frozen=True, slots=True)
+class _Logs:
+    """Runs of a client's log-variances: as a Bayesian layer holds them, or of variances with a damped precision."""
+
+    params: Params
+    name: str
+    damping: float | None = None
+
+    def __call__(self, begin: int, end: int) -> Tensor:
+        piece = piece_of(self.params, self.name, begin, end)
+        return piece if self.damping is None else -(1 / piece.double() + self.damping).log()
+
+
+def _variances(update: ClientUpdate) -> Params:
+    geometry = update.posterior.geometry
+    return geometry.variance if isinstance(geometry, Diag) else {}
+
+
+def _runs(count: int, clients: int) -> Iterator[tuple[int, int]]:
+    """Runs of elements, shorter where there are very many clients, so that memory does not grow with them."""
+    step = max(1, min(_RUN, BLOCK * 16 // clients))
+    return ((begin, min(begin + step, count)) for begin in range(0, count, step))

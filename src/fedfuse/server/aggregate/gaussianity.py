@@ -1,0 +1,271 @@
+"""A mean that weighs every layer of every client by how far its weights are from Gaussian."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from fedfuse.core.messages import Cohort, Form
+from fedfuse.core.params import Layer, Params
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.errors import ConfigError
+from fedfuse.linalg.divergence import Density, non_gaussianity, renyi_to_gaussian
+from fedfuse.server.aggregate.mean import ALL_LAWS, BLOCK, weighted_mean
+from fedfuse.wire.codec import LazyParams, forms_of, piece_of
+
+Level: TypeAlias = Literal["layer", "filter"]
+Normalise: TypeAlias = Literal["sum", "max"]
+Draw: TypeAlias = Callable[[], torch.Generator]
+
+# Bytes of one layer, over all clients, that are kept between scoring and averaging; a larger one is read twice.
+_HELD = 1 << 28
+
+
+class Distance(Protocol):
+    """How far the numbers in each row are from Gaussian; NaN where that has no meaning."""
+
+    def __call__(self, rows: Tensor, draw: Draw) -> Tensor:
+        """One score per row, float64; `draw` gives a random stream, the same one for every client."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HigherOrder:
+    """|k₃·k₄|, the product of the third and fourth k-statistics (SWA, eq. 5, with the released absolute value).
+
+    It grows with the seventh power of the weights' scale. `standardised` divides the scale out and leaves
+    |skewness · excess kurtosis|.
+
+    Example:
+        >>> rows = torch.tensor([[1.0, 2.0, 3.0, 10.0], [2.0, 4.0, 6.0, 20.0]])
+        >>> scores = HigherOrder()(rows, torch.Generator)
+        >>> float(scores[1] / scores[0])
+        128.0
+    """
+
+    standardised: bool = False
+
+    def __call__(self, rows: Tensor, draw: Draw) -> Tensor:  # noqa: ARG002 - the seam's signature
+        """One product per row."""
+        return non_gaussianity(rows, standardised=self.standardised, per_row=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Renyi:
+    """Rényi divergence of the weights' distribution from N(0, 1) (SWA, eqs. 1–2).
+
+    Attributes:
+        order: 0, 1 (Kullback–Leibler) or any positive number.
+        density: what stands for the weights' distribution; see `fedfuse.linalg.divergence.renyi_to_gaussian`.
+        standardised: from the Gaussian with the weights' own mean and variance instead.
+
+    Example:
+        >>> rows = torch.randn(1, 10_000, generator=torch.Generator().manual_seed(0))
+        >>> bool(Renyi(standardised=True)(rows, torch.Generator) < 0.02)
+        True
+    """
+
+    order: float = 1.0
+    density: Density = "histogram"
+    standardised: bool = False
+
+    def __call__(self, rows: Tensor, draw: Draw) -> Tensor:
+        """One divergence per row."""
+        options: dict[str, Any] = {"density": self.density, "reference": "fitted" if self.standardised else "standard"}
+        generator = draw() if self.density == "samples" else None
+        scores = [renyi_to_gaussian(row, self.order, generator=generator, **options) for row in rows]
+        return torch.tensor(scores, dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class NonGaussianMean:
+    """SWA: w_l = Σ_k (g_kl / Σ_j g_jl) w_kl, where g_kl is client k's distance from Gaussian in layer l.
+
+    Bias, norm and running statistics follow the layer they belong to; a tensor without a layer is averaged alike.
+    A client without a score in a layer (fewer than four weights, all equal) counts nothing there, and where nobody has
+    one all count alike, which the record says. Example counts are not used unless mixed in.
+
+    Attributes:
+        distance: how far from Gaussian.
+        normalise: "sum" makes the weights of a layer sum to one. "max" is the literal equation 8, which divides by
+            the largest score and then adds up: it is no average, N alike clients come out as N times themselves.
+        level: one weight per client and "layer", or per client and output "filter".
+        mix: share of the example-count weights in the final ones, from 0 to 1.
+
+    Example:
+        >>> NonGaussianMean(Renyi(order=2), mix=0.5).laws == NonGaussianMean().laws
+        True
+    """
+
+    distance: Distance = field(default_factory=HigherOrder)
+    normalise: Normalise = "sum"
+    level: Level = "layer"
+    mix: float = 0.0
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def __post_init__(self) -> None:
+        words = {"normalise": (self.normalise, Normalise), "level": (self.level, Level)}
+        for name, (given, known) in words.items():
+            if given not in get_args(known):
+                raise ConfigError(f"NonGaussianMean: {name} is {given!r}, expected one of {', '.join(get_args(known))}")
+        if not 0 <= self.mix <= 1:
+            raise ConfigError(f"NonGaussianMean: mix is {self.mix}, expected a share from 0 to 1")
+
+    @property
+    def laws(self) -> frozenset[str]:
+        """All of them; equation 8 taken literally does not leave agreeing clients unchanged."""
+        return ALL_LAWS if self.normalise == "sum" else ALL_LAWS - {"agree"}
+
+    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
+        """Score, weigh and average layer by layer; one layer of all clients is in hand at a time."""
+        spec, sources = cohort.updates[0].spec, [u.posterior.mean for u in cohort]
+        forms, behind = forms_of(sources[0]), _neighbours(sources)
+        means, notes = dict[str, Tensor](), _Notes(cohort.clients)
+        for layer in spec.layout.layers:
+            stack = _Stack.of(layer, sources, forms, behind)
+            draw = partial(bench.stream, "gaussianity", state.round, layer.name)
+            scores = torch.stack([self.distance(rows, draw) for rows in stack.rows(self._by_filter(layer))])
+            shares, lost = self._shares(scores, cohort.weights)
+            means |= stack.blend(shares)
+            notes.add(layer.name, scores, shares, lost)
+        alone = self._shares(torch.zeros(len(cohort), 1), cohort.weights)[0][:, 0]
+        mean = {n: means[n] if n in means else weighted_mean(sources, alone, n) for n in cohort.names}
+        return state.fused(mean, spec=spec).noting(**notes.facts())
+
+    def _by_filter(self, layer: Layer) -> bool:
+        """Whether each of a layer's rows is a filter with a weight of its own."""
+        return self.level == "filter" and layer.kind != "other"
+
+    def _shares(self, scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Each client's weight, (clients × rows), and the rows in which nobody has a score."""
+        known = torch.where(scores.isfinite() & (scores > 0), scores, 0.0).double()
+        largest = known.amax(0)
+        lost = largest == 0
+        relative = known / largest  # equations 7 and 8
+        own = relative if self.normalise == "max" else relative / relative.sum(0)
+        own = torch.where(lost, 1 / len(known), own)
+        return self.mix * counts[:, None] + (1 - self.mix) * own, lost
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """One layer of every client: its weight, in one run with what lies right behind it in every message.
+
+    Attributes:
+        sources: every client's tensors.
+        held: where the run is read from: what was read before, or the sources if that is too large to keep.
+        run: the names that are read and averaged as one long tensor, the weight first.
+        rest: the layer's other tensors.
+        forms: of all tensors.
+    """
+
+    sources: Sequence[Params]
+    held: Sequence[Params]
+    run: tuple[str, ...]
+    rest: tuple[str, ...]
+    forms: Mapping[str, Form]
+
+    @classmethod
+    def of(
+        cls, layer: Layer, sources: Sequence[Params], forms: Mapping[str, Form], behind: Mapping[str, str]
+    ) -> _Stack:
+        """Read a layer of all clients, once."""
+        others = [n for n in (layer.bias, layer.spread, layer.bias_spread, *layer.followers) if n is not None]
+        run = _run(layer.weight, others, behind)
+        size = sum(math.prod(forms[n].shape) for n in run)
+        fits = size * forms[run[0]].dtype.itemsize * len(sources) <= _HELD
+        held = [{run[0]: piece_of(s, run[0], 0, size)} for s in sources] if fits else sources
+        return cls(sources, held, run, tuple(n for n in others if n not in run), forms)
+
+    def rows(self, by_filter: bool) -> Iterator[Tensor]:
+        """Every client's weight as one row, or as a row per filter."""
+        count = self.forms[self.run[0]].shape[0] if by_filter else 1
+        return (weight.reshape(count, -1) for weight in self._tensors(self.run[0]))
+
+    def blend(self, shares: Tensor) -> dict[str, Tensor]:
+        """The mean of every tensor of the layer; shares are (clients × 1) or (clients × filters)."""
+        if shares.shape[1] > 1:
+            return {n: self._by_filter(n, shares) for n in (*self.run, *self.rest)}
+        weights = shares[:, 0].tolist()
+        return self._run_mean(weights) | {n: weighted_mean(self.sources, weights, n) for n in self.rest}
+
+    def _tensors(self, name: str) -> Iterator[Tensor]:
+        """One tensor of every client, laid flat, one client at a time."""
+        if name not in self.run:
+            return (source[name].reshape(-1) for source in self.sources)
+        sizes = [math.prod(self.forms[n].shape) for n in self.run[: self.run.index(name) + 1]]
+        return (piece_of(source, self.run[0], sum(sizes[:-1]), sum(sizes)) for source in self.held)
+
+    def _run_mean(self, weights: Sequence[float]) -> dict[str, Tensor]:
+        """The run as one long tensor, block by block in float64."""
+        sizes = [math.prod(self.forms[n].shape) for n in self.run]
+        means = torch.empty(sum(sizes), dtype=self.forms[self.run[0]].dtype)
+        sums = torch.empty(min(BLOCK, len(means)), dtype=torch.float64)
+        for begin in range(0, len(means), BLOCK):
+            mean = means[begin : begin + BLOCK]
+            block = sums[: len(mean)].zero_()
+            for source, weight in zip(self.held, weights, strict=True):
+                block.add_(piece_of(source, self.run[0], begin, begin + len(mean)), alpha=weight)
+            mean.copy_(block)
+        first, *others = (t.view(self.forms[n].shape) for n, t in zip(self.run, means.split(sizes), strict=True))
+        return dict(zip(self.run, (first, *(t.clone() for t in others)), strict=True))  # nobody shares memory
+
+    def _by_filter(self, name: str, shares: Tensor) -> Tensor:
+        """One tensor with a weight for each of its rows, or with their mean where its rows are not the filters."""
+        form, count = self.forms[name], shares.shape[1]
+        if not form.dtype.is_floating_point or form.shape[:1] != (count,):
+            return weighted_mean(self.sources, shares.mean(1), name)
+        total = torch.zeros(count, math.prod(form.shape[1:]), dtype=torch.float64)
+        for tensor, share in zip(self._tensors(name), shares, strict=True):
+            total.addcmul_(tensor.reshape(count, -1).double(), share[:, None])
+        return total.reshape(form.shape).to(form.dtype)
+
+
+def _neighbours(sources: Sequence[Params]) -> Mapping[str, str]:
+    """For each tensor the one right behind it in every client's message, if all have the same layout."""
+    lazy = [s for s in sources if isinstance(s, LazyParams)]
+    alike = len(lazy) == len(sources) and all((s.places, s.forms) == (lazy[0].places, lazy[0].forms) for s in lazy)
+    return dict(pair for run in lazy[0].runs() for pair in pairwise(run)) if alike else {}
+
+
+def _run(weight: str, others: Sequence[str], behind: Mapping[str, str]) -> tuple[str, ...]:
+    """A weight and those of its layer's tensors that follow it without a gap."""
+    run = [weight]
+    while (name := behind.get(run[-1], "")) in others:
+        run.append(name)
+    return tuple(run)
+
+
+@dataclass(frozen=True, slots=True)
+class _Notes:
+    """What a reader sees of a round, layer by layer: whose weight counts, who is how far from Gaussian."""
+
+    clients: tuple[str, ...]
+    layer_weights: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    gaussianity: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    uniform_layers: list[str] = field(default_factory=list)
+
+    def add(self, layer: str, scores: Tensor, shares: Tensor, lost: Tensor) -> None:
+        """Note one layer; of filters, their mean."""
+        self.layer_weights[layer] = self._told(shares.mean(1))
+        self.gaussianity[layer] = self._told(scores.nanmean(1))
+        if bool(lost.any()):
+            some = f" ({int(lost.sum())} of {len(lost)} filters)" if len(lost) > 1 else ""
+            self.uniform_layers.append(layer + some)
+
+    def facts(self) -> dict[str, object]:
+        """The facts by name; `uniform_layers` only where there are some."""
+        uniform = {"uniform_layers": self.uniform_layers} if self.uniform_layers else {}
+        return {"layer_weights": self.layer_weights, "gaussianity": self.gaussianity, **uniform}
+
+    def _told(self, values: Tensor) -> dict[str, float | None]:
+        """One number per client, as short as a ledger line should be."""
+        numbers = (float(f"{v:.5g}") if math.isfinite(v) else None for v in values.tolist())
+        return dict(zip(self.clients, numbers, strict=True))

@@ -1,0 +1,168 @@
+"""The way back from several networks to one: a student learns to answer as they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedfuse.client.optimise import stepper
+from fedfuse.core.messages import Cohort, Start
+from fedfuse.core.model import Apart
+from fedfuse.core.recipe import Result, ServerStep
+from fedfuse.core.rng import seeded
+from fedfuse.core.settings import Optimizer
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.errors import RecipeError
+from fedfuse.server.aggregate.mean import mean_of
+from fedfuse.server.outputs import with_outputs
+from fedfuse.server.steps.lessons import Lessons, ServerRows, Teacher, Unlabelled, input_form
+from fedfuse.server.steps.synthesise import Generate, Impressions, answered
+
+From: TypeAlias = Literal["none", "server", "unlabelled", "impressions", "generated"]
+
+LESSONS: dict[str, Lessons] = {
+    "server": ServerRows(),
+    "unlabelled": Unlabelled(),
+    "impressions": Impressions(),
+    "generated": Generate(batch=128, steps=20, width=32),  # an eighth of what DENSE spends on an image
+}
+
+
+def kl_at(temperature: float, student: Tensor, teacher: Tensor) -> Tensor:
+    """T² · mean over the batch of KL(softmax(z_teacher/T) ‖ softmax(z_student/T)).
+
+    Example:
+        >>> kl_at(2.0, torch.zeros(1, 2), torch.tensor([[0.0, 2.0]]))
+        tensor(0.4438)
+    """
+    mine, theirs = ((z / temperature).log_softmax(-1) for z in (student, teacher))
+    return F.kl_div(mine, theirs, reduction="batchmean", log_target=True) * temperature**2
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Inputs with the teacher's answers, asked once."""
+
+    x: Tensor = field(default_factory=lambda: torch.empty(0))
+    z: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def add(self, x: Tensor, teacher: Teacher, device: str) -> None:
+        """Put inputs into the pool."""
+        if not len(x):
+            return
+        x = x.to(device)
+        with torch.no_grad():
+            z = torch.cat([teacher.logits(part) for part in x.split(1000)])
+        self.x, self.z = (torch.cat([self.x, x]), torch.cat([self.z, z])) if len(self.x) else (x, z)
+
+    def batches(self, size: int, draw: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        """The pool in a new order; a last batch of one input is left out, for batch norms cannot learn from it."""
+        order = torch.randperm(len(self.x), generator=draw).to(self.x.device)
+        for index in order.split(size):
+            if len(index) > 1 or len(order) == 1:
+                yield self.x[index], self.z[index]
+
+    def agreement(self, student: nn.Module) -> float:
+        """How often a student's answer is the teacher's."""
+        with torch.no_grad():
+            guess = torch.cat([student(part).argmax(-1) for part in self.x.split(1000)])
+        return float((guess == self.z.argmax(-1)).double().mean())
+
+
+@dataclass(frozen=True, slots=True)
+class Distill:
+    """Train one network to answer as the fused model does, by KL divergence at a temperature.
+
+    The student has the network that clients begin with, so after this step rounds can go on from it. Inputs come from
+    `lessons`, before each epoch more of them if it makes any; labels are never looked at.
+
+    Attributes:
+        lessons: where inputs come from.
+        temperature: T of `kl_at`.
+        epochs: passes over the pool.
+        batch: inputs per step.
+        optimizer: the student's.
+        begin: "fresh" starts from new random weights, "mean" from the clients' average, where they have this network.
+    """
+
+    lessons: Lessons
+    temperature: float = 20.0
+    epochs: int = 100
+    batch: int = 64
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(name="adam", lr=1e-3))
+    begin: Literal["fresh", "mean"] = "fresh"
+    result: ClassVar[Result] = "single"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What its lessons need."""
+        return self.lessons.needs
+
+    def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
+        """The state with the student in the place of its teachers."""
+        if isinstance(state.model, Apart):
+            raise RecipeError("networks that stay apart have no common answer to learn; let them answer together first")
+        teacher, device = state.model.to(bench.local.device), bench.local.device
+        with seeded(bench.seed, "distil", state.round):
+            start = self._start(state, cohort, teacher, bench)
+            student = start.spec.build()
+            student.load_state_dict(dict(start.params))
+            facts = self._teach(student.to(device), teacher, bench, state.round)
+        mean = {n: t.detach().cpu() for n, t in student.state_dict().items()}
+        return state.fused(mean, spec=start.spec).noting(distilled=facts)
+
+    def _start(self, state: ServerState, cohort: Cohort, teacher: Teacher, bench: Bench) -> Start:
+        """The student before its first lesson: its network, its first weights, and as many outputs as the teacher."""
+        spec = state.start.spec
+        alike = [u for u in cohort if u.spec == spec]
+        fresh = self.begin == "fresh" or not alike
+        params = spec.build().state_dict() if fresh else mean_of(Cohort(tuple(alike)))
+        return with_outputs(Start(spec, params), answered(teacher, input_form(bench, spec)), bench.seed)
+
+    def _teach(self, student: nn.Module, teacher: Teacher, bench: Bench, round_: int) -> dict[str, float]:
+        params, step, pool = list[Tensor](student.parameters()), stepper(self.optimizer), _Pool()
+        loss = torch.zeros(())
+        for epoch in range(self.epochs):
+            student.eval().requires_grad_(False)  # as the lessons see it: nobody but the loop below trains it
+            pool.add(self.lessons(epoch, teacher, student, bench), teacher, bench.local.device)
+            student.train().requires_grad_(True)
+            total, count = torch.zeros(()), 0
+            for x, z in self._views(pool, teacher, bench, round_, epoch):
+                loss = kl_at(self.temperature, student(x), z)
+                slopes = list(torch.autograd.grad(loss, params))
+                with torch.no_grad():
+                    step(params, slopes, self.optimizer.lr)
+                total, count = total + loss.detach().cpu(), count + 1
+            loss = total / max(count, 1)
+        student.eval()
+        return {"inputs": len(pool.x), "loss": float(loss), "agreement": pool.agreement(student)}
+
+    def _views(
+        self, pool: _Pool, teacher: Teacher, bench: Bench, round_: int, epoch: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The pool's batches, augmented as the clients' rows were; the teacher is then asked again."""
+        draw, change = bench.stream("distil", round_, epoch), bench.local.augment
+        for x, z in pool.batches(self.batch, draw):
+            if change is not None:
+                x = change(x, draw)
+                with torch.no_grad():
+                    z = teacher.logits(x)
+            yield x, z
+
+
+def distillation(source: From, temperature: float, epochs: int, lr: float) -> tuple[ServerStep, ...]:
+    """The step a method's options ask for: none, or distillation by Adam on inputs from a source.
+
+    Example:
+        >>> [type(step.lessons).__name__ for step in distillation("unlabelled", 4.0, 10, 1e-3)]
+        ['Unlabelled']
+    """
+    if source == "none":
+        return ()
+    optimizer = Optimizer(name="adam", lr=lr)
+    return (Distill(LESSONS[source], temperature, epochs, optimizer=optimizer),)

@@ -1,0 +1,59 @@
+"""How much networks would disturb each other, were their logits added."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedfuse.core.combine import TopLogit, disturbed
+from fedfuse.core.messages import Cohort
+from fedfuse.core.model import Mixture, Single
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.errors import RecipeError
+from fedfuse.server.steps.lessons import held_inputs
+from fedfuse.server.steps.synthesise import Impressions
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """Note how often the sum of the clients' logits changes the most confident client's answer.
+
+    It changes nothing and works for any set of updates. The inputs are the server's own rows or inputs without labels,
+    if it has any; else every client's network is made to show what it knows: each brings its share of `Impressions`,
+    inputs it is sure of, as stand-ins for its own data. Test rows are never touched.
+
+    Attributes:
+        count: how many inputs.
+    """
+
+    count: int = 300
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
+        """The state with the score and what it was measured on; unchanged where no input can be had or made."""
+        everybody = mixture_of(cohort)
+        try:
+            x, source = known_inputs(everybody, self.count, bench)
+        except RecipeError:
+            return state
+        with torch.no_grad():
+            score = torch.cat([disturbed(everybody.answers(part)) for part in x.split(1000)])
+        return state.noting(disturbance=float(score.double().mean()), disturbance_inputs=source)
+
+
+def mixture_of(cohort: Cohort) -> Mixture:
+    """The cohort's networks as they are, to be asked."""
+    members = tuple(Single(u.spec, u.posterior) for u in cohort)
+    return Mixture(members, cohort.weights, TopLogit("all"))
+
+
+def known_inputs(everybody: Mixture, count: int, bench: Bench) -> tuple[Tensor, str]:
+    """Inputs the server holds, or such as the networks themselves know; and which of these they are."""
+    held = held_inputs(bench, count, "probe")
+    if held is not None:
+        return held
+    share = Impressions(count=max(1, count // len(everybody.members)), steps=30)
+    return torch.cat([share(0, member, None, bench) for member in everybody.members]), "impressions"

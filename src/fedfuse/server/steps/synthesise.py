@@ -1,0 +1,244 @@
+"""Inputs made of nothing but networks: data impressions, and DENSE's generator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedfuse.client.optimise import stepper
+from fedfuse.core.inputs import InputForm
+from fedfuse.core.model import Mixture, Single, networks
+from fedfuse.core.rng import seeded
+from fedfuse.core.settings import Optimizer
+from fedfuse.core.state import Bench
+from fedfuse.server.steps.lessons import Teacher, input_form
+
+_NOWHERE: frozenset[str] = frozenset()
+_NORMS = nn.modules.batchnorm._BatchNorm
+
+
+@dataclass(frozen=True, slots=True)
+class Impressions:
+    """Data impressions of a network, for distillation without any data (Nayak et al., ICML 2019).
+
+    For each input a class is drawn, then an answer y ~ Dirichlet(β · s_c) where s_c holds the class's similarities to
+    all classes (`class_similarity`), and noise is moved by Adam until the teacher gives that answer:
+    x = argmin −Σ_c y_c log softmax(z(x)/T)_c. Half of the inputs are made with each β. Numbers stay in the inputs'
+    range because they are the sigmoid of what is moved.
+
+    Attributes:
+        count: how many inputs are made.
+        steps: Adam's steps.
+        lr: Adam's rate.
+        temperature: T.
+        beta: how far an answer may be from its class; small values give extreme answers.
+        batch: inputs made at a time.
+    """
+
+    count: int = 4000
+    steps: int = 200
+    lr: float = 0.05
+    temperature: float = 20.0
+    beta: tuple[float, ...] = (1.0, 0.1)
+    batch: int = 500
+    needs: ClassVar[frozenset[str]] = _NOWHERE
+
+    def __call__(self, epoch: int, teacher: Teacher, student: nn.Module | None, bench: Bench) -> Tensor:  # noqa: ARG002
+        """All of them, before the first epoch."""
+        form = input_form(bench, networks(teacher)[0].spec)
+        if epoch > 0:
+            return torch.empty(0, *form.shape)
+        draw = bench.stream("impressions")
+        answers = wanted_answers(class_similarity(networks(teacher), answered(teacher, form)), self, draw)
+        answers = answers.to(bench.local.device)
+        return torch.cat([self._made(teacher, form, y, draw) for y in answers.split(self.batch)])
+
+    def _made(self, teacher: Teacher, form: InputForm, answers: Tensor, draw: torch.Generator) -> Tensor:
+        free = torch.randn(len(answers), *form.shape, generator=draw).to(answers.device).requires_grad_()
+        step = stepper(Optimizer(name="adam", lr=self.lr))
+        for _ in range(self.steps):
+            z = teacher.logits(form.squashed(free))
+            loss = F.cross_entropy(z / self.temperature, answers, reduction="sum")
+            (slope,) = torch.autograd.grad(loss, [free])
+            with torch.no_grad():
+                step([free], [slope], self.lr)
+        return form.squashed(free).detach()
+
+
+def answered(teacher: Teacher, form: InputForm) -> int:
+    """How many classes a teacher tells apart."""
+    place = next(iter(networks(teacher)[0].posterior.mean.values())).device
+    with torch.no_grad():
+        return int(teacher.logits(torch.zeros(1, *form.shape, device=place)).shape[-1])
+
+
+def class_similarity(members: Sequence[Single], classes: int) -> Tensor:
+    """How alike networks find the classes: the cosines of their last layers' rows, averaged over the networks.
+
+    Every row is brought to [0, 1] by its smallest and largest entry, as Dirichlet parameters cannot be negative.
+
+    Example:
+        >>> from fedfuse.core.posterior import Posterior
+        >>> from fedfuse.core.spec import Spec
+        >>> spec = Spec("mlp", {"inputs": 2, "hidden": [], "classes": 2})
+        >>> one = Single(spec, Posterior({"classifier.weight": torch.eye(2), "classifier.bias": torch.zeros(2)}))
+        >>> class_similarity([one], 2)
+        tensor([[1., 0.],
+                [0., 1.]])
+    """
+    total = torch.zeros(classes, classes)
+    for member in members:
+        linear = [layer.weight for layer in member.spec.layout.layers if layer.kind == "linear"]
+        rows = F.normalize(member.posterior.mean[linear[-1]][:classes].float().cpu()) if linear else torch.eye(classes)
+        total += rows @ rows.T
+    low, high = total.amin(1, keepdim=True), total.amax(1, keepdim=True)
+    return (total - low) / (high - low).clamp(min=1e-12)
+
+
+def wanted_answers(similarity: Tensor, made: Impressions, draw: torch.Generator) -> Tensor:
+    """The answers that inputs are made for: classes in turn, Dirichlet draws around each, every β in turn."""
+    classes = len(similarity)
+    place = torch.arange(made.count)
+    beta = torch.tensor(made.beta)[(place // classes) % len(made.beta)]
+    concentration = (beta[:, None] * similarity[place % classes]).clamp(min=1e-3)
+    # Gamma draws in the logarithm, log G(a) = log G(a + 1) + log(U)/a: small parameters would underflow to 0/0
+    boosted = torch._standard_gamma(concentration.double() + 1, generator=draw).log()
+    uniform = torch.rand(concentration.shape, generator=draw, dtype=torch.float64).log()
+    return (boosted + uniform / concentration).softmax(-1).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """DENSE's generator: before every epoch it is trained anew for a few steps, and its best batch joins the pool.
+
+    The generator G and the latent vectors v are moved by Adam against
+    oh · CE(z(x), y) + bn · gap(x) − adv · mean 1[teacher ≠ student] KL(p_teacher ‖ p_student), x = G(v), where y are
+    random labels, z the teacher's logits, and gap(x) how far the batch's statistics are from those that the members'
+    batch norms remember (zero without batch norms). Views of x are augmented as the clients' training rows were.
+
+    Attributes:
+        batch: images per epoch.
+        latent: length of a latent vector.
+        steps: Adam's steps per epoch.
+        lr: Adam's rate.
+        oh: weight of the first term: images the teacher is sure of.
+        bn: weight of the second: images that look like training data to the batch norms.
+        adv: weight of the third: images on which the student is wrong.
+        width: half the generator's feature maps.
+    """
+
+    batch: int = 256
+    latent: int = 256
+    steps: int = 30
+    lr: float = 1e-3
+    oh: float = 1.0
+    bn: float = 1.0
+    adv: float = 1.0
+    width: int = 64
+    needs: ClassVar[frozenset[str]] = _NOWHERE
+
+    def __call__(self, epoch: int, teacher: Teacher, student: nn.Module, bench: Bench) -> Tensor:
+        """One batch, the best of its training."""
+        form = input_form(bench, networks(teacher)[0].spec)
+        draw, device = bench.stream("generate", epoch), bench.local.device
+        with seeded(bench.seed, "generator", epoch):
+            paint = renewed(generator(form, self.latent, self.width), draw).to(device)
+        v = torch.randn(self.batch, self.latent, generator=draw).to(device).requires_grad_()
+        labels = torch.randint(answered(teacher, form), (self.batch,), generator=draw).to(device)
+        moved, step = [*paint.parameters(), v], stepper(Optimizer(name="adam", lr=self.lr, betas=(0.5, 0.999)))
+        best, least = torch.empty(0), float("inf")
+        for _ in range(self.steps):
+            x = form.squashed(paint(v))
+            view = x if bench.local.augment is None else bench.local.augment(x, draw)
+            z, gap = answer_and_gap(teacher, view)
+            loss = self.loss(z, student(view), labels, gap)
+            if float(loss.detach()) < least:
+                best, least = x.detach(), float(loss.detach())
+            slopes = list(torch.autograd.grad(loss, moved))
+            with torch.no_grad():
+                step(moved, slopes, self.lr)
+        return best
+
+    def loss(self, teacher: Tensor, student: Tensor, labels: Tensor, gap: Tensor) -> Tensor:
+        """The three terms, from both networks' logits of a batch."""
+        differ = (teacher.argmax(-1) != student.argmax(-1)).to(teacher)
+        apart = F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+        return self.oh * F.cross_entropy(teacher, labels) + self.bn * gap - self.adv * (apart * differ).mean()
+
+
+def generator(form: InputForm, latent: int, width: int) -> nn.Module:
+    """DENSE's generator for images, a perceptron for feature vectors; its output still has to be squashed.
+
+    Example:
+        >>> generator(InputForm((3, 32, 32)), 16, 8)(torch.randn(2, 16)).shape
+        torch.Size([2, 3, 32, 32])
+    """
+    if len(form.shape) == 1:
+        hidden = nn.Linear(latent, 2 * width)
+        return nn.Sequential(hidden, nn.BatchNorm1d(2 * width), nn.LeakyReLU(0.2), nn.Linear(2 * width, *form.shape))
+    channels, height, tall = form.shape[0], form.shape[1], form.shape[2]
+    small = (max(1, height // 4), max(1, tall // 4))
+    return nn.Sequential(
+        nn.Linear(latent, 2 * width * small[0] * small[1]),
+        nn.Unflatten(1, (2 * width, *small)),
+        nn.BatchNorm2d(2 * width),
+        nn.Upsample(size=(max(1, height // 2), max(1, tall // 2))),
+        nn.Conv2d(2 * width, 2 * width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(2 * width),
+        nn.LeakyReLU(0.2),
+        nn.Upsample(size=(height, tall)),
+        nn.Conv2d(2 * width, width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(width, channels, 3, padding=1),
+    )
+
+
+def renewed(net: nn.Module, draw: torch.Generator) -> nn.Module:
+    """A generator with DENSE's initial values: N(0, 0.02²) weights, N(1, 0.02²) for norms, zero biases."""
+    for part in net.modules():
+        if isinstance(part, nn.Linear | nn.Conv2d | _NORMS):
+            nn.init.normal_(part.weight, float(isinstance(part, _NORMS)), 0.02, generator=draw)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+    return net
+
+
+def answer_and_gap(teacher: Teacher, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A teacher's logits, and how far this batch is from what its batch norms remember.
+
+    The gap is, per network, Σ_norms ‖mean(h) − μ‖ + ‖var(h) − σ²‖ over the channels of what a norm reads, with the
+    running statistics μ and σ² it remembers; averaged over the networks.
+    """
+    with _watched(teacher) as gaps:
+        z = teacher.at_once(x) if isinstance(teacher, Mixture) else teacher.logits(x)
+    return z, torch.stack(gaps).sum() / len(networks(teacher)) if gaps else x.new_zeros(())
+
+
+@contextmanager
+def _watched(teacher: Teacher) -> Iterator[list[Tensor]]:
+    """Collect the gap at every batch norm that runs; all networks of one architecture run in one skeleton."""
+    gaps: list[Tensor] = []
+
+    def watch(norm: nn.Module, args: tuple[Tensor, ...], _: Tensor) -> None:
+        assert isinstance(norm, _NORMS)
+        if norm.running_mean is None or norm.running_var is None:
+            return
+        h = args[0].transpose(0, 1).flatten(1)
+        mean, variance = h.mean(1), h.var(1, correction=0)
+        gaps.append((mean - norm.running_mean).norm() + (variance - norm.running_var).norm())
+
+    skeletons = {m.spec.skeleton() for m in networks(teacher)}
+    norms = [part for net in skeletons for part in net.modules() if isinstance(part, _NORMS)]
+    hooks = [norm.register_forward_hook(watch) for norm in norms]
+    try:
+        yield gaps
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,388 @@
+"""A whole run: its directory, its numbers, and how it goes on after a crash at any write."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedfuse.engines.base import InProcess
+from fedfuse.errors import ConfigError, QuorumLost
+from fedfuse.experiment.config import Experiment
+from fedfuse.experiment.execute import Results, execute, free_folder
+from fedfuse.experiment.ledger import FLAT, Ledger
+from fedfuse.experiment.prepare import prepare
+from fedfuse.server.loop import one_round
+from fedfuse.wire.files import load_model
+from fedfuse.wire.messages import encode_brief
+
+Tiny = Callable[..., Experiment]
+
+
+def run(experiment: Experiment, out: Path, **options: Any) -> Results:
+    return execute(experiment, out, workers=0, **options)
+
+
+def outcome(out: Path) -> dict[str, Any]:
+    """All that must not depend on how a run came to its end: results but for seconds, and the models' bytes."""
+    results = json.loads((out / "results.json").read_text())
+    for row in results["rows"]:
+        assert row.pop("train_seconds") >= 0
+        assert row.pop("server_seconds") >= 0
+    models = {path.name: path.read_bytes() for path in sorted((out / "models").iterdir())}
+    return {"results": results, "models": models}
+
+
+def test_the_run_directory(tiny: Tiny, tmp_path: Path) -> None:
+    experiment = tiny("fedavg", "local", seeds=[0, 3])
+    results = run(experiment, tmp_path / "run")
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {
+        "config.toml",
+        "environment.json",
+        "ledger.jsonl",
+        "results.json",
+        "models",
+        "checkpoints",
+        "partition.json",
+    }
+    assert (tmp_path / "run" / "config.toml").read_text() == experiment.to_toml()
+    told = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert told["name"] == "tiny"
+    assert [(r["label"], r["seed"], r["round"]) for r in told["rows"]] == [
+        (label, seed, round_) for label in ("fedavg", "local") for seed in (0, 3) for round_ in (1, 2)
+    ]
+    assert all(set(row) == {*FLAT, "refused"} for row in told["rows"])
+    assert all(0 <= row["accuracy"] <= 1 and 0 <= row["ece"] <= 1 for row in told["rows"])
+    assert sorted(p.name for p in (tmp_path / "run" / "models").iterdir()) == [
+        f"{label}-{seed}.safetensors" for label in ("fedavg", "local") for seed in (0, 3)
+    ]
+    facts = load_model(tmp_path / "run" / "models" / "fedavg-3.safetensors")[1]
+    assert facts == {"method": "fedavg", "label": "fedavg", "seed": 3, "round": 2}
+    assert results.rows[0]["experiment"] == "tiny"
+    assert results.table().startswith("| method |")
+
+
+def test_the_partition_and_the_environment_are_on_record(tiny: Tiny, tmp_path: Path) -> None:
+    run(tiny(seeds=[0, 3]), tmp_path / "run")
+    parts = json.loads((tmp_path / "run" / "partition.json").read_text())
+    assert parts["classes"] == [str(n) for n in range(10)]
+    assert parts["seeds"].keys() == {"0", "3"}
+    held = sum(sum(counts) for counts in parts["seeds"]["0"]["clients"].values())
+    assert held == sum(prepare(tiny()).setting(0).population.sizes().values())
+    facts = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert facts["workers"] == 0
+    assert facts["versions"]["torch"] == version("torch")
+    assert facts["data"]["name"] == "digits"
+    assert facts["data"]["classes"] == 10
+
+
+def test_clients_are_scored_in_the_last_round_only(tiny: Tiny, tmp_path: Path) -> None:
+    first, last = run(tiny(), tmp_path / "run").rows
+    assert "client_accuracy_mean" not in first
+    assert {"client_accuracy_mean", "client_accuracy_worst10", "own_accuracy_mean"} <= last.keys()
+    assert last["clients"].keys() == {"client-00", "client-01", "client-02"}
+
+
+def test_seconds_are_split_between_clients_and_server(tiny: Tiny, tmp_path: Path) -> None:
+    for row in run(tiny("fedavg"), tmp_path / "run").rows:
+        assert row["train_seconds"] > row["server_seconds"] > 0
+
+
+@pytest.mark.parametrize("start", ["shared", "separate"])
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "local"])
+def test_bytes_are_those_of_the_messages_themselves(tiny: Tiny, method: str, start: str) -> None:
+    prepared = prepare(tiny(method, start=start, clients_per_round=2))
+    setting, recipe = prepared.setting(0), prepared.recipes[method]
+    listening = Listening(InProcess(setting.population))
+    state = setting.start
+    for _ in range(2):
+        record = one_round(recipe, listening, setting.bench, None, state, setting.plan)
+        heard, said = listening.tell()
+        assert record.facts["bytes_down"] == heard
+        assert record.facts["bytes_up"] == said
+        state = record.state
+
+
+class Listening:
+    """An engine that counts the bytes its clients hear and say."""
+
+    def __init__(self, engine: InProcess) -> None:
+        self.engine, self.heard, self.said = engine, 0, 0
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        return self.engine.clients
+
+    def exchange(self, brief: Any, work: Any, asked: tuple[str, ...]) -> Iterator[Any]:
+        self.heard += sum(len(encode_brief(brief.to(client))) for client in asked)
+        for envelope in self.engine.exchange(brief, work, asked):
+            self.said += len(envelope.payload or b"")
+            yield envelope
+
+    def tell(self) -> tuple[int, int]:
+        told, self.heard, self.said = (self.heard, self.said), 0, 0
+        return told
+
+
+def test_client_sampling_asks_some_and_repeats(tiny: Tiny, tmp_path: Path) -> None:
+    rows = run(tiny(clients_per_round=2, rounds=4), tmp_path / "one").rows
+    asked = [sorted(row["clients"]) for row in rows[:-1]]
+    assert all(len(clients) == 2 for clients in asked)
+    assert len({tuple(clients) for clients in asked}) > 1
+    again = run(tiny(clients_per_round=2, rounds=4), tmp_path / "two").rows
+    assert [sorted(row["clients"]) for row in again[:-1]] == asked
+
+
+def test_a_guarded_method_and_one_that_hands_over(tiny: Tiny, tmp_path: Path) -> None:
+    methods = [
+        {"name": "fedavg", "guard": {"name": "median"}},
+        {"name": "fedavg", "rounds": 1, "then": {"name": "local"}},
+    ]
+    rows = run(tiny(methods=methods), tmp_path / "run").rows
+    assert [row["label"] for row in rows[::2]] == ["fedavg+median", "fedavg→local"]
+    assert "CoordinateMedian" in rows[0]["facts"]["guard"]
+    assert rows[3]["parameters"] == 3 * rows[2]["parameters"]  # after the hand-over there are three networks
+
+
+def test_train_once_fuse_many(tiny: Tiny, tmp_path: Path) -> None:
+    methods = ("fedavg", "fednova", "fedavgm", "fedadam", "ensemble", "qfedavg", "fedprox")
+    experiment = tiny(*methods, rounds=1)
+    first = run(experiment, tmp_path / "one", memo=tmp_path / "memo")
+    counts = {row["label"]: (row["trained"], row["remembered"]) for row in first.rows}
+    assert counts == {name: (3, 0) if name in ("fedavg", "fedprox") else (0, 3) for name in methods}
+    again = run(experiment, tmp_path / "two", memo=tmp_path / "memo")
+    assert {(row["trained"], row["remembered"]) for row in again.rows} == {(0, 3)}
+    assert outcome(tmp_path / "one") == outcome(tmp_path / "two")
+    plain = run(experiment, tmp_path / "three")
+    assert {(row["trained"], row["remembered"]) for row in plain.rows} == {(3, 0)}
+    assert outcome(tmp_path / "one") == outcome(tmp_path / "three")
+
+
+def test_the_number_of_threads_does_not_matter(tiny: Tiny, tmp_path: Path) -> None:
+    run(tiny(), tmp_path / "one")
+    torch.set_num_threads(2)
+    try:
+        run(tiny(), tmp_path / "two")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert outcome(tmp_path / "one") == outcome(tmp_path / "two")
+
+
+def test_a_lost_quorum_ends_the_run_and_leaves_what_was_done(tiny: Tiny, tmp_path: Path) -> None:
+    wild = {"batch_size": 16, "optimizer": {"lr": 1e30}}
+    with pytest.raises(QuorumLost, match="round 1: 0 of 3 clients were admitted") as lost:
+        run(tiny(local=wild), tmp_path / "run")
+    assert lost.value.exit_code == 3
+    assert "not finite" in str(lost.value)
+    assert Ledger(tmp_path / "run" / "ledger.jsonl").lines() == []
+
+
+# Going on
+
+
+class Crash(BaseException):
+    """Stands for SIGKILL: nothing after it reaches the disk."""
+
+
+@contextmanager
+def crash_at(moment: int) -> Iterator[list[str]]:
+    """Die at the n-th moment at which a file is about to be complete, or about to be in its place.
+
+    A line of the ledger is then torn, and a file that was being written stays there by half, as after SIGKILL.
+    """
+    passed: list[str] = []
+    dead = False
+    patch = pytest.MonkeyPatch()
+    unlink, replace = Path.unlink, Path.replace
+
+    def pass_by(name: str) -> None:
+        nonlocal dead
+        passed.append(name)
+        if len(passed) == moment:
+            dead = True
+            raise Crash(name)
+
+    def sync(number: int) -> None:
+        path = Path(f"/proc/self/fd/{number}").readlink()
+        try:
+            pass_by(f"writing {path.name}")
+        except Crash:
+            os.ftruncate(number, path.stat().st_size - 9)
+            raise
+
+    def put(self: Path, target: Path) -> Path:
+        pass_by("placing a part" if target.parent.name == "parts" else f"placing {target.name}")
+        return replace(self, target)
+
+    def remove(self: Path, missing_ok: bool = False) -> None:
+        if not dead:
+            unlink(self, missing_ok)
+
+    patch.setattr(os, "fsync", sync)
+    patch.setattr(Path, "replace", put)
+    patch.setattr(Path, "unlink", remove)
+    try:
+        yield passed
+    finally:
+        patch.undo()
+
+
+def test_a_crash_at_any_write_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    experiment = tiny("scaffold")
+    with crash_at(-1) as moments:
+        run(experiment, tmp_path / "whole")
+    expected = outcome(tmp_path / "whole")
+    assert len(moments) > 25
+    assert {"writing ledger.jsonl", "placing seal.json", "placing a part", "placing config.toml"} <= set(moments)
+    for moment in range(1, len(moments) + 1):
+        out = tmp_path / f"crash-{moment}"
+        with pytest.raises(Crash), crash_at(moment):
+            run(experiment, out)
+        run(experiment, out, resume=True)
+        assert outcome(out) == expected, f"a crash at {moments[moment - 1]} ({moment})"
+        assert not [path for path in out.rglob(".*") if path.is_file()], "what was left by half is gone"
+
+
+@pytest.mark.parametrize("method", ["moon", "local", "fedavgm"])
+def test_a_crash_between_rounds_changes_nothing(tiny: Tiny, tmp_path: Path, method: str) -> None:
+    experiment = tiny(method, rounds=3, clients_per_round=2)
+    run(experiment, tmp_path / "whole")
+    for round_ in (1, 2):
+        out = tmp_path / f"after-{round_}"
+        watch = DiesAfter(round_)
+        with pytest.raises(Crash):
+            run(experiment, out, watch=watch)
+        run(experiment, out, resume=True)
+        assert outcome(out) == outcome(tmp_path / "whole")
+
+
+class DiesAfter:
+    """A watcher that ends the run when a round is on record."""
+
+    def __init__(self, round_: int) -> None:
+        self.round = round_
+        self.begun: list[tuple[str, int, int, int]] = []
+
+    def course_began(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
+        self.begun.append((label, done, rounds, clients))
+
+    def client_done(self, client: str, seconds: float, remembered: bool) -> None:
+        assert seconds >= 0
+
+    def round_done(self, label: str, seed: int, round_: int, accuracy: float | None) -> None:
+        if round_ == self.round:
+            raise Crash
+
+
+def test_a_damaged_last_checkpoint_costs_a_round_and_nothing_else(tiny: Tiny, tmp_path: Path) -> None:
+    experiment = tiny("scaffold", rounds=3)
+    run(experiment, tmp_path / "whole")
+    for damaged, goes_on_after in ((["round-000002"], 1), (["round-000002", "round-000001"], 0)):
+        out = tmp_path / f"damaged-{len(damaged)}"
+        with pytest.raises(Crash):
+            run(experiment, out, watch=DiesAfter(2))
+        for name in damaged:
+            path = out / "checkpoints" / "scaffold-0" / name / "model.safetensors"
+            path.write_bytes(path.read_bytes()[:-1])
+        watch = DiesAfter(99)
+        run(experiment, out, resume=True, watch=watch)
+        assert watch.begun == [("scaffold", goes_on_after, 3, 3)]
+        assert outcome(out) == outcome(tmp_path / "whole")
+
+
+def test_more_rounds_seeds_and_methods_on_resume(tiny: Tiny, tmp_path: Path) -> None:
+    run(tiny("scaffold", rounds=1, seeds=[1]), tmp_path / "grown")
+    run(tiny("scaffold", rounds=2, seeds=[1]), tmp_path / "grown", resume=True)
+    more = tiny("local", "scaffold", rounds=3, seeds=[0, 1])
+    results = run(more, tmp_path / "grown", resume=True)
+    run(more, tmp_path / "whole")
+    assert outcome(tmp_path / "grown") == outcome(tmp_path / "whole")
+    assert len(results.rows) == 2 * 2 * 3
+    parts = [json.loads((tmp_path / name / "partition.json").read_text()) for name in ("grown", "whole")]
+    assert parts[0] == parts[1]
+
+
+def test_a_finished_run_trains_nobody_again(tiny: Tiny, tmp_path: Path) -> None:
+    run(tiny("scaffold"), tmp_path / "run")
+    before = outcome(tmp_path / "run"), (tmp_path / "run" / "ledger.jsonl").read_bytes()
+    run(tiny("scaffold"), tmp_path / "run", resume=True, watch=DiesAfter(1))
+    assert (outcome(tmp_path / "run"), (tmp_path / "run" / "ledger.jsonl").read_bytes()) == before
+
+
+def test_the_best_model_survives_and_a_lost_one_is_found_again(tiny: Tiny, tmp_path: Path) -> None:
+    data = {"clients": 3, "train_limit": 120, "test_limit": 60, "server_fraction": 0.3}
+    local = {"batch_size": 8, "optimizer": {"lr": 1.5}}  # wild enough for the last round not to be the best
+    experiment = tiny("fedavg", rounds=4, data=data, local=local, select="best-on-server")
+    run(experiment, tmp_path / "whole")
+    for lose in (False, True):
+        out = tmp_path / f"lost-{lose}"
+        with pytest.raises(Crash):
+            run(experiment, out, watch=DiesAfter(3))
+        if lose:
+            (out / "checkpoints" / "fedavg-0" / "best.safetensors").unlink()
+        watch = DiesAfter(99)
+        run(experiment, out, resume=True, watch=watch)
+        assert watch.begun[0][1] == (0 if lose else 3)
+        assert outcome(out) == outcome(tmp_path / "whole")
+
+
+# Directories that cannot be used
+
+
+def test_a_directory_with_a_run_is_not_written_over(tiny: Tiny, tmp_path: Path) -> None:
+    run(tiny(), tmp_path / "run")
+    with pytest.raises(ConfigError, match="holds a run already; continue it with --resume or choose another --out"):
+        run(tiny(), tmp_path / "run")
+    with pytest.raises(ConfigError, match="holds another run: local was"):
+        run(tiny(local={"epochs": 2}), tmp_path / "run", resume=True)
+    with pytest.raises(ConfigError, match="rounds was 2 and is now 1"):
+        run(tiny(rounds=1), tmp_path / "run", resume=True)
+
+
+def test_a_directory_of_something_else_is_left_alone(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"is not a run directory: it has no config\.toml"):
+        run(tiny(), tmp_path / "mine", resume=True)
+    (tmp_path / "mine" / "ledger.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        run(tiny(), tmp_path / "mine")
+    assert sorted(p.name for p in (tmp_path / "mine").iterdir()) == ["ledger.jsonl", "notes.txt"]
+
+
+def test_a_damaged_configuration_is_named(tiny: Tiny, tmp_path: Path) -> None:
+    run(tiny(), tmp_path / "run")
+    (tmp_path / "run" / "config.toml").write_text("rounds = ")
+    with pytest.raises(ConfigError, match=r"config\.toml cannot be read"):
+        run(tiny(), tmp_path / "run", resume=True)
+
+
+def test_nothing_is_written_for_an_experiment_that_cannot_be(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="500 clients are to share 90 rows"):
+        run(tiny(data={"clients": 500, "train_limit": 90}), tmp_path / "run")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"the memo cannot use .*--no-memo"):
+        run(tiny(), tmp_path / "run", memo=tmp_path / "file" / "memo")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_that_cannot_be_made_stops_the_run_before_training(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot write .*config\.toml: Not a directory; choose a folder"):
+        run(tiny(), tmp_path / "file" / "run", watch=DiesAfter(1))
+
+
+def test_free_folders_are_numbered(tmp_path: Path) -> None:
+    assert free_folder(tmp_path, "a b") == tmp_path / "a_b"
+    for _ in range(2):
+        free_folder(tmp_path, "a b").mkdir()
+    assert free_folder(tmp_path, "a b") == tmp_path / "a_b-3"

@@ -1,0 +1,53 @@
+"""What can be made again, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedfuse.errors import ConfigError
+from fedfuse.experiment.reproduce import catalogue, experiments_folder, find
+from fedfuse.pictures import Picture, all_pictures
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("swa/table2.cpu.toml", "swa/table2.paper.toml", "swa/deep/figure.cpu.toml", "swa/other.toml"):
+        path = tmp_path / "experiments" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# {name}\nrounds = 1\n")
+    monkeypatch.setenv("FEDFUSE_EXPERIMENTS", str(tmp_path / "experiments"))
+    return tmp_path / "experiments"
+
+
+def test_the_catalogue_names_tables_at_their_scales_and_pictures(shelf: Path) -> None:
+    found = {entry.name: entry for entry in catalogue()}
+    assert found["swa/table2"].scales == ("cpu", "paper")
+    assert found["swa/table2"].summary == "swa/table2.cpu.toml"
+    assert "swa/deep/figure" in found
+    assert "swa/other" not in found
+    assert set(all_pictures()) <= found.keys()
+
+
+def test_a_table_is_found_at_its_scale(shelf: Path) -> None:
+    assert find("swa/table2", "paper") == shelf / "swa" / "table2.paper.toml"
+    with pytest.raises(ConfigError, match="swa/deep/figure exists at the scales cpu, not paper"):
+        find("swa/deep/figure", "paper")
+    with pytest.raises(ConfigError, match="nothing to reproduce is called 'swa/table3'; did you mean 'swa/table2'"):
+        find("swa/table3", "cpu")
+
+
+def test_a_picture_needs_no_scale(shelf: Path) -> None:
+    for name, picture in all_pictures().items():
+        found = find(name, "cpu")
+        assert isinstance(found, Picture)
+        assert found == picture
+
+
+def test_the_folder_beside_the_source_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FEDFUSE_EXPERIMENTS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert experiments_folder().name == "experiments"
+    (tmp_path / "experiments").mkdir()
+    assert experiments_folder() == Path("experiments")

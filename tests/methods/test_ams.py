@@ -1,0 +1,75 @@
+"""What the options of AMS and its relatives stand for."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedfuse.api import method
+from fedfuse.client.evidence.calibration import LogitScale
+from fedfuse.client.evidence.counts import LabelCounts
+from fedfuse.core.combine import FirstLayer, MeanProbability, TopLogit
+from fedfuse.core.recipe import CrossEntropy
+from fedfuse.core.settings import LocalSettings
+from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.server.aggregate.cover import CoverAnswers, CoverClasses
+from fedfuse.server.aggregate.ensemble import KeepAll
+from fedfuse.server.steps.distill import Distill
+from fedfuse.server.steps.disturb import Disturbance
+
+
+def test_the_rule_follows_k_and_the_layer() -> None:
+    assert method("ams").aggregate == KeepAll(TopLogit(1))
+    assert method("ams", k="all").aggregate == KeepAll(TopLogit("all"))
+    assert method("ams", k=3, layer="first").aggregate == KeepAll(FirstLayer(3))
+    assert method("ams", k="all").label == "ams(k=all)"
+    assert method("ensemble", weights="examples").aggregate == KeepAll(MeanProbability(), "examples")
+
+
+def test_the_same_training_serves_every_rule() -> None:
+    settings = LocalSettings()
+    plain = method("fedavg").work(settings)
+    for options in (
+        {},
+        {"k": "all"},
+        {"layer": "first"},
+        {"cover": "answers"},
+        {"calibrate": "zscore", "fitted": "server"},
+    ):
+        assert method("ams", **options).work(settings) == plain
+    scaled = method("ams", calibrate="temperature")
+    assert scaled.evidence == (LogitScale("temperature"),), "evidence alone is new; training is remembered"
+    assert scaled.objective == CrossEntropy()
+    assert method("ensemble").work(settings) == plain
+    assert method("dense").work(settings) == plain
+
+
+def test_clients_send_only_what_is_needed() -> None:
+    assert method("ams").reveals == ()
+    assert method("ams", cover="classes").evidence == (LabelCounts(),)
+    assert method("ams", cover="classes", calibrate="zscore").evidence == (LogitScale("zscore"), LabelCounts())
+    assert method("ams", cover="classes", share=0.5).aggregate.cover == CoverClasses(0.5)  # type: ignore[attr-defined]
+    assert method("ams", cover="answers").aggregate.cover == CoverAnswers(0.95)  # type: ignore[attr-defined]
+
+
+def test_distillation_brings_one_network_back() -> None:
+    assert method("ams").result == "mixture"
+    assert method("ams").steps == (Disturbance(),)
+    assert method("ams", disturbance=False).steps == ()
+    distilled = method("ams", distil="impressions", epochs=3)
+    assert distilled.result == "single"
+    assert isinstance(distilled.steps[-1], Distill)
+    assert method("ensemble", distil="unlabelled").needs == {"unlabelled"}
+
+
+@pytest.mark.parametrize(
+    "options", [{"k": 0}, {"k": "some"}, {"share": 0.0}, {"share": 1.5}, {"layer": "middle"}, {"calibrate": "yes"}]
+)
+def test_bad_options_are_one_sentence(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="method 'ams': option") as caught:
+        method("ams", **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_choice_at_the_first_layer_compares_no_logits() -> None:
+    with pytest.raises(RecipeError, match="calibration is of logits that are compared"):
+        method("ams", layer="first", calibrate="zscore")

@@ -1,0 +1,123 @@
+"""Mixtures in the hands of users: updates of different networks, one file, and bad input in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedfuse.api import Update, fuse, local_update, method
+from fedfuse.core.combine import Combine, FirstLayer, MeanLogit, MeanProbability, OpenSetVote, TopLogit
+from fedfuse.core.model import Mixture, Single
+from fedfuse.core.spec import Spec
+from fedfuse.errors import ConfigError, QuorumLost, RecipeError
+from fedfuse.wire.codec import read, write
+from fedfuse.wire.files import load_model, save_model
+
+SHALLOW = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": 3})
+DEEP = Spec("mlp", {"inputs": 4, "hidden": [6, 6], "classes": 3})
+X = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(30) % 3
+
+
+def site(client: str, spec: Spec) -> Update:
+    torch.manual_seed(0)
+    return local_update(spec, (X, Y), client=client, seed=ord(client[0]), epochs=1, batch_size=8, lr=0.1)
+
+
+def mixture(rule: Combine) -> Mixture:
+    torch.manual_seed(0)
+    members = tuple(Single.of(s.build(), s) for s in (SHALLOW, DEEP, SHALLOW))
+    return Mixture(members, torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64), rule)
+
+
+def test_updates_of_different_networks_answer_together(tmp_path: Path) -> None:
+    files = [site("a", SHALLOW).save(tmp_path / "a.safetensors"), site("c", SHALLOW).save(tmp_path / "c.safetensors")]
+    fused = fuse([files[0], site("b", DEEP), files[1]], "ensemble")
+    assert isinstance(fused.model, Mixture)
+    assert [m.spec for m in fused.model.members] == [SHALLOW, DEEP, SHALLOW]
+    expected = sum(m.logits(X).softmax(-1) for m in fused.model.members) / 3
+    assert torch.allclose(fused.logits(X).softmax(-1), expected, atol=1e-6)
+    one_each = fuse([site("a", SHALLOW), site("b", DEEP)], "ams")
+    assert isinstance(one_each.model, Mixture)
+    assert one_each.facts["disturbance_inputs"] == "impressions"
+
+
+def test_methods_of_one_network_still_refuse_the_odd_one() -> None:
+    fused = fuse([site("a", SHALLOW), site("b", DEEP), site("c", SHALLOW)], "fedavg")
+    assert [r["client"] for r in fused.refused] == ["b"]
+    with pytest.raises(QuorumLost, match="no layout is shared by more than half"):
+        fuse([site("a", SHALLOW), site("b", DEEP)], "fedavg")
+
+
+def test_plain_weights_say_nothing_of_their_network() -> None:
+    weights = [SHALLOW.build().state_dict() for _ in range(2)]
+    with pytest.raises(RecipeError, match="say nothing of their network; pass model= to run"):
+        fuse(weights, "ams").logits(X)
+    assert fuse(weights, "ams", model=SHALLOW).logits(X).shape == (30, 3)
+
+
+def test_members_of_different_classes_are_one_sentence() -> None:
+    wide = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": 4})
+    with pytest.raises(ConfigError, match="tell 3 and 4 classes apart; all must have the same ones"):
+        fuse([site("a", SHALLOW), site("b", wide)], "ensemble")
+
+
+def test_distillation_through_python() -> None:
+    fused = fuse([site("a", SHALLOW), site("b", DEEP)], method("ensemble", distil="unlabelled", epochs=5), unlabelled=X)
+    assert fused.module()(X).shape == (30, 3)
+    with pytest.raises(RecipeError, match="inputs without labels and there are none"):
+        fuse([site("a", SHALLOW)], method("ensemble", distil="unlabelled"))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        MeanProbability(),
+        MeanLogit(),
+        TopLogit(2),
+        TopLogit("all", shift=(1.0, 2.0, 3.0), scale=(1.0, 0.5, 2.0)),
+        FirstLayer(1),
+        OpenSetVote(2),
+    ],
+)
+def test_every_rule_and_every_network_survives_a_file(rule: Combine, tmp_path: Path) -> None:
+    model = mixture(rule)
+    save_model(model, tmp_path / "m.safetensors", {"accuracy": 0.5})
+    back, facts = load_model(tmp_path / "m.safetensors")
+    assert isinstance(back, Mixture)
+    assert back.combine == rule
+    assert [m.spec for m in back.members] == [m.spec for m in model.members]
+    assert back.logits(X).equal(model.logits(X))
+    assert facts == {"accuracy": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"members": []}, "a mixture of no networks"),
+        ({"weights": [1.0]}, "1 weights were given for 3 members"),
+        ({"combine": "eval"}, "no way to combine"),
+        ({"combine": "TopLogit", "options": {"k": 0}}, "expected a whole number"),
+        ({"combine": "TopLogit", "options": {"colour": 1}}, "not a model file"),
+        ({"weights": "many"}, "not a model file"),
+    ],
+)
+def test_damaged_mixtures_are_one_sentence(change: dict[str, object], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    save_model(mixture(MeanProbability()), path)
+    packet = read(path)
+    tensors = {} if change == {"members": []} else {n: packet.tensors[n] for n in packet.tensors}
+    write(path, tensors, {**packet.header, **change, **({"weights": []} if not tensors else {})})
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_model(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_nobody_begins_with_a_mixture(tmp_path: Path) -> None:
+    path = fuse([site("a", SHALLOW), site("b", DEEP)], "ensemble").save(tmp_path / "m.safetensors")
+    with pytest.raises(ConfigError, match="holds several networks and sites begin with one"):
+        local_update(SHALLOW, (X, Y), start=path)
+    with pytest.raises(RecipeError, match="the result is a mixture of networks, not one"):
+        fuse([site("a", SHALLOW), site("b", DEEP)], "ensemble").state_dict()

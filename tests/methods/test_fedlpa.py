@@ -1,0 +1,111 @@
+from typing import Any
+
+import pytest
+import torch
+
+from fedfuse.client.evidence.kfac import KroneckerFactors
+from fedfuse.core.recipe import CrossEntropy, Recipe
+from fedfuse.core.registry import find_method
+from fedfuse.engines.base import InProcess
+from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.experiment.config import Experiment
+from fedfuse.experiment.prepare import Setting, prepare
+from fedfuse.server.aggregate.natural import NaturalKron
+from fedfuse.server.loop import Record, one_round, run
+
+
+def fedlpa(**options: Any) -> Recipe:
+    return find_method("fedlpa").recipe(**options)
+
+
+def experiment(*methods: dict[str, Any], rounds: int = 1, **changes: Any) -> Experiment:
+    settings: dict[str, Any] = {
+        "rounds": rounds,
+        "data": {"clients": 4, "partition": {"kind": "classes", "per_client": 3}, "train_limit": 400},
+        "model": {"name": "mlp", "hidden": [12]},
+        "local": {"epochs": 3, "batch_size": 16, "optimizer": {"lr": 0.1, "momentum": 0.9}},
+        "judge": {"clients": "never"},
+    }
+    return Experiment(**(settings | {"methods": methods} | changes))
+
+
+def records(setting: Setting, recipe: Recipe) -> list[Record]:
+    engine = InProcess(setting.population, setting.seed)
+    return list(run(recipe, engine, setting.bench, setting.judge, setting.start, setting.plan))
+
+
+def weights(record: Record) -> dict[str, torch.Tensor]:
+    return dict(record.state.single.posterior.mean)
+
+
+def test_by_default_clients_train_as_for_fedavg_so_that_updates_are_shared() -> None:
+    recipe = fedlpa()
+    assert recipe.objective == CrossEntropy()
+    assert recipe.evidence == (KroneckerFactors(),)
+    assert recipe.aggregate == NaturalKron(1e-3, "trace", "exact")
+    assert recipe.publishes == ()
+    assert fedlpa(damping=0.1, solver="expectation", pi="one").evidence == recipe.evidence
+
+
+def test_the_clients_choice_of_damping_takes_its_split_along() -> None:
+    recipe = fedlpa(damping="evidence")
+    assert recipe.evidence == (KroneckerFactors(choose=True),)
+    assert recipe.aggregate == NaturalKron("evidence", "evidence")
+    assert fedlpa(damping="evidence", pi="trace").aggregate == NaturalKron("evidence", "trace")
+
+
+@pytest.mark.parametrize("options", [{"damping": 0}, {"damping": "much"}, {"pi": "two"}, {"solver": "cg"}, {"eta": -1}])
+def test_impossible_options_are_told(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"option {next(iter(options))}"):
+        fedlpa(**options)
+
+
+def test_a_split_by_evidence_needs_a_damping_by_evidence() -> None:
+    with pytest.raises(RecipeError, match="set damping to 'evidence' too"):
+        fedlpa(pi="evidence")
+
+
+def test_in_one_exchange_it_is_far_above_the_plain_mean_on_skewed_digits() -> None:
+    prepared = prepare(
+        experiment(
+            *({"name": "fedavg"}, {"name": "fedlpa"}, {"name": "fedlpa", "damping": "evidence", "label": "chosen"}),
+            data={"clients": 5, "partition": {"kind": "dirichlet", "alpha": 0.1}},
+            model={"name": "mlp", "hidden": [32]},
+            local={"epochs": 3, "batch_size": 16, "optimizer": {"lr": 0.05, "momentum": 0.9}},
+        )
+    )
+    found = {
+        label: sum(records(prepared.setting(seed), recipe)[-1].facts["accuracy"] for seed in (0, 1)) / 2
+        for label, recipe in prepared.recipes.items()
+    }
+    assert found["fedlpa"] > found["fedavg"] + 0.2
+    assert found["chosen"] > found["fedavg"] + 0.2
+
+
+def test_the_pull_changes_nothing_in_the_first_round_and_something_in_the_second() -> None:
+    setting = prepare(experiment({"name": "fedlpa"}, rounds=2)).setting(0)
+    plain, pulled = records(setting, fedlpa()), records(setting, fedlpa(eta=1.0))
+    assert all(torch.equal(weights(plain[0])[n], t) for n, t in weights(pulled[0]).items())
+    assert not torch.equal(weights(plain[1])["fc1.weight"], weights(pulled[1])["fc1.weight"])
+    assert plain[1].state.memory == {}
+    assert set(pulled[1].state.memory) == {f"kron/{n}/{s}" for n in ("fc1", "classifier") for s in ("in", "out")}
+    assert pulled[1].facts["bytes_down"] > pulled[0].facts["bytes_down"]
+
+
+def test_it_can_hand_over_to_fedavg_after_the_first_exchange() -> None:
+    """What the paper recommends for several rounds: FedLPA once, FedAvg after."""
+    both = {"name": "fedlpa", "rounds": 1, "then": {"name": "fedavg"}}
+    prepared = prepare(experiment(both, rounds=3))
+    assert list(prepared.recipes) == ["fedlpa→fedavg"]
+    setting = prepared.setting(0)
+    first, second, third = records(setting, prepared.recipes["fedlpa→fedavg"])
+    alone = records(setting, fedlpa())[0]
+    assert all(torch.equal(weights(first)[n], t) for n, t in weights(alone).items())
+    assert "residual" in first.facts["facts"]
+    assert second.facts["facts"] == {}
+    assert second.facts["reveals"] == []
+    average = find_method("fedavg").recipe()
+    engine = InProcess(setting.population, setting.seed)
+    expected = one_round(average, engine, setting.bench, None, first.state, setting.plan)
+    assert all(torch.equal(weights(second)[n], t) for n, t in weights(expected).items())
+    assert third.state.round == 3

@@ -1,0 +1,161 @@
+"""SWA as a method: its options, its client half, and the networks of its tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fedfuse
+from fedfuse.client.evidence.control import Remember
+from fedfuse.client.objectives import Contrastive
+from fedfuse.client.work import client_round
+from fedfuse.core.messages import Brief, Envelope
+from fedfuse.core.model import Single
+from fedfuse.core.recipe import CrossEntropy, Recipe
+from fedfuse.core.registry import find_method
+from fedfuse.core.rows import Rows
+from fedfuse.core.settings import LocalSettings
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.engines.base import InProcess, Population
+from fedfuse.errors import ConfigError
+from fedfuse.server.admit import admit_all
+from fedfuse.server.aggregate.gaussianity import HigherOrder, NonGaussianMean, Renyi
+from fedfuse.server.loop import Plan, run
+
+ONE_STEP = LocalSettings(max_steps=1, batch_size=4, optimizer={"lr": 0.01, "momentum": 0.9})
+
+
+def rows(channels: int = 3, size: int = 32, count: int = 8, seed: int = 0) -> Rows:
+    draw = torch.Generator().manual_seed(seed)
+    return Rows(torch.rand(count, channels, size, size, generator=draw), torch.arange(count) % 4)
+
+
+def a_round(recipe: Recipe, spec: Spec, state: ServerState | None = None) -> ServerState:
+    """Two clients, one step each, through the door and the aggregator."""
+    torch.manual_seed(0)
+    state = state or ServerState(0, Single.of(spec.build(), spec))
+    brief = state.brief(recipe.publishes, classes=4)
+    made = [(c, client_round(recipe.work(ONE_STEP), brief, c, rows(seed=i)).payload) for i, c in enumerate("ab")]
+    admission = admit_all([Envelope(c, p) for c, p in made], brief, recipe.evidence, ("a", "b"))
+    assert not admission.refused
+    return recipe.aggregate(admission.cohort, state, Bench(classes=4))
+
+
+def test_defaults_are_the_papers_choice() -> None:
+    recipe = fedfuse.method("swa")
+    assert recipe.aggregate == NonGaussianMean(HigherOrder())
+    assert recipe.evidence == ()
+    assert recipe.objective == CrossEntropy()
+    assert recipe.reveals == ()
+
+
+def test_server_options_leave_the_clients_work_alone() -> None:
+    """Comparing distances trains once: the memo's key is the client half."""
+    settings = LocalSettings()
+    keys = {
+        fedfuse.method("swa", **options).work(settings).key
+        for options in ({}, {"distance": "renyi", "order": 2}, {"level": "filter"}, {"mix": 0.5, "normalise": "max"})
+    }
+    assert keys == {fedfuse.method("fedavg").work(settings).key}
+
+
+def test_options_reach_the_aggregator() -> None:
+    made = fedfuse.method("swa", distance="renyi", order=0, density="grid", scale="standardised", mix=0.1)
+    assert made.aggregate == NonGaussianMean(Renyi(0.0, "grid", standardised=True), mix=0.1)
+    assert made.label == "swa(distance=renyi, order=0, density=grid, scale=standardised, mix=0.1)"
+
+
+def test_contrastive_is_moons_term() -> None:
+    recipe = fedfuse.method("swa", contrastive=8)
+    assert recipe.objective == Contrastive(8, 0.5)
+    assert recipe.evidence == (Remember(),)
+    moon = fedfuse.method("moon", mu=8.0)
+    assert recipe.work(LocalSettings()) == moon.work(LocalSettings())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"distance": "hos", "order": 2}, "order 2 and density 'histogram' came with distance 'hos'"),
+        ({"distance": "kl"}, "option distance is 'kl', expected 'hos' or 'renyi'"),
+        ({"mix": 2}, "option mix is 2, expected less than or equal to 1"),
+        ({"order": -1, "distance": "renyi"}, "option order is -1"),
+        ({"contrastiv": 8}, "did you mean 'contrastive'"),
+    ],
+)
+def test_wrong_options_are_explained(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        fedfuse.method("swa", **options)
+
+
+def test_every_option_is_documented() -> None:
+    assert all(option.text for option in find_method("swa").options)
+
+
+SMALL = [
+    Spec("vgg16", {"widths": 0.03125, "hidden": [16, 16], "classes": 4}),
+    Spec("vgg11", {"widths": 0.03125, "hidden": [], "head": 16, "classes": 4}),
+    Spec("vgg11", {"widths": 0.03125, "hidden": [], "norm": False, "bias": "none", "classes": 4}),
+    Spec("resnet50", {"widths": [2, 2, 4, 4], "head": 16, "classes": 4}),
+]
+
+
+@pytest.mark.parametrize("spec", SMALL, ids=["vgg16", "vgg11", "gamf-vgg11", "resnet50"])
+@pytest.mark.parametrize("options", [{}, {"contrastive": 5.0, "level": "filter"}], ids=["plain", "contrastive"])
+def test_the_papers_networks_take_a_step(spec: Spec, options: dict[str, object]) -> None:
+    state = a_round(fedfuse.method("swa", **options), spec)
+    assert all(t.isfinite().all() for t in state.single.posterior.mean.values())
+    assert state.facts["layer_weights"].keys() == {layer.name for layer in spec.layout.layers}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec("vgg16", {"classes": 10}),
+        Spec("vgg11", {"hidden": [], "head": 256, "classes": 10}),
+        Spec("resnet50", {"head": 256, "classes": 100}),
+    ],
+    ids=["vgg16", "vgg11", "resnet50"],
+)
+def test_the_papers_networks_take_a_step_at_full_size(spec: Spec) -> None:
+    state = a_round(fedfuse.method("swa", contrastive=5.0), spec)
+    weights = state.facts["layer_weights"]
+    assert all(sum(line.values()) == pytest.approx(1, abs=1e-4) for line in weights.values())
+
+
+def test_two_rounds_remember_the_last_model() -> None:
+    """In the second round the contrastive term moves the clients; in the first it is zero."""
+    spec, train = Spec("lenet", {"channels": 3, "size": 32, "classes": 4, "head": 8}), rows(count=16)
+    population = Population(train, {"a": torch.arange(8), "b": torch.arange(8, 16)})
+    bench = Bench(population=2, classes=4, local=ONE_STEP)
+    torch.manual_seed(0)
+    start = ServerState(0, Single.of(spec.build(), spec))
+    outcomes = []
+    for options in ({}, {"contrastive": 5.0}):
+        records = run(fedfuse.method("swa", **options), InProcess(population, 0), bench, None, start, Plan(2))
+        outcomes.append([r.state.single.posterior.mean["conv1.weight"] for r in records])
+    (plain, plain2), (pulled, pulled2) = outcomes
+    assert plain.equal(pulled)
+    assert not plain2.equal(pulled2)
+
+
+def test_fusing_state_dicts_that_only_have_names() -> None:
+    """Without a network the layers are read off the names, and norms follow the weight before them."""
+    draw = torch.Generator().manual_seed(0)
+    nets = [
+        {"conv.weight": s * torch.randn(4, 3, generator=draw).exp(), "norm.weight": torch.full((4,), s)}
+        for s in (0.1, 0.2)
+    ]
+    fused = fedfuse.fuse(nets, "swa")
+    weights = fused.facts["layer_weights"]["conv"]
+    expected = 0.1 * weights["model-1"] + 0.2 * weights["model-2"]
+    assert float(fused.state_dict()["norm.weight"][0]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_brief_needs_nothing_from_swa() -> None:
+    recipe = fedfuse.method("swa", contrastive=8)
+    brief = Brief(0, SMALL[1], SMALL[1].skeleton().state_dict(), classes=4)
+    assert all(not dict(e.expects(brief)) for e in recipe.evidence)
+    assert recipe.needs == frozenset()

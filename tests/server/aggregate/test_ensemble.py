@@ -1,0 +1,144 @@
+"""Keeping networks: who answers, how they are calibrated, whom others cover, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedfuse.core.calibrate import calibration
+from fedfuse.core.combine import FirstLayer, MeanProbability, OpenSetVote, TopLogit
+from fedfuse.core.inputs import InputForm
+from fedfuse.core.messages import ClientUpdate, Cohort
+from fedfuse.core.model import Mixture, Single
+from fedfuse.core.posterior import Posterior
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.rows import Rows
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.errors import RecipeError
+from fedfuse.server.aggregate.cover import CoverClasses
+from fedfuse.server.aggregate.ensemble import KeepAll
+from fedfuse.server.guard import Guarded, Krum
+
+SHALLOW = Spec("mlp", {"inputs": 6, "hidden": [5], "classes": 3})
+DEEP = Spec("mlp", {"inputs": 6, "hidden": [5, 5, 5], "classes": 3})
+BENCH = Bench(inputs=InputForm((6,)), classes=3)
+
+
+def update(client: str, spec: Spec = SHALLOW, mass: float = 1.0, **notes: Tensor) -> ClientUpdate:
+    torch.manual_seed(sum(map(ord, client)))
+    named = {n.replace("__", "/"): t for n, t in notes.items()}
+    return ClientUpdate(client, Posterior(spec.build().state_dict()), mass, 1, spec, named)
+
+
+def state(spec: Spec = SHALLOW) -> ServerState:
+    torch.manual_seed(0)
+    return ServerState(0, Single.of(spec.build(), spec))
+
+
+def kept(rule: KeepAll, cohort: Cohort, bench: Bench = BENCH) -> tuple[Mixture, ServerState]:
+    after = rule(cohort, state(), bench)
+    assert isinstance(after.model, Mixture)
+    return after.model, after
+
+
+def test_every_network_is_kept_with_tensors_of_its_own() -> None:
+    cohort = Cohort.of([update("b", DEEP, 3.0), update("a")])
+    mixture, after = kept(KeepAll(), cohort)
+    assert [m.spec for m in mixture.members] == [SHALLOW, DEEP]
+    assert mixture.weights.tolist() == [0.5, 0.5]
+    assert mixture.combine == MeanProbability()
+    x = torch.randn(4, 6)
+    before = mixture.logits(x)
+    cohort.updates[0].posterior.mean["fc1.weight"].zero_()
+    assert mixture.logits(x).equal(before)
+    assert after.start.spec == SHALLOW, "clients would begin where they began"
+    assert kept(KeepAll(weights="examples"), cohort)[0].weights.tolist() == [0.25, 0.75]
+
+
+def test_client_calibration_is_what_clients_brought() -> None:
+    numbers = {"a": (1.0, 2.0), "b": (-3.0, 0.5)}
+    cohort = Cohort.of(
+        [
+            update(c, logit_scale__shift=torch.tensor(s), logit_scale__scale=torch.tensor(v))
+            for c, (s, v) in numbers.items()
+        ]
+    )
+    rule = KeepAll(TopLogit(1), calibrate="zscore")
+    assert rule.needs == {"logit_scale"}
+    assert kept(rule, cohort)[0].combine == TopLogit(1, shift=(1.0, -3.0), scale=(2.0, 0.5))
+
+
+@pytest.mark.parametrize("kind", ["temperature", "zscore"])
+def test_server_calibration_is_fitted_on_server_rows(kind: str) -> None:
+    torch.manual_seed(3)
+    rows = Rows(torch.randn(50, 6), torch.randint(3, (50,)))
+    cohort = Cohort.of([update("a"), update("b", DEEP)])
+    rule = KeepAll(TopLogit("all"), calibrate=kind, fitted="server")  # type: ignore[arg-type]
+    assert rule.needs == {"server_rows"}
+    mixture, _ = kept(rule, cohort, replace(BENCH, rows=rows))
+    expected = [calibration(kind, m.logits(rows.x), rows.y) for m in mixture.members]  # type: ignore[arg-type]
+    assert isinstance(mixture.combine, TopLogit)
+    assert mixture.combine.scale == pytest.approx([e.scale for e in expected], rel=1e-6)
+    assert mixture.combine.shift == pytest.approx([e.shift for e in expected], abs=1e-6)
+
+
+def test_covered_clients_are_left_out_with_their_numbers() -> None:
+    counts = {"a": [9, 0, 0], "b": [9, 9, 0], "c": [0, 0, 9], "d": [3, 3, 3]}
+    cohort = Cohort.of(
+        [
+            update(
+                c,
+                counts__labels=torch.tensor(n),
+                logit_scale__shift=torch.tensor(float(i)),
+                logit_scale__scale=torch.tensor(1.0 + i),
+            )
+            for i, (c, n) in enumerate(counts.items())
+        ]
+    )
+    rule = KeepAll(TopLogit(1), cover=CoverClasses(1.0), calibrate="zscore")
+    assert rule.needs == {"logit_scale", "counts"}
+    mixture, after = kept(rule, cohort)
+    assert after.facts["kept"] == ["b", "c"]
+    assert after.facts["covered"] == pytest.approx([2 / 3, 1.0])
+    assert mixture.combine == TopLogit(1, shift=(1.0, 2.0), scale=(2.0, 3.0))
+    assert after.facts["members"] == 2
+    assert after.facts["clients"] == 4
+    assert after.facts["cost"] == 0.5
+
+
+def test_the_cost_of_choosing_early() -> None:
+    cohort = Cohort.of([update(c, DEEP) for c in "abcd"])
+    first, rest = 6 * 5, 5 * 5 + 5 * 5 + 5 * 3
+    _, after = kept(KeepAll(FirstLayer(1)), cohort)
+    assert after.facts["cost"] == pytest.approx((4 * first + first + rest) / (4 * (first + rest)))
+    assert kept(KeepAll(FirstLayer("all")), cohort)[1].facts["cost"] == 1.0
+    assert "cost" not in kept(KeepAll(), Cohort.of([update("a", Spec.of(SHALLOW.build()))]), Bench())[1].facts
+
+
+def test_laws_follow_from_the_rule() -> None:
+    assert {"one", "agree"} <= KeepAll().laws
+    assert {"one", "agree"} <= KeepAll(TopLogit(1)).laws
+    assert "agree" not in KeepAll(TopLogit("all")).laws
+    assert "one" in KeepAll(FirstLayer(2)).laws
+    assert not {"one", "agree"} & KeepAll(OpenSetVote()).laws
+    assert not {"one", "agree"} & KeepAll(TopLogit(1), calibrate="zscore").laws
+
+
+def test_only_compared_logits_can_be_calibrated() -> None:
+    with pytest.raises(RecipeError, match="FirstLayer compares none"):
+        KeepAll(FirstLayer(1), calibrate="zscore")
+
+
+@pytest.mark.parametrize("aggregate", [KeepAll(), Guarded(Krum(), KeepAll())])
+def test_nothing_goes_on_from_a_mixture(aggregate: KeepAll) -> None:
+    recipe = Recipe(name="mine", aggregate=aggregate)
+    assert recipe.result == "mixture"
+    recipe.check(1, BENCH)
+    with pytest.raises(RecipeError, match="cannot be trained further; use rounds = 1 or add a distillation step"):
+        recipe.check(2, BENCH)
+    with pytest.raises(RecipeError, match="the model is a mixture, expected one network"):
+        kept(KeepAll(), Cohort.of([update("a")]))[1].single  # noqa: B018 - reading it is the point

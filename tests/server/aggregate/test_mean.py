@@ -1,0 +1,244 @@
+"""The weighted mean: exact, by role, independent of order, and small in memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedfuse.client.evidence.control import walked
+from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope
+from fedfuse.core.model import Single
+from fedfuse.core.params import Params
+from fedfuse.core.posterior import Posterior
+from fedfuse.core.settings import LocalSettings
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.server.admit import Admission, Rules, admit_all
+from fedfuse.server.aggregate import mean as means
+from fedfuse.server.aggregate.mean import Mean, NormalisedMean, largest, mean_of, weighted_mean
+from fedfuse.wire.codec import decode, encode, read, write
+from fedfuse.wire.messages import encode_reply
+
+LENET = Spec("lenet", {"channels": 3, "size": 32})
+
+
+def exact(tensors: list[Tensor], shares: list[float]) -> Tensor:
+    """Σ w x in float64, in the given order, rounded once."""
+    total = torch.zeros(tensors[0].shape, dtype=torch.float64)
+    for tensor, share in zip(tensors, shares, strict=True):
+        total += tensor.double() * share
+    return total.to(tensors[0].dtype)
+
+
+def cohort_of(states: list[Params], masses: list[float], spec: Spec, steps: list[int] | None = None) -> Cohort:
+    steps = steps or [1] * len(states)
+    rows = zip(states, masses, steps, strict=True)
+    return Cohort(tuple(ClientUpdate(f"c{i}", Posterior(s), m, t, spec) for i, (s, m, t) in enumerate(rows)))
+
+
+def random_state(spec: Spec, seed: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        n: torch.randn(t.shape, generator=draw, dtype=t.dtype) if t.is_floating_point() else t + seed
+        for n, t in spec.skeleton().state_dict().items()
+    }
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    clients=st.integers(1, 6),
+    count=st.integers(0, 5000),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]),
+    seed=st.integers(0, 10**6),
+)
+def test_it_is_the_float64_sum_in_client_order_rounded_once(
+    clients: int, count: int, dtype: torch.dtype, seed: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(count, generator=draw).to(dtype) for _ in range(clients)]
+    weights = torch.rand(clients, generator=draw, dtype=torch.float64)
+    out = weighted_mean([{"w": t} for t in tensors], weights, "w")
+    assert out.dtype == dtype
+    expected = exact(tensors, weights.tolist())
+    assert torch.allclose(out, expected, rtol=1e-15, atol=1e-14) if dtype == torch.float64 else out.equal(expected)
+
+
+def test_blocks_leave_no_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [random_state(LENET, s) for s in range(3)]
+    cohort = cohort_of([decode(encode(s, {})).tensors for s in states], [1.0, 2.0, 5.0], LENET)
+    whole = mean_of(cohort)
+    monkeypatch.setattr(means, "BLOCK", 64)
+    pieces = mean_of(cohort)
+    assert all(whole[n].equal(pieces[n]) for n in whole)
+    for n in whole:
+        assert whole[n].equal(exact([s[n] for s in states], [0.125, 0.25, 0.625]))
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_share_the_blocks_and_change_no_bit(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cohort = cohort_of([in_bytes(random_state(LENET, s)) for s in range(3)], [1.0, 2.0, 5.0], LENET)
+    monkeypatch.setattr(means, "BLOCK", 1 << 10)
+    alone = mean_of(cohort)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    together = mean_of(cohort)
+    assert all(alone[n].equal(together[n]) for n in alone)
+
+
+def test_every_way_a_client_can_be_stored_gives_the_same_bytes(tmp_path: object) -> None:
+    """In a message, in a file, in separate tensors, in another order, with evidence between: same mean."""
+    spec = Spec.of(nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2)))
+    states = [random_state(spec, s) for s in range(3)]
+    masses, expected = [1.0, 2.0, 5.0], None
+    for store in (dict, in_bytes, in_file(tmp_path), reordered, with_notes, channels_last):
+        got = mean_of(cohort_of([store(s) for s in states], masses, spec))
+        expected = expected or got
+        assert set(got) == set(expected)
+        assert all(got[n].equal(expected[n]) and got[n].dtype == expected[n].dtype for n in got)
+        assert len({t.untyped_storage().data_ptr() for t in got.values()}) == len(got), "each tensor has its own memory"
+    mixed = cohort_of([in_bytes(states[0]), dict(states[1]), reordered(states[2])], masses, spec)
+    assert all(mean_of(mixed)[n].equal(expected[n]) for n in expected or {})
+
+
+def in_bytes(state: Params) -> Params:
+    return decode(encode(state, {})).tensors
+
+
+def in_file(folder: object) -> Callable[[Params], Params]:
+    def store(state: Params) -> Params:
+        path = folder / str(id(state))  # type: ignore[operator]
+        write(path, state, {})
+        return read(path).tensors
+
+    return store
+
+
+def reordered(state: Params) -> Params:
+    return in_bytes({n: state[n] for n in sorted(state, reverse=True)})
+
+
+def with_notes(state: Params) -> Params:
+    mixed = {k: v for n, t in state.items() for k, v in ((n, t), (f"~note/{n}", t.double()))}
+    return decode(encode(mixed, {})).tensors.part(lambda n: not n.startswith("~"))
+
+
+def channels_last(state: Params) -> Params:
+    return {n: t.to(memory_format=torch.channels_last) if t.ndim == 4 else t for n, t in state.items()}
+
+
+def test_runs_join_what_lies_together_in_every_client() -> None:
+    spec = Spec.of(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    states = [random_state(spec, s) for s in range(2)]
+    together = means._runs([in_bytes(s) for s in states])
+    assert [len(run) for run in together] == [1, 6]  # the counter (eight bytes wide) stands first
+    assert [len(run) for run in means._runs([in_bytes(states[0]), reordered(states[1])])] == [1] * 7
+    assert [len(run) for run in means._runs(states)] == [1] * 7
+
+
+def test_buffers_are_averaged_with_the_clients_weights_and_counters_take_the_largest() -> None:
+    spec = Spec.of(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    states = [random_state(spec, s) for s in (3, 1, 2)]
+    state = ServerState(0, Single(spec, Posterior(random_state(spec, 9))))
+    fused = Mean()(cohort_of(states, [1.0, 1.0, 2.0], spec), state, Bench()).single.posterior.mean
+    for leaf in ("weight", "bias", "running_mean", "running_var"):
+        assert fused[f"1.{leaf}"].equal(exact([s[f"1.{leaf}"] for s in states], [0.25, 0.25, 0.5]))
+    assert fused["1.num_batches_tracked"].equal(torch.tensor(3))
+    assert fused["1.num_batches_tracked"].dtype == torch.int64
+
+
+def test_uniform_means_forget_the_masses() -> None:
+    spec = Spec.of(nn.Linear(2, 1))
+    states = [random_state(spec, s) for s in range(4)]
+    state = ServerState(0, Single(spec, Posterior(states[0])))
+    fused = Mean(uniform=True)(cohort_of(states, [1.0, 50.0, 2.0, 9.0], spec), state, Bench()).single.posterior.mean
+    assert fused["weight"].equal(exact([s["weight"] for s in states], [0.25] * 4))
+
+
+def test_largest_is_elementwise_and_leaves_its_inputs_alone() -> None:
+    sources = [{"n": torch.tensor([1, 9])}, {"n": torch.tensor([4, 2])}]
+    assert largest(sources, "n").tolist() == [4, 9]
+    assert sources[0]["n"].tolist() == [1, 9]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_normalised_mean_is_the_published_formula(momentum: float) -> None:
+    """d_i = (w₀ − w_i)/a_i;  w = w₀ − (Σ f a) Σ f d; running statistics are averaged as they are."""
+    spec = Spec.of(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    start, states = random_state(spec, 9), [random_state(spec, s) for s in range(3)]
+    masses, steps = [10.0, 30.0, 60.0], [2, 5, 11]
+    bench = Bench(local=LocalSettings(optimizer={"momentum": momentum}))
+    server = ServerState(0, Single(spec, Posterior(start)))
+    after = NormalisedMean()(cohort_of(states, masses, spec, steps), server, bench)
+    f, a = [0.1, 0.3, 0.6], [walked(t, momentum) for t in steps]
+    reach = sum(fi * ai for fi, ai in zip(f, a, strict=True))
+    for n in ("0.weight", "0.bias", "1.weight", "1.bias"):
+        w0 = start[n].double()
+        d = sum(fi * (w0 - s[n].double()) / ai for fi, s, ai in zip(f, states, a, strict=True))
+        assert torch.allclose(after.single.posterior.mean[n].double(), w0 - reach * d, atol=1e-6)
+    assert after.single.posterior.mean["1.running_var"].equal(exact([s["1.running_var"] for s in states], f))
+    assert after.facts["effective_steps"] == pytest.approx(reach)
+
+
+def test_momentum_is_the_runs_own_unless_it_is_given_and_adam_has_none() -> None:
+    spec = Spec.of(nn.Linear(1, 1))
+    cohort = cohort_of([random_state(spec, s) for s in range(2)], [1.0, 1.0], spec, [2, 4])
+    server = ServerState(0, Single(spec, Posterior(random_state(spec, 9))))
+
+    def reach(aggregate: NormalisedMean, **optimizer: object) -> float:
+        bench = Bench(local=LocalSettings.model_validate({"optimizer": optimizer}))
+        return float(aggregate(cohort, server, bench).facts["effective_steps"])
+
+    assert reach(NormalisedMean(), momentum=0.5) == pytest.approx((walked(2, 0.5) + walked(4, 0.5)) / 2)
+    assert reach(NormalisedMean(0.5)) == pytest.approx(reach(NormalisedMean(), momentum=0.5))
+    assert reach(NormalisedMean(), name="adam", momentum=0.5) == pytest.approx(3.0)
+
+
+def arrivals(brief: Brief, clients: int) -> Iterator[Envelope]:
+    states = [random_state(LENET, seed) for seed in range(10)]
+    replies = [encode_reply(brief, s, {}, mass=1.0 + i, steps=1, facts={}) for i, s in enumerate(states)]
+    return (Envelope(f"c{i}", replies[i % 10]) for i in range(clients))
+
+
+def admitted(clients: int, memory: int) -> Admission:
+    brief = Brief(0, LENET, LENET.skeleton().state_dict(), classes=10)
+    return admit_all(arrivals(brief, clients), brief, (), [f"c{i}" for i in range(clients)], Rules(memory=memory))
+
+
+def python_peak(work: Callable[[], object]) -> int:
+    """The most bytes Python's own objects took at once."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def tensor_peak(work: Callable[[], object]) -> int:
+    """The most bytes tensors took at once, the scratch of kernels included."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(accumulate(change for _, change in changes))
+
+
+def test_a_thousand_updates_wait_in_files_and_need_two_models_of_memory() -> None:
+    model = 4 * 62_006
+    files, held = admitted(1000, memory=2 * model), admitted(1000, memory=2**40)
+    assert len(list(files.spool._folder.iterdir())) >= 997  # type: ignore[union-attr]
+    assert held.spool._folder is None
+    for cohort in (files.cohort, held.cohort):
+        few, more = (tensor_peak(partial(mean_of, Cohort(cohort.updates[-n:]))) for n in (5, 15))
+        assert more - few <= 10 * 16, "beyond a number or two per client, no client adds to it"
+        assert more + python_peak(partial(mean_of, cohort)) <= 2 * model
+    a, b = mean_of(files.cohort), mean_of(held.cohort)
+    assert all(a[n].equal(b[n]) for n in a)

@@ -1,0 +1,58 @@
+"""Where inputs come from, and what they look like when there are none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fedfuse.core.inputs import InputForm
+from fedfuse.core.model import Single
+from fedfuse.core.rows import Rows
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench
+from fedfuse.errors import RecipeError
+from fedfuse.server.steps.lessons import ServerRows, Unlabelled, held_inputs, input_form
+
+SPEC = Spec("mlp", {"inputs": 4, "classes": 2})
+ROWS = Rows(torch.randn(10, 4), torch.zeros(10, dtype=torch.int64))
+
+
+def test_given_inputs_come_once() -> None:
+    teacher, student = Single.of(SPEC.build(), SPEC), SPEC.build()
+    bench = Bench(rows=ROWS, unlabelled=torch.ones(3, 4))
+    assert ServerRows()(0, teacher, student, bench).equal(ROWS.x)
+    assert len(ServerRows()(1, teacher, student, bench)) == 0
+    assert Unlabelled()(0, teacher, student, bench).equal(torch.ones(3, 4))
+    assert len(Unlabelled()(5, teacher, student, bench)) == 0
+    with pytest.raises(RecipeError, match=r"set data\.unlabelled"):
+        Unlabelled()(0, teacher, student, Bench())
+    with pytest.raises(RecipeError, match=r"set data\.server_fraction"):
+        ServerRows()(0, teacher, student, Bench())
+
+
+def test_the_form_of_inputs_is_found_where_it_is_said() -> None:
+    said = InputForm((3, 9, 9), (-1.0,), (2.0,))
+    assert input_form(Bench(rows=ROWS, inputs=said), SPEC) is said
+    assert input_form(Bench(rows=ROWS), Spec("lenet")).shape == (4,)
+    assert input_form(Bench(unlabelled=torch.ones(2, 1, 5, 5)), SPEC).shape == (1, 5, 5)
+    assert input_form(Bench(), SPEC).shape == (4,)
+    assert input_form(Bench(), Spec("lenet", {"channels": 3})).shape == (3, 28, 28)
+    with pytest.raises(RecipeError, match="does not say what its inputs look like"):
+        input_form(Bench(), Spec.of(nn.Linear(3, 2)))
+
+
+def test_held_inputs_are_a_seeded_sample_of_the_servers_own() -> None:
+    found = held_inputs(Bench(rows=ROWS, unlabelled=torch.ones(3, 4)), 6, "probe")
+    assert found is not None
+    x, source = found
+    assert source == "server"
+    assert len(x) == 6
+    assert all(bool((ROWS.x == row).all(1).any()) for row in x)
+    again = held_inputs(Bench(rows=ROWS), 6, "probe")
+    assert again is not None
+    assert again[0].equal(x)
+    bare = held_inputs(Bench(unlabelled=torch.ones(3, 4)), 6, "probe")
+    assert bare is not None
+    assert (len(bare[0]), bare[1]) == (3, "unlabelled")
+    assert held_inputs(Bench(), 6, "probe") is None

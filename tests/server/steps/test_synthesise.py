@@ -1,0 +1,170 @@
+"""Inputs made of networks: answers asked for are answers given, and DENSE's losses are as written."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedfuse.core.combine import FirstLayer, MeanLogit, TopLogit
+from fedfuse.core.inputs import InputForm
+from fedfuse.core.model import Mixture, Single
+from fedfuse.core.posterior import Posterior
+from fedfuse.core.settings import LocalSettings
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench
+from fedfuse.data.transforms import CropFlip
+from fedfuse.server.steps.synthesise import (
+    Generate,
+    Impressions,
+    answer_and_gap,
+    answered,
+    class_similarity,
+    generator,
+    renewed,
+    wanted_answers,
+)
+
+LINEAR = Spec("mlp", {"inputs": 6, "hidden": [], "classes": 3})
+BENCH = Bench(inputs=InputForm((6,), (-3.0,), (3.0,)), classes=3, seed=5)
+
+
+def linear(weight: torch.Tensor) -> Single:
+    return Single(LINEAR, Posterior({"classifier.weight": weight, "classifier.bias": torch.zeros(3)}))
+
+
+def mixture(*members: Single, rule: TopLogit | MeanLogit | FirstLayer | None = None) -> Mixture:
+    alike = torch.full((len(members),), 1 / len(members), dtype=torch.float64)
+    return Mixture(members, alike, rule or MeanLogit())
+
+
+def test_similar_classes_have_similar_rows() -> None:
+    rows = torch.tensor([[1.0, 0.0], [0.6, 0.8], [-1.0, 0.0]])
+    spec = Spec("mlp", {"inputs": 2, "hidden": [], "classes": 3})
+    member = Single(spec, Posterior({"classifier.weight": 5 * rows, "classifier.bias": torch.zeros(3)}))
+    cosine = torch.tensor([[1.0, 0.6, -1.0], [0.6, 1.0, -0.6], [-1.0, -0.6, 1.0]])
+    expected = (cosine - cosine.amin(1, keepdim=True)) / (cosine.amax(1, keepdim=True) - cosine.amin(1, keepdim=True))
+    assert torch.allclose(class_similarity([member], 3), expected, atol=1e-6)
+    assert torch.allclose(class_similarity([member, member], 3), expected, atol=1e-6)
+    assert torch.allclose(class_similarity([member], 2), torch.eye(2), atol=1e-6), "an unknown class is left out"
+
+
+def test_wanted_answers_are_dirichlet_draws() -> None:
+    similarity = torch.tensor([[1.0, 0.5, 0.25], [0.5, 1.0, 0.5], [0.1, 0.2, 1.0]])
+    made = Impressions(count=60_000, beta=(1.0,))
+    answers = wanted_answers(similarity, made, torch.Generator().manual_seed(0)).double()
+    assert torch.allclose(answers.sum(-1), torch.ones(60_000, dtype=torch.float64), atol=1e-5)
+    for c in range(3):
+        alpha, mine = similarity[c].double(), answers[c::3]
+        total = float(alpha.sum())
+        mean = alpha / total
+        assert torch.allclose(mine.mean(0), mean, atol=0.01)
+        assert torch.allclose(mine.var(0), mean * (1 - mean) / (total + 1), atol=0.01)
+    extreme = wanted_answers(similarity, Impressions(count=600, beta=(1e-3,)), torch.Generator().manual_seed(0))
+    assert extreme.isfinite().all(), "parameters near zero do not become 0/0"
+    assert (extreme.amax(-1) > 0.99).double().mean() > 0.9
+
+
+def test_impressions_are_answered_as_they_were_wanted() -> None:
+    torch.manual_seed(0)
+    teacher = mixture(linear(3 * torch.randn(3, 6)), linear(3 * torch.randn(3, 6)), rule=TopLogit(1))
+    made = Impressions(count=30, steps=400, lr=0.1, temperature=2.0, batch=20)
+    x = made(0, teacher, None, BENCH)
+    assert x.shape == (30, 6)
+    assert x.abs().max() <= 3
+    draw = BENCH.stream("impressions")
+    wanted = wanted_answers(class_similarity(teacher.members, 3), made, draw)
+    given = (teacher.logits(x) / 2).softmax(-1)
+    assert (given.argmax(-1) == wanted.argmax(-1)).double().mean() > 0.9
+    noise = (teacher.logits(BENCH.inputs.noise(30, draw)) / 2).log_softmax(-1)  # type: ignore[union-attr]
+    assert F.kl_div(given.log(), wanted, reduction="batchmean") < 0.3 * F.kl_div(noise, wanted, reduction="batchmean")
+    assert x.equal(made(0, teacher, None, BENCH)), "same seed, same inputs"
+    assert len(made(1, teacher, None, BENCH)) == 0
+
+
+def test_dense_loss_by_hand() -> None:
+    """Two images, two classes: the student agrees on the first, and not on the second."""
+    teacher = torch.tensor([[math.log(3), 0.0], [math.log(4), 0.0]])
+    student = torch.tensor([[0.5, 0.0], [0.0, math.log(2)]])
+    labels, gap = torch.tensor([0, 1]), torch.tensor(7.0)
+    one_hot = (-math.log(3 / 4) - math.log(1 / 5)) / 2
+    apart = 4 / 5 * math.log((4 / 5) / (1 / 3)) + 1 / 5 * math.log((1 / 5) / (2 / 3))
+    loss = Generate(oh=2.0, bn=3.0, adv=5.0).loss(teacher, student, labels, gap)
+    assert float(loss) == pytest.approx(2 * one_hot + 3 * 7.0 - 5 * apart / 2, rel=1e-5)
+
+
+def test_the_gap_is_the_distance_to_what_norms_remember() -> None:
+    net = nn.Sequential(nn.BatchNorm2d(2), nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2))
+    spec = Spec.of(net)
+    members = []
+    torch.manual_seed(0)
+    for _ in range(2):
+        params = {n: t.clone() for n, t in spec.build().state_dict().items()}
+        params |= {n: torch.rand_like(t) for n, t in params.items() if "running" in n}
+        members.append(Single(spec, Posterior(params)))
+    x = torch.randn(5, 2, 2, 2)
+    z, gap = answer_and_gap(mixture(*members), x)
+    expected = 0.0
+    for m in members:
+        p = m.posterior.mean
+        first = F.batch_norm(x, p["0.running_mean"], p["0.running_var"], p["0.weight"], p["0.bias"])
+        second = F.conv2d(first, p["1.weight"], p["1.bias"])
+        for h, norm in ((x, "0"), (second, "2")):
+            mean, var = h.mean((0, 2, 3)), h.var((0, 2, 3), correction=0)
+            expected += float((mean - p[f"{norm}.running_mean"]).norm() + (var - p[f"{norm}.running_var"]).norm())
+    assert float(gap) == pytest.approx(expected / 2, rel=1e-5)
+    assert torch.allclose(z, torch.stack([m.logits(x) for m in members]).mean(0), atol=1e-6)
+    assert float(answer_and_gap(mixture(linear(torch.eye(3, 6))), torch.zeros(2, 6))[1]) == 0.0
+
+
+def test_members_chosen_early_teach_too() -> None:
+    torch.manual_seed(0)
+    teacher = mixture(linear(torch.randn(3, 6)), linear(torch.randn(3, 6)), rule=FirstLayer(1))
+    x = torch.randn(8, 6)
+    assert torch.allclose(answer_and_gap(teacher, x)[0], teacher.logits(x), atol=1e-6)
+    assert answered(teacher, InputForm((6,))) == 3
+
+
+def test_generators_paint_inputs_of_every_form() -> None:
+    for shape in ((1, 28, 28), (3, 32, 32), (1, 8, 8), (2, 7, 5), (1, 3, 3), (6,)):
+        net = renewed(generator(InputForm(shape), 10, 4), torch.Generator().manual_seed(0))
+        assert net(torch.randn(4, 10)).shape == (4, *shape)
+    assert net[0].weight.std() < 0.03  # type: ignore[index, union-attr]
+
+
+def test_dense_generator_finds_images_the_teacher_is_sure_of_and_the_student_gets_wrong() -> None:
+    torch.manual_seed(1)
+    teacher = mixture(linear(torch.randn(3, 6)), linear(torch.randn(3, 6)))
+    student = LINEAR.build().eval().requires_grad_(False)
+    made = Generate(batch=32, latent=8, steps=40, lr=0.02, adv=0.0, width=8)
+    x = made(0, teacher, student, BENCH)
+    labels = _labels(made, epoch=0)
+    noise = BENCH.inputs.noise(32, torch.Generator().manual_seed(0))  # type: ignore[union-attr]
+    assert F.cross_entropy(teacher.logits(x), labels) < 0.7 * F.cross_entropy(teacher.logits(noise), labels)
+    wrong = Generate(batch=32, latent=8, steps=40, lr=0.02, oh=0.0, adv=1.0, width=8)(0, teacher, student, BENCH)
+    differ = [(teacher.logits(v).argmax(-1) != student(v).argmax(-1)).double().mean() for v in (wrong, x)]
+    assert differ[0] > differ[1]
+    assert x.equal(made(0, teacher, student, BENCH)), "same seed, same images"
+    assert not x.equal(made(1, teacher, student, BENCH)), "a new generator every epoch"
+
+
+def _labels(made: Generate, epoch: int) -> torch.Tensor:
+    draw = BENCH.stream("generate", epoch)
+    assert BENCH.inputs is not None
+    renewed(generator(BENCH.inputs, made.latent, made.width), draw)
+    torch.randn(made.batch, made.latent, generator=draw)
+    return torch.randint(3, (made.batch,), generator=draw)
+
+
+def test_views_are_augmented_as_clients_rows_were() -> None:
+    spec = Spec("lenet", {"size": 8, "classes": 3, "hidden": [4]})
+    teacher = mixture(Single.of(spec.build(), spec))
+    made = Generate(batch=4, latent=4, steps=2, width=2)
+    plain = Bench(inputs=InputForm((1, 8, 8)), classes=3)
+    moved = Bench(inputs=InputForm((1, 8, 8)), classes=3, local=LocalSettings(augment=CropFlip(pad=2)))
+    student = spec.build().eval()
+    assert made(0, teacher, student, plain).shape == (4, 1, 8, 8)
+    assert made(0, teacher, student, moved).shape == (4, 1, 8, 8)

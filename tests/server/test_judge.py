@@ -1,0 +1,223 @@
+"""The judge against hand computations and torchmetrics."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics.functional.classification import (
+    multiclass_accuracy,
+    multiclass_calibration_error,
+    multiclass_confusion_matrix,
+)
+
+from fedfuse.core.combine import MeanProbability
+from fedfuse.core.messages import ClientUpdate, Cohort
+from fedfuse.core.model import Apart, Mixture, Single
+from fedfuse.core.posterior import Posterior
+from fedfuse.core.rows import Rows
+from fedfuse.core.spec import Spec
+from fedfuse.errors import RecipeError
+from fedfuse.server.admit import Admission
+from fedfuse.server.judge import Judge, log_probabilities, measure, spread
+from fedfuse.wire.spool import Spool
+
+LINEAR = Spec("mlp", {"inputs": 3, "hidden": [], "classes": 3})
+
+
+def table(rows: int, classes: int, seed: int, sharpness: float = 3.0) -> tuple[Tensor, Tensor]:
+    """Random log probabilities and labels that often agree with them."""
+    draw = torch.Generator().manual_seed(seed)
+    logits = sharpness * torch.randn(rows, classes, generator=draw, dtype=torch.float64)
+    labels = torch.where(
+        torch.rand(rows, generator=draw) < 0.6, logits.argmax(-1), torch.randint(classes, (rows,), generator=draw)
+    )
+    return logits.log_softmax(-1), labels
+
+
+def network(weight: Tensor) -> Single:
+    """A linear network with this weight matrix; a scaled identity says class = position of the largest input."""
+    return Single(LINEAR, Posterior(dict(zip(LINEAR.build().state_dict(), (weight, torch.zeros(3)), strict=True))))
+
+
+def admitted(**networks: Single) -> Admission:
+    updates = [
+        ClientUpdate(c, m.posterior, mass=float(place), steps=place, spec=m.spec, facts={"loss": 0.5})
+        for place, (c, m) in enumerate(networks.items(), 1)
+    ]
+    return Admission(Cohort.of(updates), Spool(2**20))
+
+
+def corners(*labels: int) -> Rows:
+    """Rows whose largest input stands at 0, 1, 2, 0, …: the identity network says exactly that."""
+    return Rows(torch.eye(3)[torch.arange(len(labels)) % 3], torch.tensor(labels, dtype=torch.int64))
+
+
+IDENTITY, TURNED = network(10 * torch.eye(3)), network(10 * torch.eye(3).roll(1, 0))
+
+
+def test_scores_of_two_rows_by_hand() -> None:
+    scores = measure(
+        torch.tensor([[0.7, 0.3], [0.4, 0.6]], dtype=torch.float64).log(), torch.tensor([0, 0]), 2, bins=10
+    )
+    assert scores["accuracy"] == 0.5
+    assert scores["nll"] == pytest.approx(-(math.log(0.7) + math.log(0.4)) / 2)
+    assert scores["brier"] == pytest.approx(((0.3**2 + 0.3**2) + (0.6**2 + 0.6**2)) / 2)
+    assert scores["ece"] == pytest.approx((abs(1 - 0.7) + abs(0 - 0.6)) / 2)
+    assert scores["per_class"] == [0.5, None]
+    assert scores["confusion"] == [[1, 1], [0, 0]]
+    assert scores["reliability"]["count"] == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("bins", [1, 5, 15, 40])
+@pytest.mark.parametrize("classes", [2, 10])
+def test_scores_agree_with_torchmetrics(bins: int, classes: int) -> None:
+    log_probs, labels = table(500, classes, seed=bins)
+    scores, probs = measure(log_probs, labels, classes, bins), log_probs.exp()
+    ece = multiclass_calibration_error(probs, labels, classes, n_bins=bins, norm="l1")
+    matrix = multiclass_confusion_matrix(probs, labels, classes)
+    per_class = multiclass_accuracy(probs, labels, classes, average="none")
+    assert float(probs.max()) < 1  # torchmetrics puts a confidence of exactly one into a bin that does not exist
+    assert scores["ece"] == pytest.approx(float(ece), abs=1e-6)
+    assert scores["accuracy"] == pytest.approx(float(multiclass_accuracy(probs, labels, classes, average="micro")))
+    assert scores["confusion"] == matrix.tolist()
+    assert scores["per_class"] == pytest.approx(per_class.tolist())
+    assert scores["nll"] == pytest.approx(float(F.nll_loss(log_probs, labels)))
+    assert scores["brier"] == pytest.approx(float((probs - F.one_hot(labels, classes)).square().sum(-1).mean()))
+
+
+@given(st.integers(1, 60), st.integers(2, 6), st.integers(1, 20), st.floats(0, 400), st.integers(0, 10**6))
+def test_the_calibration_error_is_the_definition(rows: int, classes: int, bins: int, sharp: float, seed: int) -> None:
+    log_probs, labels = table(rows, classes, seed, sharp)  # from uniform to certain beyond doubt
+    confidence, guess = log_probs.exp().max(-1)
+    gap = 0.0
+    for b in range(bins):  # bins (lower, upper]
+        inside = [i for i, c in enumerate(confidence.tolist()) if math.ceil(c * bins) == b + 1]
+        if inside:
+            right = sum(int(guess[i] == labels[i]) for i in inside) / len(inside)
+            gap += len(inside) / rows * abs(right - float(confidence[inside].mean()))
+    scores = measure(log_probs, labels, classes, bins)
+    assert scores["ece"] == pytest.approx(gap, abs=1e-12)
+    assert sum(scores["reliability"]["count"]) == rows
+    assert 0 <= scores["ece"] <= 1
+    assert 0 <= scores["brier"] <= 2
+
+
+def test_certainty_falls_in_the_last_bin() -> None:
+    scores = measure(torch.tensor([[0.0, -math.inf]] * 4), torch.tensor([0, 0, 0, 1]), 2, bins=15)
+    assert scores["reliability"]["count"] == [0] * 14 + [4]
+    assert scores["ece"] == pytest.approx(0.25)
+    assert scores["nll"] == math.inf
+
+
+def test_outputs_beyond_the_classes_are_left_out_and_the_rest_renormalised() -> None:
+    logits = torch.tensor([[1.0, 2.0, 9.0], [0.5, -1.0, 3.0]], dtype=torch.float64)
+    labels = torch.tensor([1, 0])
+    open_set, closed = measure(logits.log_softmax(-1), labels, 2), measure(logits[:, :2].log_softmax(-1), labels, 2)
+    for name in ("accuracy", "nll", "ece", "brier", "per_class"):
+        assert open_set[name] == pytest.approx(closed[name])
+
+
+def test_a_network_that_overflows_is_scored_and_not_feared() -> None:
+    scores = measure(torch.full((3, 2), math.nan), torch.tensor([0, 1, 1]), 2)
+    assert math.isnan(scores["nll"])
+    assert sum(scores["reliability"]["count"]) == 3
+
+
+def test_batches_do_not_matter() -> None:
+    x = torch.randn(17, 3, generator=torch.Generator().manual_seed(0))
+    whole = log_probabilities(TURNED, x, batch=100)
+    torch.testing.assert_close(log_probabilities(TURNED, x, batch=4), whole)
+    assert whole.dtype == torch.float64
+    torch.testing.assert_close(whole.exp().sum(-1), torch.ones(17, dtype=torch.float64))
+
+
+def test_a_mixture_is_scored_by_its_common_answer() -> None:
+    both = Mixture((IDENTITY, TURNED), torch.tensor([0.9, 0.1], dtype=torch.float64), MeanProbability())
+    scores = Judge(corners(0, 1, 2), 3).score(both)
+    sure = math.exp(10) / (math.exp(10) + 2)
+    assert scores["accuracy"] == 1.0
+    assert scores["nll"] == pytest.approx(-math.log(0.9 * sure + 0.1 * (1 - sure) / 2), rel=1e-5)
+
+
+def test_clients_are_scored_on_the_test_rows_and_on_rows_of_their_own() -> None:
+    held = {"a": corners(0, 1), "b": corners(1, 1), "c": corners(2, 0, 1), "empty": corners()}
+    judge = Judge(corners(0, 1, 2, 1), 3, held_out=held, clients="every")
+    scores = judge.score(IDENTITY, admitted(a=IDENTITY, b=TURNED), last=False)
+    clients = scores["clients"]
+    assert clients["a"] == {"mass": 1.0, "steps": 1, "loss": 0.5, "accuracy": 0.75, "own_accuracy": 1.0}
+    assert clients["b"] == {"mass": 2.0, "steps": 2, "loss": 0.5, "accuracy": 0.25, "own_accuracy": 0.5}
+    assert clients["c"] == {"own_accuracy": 0.0}  # it was not asked in this round, and is judged all the same
+    assert scores["client_accuracy_mean"] == 0.5
+    assert scores["client_accuracy_weighted"] == pytest.approx((0.75 + 2 * 0.25) / 3)
+    assert scores["client_accuracy_std"] == 0.25
+    assert scores["own_accuracy_mean"] == 0.5
+    assert scores["own_accuracy_weighted"] == pytest.approx((2 * 1.0 + 2 * 0.5 + 3 * 0.0) / 7)
+    assert scores["own_accuracy_worst10"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("when", "last", "told"), [("never", True, False), ("last", False, False), ("last", True, True)]
+)
+def test_clients_are_scored_when_asked_for(when: Any, last: bool, told: bool) -> None:
+    scores = Judge(corners(0, 1, 2), 3, clients=when).score(IDENTITY, admitted(a=IDENTITY), last=last)
+    assert ("clients" in scores) is told
+
+
+def test_networks_that_stay_apart_are_judged_one_by_one() -> None:
+    test = corners(0, 1, 2, 1)
+    held = {"a": corners(0, 1), "b": corners(1, 2)}
+    judge = Judge(test, 3, held_out=held)
+    scores = judge.score(Apart((IDENTITY, TURNED)), admitted(a=IDENTITY, b=TURNED))
+    one, other = judge.evaluate(IDENTITY), judge.evaluate(TURNED)
+    for name in ("accuracy", "nll", "ece", "brier"):
+        assert scores[name] == pytest.approx((one[name] + other[name]) / 2)
+    assert scores["confusion"] == (torch.tensor(one["confusion"]) + torch.tensor(other["confusion"])).tolist()
+    assert scores["per_class"] == [0.5, 0.5, 0.5]
+    assert scores["reliability"]["count"][-1] == 8
+    assert scores["reliability"]["accuracy"][-1] == pytest.approx((0.75 + 0.25) / 2)
+    assert [scores["clients"][c]["own_accuracy"] for c in "ab"] == [1.0, 1.0]  # each with its own network
+    with pytest.raises(RecipeError, match="no common answer"):
+        log_probabilities(Apart((IDENTITY,)), test.x)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(1, 100)), min_size=1, max_size=40))
+def test_spread_is_mean_deviation_and_worst_tenth(found: list[tuple[float, float]]) -> None:
+    accuracies = {f"c{i}": a for i, (a, _) in enumerate(found)}
+    masses = {f"c{i}": m for i, (_, m) in enumerate(found)}
+    values = torch.tensor([a for a, _ in found], dtype=torch.float64)
+    weights = torch.tensor([m for _, m in found], dtype=torch.float64)
+    told = spread(accuracies, masses)
+    worst = values.sort().values[: -(-len(values) // 10)]
+    assert told["client_accuracy_mean"] == pytest.approx(float(values.mean()))
+    assert told["client_accuracy_std"] == pytest.approx(float(values.std(correction=0)), abs=1e-9)
+    assert told["client_accuracy_weighted"] == pytest.approx(float((values * weights).sum() / weights.sum()))
+    assert told["client_accuracy_worst10"] == pytest.approx(float(worst.mean()))
+
+
+def test_nobody_has_no_spread() -> None:
+    assert spread({}, {}) == {}
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A model that says the same of every row."""
+
+    says: Tensor
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.says.expand(len(x), -1)
+
+
+def test_the_server_may_ask_about_other_rows() -> None:
+    judge = Judge(corners(0, 1, 2), 3)
+    says_one: Any = Fixed(torch.tensor([0.0, 5.0, 0.0]))
+    assert judge.evaluate(says_one)["accuracy"] == pytest.approx(1 / 3)
+    assert judge.evaluate(says_one, corners(1, 1))["accuracy"] == 1.0
