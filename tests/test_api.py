@@ -67,6 +67,7 @@ def same(a: Params, b: Params) -> bool:
 
 def test_methods_are_known_by_name() -> None:
     assert {"fedavg", "fedlpa", "laplace"} <= set(fedfuse.methods())
+    assert fedfuse.methods() == fedfuse.methods()  # finding the methods must not hide the function that names them
     assert fedfuse.method("fedlpa", damping=0.1).label == "fedlpa(damping=0.1)"
     with pytest.raises(ConfigError, match="did you mean 'damping'"):
         fedfuse.method("fedlpa", dampin=0.1)

@@ -6,6 +6,7 @@ Example:
     {'w': tensor([0.5000])}
 """
 
+import fedfuse.methods  # noqa: F401 - importing it later would put the package in the place of the function `methods`
 from fedfuse.api import Fused, Update, fuse, local_update, method, methods, run
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
