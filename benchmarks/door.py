@@ -98,7 +98,7 @@ def measure(case: Case) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the rows here")
-    parser.add_argument("--threads", type=int, default=1, help="threads (default 1)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads (default: all)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"{'case':<34}{'MB':>8}{'admit µs':>12}{'mean µs':>12}{'ratio':>8}")

@@ -1,7 +1,8 @@
 """How fast does a mixture answer, and in how much memory? Against a loop over its members.
 
 Run `python benchmarks/mixture.py [--json FILE] [--members N] [--rows N] [--threads N]`. Members answer 10,000 MNIST
-test images where those are found (else noise); the mixture and the loop take turns, and the best of each counts.
+test images where those are found (else noise); the mixture and the loop take turns, and the best processor time of
+each counts.
 Twenty stacked MLPs may take at most 60 % of the loop's time, LeNets never more than the loop. Memory is the growth of a
 process's peak while it answers, at several limits; the loop runs on all images at once.
 """
@@ -77,13 +78,13 @@ def one_by_one(model: Mixture, x: Tensor) -> Tensor:
 
 
 def best_times(ways: list[Callable[[], Tensor]], repeats: int) -> list[float]:
-    """The best time of each, taken in turns so that a busy neighbour disturbs all alike."""
+    """The best processor time of each, taken in turns so that a busy neighbour disturbs all alike."""
     best = [float("inf")] * len(ways)
     for _ in range(repeats):
         for place, way in enumerate(ways):
-            began = time.perf_counter()
+            began = time.process_time()
             way()
-            best[place] = min(best[place], time.perf_counter() - began)
+            best[place] = min(best[place], time.process_time() - began)
     return best
 
 

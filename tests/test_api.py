@@ -99,7 +99,9 @@ def test_a_fused_file_opens_with_plain_safetensors_in_the_users_own_model(tmp_pa
 
 def test_an_update_says_what_it_reveals_and_gives_its_weights(files: list[Path]) -> None:
     header = read(files[0]).header
-    assert header["reveals"] == ["second moments of every layer's inputs and gradients, averaged over the client's rows"]
+    assert header["reveals"] == [
+        "second moments of every layer's inputs and gradients, averaged over the client's rows"
+    ]
     assert (header["client"], header["method"], header["classes"]) == ("site-0", "fedlpa", 3)
     assert update(0, "fedavg").reveals == ()
     assert set(update(0).state_dict()) == set(net().state_dict())
@@ -259,7 +261,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
-def test_one_bad_file_is_refused_by_name_and_the_others_are_fused(files: list[Path], fault: Callable[..., None]) -> None:
+def test_one_bad_file_is_refused_by_name_and_the_others_are_fused(
+    files: list[Path], fault: Callable[..., None]
+) -> None:
     good = fedfuse.fuse(files[1:], "fedlpa", model=net())
     tampered(files[0], fault)
     fused = fedfuse.fuse(files, "fedlpa", model=net())
@@ -329,3 +333,10 @@ def test_apart_models_have_no_common_answer() -> None:
     fused = fedfuse.fuse([update(k, "local") for k in range(2)], "local", model=net())
     with pytest.raises(RecipeError, match="no common answer"):
         fused.logits(rows(0)[0])
+
+
+def test_a_fused_state_dict_without_a_network_says_that_it_cannot_run() -> None:
+    fused = fedfuse.fuse([{"w": torch.zeros(1, 1)}, {"w": torch.ones(1, 1)}])
+    for ask in (fused.module, lambda: fused.logits(torch.zeros(1, 1))):
+        with pytest.raises(RecipeError, match="pass model= to run"):
+            ask()

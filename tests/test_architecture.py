@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "console": {"core", "experiment", "report", "errors"},
     "cli": {"core", "data", "experiment", "report", "console", "api", "errors"},
-    "__init__": {"api", "core", "errors"},
+    "__init__": {"api", "core", "methods", "errors"},
     "__main__": {"cli"},
 }
 
@@ -148,9 +148,10 @@ def test_reports_need_no_torch(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_no_branch_on_a_methods_name_outside_methods(path: Path) -> None:
-    branch = re.compile(rf"(==|!=| in) *[\[\(\{{]?[\"']({METHOD_NAMES})[\"']")
+    branch = re.compile(rf"(==|!=|\bin|\bcase) *[\[\(\{{]?[\"']({METHOD_NAMES})[\"']")
+    loop = re.compile(r"\bfor \w+ in\b")  # to draw several by name is no branch
     if part_of(path) != "methods":
-        lines = [line for line in path.read_text().splitlines() if branch.search(line)]
+        lines = [line for line in path.read_text().splitlines() if branch.search(loop.sub("", line))]
         assert not lines, "the seam is wrong, not the method"
 
 

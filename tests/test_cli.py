@@ -234,6 +234,14 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(fedfuse: Fedfuse, tmp_path:
     ]
 
 
+def test_any_other_trouble_with_a_file_is_one_sentence_too(fedfuse: Fedfuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise PermissionError(13, "Permission denied", "/somewhere")
+
+    monkeypatch.setattr("fedfuse.experiment.doctor.examine", broken)
+    refused(fedfuse("doctor"), "/somewhere cannot be used: Permission denied")
+
+
 def test_a_lost_quorum_is_code_3(fedfuse: Fedfuse) -> None:
     said = run(fedfuse, "--out", "here", "--set", "local.optimizer.lr=1e30", "--set", "local.epochs=3")
     assert said.code == QuorumLost.exit_code == 3

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief
-from fedfuse.core.model import Model, Single
+from fedfuse.core.model import Model, Single, networks
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
@@ -23,7 +23,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.admit import Rules
-from fedfuse.server.gather import Item, fingerprint, first_difference, gather
+from fedfuse.server.gather import Bundle, Item, fingerprint, first_difference, gather
 from fedfuse.server.guard import Guard, Guarded
 from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read, write
 from fedfuse.wire.files import save_model
@@ -93,7 +93,7 @@ class Fused:
 
     def module(self, like: nn.Module | None = None) -> nn.Module:
         """A network with the fused weights: a new one, or the given one filled in."""
-        module = _one(self.model).spec.build() if like is None else like
+        module = _runnable(_one(self.model)).spec.build() if like is None else like
         module.load_state_dict(self.state_dict())
         return module.eval()
 
@@ -101,6 +101,8 @@ class Fused:
         """The fused model's answer."""
         if not hasattr(self.model, "logits"):
             raise RecipeError("models that stay apart have no common answer; ask each of model.members")
+        for member in networks(self.model):
+            _runnable(member)
         return self.model.logits(x)
 
     def save(self, path: str | Path) -> Path:
@@ -335,4 +337,10 @@ def _one(model: Model) -> Single:
     if not isinstance(model, Single):
         kind = type(model).__name__.lower()
         raise RecipeError(f"the result is a {kind} of networks, not one; save it, ask its logits, or distil it")
+    return model
+
+
+def _runnable(model: Single) -> Single:
+    if isinstance(model.spec.prototype, Bundle):
+        raise RecipeError("plain state dicts say nothing of their network; pass model= to run what was fused")
     return model

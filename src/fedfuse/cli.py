@@ -370,6 +370,9 @@ def main() -> None:
     except FuseError as why:
         console.complain(str(why))
         raise SystemExit(why.exit_code) from None
+    except OSError as why:
+        console.complain(f"{why.filename or 'a file'} cannot be used: {why.strerror or why}")
+        raise SystemExit(ConfigError.exit_code) from None
     except KeyboardInterrupt:
         console.complain("stopped")
         raise SystemExit(1) from None

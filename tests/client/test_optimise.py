@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedfuse.client.optimise import shape_gradients, stepper
+from fedfuse.client.optimise import shape_gradients, spread_step, stepper
 from fedfuse.core.settings import LocalSettings, Optimizer
 
 OURS_AND_THEIRS: list[tuple[dict[str, Any], Callable[[list[Tensor]], torch.optim.Optimizer]]] = [
@@ -101,3 +101,18 @@ def test_l1_comes_before_clipping() -> None:
     grads = [torch.tensor([3.0])]
     shape_gradients([torch.tensor([1.0])], grads, LocalSettings(l1=1.0, clip=2.0))
     assert grads[0].item() == pytest.approx(2.0)
+
+
+def test_log_variances_take_natural_gradient_steps_of_bounded_length() -> None:
+    """With L = h σ²/2 + KL/n the step is −η (σ² (n h + 1) − 1): zero exactly at the posterior's variance."""
+    n, h, rate = 50, 0.4, 0.1
+    rho = torch.tensor([-6.0, -torch.tensor(n * h + 1).log().item(), 8.0], requires_grad=True)
+    loss = (h * rho.exp() / 2 + (rho.exp() - 1 - rho) / (2 * n)).sum()
+    (grad,) = torch.autograd.grad(loss, [rho])
+    moved = rho.detach().clone()
+    spread_step([moved], [grad], rate, n)
+    expected = -rate * (rho.detach().exp() * (n * h + 1) - 1)
+    assert torch.allclose(moved - rho.detach(), expected.clamp(-1, 1), atol=1e-6)
+    assert (moved - rho.detach()).tolist() == pytest.approx(
+        [rate * (1 - 21 * torch.tensor(-6.0).exp().item()), 0, -1], abs=1e-6
+    )

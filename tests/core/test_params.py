@@ -169,3 +169,34 @@ def test_with_role_lists_names() -> None:
 def test_squared_distance_sees_floating_tensors_only() -> None:
     a = {"w": torch.tensor([3.0]), "n": torch.tensor([9])}
     assert squared_distance(a, {"w": torch.tensor([1.0]), "n": torch.tensor([0])}) == 4.0
+
+
+class Believing(nn.Module):
+    """Somebody's own Bayesian layer, and a log-variance that is nobody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.log_variance = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(2, 3))
+        self.bias, self.bias_log_variance = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+
+
+def test_log_variances_stand_beside_the_means_they_belong_to() -> None:
+    module = nn.Sequential(Believing(), nn.Linear(2, 2))
+    module.register_parameter("log_variance", nn.Parameter(torch.zeros(4, 4)))  # beside no weight
+    for layout in (Layout.of(module), Layout.guess(module.state_dict())):
+        assert layout.roles["0.log_variance"] == layout.roles["0.bias_log_variance"] == "spread"
+        assert layout.roles["log_variance"] == "weight"
+        assert layout.spreads == {"0.weight": "0.log_variance", "0.bias": "0.bias_log_variance"}
+        assert layout.home("0.log_variance") == layout.home("0.weight") is not None
+        first = next(layer for layer in layout.layers if layer.weight == "0.weight")
+        assert first.matrix(module.state_dict()).shape[0] == 2
+        assert not first.followers
+
+
+def test_a_layout_can_be_a_part_of_a_larger_one(resnet: nn.Module) -> None:
+    outer = nn.Module()
+    outer.net = resnet
+    inner = Layout.of(resnet).under("net")
+    assert inner.roles == Layout.of(outer).roles
+    assert [layer.weight for layer in inner.layers] == [layer.weight for layer in Layout.of(outer).layers]
+    assert Layout.of(nn.Linear(2, 1)).under("net").layers[0].name == "net"

@@ -5,10 +5,12 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint
 
 import pytest
+from pydantic import PositiveFloat
 
 from fedfuse.core import registry
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import Method, all_methods, find_method, method
+from fedfuse.core.settings import Settings
 from fedfuse.errors import ConfigError
 from fedfuse.server.aggregate.mean import Mean
 
@@ -90,3 +92,43 @@ def test_installed_packages_bring_methods_by_entry_point(
     monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == "fedfuse.methods" else [])
     registry._discover.__wrapped__()
     assert loaded == ["other_package.methods"]
+
+
+class Shared(Settings):
+    """Options several methods have.
+
+    Attributes:
+        mu: how strong
+            the pull is.
+        names: of what.
+    """
+
+    mu: PositiveFloat = 0.5
+    names: tuple[str, ...] = ()
+
+
+def test_a_group_of_settings_is_spread_out_into_options(scratch: dict[str, Method]) -> None:
+    @method("grouped")
+    def grouped(uniform: bool = False, how: Shared = Shared()) -> Recipe:  # noqa: B008 - a value
+        """Average.
+
+        Args:
+            uniform: weigh alike.
+        """
+        return Recipe(aggregate=Mean(uniform), label=f"{how.mu} {how.names}")
+
+    found = find_method("grouped")
+    assert [(o.name, o.type, o.default) for o in found.options] == [
+        ("uniform", "bool", False),
+        ("mu", "float", 0.5),
+        ("names", "tuple[str, ...]", ()),
+    ]
+    assert [o.text for o in found.options] == ["weigh alike.", "how strong the pull is.", "of what."]
+    assert found.recipe(mu=2, names=["a"]).label == "2.0 ('a',)"
+    assert found.recipe().label == "0.5 ()"
+    with pytest.raises(ConfigError, match="option mu is -1, expected greater than 0"):
+        found.recipe(mu=-1)
+    with pytest.raises(ConfigError, match=r"no option 'muu'; did you mean 'mu'\? it has uniform, mu, names"):
+        found.recipe(muu=1)
+    with pytest.raises(ConfigError, match="no option 'how'"):
+        found.recipe(how=Shared())

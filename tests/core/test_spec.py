@@ -153,3 +153,11 @@ def test_resized_layers_know_their_new_sizes(
     spec = Spec.of(module).resized(new)
     state = {**dict(module.state_dict()), **new}
     assert spec.forward(state, torch.ones(x)).isfinite().all()
+
+
+def test_options_that_would_fill_the_memory_are_refused_without_allocating() -> None:
+    huge = Spec("mlp", {"inputs": 4, "hidden": [10**14, 10**14], "classes": 2})
+    with pytest.raises(ConfigError, match="cannot be built"):
+        huge.shapes()
+    large = Spec("mlp", {"inputs": 4, "hidden": [10**6, 10**6], "classes": 2})  # four terabytes
+    assert large.shapes()["fc2.weight"] == ((10**6, 10**6), torch.float32)

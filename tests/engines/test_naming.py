@@ -109,6 +109,12 @@ def test_code_counts_by_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(seen) == 4
 
 
+def test_our_own_code_counts_wherever_a_part_is_defined() -> None:
+    assert naming._code_of("fedfuse.client.objectives") == b""  # all of that package is in `source`
+    assert naming._code_of("fedfuse.methods.moon") == naming.file_digest("fedfuse.methods.moon")
+    assert naming.source() == naming.source.__wrapped__()
+
+
 def test_a_network_that_is_an_object_in_memory_has_no_name(brief: Brief) -> None:
     assert brief_digest(brief) is not None
     assert brief_digest(replace(brief, spec=Spec.of(odd_parts.Net()))) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,4 +34,9 @@ def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch, error: 
         raise error
 
     monkeypatch.setattr(subprocess, "run", fails)
+    assert commit() is None
+
+
+def test_somebody_elses_tree_is_not_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("fedfuse.experiment.environment.__file__", str(tmp_path / "a" / "b" / "c" / "environment.py"))
     assert commit() is None

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from fedfuse.core.registry import all_methods
 from fedfuse.engines.base import InProcess
-from fedfuse.errors import ConfigError, QuorumLost
+from fedfuse.errors import ConfigError, FuseError, QuorumLost
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.execute import Results, execute, free_folder
 from fedfuse.experiment.ledger import FLAT, Ledger
@@ -263,6 +264,21 @@ def test_a_crash_between_rounds_changes_nothing(tiny: Tiny, tmp_path: Path, meth
             run(experiment, out, watch=watch)
         run(experiment, out, resume=True)
         assert outcome(out) == outcome(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", sorted(all_methods()))
+def test_every_method_goes_on_after_a_crash_as_if_undisturbed(tiny: Tiny, tmp_path: Path, method: str) -> None:
+    data = {"clients": 3, "train_limit": 120, "test_limit": 60, "server_fraction": 0.2}
+    experiment = tiny(method, rounds=3, data=data)
+    try:
+        run(experiment, tmp_path / "whole")
+    except FuseError as why:
+        pytest.skip(f"{method} cannot run three rounds of so small an experiment: {why}")
+    with pytest.raises(Crash):
+        run(experiment, tmp_path / "stopped", watch=DiesAfter(2))
+    run(experiment, tmp_path / "stopped", resume=True)
+    assert outcome(tmp_path / "stopped") == outcome(tmp_path / "whole")
 
 
 class DiesAfter:

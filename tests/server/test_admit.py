@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.core.messages import Brief, Envelope, Flaw, Start
+from fedfuse.core.model import Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Diag, Flat, Geometry
 from fedfuse.core.spec import Spec
 from fedfuse.errors import NotConverged, Refused
-from fedfuse.server.admit import Contract, Rules, admit, admit_all, form_words, is_finite
+from fedfuse.models.bayes import BayesianLayers
+from fedfuse.server.admit import LEAST_LOG_VARIANCE, Contract, Rules, admit, admit_all, form_words, is_finite
 from fedfuse.wire.codec import encode, read
 from fedfuse.wire.messages import encode_reply, noted, reply_header
 
@@ -297,3 +299,41 @@ def test_beyond_the_memory_limit_updates_wait_in_files_and_are_the_same() -> Non
     for mine, theirs in zip(held.cohort, filed.cohort, strict=True):
         assert (mine.client, mine.mass) == (theirs.client, theirs.mass)
         assert all(mine.posterior.mean[n].equal(theirs.posterior.mean[n]) for n in PARAMS)
+
+
+BAYES = BayesianLayers(bias=True)(Single.of(MODULE[0], Spec.of(MODULE[0])), 2, seed=0)
+BELIEF = Brief(2, BAYES.spec, BAYES.posterior.mean, classes=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "got", "expected"),
+    [
+        ("net.log_variance", float("nan"), "not finite", "finite numbers"),
+        ("net.log_variance", float("-inf"), "not finite", "finite numbers"),  # a variance of zero
+        ("net.bias_log_variance", 20.5, "20.5", "log-variances up to 20"),
+    ],
+)
+def test_impossible_variances_are_refused_by_name(name: str, value: float, got: str, expected: str) -> None:
+    wrong = BELIEF.params[name].clone()
+    wrong.view(-1)[1] = value
+    why = refusal(reply(replace(BELIEF, params={**BELIEF.params, name: wrong})), Contract.of(BELIEF, ()))
+    assert (why.field, why.got, why.expected) == (name, got, expected)
+
+
+def test_missing_variances_are_refused_by_name() -> None:
+    less = {n: t for n, t in BELIEF.params.items() if n != "net.log_variance"}
+    why = refusal(reply(replace(BELIEF, params=less)), Contract.of(BELIEF, ()))
+    assert (why.field, why.got) == ("net.log_variance", "missing")
+
+
+def test_variances_whose_precision_would_drown_the_others_are_raised_and_counted() -> None:
+    tiny = BELIEF.params["net.log_variance"].clone()
+    tiny.view(-1)[:2] = -1e9
+    sent = {**BELIEF.params, "net.log_variance": tiny}
+    update = admit(Envelope("site-3", reply(replace(BELIEF, params=sent))), Contract.of(BELIEF, ()))
+    assert update.facts["raised_variances"] == 2
+    found = update.posterior.mean["net.log_variance"]
+    assert found.view(-1).tolist() == [LEAST_LOG_VARIANCE] * 2 + [-6.0] * 4
+    assert all(update.posterior.mean[n].equal(sent[n]) for n in sent if n != "net.log_variance")
+    untouched = admit(Envelope("site-3", reply(BELIEF)), Contract.of(BELIEF, ()))
+    assert "raised_variances" not in untouched.facts

@@ -149,6 +149,19 @@ def test_runs_join_what_lies_together_and_are_read_in_pieces() -> None:
     assert made.runs() == [("a",), ("n",), ("b",), ("c",)], "without places nothing is known to lie together"
 
 
+def test_messages_of_one_layout_share_their_table_and_nothing_else() -> None:
+    first, second = ({"a": torch.rand(3), "b": torch.rand(2, 2)} for _ in range(2))
+    one, two = (decode(encode(p, {"mass": m})) for m, p in enumerate((first, second)))
+    assert one.tensors.forms is two.tensors.forms
+    assert [one.header["mass"], two.header["mass"]] == [0, 1]
+    assert all(one.tensors[n].equal(first[n]) and two.tensors[n].equal(second[n]) for n in first)
+    turned = decode(encode({"b": first["b"], "a": first["a"]}, {})).tensors
+    assert list(turned) == ["b", "a"]
+    assert turned["a"].equal(first["a"])
+    with pytest.raises(Malformed, match="claim"):
+        decode(encode(first, {})[:-4])
+
+
 def test_a_part_keeps_places_and_renames() -> None:
     lazy = decode(encode({"a": torch.ones(2), "~b": torch.zeros(3), "~c": torch.ones(1)}, {})).tensors
     notes = lazy.part(lambda n: n.startswith("~"), lambda n: n.removeprefix("~"))

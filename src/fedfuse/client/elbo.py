@@ -10,7 +10,7 @@ import torch
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedfuse.core.recipe import Batch, CrossEntropy, Objective
+from fedfuse.core.recipe import Aggregator, Batch, CrossEntropy, Objective, Recipe
 from fedfuse.core.settings import Settings
 from fedfuse.core.state import Local
 from fedfuse.errors import RecipeError
@@ -39,19 +39,19 @@ class Variational(Settings):
     bias: bool = False
     prior: Prior = "standard"
     scale: PositiveFloat = 1.0
-    kl: NonNegativeFloat = 1.0
+    kl: NonNegativeFloat = 0.1
     noise: bool = True
     released: bool = False
     draws: PositiveInt = 10
 
-    def dress(self, last: int) -> BayesianLayers:
-        """The network's change."""
-        return BayesianLayers(last, self.layers, self.log_variance, self.bias, self.noise, self.released, self.draws)
+    def recipe(self, last: int, aggregate: Aggregator) -> Recipe:
+        """Bayesian layers, their objective, and how they are fused; without such layers, plain training."""
+        if last == 0 and not self.layers:
+            return Recipe(aggregate=aggregate)
+        return Recipe(objective=Elbo(self.kl, self.prior, self.scale), aggregate=aggregate, dress=self._dress(last))
 
-    @property
-    def objective(self) -> Elbo:
-        """The clients' loss."""
-        return Elbo(self.kl, self.prior, self.scale)
+    def _dress(self, last: int) -> BayesianLayers:
+        return BayesianLayers(last, self.layers, self.log_variance, self.bias, self.noise, self.released, self.draws)
 
 
 USUAL = Variational()

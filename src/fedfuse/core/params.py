@@ -33,8 +33,7 @@ class Layer:
         weight: the weight's name.
         bias: the bias's name, if there is one.
         followers: normalisation parameters and statistics that act on this layer's output.
-        spread: the name of the weight's log-variances, for a Bayesian layer.
-        bias_spread: the name of the bias's log-variances, if it has them.
+        spreads: log-variances of its weight and bias, for a Bayesian layer.
     """
 
     name: str
@@ -42,24 +41,18 @@ class Layer:
     weight: str
     bias: str | None = None
     followers: tuple[str, ...] = ()
-    spread: str | None = None
-    bias_spread: str | None = None
+    spreads: tuple[str, ...] = ()
 
     def under(self, path: str) -> Layer:
         """The same layer of a network that is a part of a larger one, at this path."""
         is_network = self.kind != "other" and self.name == self.weight
-
-        def at(name: str | None) -> str | None:
-            return None if name is None else f"{path}.{name}"
-
         return Layer(
             path if is_network else f"{path}.{self.name}",
             self.kind,
             f"{path}.{self.weight}",
-            at(self.bias),
+            None if self.bias is None else f"{path}.{self.bias}",
             tuple(f"{path}.{name}" for name in self.followers),
-            at(self.spread),
-            at(self.bias_spread),
+            tuple(f"{path}.{name}" for name in self.spreads),
         )
 
     def matrix(self, params: Params) -> Tensor:
@@ -130,7 +123,7 @@ class Layout:
                 bias = f"{parent}.bias" if parent else "bias"
                 kind: Literal["linear", "conv"] = "conv" if params[name].ndim > 2 else "linear"
                 has_bias = bias if roles.get(bias) == "bias" else None
-                layers.append(Layer(parent or name, kind, name, has_bias, (), *_spreads_of(roles, parent)))
+                layers.append(Layer(parent or name, kind, name, has_bias, spreads=_spreads_at(parent, roles)))
             elif layers and role not in ("bias", "spread"):
                 layers[-1] = replace(layers[-1], followers=(*layers[-1].followers, name))
         return cls(roles, tuple(layers))
@@ -138,15 +131,14 @@ class Layout:
     def home(self, name: str) -> str | None:
         """The layer a tensor belongs to or acts on, or None if it stands alone."""
         for layer in self.layers:
-            if name in (layer.weight, layer.bias, layer.spread, layer.bias_spread) or name in layer.followers:
+            if name in (layer.weight, layer.bias, *layer.followers, *layer.spreads):
                 return layer.name
         return None
 
     @property
     def spreads(self) -> dict[str, str]:
         """For every mean of a Bayesian layer the name of its log-variances."""
-        pairs = [p for layer in self.layers for p in ((layer.weight, layer.spread), (layer.bias, layer.bias_spread))]
-        return {mean: spread for mean, spread in pairs if mean is not None and spread is not None}
+        return {_mean_of(name): name for name in self.with_role("spread")}
 
     def under(self, path: str) -> Layout:
         """The layout of the same network as a part of a larger one, at this path.
@@ -194,15 +186,20 @@ def _role(part: nn.Module, name: str, tensor: Tensor) -> Role:
 
 def _stands_beside(name: str, tensor: Tensor, params: Params) -> bool:
     """Whether a tensor has the name and the shape of a mean's log-variances."""
+    mean = params.get(_mean_of(name))
+    return mean is not None and mean is not tensor and mean.shape == tensor.shape
+
+
+def _spreads_at(path: str, roles: Mapping[str, Role]) -> tuple[str, ...]:
+    """The log-variances a module holds."""
+    names = (f"{path}.{leaf}" if path else leaf for leaf in _SPREADS)
+    return tuple(name for name in names if roles.get(name) == "spread")
+
+
+def _mean_of(name: str) -> str:
+    """The name of the mean that log-variances of this name stand beside; any other name as it is."""
     parent, dot, leaf = name.rpartition(".")
-    mean = params.get(f"{parent}{dot}{_SPREADS[leaf]}") if leaf in _SPREADS else None
-    return mean is not None and mean.shape == tensor.shape
-
-
-def _spreads_of(roles: Mapping[str, Role], path: str) -> tuple[str | None, str | None]:
-    """The log-variances of a layer's weight and of its bias."""
-    weight, bias = (f"{path}.{leaf}" if path else leaf for leaf in _SPREADS)
-    return tuple(name if roles.get(name) == "spread" else None for name in (weight, bias))  # type: ignore[return-value]
+    return f"{parent}{dot}{_SPREADS.get(leaf, leaf)}"
 
 
 def _guess_role(name: str, tensor: Tensor, params: Params) -> Role:
@@ -245,7 +242,7 @@ def _layers(
             name,
             bias if has_bias else None,
             tuple(followers.get(path, ())) if plain else (),
-            *_spreads_of(roles, path),
+            _spreads_at(path, roles),
         )
 
 

@@ -54,7 +54,7 @@ class Posterior:
         """
         layout = layout or Layout.guess(self.mean)
         blocks = [(layer.name, layer.matrix(self.mean), _layer_precision(self, layer)) for layer in layout.layers]
-        seen = {n for layer in layout.layers for n in (layer.weight, layer.bias, layer.spread, layer.bias_spread)}
+        seen = {n for layer in layout.layers for n in (layer.weight, layer.bias)} | set(layout.with_role("spread"))
         rest = [n for n in self.mean if n not in seen and self.mean[n].is_floating_point()]
         mean = torch.cat([m.double().flatten() for _, m, _ in blocks] + [self.mean[n].double().flatten() for n in rest])
         precision = torch.block_diag(*[p for _, _, p in blocks], *[_precision(self, n) for n in rest])

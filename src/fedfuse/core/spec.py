@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -79,6 +80,20 @@ class Spec:
         own = self.prototype
         module = _call(self.factory, self.options) if own is None else copy.deepcopy(own)
         return _resize(module, self.surgery) if self.surgery else module
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every tensor; for a network of ours nothing is allocated, whatever its options say.
+
+        Raises:
+            ConfigError: if the options describe no network that could be.
+        """
+        place = torch.device("meta") if self.is_ours and self.prototype is None else nullcontext()
+        try:
+            with place:
+                tensors = self.build().state_dict()
+        except (RuntimeError, OverflowError, MemoryError, ValueError) as why:
+            raise ConfigError(f"model {self.factory!r} cannot be built: {str(why).splitlines()[0][:200]}") from why
+        return {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
 
     def skeleton(self) -> nn.Module:
         """One module per spec and process, to run with borrowed weights; nobody may change it."""

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -19,6 +18,7 @@ from fedfuse.core.params import Params
 from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
+from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.wire.codec import decode, encode
 from fedfuse.wire.messages import decode_brief, encode_brief
@@ -153,17 +153,6 @@ def answer(
         _log.debug("%s failed", client, exc_info=True)
         return Done(None, seconds=time.perf_counter() - began, dropped=f"{type(why).__name__}: {why}")
     return Done(payload, encode(after, {}), time.perf_counter() - began, trained is not None)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread: with more, sums are taken in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def close_round(engine: LocalEngine, client: str, done: Done) -> Envelope:

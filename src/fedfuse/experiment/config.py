@@ -114,10 +114,14 @@ class MethodConfig(Named):
 
 
 class JudgeConfig(Settings):
-    """How models are scored: calibration bins, and when the clients' own models are scored too."""
+    """How models are scored: calibration bins, and when the clients' own models are scored too.
+
+    `ood` names a source of inputs from elsewhere: how much less sure models are of them is scored too.
+    """
 
     bins: PositiveInt = 15
     clients: Literal["never", "last", "every"] = "last"
+    ood: str | None = None
 
 
 class ServerConfig(Settings):

@@ -47,7 +47,9 @@ def versions() -> Mapping[str, str]:
 
 def commit() -> str | None:
     """The commit of the source tree fedfuse runs from, if it is one."""
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parents[3]
+    if not (here / ".git").exists():  # an installed copy may lie in a tree of somebody else's
+        return None
     try:
         done = subprocess.run(
             ["git", "-C", str(here), "describe", "--always", "--dirty"],

@@ -16,7 +16,7 @@ from fedfuse.core.model import Apart, Model, networks
 from fedfuse.core.params import Params
 from fedfuse.core.recipe import Engine, Recipe
 from fedfuse.core.state import ServerState
-from fedfuse.engines.base import one_thread
+from fedfuse.core.threads import one_thread
 from fedfuse.engines.memo import Memo
 from fedfuse.engines.pool import Pool
 from fedfuse.errors import ConfigError

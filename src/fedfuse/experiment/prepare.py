@@ -52,6 +52,7 @@ class Prepared:
     local: LocalSettings
     inputs: InputForm
     unlabelled: torch.Tensor | None = None
+    strangers: torch.Tensor | None = None
 
     def setting(self, seed: int) -> Setting:
         """Everything one seed needs."""
@@ -71,7 +72,7 @@ class Prepared:
         bench = Bench(server, self.unlabelled, len(parts.clients), classes, self.local, seed, self.inputs)
         held_out = {c: train.take(rows) for c, rows in parts.validation.items()}
         score = self.experiment.judge
-        judge = Judge(test, classes, score.bins, held_out, score.clients)
+        judge = Judge(test, classes, score.bins, held_out, score.clients, strangers=self.strangers)
         return Setting(seed, parts, population, bench, judge, self._start(seed, population), self._plan(population))
 
     def check(self) -> None:
@@ -151,6 +152,7 @@ def prepare(experiment: Experiment) -> Prepared:
         local,
         _input_form(dataset, scale),
         _unlabelled(experiment, dataset, scale),
+        _strangers(experiment, dataset, scale),
     )
 
 
@@ -171,9 +173,23 @@ def _unlabelled(experiment: Experiment, dataset: Dataset, scale: Standardise | N
     if data.unlabelled is None:
         return None
     x = load(data.unlabelled, train_limit=data.unlabelled_limit).train.x
+    return _like_ours(x, f"data.unlabelled: the inputs of {data.unlabelled!r}", dataset, scale)
+
+
+def _strangers(experiment: Experiment, dataset: Dataset, scale: Standardise | None) -> torch.Tensor | None:
+    """The inputs from elsewhere that models should be less sure of."""
+    source = experiment.judge.ood
+    if source is None:
+        return None
+    x = load(source, test_limit=experiment.data.test_limit).test.x
+    return _like_ours(x, f"judge.ood: the inputs of {source!r}", dataset, scale)
+
+
+def _like_ours(x: torch.Tensor, whose: str, dataset: Dataset, scale: Standardise | None) -> torch.Tensor:
+    """Another source's inputs, as our networks read them."""
     if x.shape[1:] != dataset.train.x.shape[1:]:
         came, wanted = ("×".join(map(str, t.shape[1:])) for t in (x, dataset.train.x))
-        raise ConfigError(f"data.unlabelled: the inputs of {data.unlabelled!r} are {came}, expected {wanted} as here")
+        raise ConfigError(f"{whose} are {came}, expected {wanted} as here")
     return x if scale is None else scale(x)
 
 

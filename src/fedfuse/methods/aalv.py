@@ -7,8 +7,7 @@ from pydantic import NonNegativeInt
 from fedfuse.client.elbo import USUAL, Variational
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
-from fedfuse.server.aggregate.barycenters import variational
-from fedfuse.server.aggregate.charts import AALV
+from fedfuse.server.aggregate.charts import AALV, MeanIn
 
 
 @method("aalv", paper="arXiv:2206.10897")
@@ -22,4 +21,4 @@ def aalv(last: NonNegativeInt = 1, uniform: bool = False, how: Variational = USU
         uniform: weigh every client alike, whatever its number of examples.
         how: how Bayesian layers are made, learned and asked.
     """
-    return variational(AALV, last, uniform, how)
+    return how.recipe(last, MeanIn(AALV, uniform=uniform))

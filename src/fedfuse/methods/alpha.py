@@ -7,7 +7,8 @@ from pydantic import NonNegativeInt
 from fedfuse.client.elbo import USUAL, Variational
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
-from fedfuse.server.aggregate.barycenters import AlphaDivergence, variational
+from fedfuse.server.aggregate.barycenters import AlphaDivergence
+from fedfuse.server.aggregate.charts import MeanIn
 
 
 @method("alpha", paper="arXiv:2412.11646")
@@ -22,4 +23,4 @@ def alpha(alpha: float = 0.5, last: NonNegativeInt = 1, uniform: bool = False, h
         uniform: weigh every client alike, whatever its number of examples.
         how: how Bayesian layers are made, learned and asked.
     """
-    return variational(AlphaDivergence(alpha), last, uniform, how)
+    return how.recipe(last, MeanIn(AlphaDivergence(alpha), uniform=uniform))

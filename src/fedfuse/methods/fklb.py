@@ -7,8 +7,7 @@ from pydantic import NonNegativeInt
 from fedfuse.client.elbo import USUAL, Variational
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
-from fedfuse.server.aggregate.barycenters import variational
-from fedfuse.server.aggregate.charts import FKLB
+from fedfuse.server.aggregate.charts import FKLB, MeanIn
 
 
 @method("fklb", paper="arXiv:2412.11646")
@@ -23,4 +22,4 @@ def fklb(last: NonNegativeInt = 1, uniform: bool = False, how: Variational = USU
         uniform: weigh every client alike, whatever its number of examples.
         how: how Bayesian layers are made, learned and asked.
     """
-    return variational(FKLB, last, uniform, how)
+    return how.recipe(last, MeanIn(FKLB, uniform=uniform))

@@ -7,8 +7,7 @@ from pydantic import NonNegativeInt
 from fedfuse.client.elbo import USUAL, Variational
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
-from fedfuse.server.aggregate.barycenters import variational
-from fedfuse.server.aggregate.charts import RKLB
+from fedfuse.server.aggregate.charts import RKLB, MeanIn
 
 
 @method("rklb", paper="arXiv:2412.11646")
@@ -23,4 +22,4 @@ def rklb(last: NonNegativeInt = 1, uniform: bool = False, how: Variational = USU
         uniform: weigh every client alike, whatever its number of examples.
         how: how Bayesian layers are made, learned and asked.
     """
-    return variational(RKLB, last, uniform, how)
+    return how.recipe(last, MeanIn(RKLB, uniform=uniform))

@@ -7,8 +7,7 @@ from pydantic import NonNegativeInt
 from fedfuse.client.elbo import USUAL, Variational
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
-from fedfuse.server.aggregate.barycenters import variational
-from fedfuse.server.aggregate.charts import WB
+from fedfuse.server.aggregate.charts import WB, MeanIn
 
 
 @method("wb", paper="arXiv:2412.11646")
@@ -22,4 +21,4 @@ def wb(last: NonNegativeInt = 1, uniform: bool = False, how: Variational = USUAL
         uniform: weigh every client alike, whatever its number of examples.
         how: how Bayesian layers are made, learned and asked.
     """
-    return variational(WB, last, uniform, how)
+    return how.recipe(last, MeanIn(WB, uniform=uniform))

@@ -59,8 +59,9 @@ class MeanField(nn.Module):
     bounds: tuple[float, float] | None
 
     def affine(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The plain layer with other weights."""
-        raise NotImplementedError
+        """The plain layer with other weights: x Wᵀ + b, or a convolution padded as the layer pads."""
+        out: Tensor = getattr(self, "_conv_forward", F.linear)(x, weight, bias)
+        return out
 
     def seen(self, log_variance: Tensor) -> Tensor:
         """The log-variances the layer works with."""
@@ -72,40 +73,29 @@ class MeanField(nn.Module):
         if self.bias is not None and self.bias_log_variance is not None:
             yield Factor("bias", self.bias, self.seen(self.bias_log_variance))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Output at the means; while training, a draw from N(x μᵀ + b, x² (σ²)ᵀ), of its own for every example."""
-        mean = self.affine(x, self.weight, self.bias)
+        mean = self.affine(input, self.weight, self.bias)
         if not (self.training and self.noise):
             return mean
         spread = None if self.bias_log_variance is None else self.seen(self.bias_log_variance).exp()
-        variance = self.affine(x.square(), self.seen(self.log_variance).exp(), spread)
+        variance = self.affine(input.square(), self.seen(self.log_variance).exp(), spread)
         return mean + (variance + _TINY).sqrt() * torch.randn_like(mean)
 
 
 class BayesLinear(MeanField, nn.Linear):  # type: ignore[misc]  # torch forgets that a bias may be None
     """A linear layer whose weights are Gaussians."""
 
-    def affine(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """X Wᵀ + b."""
-        return F.linear(x, weight, bias)
 
-
-class _BayesConv(MeanField):
-    def affine(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The convolution, padded as the layer pads."""
-        out: Tensor = self._conv_forward(x, weight, bias)  # type: ignore[operator]
-        return out
-
-
-class BayesConv1d(_BayesConv, nn.Conv1d):
+class BayesConv1d(MeanField, nn.Conv1d):
     """A convolution over sequences whose weights are Gaussians."""
 
 
-class BayesConv2d(_BayesConv, nn.Conv2d):
+class BayesConv2d(MeanField, nn.Conv2d):
     """A convolution over images whose weights are Gaussians; noise is drawn per output, a usual approximation."""
 
 
-class BayesConv3d(_BayesConv, nn.Conv3d):
+class BayesConv3d(MeanField, nn.Conv3d):
     """A convolution over volumes whose weights are Gaussians."""
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedfuse.report.heat import heat_map
+from fedfuse.report.layers import layer_lines
 from fedfuse.report.plots import Figure, Groups
 from fedfuse.report.read import Row, finite, part
 from fedfuse.report.scores import last_rows, spread
@@ -17,6 +18,9 @@ from fedfuse.report.svg import short
 
 LIMIT = 40
 """Lines per method; the ledger has them all."""
+
+BY_ROUND = {"gaussianity": "Distance from Gaussian of each layer"}
+"""Tables by layer and client that are shown round by round, with their titles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ def noted(groups: Groups) -> list[Noted]:
         >>> noted({"wb": [{"seed": 0, "round": 1, "facts": {"steps": 3}}]})[0].lines
         (('steps', '3'),)
     """
-    found = [_note(label, last_rows(rows)) for label, rows in groups.items()]
+    found = [_note(label, rows) for label, rows in groups.items()]
     return [note for note in found if note.lines or note.maps]
 
 
@@ -99,11 +103,18 @@ def told(value: object) -> str:
 
 
 def _note(label: str, rows: Sequence[Row]) -> Noted:
-    flats = [flatten(part(row, "facts")) for row in rows]
+    last = last_rows(rows)
+    flats = [flatten(part(row, "facts")) for row in last]
     names = list(dict.fromkeys(name for flat in flats for name in flat))
     lines = [(name, _over_seeds([flat[name] for flat in flats if name in flat])) for name in names]
-    maps = [_map(name, table, rows[0]) for name, table in tables(part(rows[0], "facts")).items()]
+    maps = [_drawn(name, table, rows, last[0]) for name, table in tables(part(last[0], "facts")).items()]
     return Noted(label, tuple(lines[:LIMIT]), max(0, len(lines) - LIMIT), tuple(maps))
+
+
+def _drawn(name: str, table: Mapping[str, Mapping[str, Any]], rows: Sequence[Row], last: Row) -> Figure:
+    """A table over the rounds where that is wanted and there are some, else as it was in the last one."""
+    lines = layer_lines(rows, name, BY_ROUND[name]) if name in BY_ROUND else None
+    return lines or _map(name, table, last)
 
 
 def _over_seeds(values: Sequence[object]) -> str:

@@ -111,7 +111,9 @@ def _word(value: float, form: Form) -> str:
         return ""
     if form == "percent":
         return f"{100 * value:.0f}"
-    return f"{value:.0f}" if form == "count" else f"{value:.2f}"
+    if form == "count":
+        return f"{value:.0f}"
+    return f"{value:.2f}" if value == 0 or value >= 0.005 else f"{value:.0e}"
 
 
 def _row_names(rows: Sequence[str], ends: Sequence[str], left: float, right: float, tall: float) -> list[Markup]:

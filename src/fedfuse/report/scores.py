@@ -42,6 +42,8 @@ COLUMNS = (
     Column("nll", "NLL", "number", "low", "Mean negative log-likelihood of the right class."),
     Column("ece", "ECE", "share", "low", "Expected calibration error: mean gap of confidence and accuracy."),
     Column("brier", "Brier", "number", "low", "Squared distance of the predicted probabilities from the truth."),
+    Column("mutual_information", "information", "number", "", "What a label would tell about the weights, in nats."),
+    Column("ood_auroc", "OOD AUROC", "share", "high", "How well entropy tells inputs from elsewhere from test rows."),
     Column("own_accuracy_mean", "own rows", "share", "high", "Mean accuracy on each client's own held-out rows."),
     Column("own_accuracy_worst10", "worst own rows", "share", "high", "The same over the worst tenth of the clients."),
     Column(
@@ -51,6 +53,7 @@ COLUMNS = (
         "high",
         "Mean accuracy of the clients' own networks, before fusion, on the test rows.",
     ),
+    Column("client_accuracy_weighted", "client nets by rows", "share", "high", "The same, weighted by rows."),
     Column("client_accuracy_worst10", "worst nets", "share", "high", "The same over the worst tenth of the clients."),
     Column(
         "selected_accuracy",

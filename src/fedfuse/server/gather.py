@@ -16,7 +16,7 @@ from fedfuse.core.messages import Brief, Envelope, Form, Start
 from fedfuse.core.params import Layout, Params
 from fedfuse.core.recipe import Evidence
 from fedfuse.core.spec import Spec
-from fedfuse.errors import ConfigError, QuorumLost, RecipeError, Refused
+from fedfuse.errors import ConfigError, QuorumLost, Refused
 from fedfuse.server.admit import Admission, Rules, admit_all, form_words
 from fedfuse.wire.codec import Malformed, Packet, decode, encode, forms_of, read
 from fedfuse.wire.messages import NOTE, reply_header, split
@@ -45,10 +45,6 @@ class Bundle(nn.Module):
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """The tensors under their names."""
         return dict(self.tensors)
-
-    def forward(self, x: Tensor) -> Tensor:  # noqa: ARG002 - every module's signature
-        """A bundle cannot run."""
-        raise RecipeError("plain state dicts say nothing of their network; pass model= to run what was fused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +151,7 @@ def _brief(first: _Opened, start: Params | None, given: Spec | None, rules: Rule
 
 def _difference(first: _Opened, spec: Spec) -> tuple[str, str, str] | None:
     """Where an update and a network differ first."""
-    return first_difference(first.forms, {n: Form.of(t) for n, t in spec.skeleton().state_dict().items()})
+    return first_difference(first.forms, {n: Form(*form) for n, form in spec.shapes().items()})
 
 
 def _network(first: _Opened, given: Spec | None, rules: Rules) -> Spec:

@@ -14,6 +14,7 @@ from fedfuse.core.model import Apart, Model, Single
 from fedfuse.core.rows import Rows
 from fedfuse.errors import RecipeError
 from fedfuse.server.admit import Admission
+from fedfuse.server.uncertainty import ask
 
 SCORES = ("accuracy", "nll", "ece", "brier")
 
@@ -29,6 +30,7 @@ class Judge:
         held_out: rows each client kept out of its own training.
         clients: when to score the clients' own models too; it costs one evaluation per client.
         batch: rows per forward pass.
+        strangers: inputs from elsewhere, which a model should be less sure of.
     """
 
     test: Rows
@@ -37,6 +39,7 @@ class Judge:
     held_out: Mapping[str, Rows] = field(default_factory=dict)
     clients: Literal["never", "last", "every"] = "last"
     batch: int = 1000
+    strangers: Tensor | None = None
 
     def score(self, model: Model, admission: Admission | None = None, last: bool = True) -> dict[str, Any]:
         """Accuracy, NLL, ECE, Brier, confusion; and, when wanted, how the clients fare one by one."""
@@ -48,7 +51,11 @@ class Judge:
     def evaluate(self, model: Model, rows: Rows | None = None) -> dict[str, Any]:
         """Every score of one model that answers `logits`."""
         rows = self.test if rows is None else rows
-        return measure(log_probabilities(model, rows.x, self.batch), rows.y, self.classes, self.bins)
+        answer = ask(model, rows.x, self.classes, self.batch)
+        scores = measure(answer.log_probs, rows.y, self.classes, self.bins) | answer.scores()
+        if self.strangers is None or rows is not self.test:
+            return scores
+        return scores | answer.against(ask(model, self.strangers, self.classes, self.batch))
 
     def _apart(self, model: Apart) -> dict[str, Any]:
         """The members' mean scores, and their tables taken together."""

@@ -326,12 +326,13 @@ def _parse(piece: Callable[[int, int], bytes], size: int, limits: Limits) -> tup
 
 def _contents(table: Mapping[str, Any], body: int) -> _Contents:
     global _last
-    if _last is None or (_last.body, list(_last.table), _last.table) != (body, list(table), table):
+    known = _last  # read once: another thread may be reading another message
+    if known is None or (known.body, list(known.table), known.table) != (body, list(table), table):
         forms = {name: _form(name, entry) for name, entry in table.items()}
         places = {name: entry["data_offsets"][0] for name, entry in table.items()}
         _check_cover([entry["data_offsets"] for entry in table.values()], body)
-        _last = _Contents(table, body, forms, places)
-    return _last
+        _last = known = _Contents(table, body, forms, places)
+    return known
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from fedfuse.core.posterior import Diag, Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import filed, part
 from fedfuse.errors import ConfigError
-from fedfuse.wire.codec import Malformed, Packet, read, write
+from fedfuse.wire.codec import Malformed, Packet, forms_of, read, write
 from fedfuse.wire.messages import VERSION, noted, split
 
 
@@ -79,9 +79,7 @@ def _model(packet: Packet, trusted: Collection[str]) -> Model:
 
 
 def _single(spec: Spec, own: Params, notes: Params) -> Single:
-    mean = dict(own)
-    built = {n: tuple(t.shape) for n, t in spec.skeleton().state_dict().items()}
-    if built != {n: tuple(t.shape) for n, t in mean.items()}:
+    if spec.shapes() != {n: tuple(form) for n, form in forms_of(own).items()}:
         raise Malformed(f"its tensors do not fit the network {spec.factory!r} it names")
-    variance = part(dict(notes), "variance")
+    mean, variance = dict(own), part(dict(notes), "variance")
     return Single(spec, Posterior(mean, Diag(variance)) if variance else Posterior(mean))

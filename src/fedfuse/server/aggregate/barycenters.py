@@ -9,17 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fedfuse.client.elbo import Variational
-from fedfuse.core.recipe import Recipe
+from fedfuse.client.evidence.kfac import Block, blocks_of
+from fedfuse.core.messages import ClientUpdate, Cohort
+from fedfuse.core.params import Params
+from fedfuse.core.posterior import Diag
+from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, NotConverged
+from fedfuse.linalg.kron import damp
 from fedfuse.linalg.psd import inv_sqrtm, inverse, sqrtm, symmetrise
-from fedfuse.server.aggregate.charts import MeanIn, Pair, Rule
-from fedfuse.server.aggregate.mean import Mean
+from fedfuse.server.aggregate.charts import Pair
+from fedfuse.server.aggregate.mean import ALL_LAWS, weighted_mean
+from fedfuse.server.aggregate.natural import factors_of
+from fedfuse.wire.codec import forms_of
 
 Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
@@ -44,13 +50,6 @@ class AlphaDivergence:
         variances = torch.stack([rho.double().exp() for rho in logs])
         mean, variance = alpha_barycenter(torch.stack(list(means)), variances, torch.tensor(weights), self.alpha)
         return mean, variance.log()
-
-
-def variational(rule: Rule, last: int, uniform: bool, how: Variational) -> Recipe:
-    """The recipe of Bayesian layers whose posteriors are fused by a rule; without such layers it is FedAvg's."""
-    if last == 0 and not how.layers:
-        return Recipe(aggregate=Mean(uniform))
-    return Recipe(objective=how.objective, aggregate=MeanIn(rule, uniform=uniform), dress=how.dress(last))
 
 
 def alpha_barycenter(
@@ -79,7 +78,7 @@ def alpha_barycenter(
     Example:
         >>> mu, v = torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0], [0.25]])
         >>> [round(a.item(), 4) for a in alpha_barycenter(mu, v, torch.tensor([0.5, 0.5]), alpha=0.5)]
-        [1.6566, 0.4793]
+        [1.1456, 1.2266]
     """
     clients = _Clients(means.double(), variances.double(), weights.double()[:, None])
     m, v = clients.natural_mean()
@@ -107,6 +106,58 @@ def alpha_barycenter(
         f"the barycenter of the α-divergence with α = {alpha:g}: after {max_iters} iterations {len(todo)} of {len(m)} "
         f"elements are not at rest within {tol:.0e}; take an α nearer to [0, 1]"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class FullBarycenter:
+    """Fuse small layers with their full covariances; tensors without one, and larger layers, take the plain mean.
+
+    A client's covariance of a layer's rows [W | b] is (B ⊗ A)⁻¹, from its damped Kronecker factors. The reverse-KL
+    barycenter then is FedLPA's exact solution, found densely; the Wasserstein-2 barycenter has the plain mean and a
+    covariance of its own. The fused posterior keeps the marginal variances.
+
+    Attributes:
+        rule: "reverse-kl" or "wasserstein".
+        damping: λ added to the factors, half of it to each.
+        largest: most weights a layer may have; memory grows with their square, time with their cube.
+    """
+
+    rule: Literal["reverse-kl", "wasserstein"] = "reverse-kl"
+    damping: float = 1e-3
+    largest: int = 1000
+    needs: ClassVar[frozenset[str]] = frozenset({"kron"})
+    laws: ClassVar[frozenset[str]] = ALL_LAWS
+
+    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
+        """Fuse layer by layer; the facts name those that had a covariance."""
+        sources, spec = [u.posterior.mean for u in cohort], cohort.updates[0].spec
+        mean: dict[str, Tensor] = {}
+        variance: dict[str, Tensor] = {}
+        fused = [b.layer for b in blocks_of(spec) if b.groups == 1 and self._fits(b, sources[0])]
+        for layer in fused:
+            like = {n: sources[0][n] for n in (layer.weight, layer.bias) if n is not None}
+            where, spread = self._layer(cohort, Block(layer))
+            mean |= layer.split(where, like)
+            variance |= layer.split(spread, like)
+        mean |= {n: weighted_mean(sources, cohort.weights, n) for n in cohort.names if n not in mean}
+        after = state.fused({n: mean[n] for n in cohort.names}, Diag(variance), spec)
+        return after.noting(full_covariance=[layer.name for layer in fused])
+
+    def _fits(self, block: Block, params: Params) -> bool:
+        return math.prod(block.sizes(forms_of(params))) <= self.largest
+
+    def _layer(self, cohort: Cohort, block: Block) -> Pair:
+        """A layer's fused [W | b] and the variance of each of its weights."""
+        matrices = torch.stack([block.layer.matrix(u.posterior.mean).double() for u in cohort])
+        covariances = torch.stack([inverse(self._precision(u, block)) for u in cohort])
+        barycenter = reverse_kl_barycenter if self.rule == "reverse-kl" else wasserstein_barycenter
+        mean, covariance = barycenter(matrices.flatten(1), covariances, cohort.weights)
+        return mean.view(matrices.shape[1:]), covariance.diagonal().view(matrices.shape[1:])
+
+    def _precision(self, update: ClientUpdate, block: Block) -> Tensor:
+        A, B = factors_of(update, block)
+        A, B = damp(A.double(), B.double(), self.damping, "trace")
+        return torch.kron(B, A)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

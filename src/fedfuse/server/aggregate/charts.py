@@ -254,10 +254,11 @@ def deviations(cohort: Cohort, fused: Params) -> dict[str, Any]:
     `sigma_apart` is how far clients differ about one weight: the standard deviation of log σ over clients, averaged
     over weights. About 1,000 weights of a layer are looked at.
     """
-    layers = [layer for layer in cohort.updates[0].spec.layout.layers if layer.spread is not None]
+    layout = cohort.updates[0].spec.layout
     sigma, clients, apart = dict[str, Any](), dict[str, Any](), dict[str, float]()
-    for layer in layers:
-        name = str(layer.spread)
+    for layer in layout.layers:
+        if (name := layout.spreads.get(layer.weight)) is None:
+            continue
         every = max(1, fused[name].numel() // _SAMPLE)
         logs = torch.stack([t.flatten()[::every].double() / 2 for t in (fused[name], *cohort.tensors(name))])
         low, middle, high = logs[0].quantile(logs.new_tensor([0.05, 0.5, 0.95])).exp().tolist()

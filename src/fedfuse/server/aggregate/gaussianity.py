@@ -177,7 +177,7 @@ class _Stack:
         cls, layer: Layer, sources: Sequence[Params], forms: Mapping[str, Form], behind: Mapping[str, str]
     ) -> _Stack:
         """Read a layer of all clients, once."""
-        others = [n for n in (layer.bias, layer.spread, layer.bias_spread, *layer.followers) if n is not None]
+        others = [n for n in (layer.bias, *layer.spreads, *layer.followers) if n is not None]
         run = _run(layer.weight, others, behind)
         size = sum(math.prod(forms[n].shape) for n in run)
         fits = size * forms[run[0]].dtype.itemsize * len(sources) <= _HELD

@@ -1,0 +1,190 @@
+"""The evidence lower bound: its KL against the definition, and a posterior that is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedfuse.client.elbo import Elbo, Variational, kl_diagonal
+from fedfuse.client.work import client_round
+from fedfuse.core.messages import Brief
+from fedfuse.core.model import Single
+from fedfuse.core.recipe import Batch, CrossEntropy, Work
+from fedfuse.core.rows import Rows
+from fedfuse.core.settings import LocalSettings
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Local
+from fedfuse.errors import RecipeError
+from fedfuse.linalg.divergence import kl_normal
+from fedfuse.models.bayes import BayesianLayers
+from fedfuse.server.aggregate.charts import RKLB, MeanIn
+from fedfuse.wire.codec import decode
+
+MLP = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": 3})
+
+
+def dressed(spec: Spec = MLP, **options: Any) -> Single:
+    torch.manual_seed(0)
+    return BayesianLayers(**options)(Single.of(spec.build(), spec), 3, seed=0)
+
+
+def rows(n: int = 30, seed: int = 0) -> Rows:
+    draw = torch.Generator().manual_seed(seed)
+    return Rows(torch.randn(n, 4, generator=draw), torch.randint(3, (n,), generator=draw))
+
+
+def at_work(start: Single, own: Rows | None = None, round_: int = 0) -> Local:
+    module = start.spec.build()
+    module.load_state_dict(dict(start.posterior.mean))
+    brief = Brief(round_, start.spec, start.posterior.mean, classes=3)
+    return Local("a", brief, own or rows(), LocalSettings(), module, {}, seed=0)
+
+
+def learned(start: Single, work: Work, own: Rows, seed: int = 0) -> dict[str, Tensor]:
+    brief = Brief(0, start.spec, start.posterior.mean, classes=3)
+    return dict(decode(client_round(work, brief, "a", own, seed=seed).payload).tensors)
+
+
+# --- the KL
+
+
+def test_kl_is_the_closed_form_and_what_sampling_says() -> None:
+    draw = torch.Generator().manual_seed(0)
+    mean, rho, m, log_v = (torch.randn(3, 2, generator=draw, dtype=torch.float64) for _ in range(4))
+    found = kl_diagonal(mean, rho, m, log_v)
+    assert float(found) == pytest.approx(float(kl_normal(mean, rho.exp(), m, log_v.exp()).sum()))
+    q, p = torch.distributions.Normal(mean, (rho / 2).exp()), torch.distributions.Normal(m, (log_v / 2).exp())
+    torch.manual_seed(0)
+    sample = q.sample((200_000,))
+    assert float(found) == pytest.approx(float((q.log_prob(sample) - p.log_prob(sample)).sum((1, 2)).mean()), rel=0.02)
+    assert float(kl_diagonal(mean, rho, mean, rho)) == pytest.approx(0, abs=1e-12)
+
+
+def test_the_objective_adds_the_kl_per_row() -> None:
+    start = dressed(last=2, bias=True)
+    local = at_work(start)
+    batch = local.rows.x[:8], local.rows.y[:8]
+    local.module.eval()  # no noise, so that both see the same
+    plain = CrossEntropy()(local, batch)
+    params = start.posterior.mean
+    expected = sum(
+        float(kl_normal(params[f"net.{n}.{mean}"], params[f"net.{n}.{log}"].exp(), 0.0, 0.25).sum())
+        for n in ("fc1", "classifier")
+        for mean, log in (("weight", "log_variance"), ("bias", "bias_log_variance"))
+    )
+    loss = Elbo(kl=0.3, scale=0.5)(local, batch)
+    assert float((loss - plain).detach()) == pytest.approx(0.3 * expected / 30, rel=1e-5)
+    assert Elbo(kl=0)(local, batch).equal(plain)
+
+
+@torch.no_grad()
+def test_the_global_prior_is_the_rounds_first_posterior_but_for_the_random_start() -> None:
+    start = dressed(last=1)
+    prior = Elbo(prior="global")
+    assert float(prior.divergence(at_work(start))) == pytest.approx(float(Elbo().divergence(at_work(start))))
+    later = at_work(start, round_=1)
+    assert float(prior.divergence(later)) == pytest.approx(0, abs=1e-3)
+    later.live["net.classifier.weight"].add_(0.1)
+    assert float(prior.divergence(later)) == pytest.approx(15 * 0.01 / (2 * torch.tensor(-6.0).exp().item()), rel=1e-3)
+
+
+def test_a_network_without_bayesian_layers_has_no_bound() -> None:
+    with pytest.raises(RecipeError, match="the network has none; use last ≥ 1"):
+        Elbo().divergence(at_work(Single.of(MLP.build(), MLP)))
+
+
+# --- a posterior that is known
+
+SCALE = 1e6  # rows carry whole numbers as labels, so regression targets travel as millionths
+
+
+@dataclass(frozen=True, slots=True)
+class Gaussian:
+    """−log N(y; f(x), σ²) per row, but for its constant."""
+
+    variance: float
+
+    def __call__(self, local: Local, batch: Batch) -> Tensor:
+        x, y = batch
+        return F.mse_loss(local.predict(x)[:, 0], y.to(x) / SCALE) / (2 * self.variance)
+
+
+def regression(n: int = 256) -> tuple[Rows, Tensor, Tensor]:
+    """Correlated inputs of very different scales, and the exact mean and precision of the weights' posterior."""
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(n, 4, generator=draw) * torch.tensor([1.0, 0.5, 0.2, 0.1])
+    x[:, 1] += 0.1 * x[:, 0]
+    y = x @ torch.tensor([1.0, -2.0, 0.5, 3.0]) + 0.5 * torch.randn(n, generator=draw)
+    precision = x.double().T @ x.double() / 0.25 + torch.eye(4)
+    mean = torch.linalg.solve(precision, x.double().T @ y.double() / 0.25)
+    return Rows(x, (y * SCALE).round().long()), mean, precision
+
+
+def test_learned_means_and_variances_are_those_of_the_posterior() -> None:
+    """Bayesian linear regression: the best mean field has the posterior's mean and 1 / diag(precision)."""
+    own, mean, precision = regression()
+    module = nn.Linear(4, 1, bias=False)
+    start = BayesianLayers()(Single.of(module, Spec.of(module)), 1, seed=0)
+    decay = {"gamma": 0.97, "every": 2}
+    settings = LocalSettings(epochs=250, optimizer={"lr": 0.1, "momentum": 0.9}, decay=decay, spread_lr=0.1)
+    found = learned(start, Work(settings, Elbo(base=Gaussian(0.25))), own)
+    torch.testing.assert_close(found["net.weight"][0].double(), mean, atol=0.03, rtol=0.02)
+    torch.testing.assert_close(found["net.log_variance"][0].double(), -precision.diagonal().log(), atol=0.1, rtol=0)
+    spread = (found["net.log_variance"].max() - found["net.log_variance"].min()) / 2
+    assert spread.exp() > 5  # standard deviations differ by more than a factor of five
+
+
+def test_at_the_optimisers_own_rate_variances_would_stand_still() -> None:
+    own, _, _ = regression()
+    module = nn.Linear(4, 1, bias=False)
+    start = BayesianLayers()(Single.of(module, Spec.of(module)), 1, seed=0)
+    settings = LocalSettings(epochs=5, optimizer={"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}, spread_lr=0.05)
+    work = Work(settings, Elbo(base=Gaussian(0.25)))
+    moved = learned(start, work, own)["net.log_variance"]
+    assert (moved + 6).abs().max() > 0.5
+    still = replace(work, settings=settings.model_copy(update={"spread_lr": 0.0}))
+    assert learned(start, still, own)["net.log_variance"].equal(torch.full((1, 4), -6.0))  # no decay, no momentum
+
+
+def test_variances_the_data_say_nothing_about_go_to_the_priors() -> None:
+    start = dressed(last=1)
+    silent = Rows(torch.zeros(40, 4), rows(40).y)
+    module = start.spec.build()
+    with torch.no_grad():  # the first layer gives zeros, so the classifier's weights never meet the data
+        params = {n: torch.zeros_like(t) if "fc1" in n else t for n, t in start.posterior.mean.items()}
+        module.load_state_dict(params)
+    settings = LocalSettings(epochs=300, batch_size=40, spread_lr=0.1)
+    brief = Brief(0, start.spec, params, classes=3)
+    work = Work(settings, Elbo(scale=0.2))
+    found = decode(client_round(work, brief, "a", silent).payload).tensors["net.classifier.log_variance"]
+    torch.testing.assert_close(found, torch.full_like(found, 2 * torch.tensor(0.2).log().item()), atol=0.01, rtol=0)
+
+
+def test_the_released_start_never_moves() -> None:
+    start = dressed(last=1, released=True)
+    found = learned(start, Work(LocalSettings(epochs=2, spread_lr=0.5), Elbo()), rows())
+    assert found["net.classifier.log_variance"].equal(start.posterior.mean["net.classifier.log_variance"])
+
+
+def test_noise_follows_the_clients_seed() -> None:
+    start, work = dressed(last=2), Work(LocalSettings(epochs=1, batch_size=8), Elbo())
+    first, again, other = (learned(start, work, rows(), seed=s)["net.fc1.weight"] for s in (0, 0, 1))
+    assert first.equal(again)
+    assert not first.equal(other)
+
+
+# --- the group of options
+
+
+def test_options_become_a_recipe() -> None:
+    recipe = Variational(prior="global", scale=0.5, noise=False).recipe(2, MeanIn(RKLB))
+    assert recipe.objective == Elbo(0.1, "global", 0.5)
+    assert recipe.dress == BayesianLayers(last=2, noise=False)
+    plain = Variational().recipe(0, MeanIn(RKLB))
+    assert (plain.objective, plain.dress) == (CrossEntropy(), type(plain.dress)())
+    assert Variational(layers=("fc1",)).recipe(0, MeanIn(RKLB)).dress == BayesianLayers(0, ("fc1",))
