@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,9 +31,9 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def real_data() -> Iterator[Path]:
+def real_data() -> Path:
     """The folder of real data sets; a test that needs it skips, loudly, without it."""
     root = os.environ.get("FEDFUSE_DATA")
     if not root or not Path(root).is_dir():
         pytest.skip("FEDFUSE_DATA is not set to a folder with data sets: a real-data test did not run")
-    yield Path(root).resolve()
+    return Path(root).resolve()
