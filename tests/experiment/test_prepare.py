@@ -170,3 +170,16 @@ def test_augmentations_by_name(tiny: Tiny) -> None:
     assert prepare(tiny(local={"augment": ["flip"]})).local.augment is not None
     with pytest.raises(ConfigError, match="did you mean 'crop'"):
         prepare(tiny(local={"augment": ["crp"]}))
+
+
+def test_inputs_from_elsewhere_are_seen_as_ours_are(tiny: Tiny, tmp_path: Path) -> None:
+    """Strangers are the test rows of another source, standardised as ours, and must have our shape."""
+    data = {"clients": 3, "train_limit": 90, "test_limit": 20, "standardise": True}
+    setting = prepare(tiny(data=data, judge={"ood": "digits"})).setting(0)
+    assert setting.judge.strangers is not None
+    assert setting.judge.strangers.equal(setting.judge.test.x)
+    assert prepare(tiny()).setting(0).judge.strangers is None
+    x, y = np.zeros((6, 3, 8, 8), np.float32), np.arange(6) % 2
+    np.savez(tmp_path / "odd.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    with pytest.raises(ConfigError, match=r"judge\.ood: the inputs of .* are 3×8×8, expected 1×8×8 as here"):
+        prepare(tiny(judge={"ood": str(tmp_path / "odd.npz")}))

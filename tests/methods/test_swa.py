@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -17,11 +19,15 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
+from fedfuse.data import Dataset
 from fedfuse.engines.base import InProcess, Population
 from fedfuse.errors import ConfigError
+from fedfuse.experiment.config import Named, load_experiments
+from fedfuse.experiment.prepare import prepare
 from fedfuse.server.admit import admit_all
 from fedfuse.server.aggregate.gaussianity import HigherOrder, NonGaussianMean, Renyi
-from fedfuse.server.loop import Plan, run
+from fedfuse.server.aggregate.mean import Mean
+from fedfuse.server.loop import Plan, one_round, run
 
 ONE_STEP = LocalSettings(max_steps=1, batch_size=4, optimizer={"lr": 0.01, "momentum": 0.9})
 
@@ -159,3 +165,59 @@ def test_a_brief_needs_nothing_from_swa() -> None:
     brief = Brief(0, SMALL[1], SMALL[1].skeleton().state_dict(), classes=4)
     assert all(not dict(e.expects(brief)) for e in recipe.evidence)
     assert recipe.needs == frozenset()
+
+
+FILES = sorted((Path(__file__).parents[2] / "experiments" / "swa").glob("*.toml"))
+SHAPES = {"fashion-mnist": (1, 28, 10), "cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "tiny-imagenet": (3, 64, 200)}
+NARROW = {"lenet": {}, "vgg11": {"widths": 0.03125}, "vgg16": {"widths": 0.03125}, "resnet50": {"widths": [2, 2, 4, 4]}}
+
+
+def stand_in(source: str, **_: object) -> Dataset:
+    """Rows of a data set's shape, for checking files whose data are not at hand."""
+    channels, size, classes = SHAPES[source]
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.rand(40 * classes, channels, size, size, generator=draw), torch.arange(40 * classes) % classes
+    return Dataset(source, Rows(x, y), Rows(x[:8], y[:8]), tuple(map(str, range(classes))), {})
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_experiment_files_compare_swa_with_means_on_one_network(path: Path) -> None:
+    assert path.read_text().startswith("# SWA, ")
+    for cell in load_experiments(path):
+        aggregates = [recipe.aggregate for recipe in cell.recipes().values()]
+        assert NonGaussianMean() in aggregates
+        assert Mean() in aggregates
+        assert len(cell.seeds) == 3
+
+
+def test_every_table_and_figure_has_a_file() -> None:
+    names = {path.name.split(".")[0].split("-")[0] for path in FILES}
+    assert names == {
+        "table1",
+        "table2",
+        "table3",
+        "table4",
+        "table5",
+        "table6",
+        "table7",
+        "table8",
+        "figure2",
+        "figure3",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_experiment_files_run_a_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With narrow networks and rows of the right shape: the file's every method, one step of every client."""
+    monkeypatch.setattr("fedfuse.experiment.prepare.load", stand_in)
+    for cell in load_experiments(path):
+        narrow = Named(**{**cell.model.model_dump(), **NARROW[cell.model.name]})
+        local = cell.local.model_copy(update={"max_steps": 1, "batch_size": 4})
+        prepared = prepare(cell.model_copy(update={"model": narrow, "local": local, "seeds": (0,), "rounds": 1}))
+        prepared.check()
+        setting = prepared.setting(0)
+        for recipe in prepared.recipes.values():
+            engine = InProcess(setting.population)
+            record = one_round(recipe, engine, setting.bench, None, setting.start, setting.plan)
+            assert len(record.facts["clients"]) == cell.data.clients

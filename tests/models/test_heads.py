@@ -34,9 +34,7 @@ def test_moons_lenet() -> None:
 def test_the_function_is_the_formula() -> None:
     model = projected(Custom().double(), hidden=4, out=7)
     x = torch.randn(9, 6, dtype=torch.float64)
-    inner, projection, logits = (
-        model.tail["out"][1].get_submodule(n) for n in ("inner", "projection", "logits")
-    )
+    inner, projection, logits = (model.tail["out"][1].get_submodule(n) for n in ("inner", "projection", "logits"))
     h = functional.relu(model.body(x))
     expected = functional.relu(h @ inner.weight.T) @ projection.weight.T @ logits.weight.T
     torch.testing.assert_close(model(x), expected)

@@ -174,9 +174,7 @@ def test_it_builds_without_memory_on_the_meta_device(case: Case, head: int) -> N
     with torch.device("meta"):
         ghost = case.build(head=head).state_dict()
     assert all(t.is_meta for t in ghost.values())
-    assert [(n, t.shape, t.dtype) for n, t in ghost.items()] == [
-        (n, t.shape, t.dtype) for n, t in real.items()
-    ]
+    assert [(n, t.shape, t.dtype) for n, t in ghost.items()] == [(n, t.shape, t.dtype) for n, t in real.items()]
 
 
 @pytest.mark.parametrize("name", models.model_names())
@@ -184,9 +182,7 @@ def test_it_builds_without_memory_on_the_meta_device(case: Case, head: int) -> N
     ("option", "value"), [("classes", 1), ("classes", 2.0), ("classes", True), ("head", -1), ("head", "256")]
 )
 def test_bad_options_are_named(name: str, option: str, value: object) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"model {name}: {option} is .*, expected a whole number of at least"
-    ):
+    with pytest.raises(ConfigError, match=rf"model {name}: {option} is .*, expected a whole number of at least"):
         models.MODELS[name](**{option: value})
 
 

@@ -15,9 +15,7 @@ def test_numbers_of_numpy_are_whole_numbers() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "2", None])
 def test_what_is_not_a_whole_number_is_refused(value: object) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^model m: size is .*, expected a whole number of at least 1; .*$"
-    ):
+    with pytest.raises(ConfigError, match=r"^model m: size is .*, expected a whole number of at least 1; .*$"):
         layers.whole("m", "size", value)
 
 
@@ -27,9 +25,7 @@ def test_what_is_no_list_of_widths_is_refused(value: object) -> None:
         layers.wholes("m", "hidden", value, 1)
 
 
-@pytest.mark.parametrize(
-    "value", [0, -0.5, float("nan"), float("inf"), 1e308, True, "1", "12", [8], [8, 8, 8], [8, 0]]
-)
+@pytest.mark.parametrize("value", [0, -0.5, float("nan"), float("inf"), 1e308, True, "1", "12", [8], [8, 8, 8], [8, 0]])
 def test_what_does_not_scale_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="model m: widths"):
         layers.scaled("m", value, (64, 128))
@@ -59,9 +55,7 @@ def test_a_message_cannot_be_flooded() -> None:
     assert len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize(
-    "pooled", [(True,), (False,), (True, True), (True, True, False), (False, True, False, True)]
-)
+@pytest.mark.parametrize("pooled", [(True,), (False,), (True, True), (True, True, False), (False, True, False, True)])
 @pytest.mark.parametrize(("kernel", "padding"), [(3, 0), (3, 1), (5, 0), (5, 2)])
 def test_sides_are_those_of_the_layers(pooled: tuple[bool, ...], kernel: int, padding: int) -> None:
     least = layers.least_size(pooled, kernel, padding)

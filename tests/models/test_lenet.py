@@ -48,9 +48,7 @@ def test_small_images_get_padded_3x3_kernels() -> None:
     model = lenet(size=8)
     assert model.conv1.kernel_size == (3, 3)
     assert model.conv1.padding == (1, 1)
-    assert count(model) == (9 * 6 + 6) + (6 * 9 * 16 + 16) + (64 * 120 + 120) + (120 * 84 + 84) + (
-        84 * 10 + 10
-    )
+    assert count(model) == (9 * 6 + 6) + (6 * 9 * 16 + 16) + (64 * 120 + 120) + (120 * 84 + 84) + (84 * 10 + 10)
 
 
 def test_widths_are_options() -> None:

@@ -47,11 +47,7 @@ def test_parameter_counts() -> None:
 def test_depths_are_in_the_names() -> None:
     """18 and 50 count the convolutions outside shortcuts, and the classifier."""
     for make, depth in ((resnet18, 18), (resnet50, 50)):
-        convs = [
-            n
-            for n, m in make(widths=0.0625).named_modules()
-            if isinstance(m, nn.Conv2d) and "shortcut" not in n
-        ]
+        convs = [n for n, m in make(widths=0.0625).named_modules() if isinstance(m, nn.Conv2d) and "shortcut" not in n]
         assert len(convs) + 1 == depth
 
 
@@ -77,9 +73,7 @@ def test_a_block_is_its_formula() -> None:
     model = settled(resnet18(widths=0.0625))
     for block in blocks(model):
         x = torch.randn(2, block.body.conv1.in_channels, 8, 8)
-        keep = (
-            x if isinstance(block.shortcut, nn.Identity) else block.shortcut.conv_norm(block.shortcut.conv(x))
-        )
+        keep = x if isinstance(block.shortcut, nn.Identity) else block.shortcut.conv_norm(block.shortcut.conv(x))
         inner = torch.relu(block.body.conv1_norm(block.body.conv1(x)))
         expected = torch.relu(block.body.conv2_norm(block.body.conv2(inner)) + keep)
         torch.testing.assert_close(block(x), expected, rtol=0, atol=0)
@@ -142,9 +136,7 @@ def _remove(model: nn.Module, conv: nn.Module, channels: list[int], x: Tensor) -
     graph.get_pruning_group(conv, torch_pruning.prune_conv_out_channels, idxs=channels).prune()
 
 
-@pytest.mark.parametrize(
-    "options", [{"widths": [4, 4]}, {"widths": 0}, {"bias": 1}, {"size": 4}, {"channels": 0}]
-)
+@pytest.mark.parametrize("options", [{"widths": [4, 4]}, {"widths": 0}, {"bias": 1}, {"size": 4}, {"channels": 0}])
 @pytest.mark.parametrize("make", [resnet18, resnet50])
 def test_bad_options_are_named(make: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"model {make.__name__}: {next(iter(options))} is"):

@@ -30,9 +30,7 @@ def published(model: nn.Module, x: Tensor) -> Tensor:
         number += 1
         norm = model.get_submodule(f"conv{number}_norm")
         x = functional.conv2d(x, model.get_submodule(f"conv{number}").weight, padding=1)
-        x = functional.relu(
-            functional.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias)
-        )
+        x = functional.relu(functional.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias))
     x = functional.avg_pool2d(x, 2).flatten(1)
     return model.classifier(functional.relu(model.fc2(functional.relu(model.fc1(x)))))
 

@@ -93,8 +93,12 @@ class TopLogit:
     def __call__(self, weights: Tensor, logits: Tensor) -> Tensor:  # noqa: ARG002 - members count by confidence alone
         """The sum of the chosen members' calibrated logits."""
         z = self._calibrated(logits)
-        chosen = largest(z.amax(-1), self.k)
-        return torch.where(chosen[..., None], z, 0.0).sum(0)
+        if self.k == "all" or self.k >= len(z):
+            return z.sum(0)
+        if self.k == 1:
+            best = z.amax(-1).argmax(0)  # the first of equals
+            return z[best, torch.arange(len(best), device=z.device)]
+        return torch.where(largest(z.amax(-1), self.k)[..., None], z, 0.0).sum(0)
 
     def _calibrated(self, logits: Tensor) -> Tensor:
         for name, numbers in (("shift", self.shift), ("scale", self.scale)):

@@ -98,10 +98,12 @@ class Mixture:
         """Every member's own logits (members, n, classes)."""
         found: dict[int, Tensor] = {}
         for group in self._grouped():
-            if group.stack is not None and group.stack.fits(x):
-                found |= dict(zip(group.places, group.stack(x), strict=True))
-            else:
+            if group.stack is None or not group.stack.fits(x):
                 found |= {place: self.members[place].logits(x) for place in group.places}
+            elif len(group.places) == len(self.members):
+                return group.stack(x)
+            else:
+                found |= dict(zip(group.places, group.stack(x), strict=True))
         if len({z.shape for z in found.values()}) > 1:
             counts = sorted({z.shape[-1] for z in found.values()})
             raise ConfigError(f"the members of a mixture give {counts} logits; all must tell the same classes apart")
@@ -128,8 +130,8 @@ class Mixture:
         floats = 1
         for group in self._grouped():
             cost = cost_of(group.spec, tuple(x.shape[1:]))
-            at_once = len(group.places) if group.stack is not None and group.stack.fits(x) else 1
-            floats = max(floats, cost.floats * at_once + cost.outputs * len(self.members))
+            alive = group.stack.floats if group.stack is not None and group.stack.fits(x) else cost.floats
+            floats = max(floats, alive + cost.outputs * len(self.members))
         return max(1, min(_ROWS, self.memory // (4 * floats)))
 
     def _grouped(self) -> list[_Group]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -71,6 +72,13 @@ class Stack:
         if program is None:
             return None
         return cls(program, tuple(_stacked(members, s) if isinstance(s, str) else s for s in program.steps))
+
+    @property
+    def floats(self) -> int:
+        """How many numbers per input are alive at a time: the inputs' own, or all members' at two layers."""
+        weights = [layer.weight for layer in self.layers if isinstance(layer, _Layer)]
+        widths = [0, *(w.shape[0] * w.shape[1] for w in weights)]
+        return max(weights[0].shape[2] + widths[1], *(a + b for a, b in pairwise(widths)))
 
     def fits(self, x: Tensor) -> bool:
         """Whether these inputs can be read in one product."""

@@ -14,8 +14,10 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
 from fedfuse.linalg.kron import natural_mean_diag
+from fedfuse.models.bayes import BayesianLayers
 from fedfuse.server.aggregate import charts
 from fedfuse.server.aggregate.charts import AALV, CHARTS, EAA, FKLB, GAA, RKLB, WB, Chart, MeanIn, mean_in
+from fedfuse.wire.codec import decode, encode
 
 TOY = {
     "EAA": (1, 0.625),
@@ -196,3 +198,48 @@ def test_needs_laws_and_impossible_damping() -> None:
     assert "agree" not in MeanIn(GAA).laws
     with pytest.raises(ConfigError, match="damping is -1"):
         MeanIn(RKLB, damping=-1.0)
+
+
+BELIEVING = BayesianLayers(last=1, bias=True)(Single.of(SPEC.build(), SPEC), 2, seed=0)
+
+
+def believing(clients: int = 3) -> Cohort:
+    """Networks that hold their variances themselves, as they come through the door."""
+    updates = []
+    for k in range(clients):
+        draw = torch.Generator().manual_seed(k)
+        mean = {n: torch.randn(t.shape, generator=draw) for n, t in BELIEVING.posterior.mean.items()}
+        told = decode(encode(mean, {})).tensors
+        updates.append(ClientUpdate(f"c{k}", Posterior(told), mass=1.0 + k, steps=1, spec=BELIEVING.spec))
+    return Cohort.of(updates)
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("chart", CHARTS.values(), ids=repr)
+def test_bayesian_layers_are_fused_by_their_own_log_variances(chart: Chart, uniform: bool) -> None:
+    who, weights = believing(), [1.0, 1.0, 1.0] if uniform else [1.0, 2.0, 3.0]
+    after = MeanIn(chart, uniform=uniform)(who, ServerState(0, BELIEVING), Bench()).single.posterior
+    assert not isinstance(after.geometry, Diag)  # the geometry is in the network
+    assert list(after.mean) == list(BELIEVING.posterior.mean)
+    for name, log in (("weight", "log_variance"), ("bias", "bias_log_variance")):
+        mus, logs = ([u.posterior.mean[f"net.classifier.{n}"] for u in who] for n in (name, log))
+        mean, variance = mean_in(chart, mus, [rho.double().exp() for rho in logs], weights)
+        torch.testing.assert_close(after.mean[f"net.classifier.{name}"], mean.float(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(after.mean[f"net.classifier.{log}"], variance.log().float(), rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision_is_widened_before_anything_is_summed() -> None:
+    mean, rho = RKLB([torch.tensor([1.0, 2.0]).half()] * 2, [torch.tensor([-14.0, -20.0]).half()] * 2, [0.5, 0.5])
+    assert mean.tolist() == pytest.approx([1.0, 2.0])
+    assert rho.tolist() == pytest.approx([-14.0, -20.0], abs=1e-5)
+
+
+def test_the_record_tells_how_wide_posteriors_are() -> None:
+    who = believing()
+    facts = MeanIn(WB)(who, ServerState(0, BELIEVING), Bench()).facts
+    logs = torch.stack([u.posterior.mean["net.classifier.log_variance"].flatten() / 2 for u in who])
+    assert facts["sigma_clients"]["net.classifier"] == pytest.approx(
+        dict(zip(who.clients, logs.median(1).values.exp().tolist(), strict=True))
+    )
+    assert facts["sigma_apart"]["net.classifier"] == pytest.approx(float(logs.std(0, correction=0).mean()))
+    assert list(facts["sigma"]["net.classifier"]) == ["5 %", "50 %", "95 %"]

@@ -1,0 +1,212 @@
+"""The family of Bayesian methods through the runner: FedAvg at its edges, rules of their own in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedfuse
+from fedfuse.client.elbo import Elbo
+from fedfuse.client.objectives import Proximal
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.registry import find_method
+from fedfuse.engines.base import InProcess
+from fedfuse.errors import ConfigError
+from fedfuse.experiment.config import Experiment
+from fedfuse.experiment.execute import execute
+from fedfuse.experiment.ledger import Ledger
+from fedfuse.experiment.prepare import Setting, prepare
+from fedfuse.models.bayes import Bayesian, BayesianLayers
+from fedfuse.server.aggregate.mean import NormalisedMean
+from fedfuse.server.loop import Record, run
+from fedfuse.wire.files import load_model
+
+FAMILY = ("eaa", "gaa", "aalv", "rklb", "wb", "fklb", "alpha")
+
+
+def experiment(*methods: dict[str, Any], rounds: int = 2, **changes: Any) -> Experiment:
+    settings: dict[str, Any] = {
+        "rounds": rounds,
+        "data": {"clients": 3, "partition": {"kind": "classes", "per_client": 4}, "train_limit": 300, "test_limit": 90},
+        "model": {"name": "mlp", "hidden": [10]},
+        "local": {"epochs": 3, "batch_size": 16, "optimizer": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}},
+        "judge": {"clients": "never"},
+        "methods": methods or [{"name": "fedavg"}],
+    }
+    return Experiment(**(settings | changes))
+
+
+@cache
+def setting() -> Setting:
+    return prepare(experiment()).setting(0)
+
+
+@cache
+def records(name: str, **options: Any) -> tuple[Record, ...]:
+    at = setting()
+    recipe = find_method(name).recipe(**options)
+    return tuple(run(recipe, InProcess(at.population, at.seed), at.bench, at.judge, at.start, at.plan))
+
+
+def weights(record: Record) -> dict[str, Tensor]:
+    return dict(record.state.single.posterior.mean)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_without_bayesian_layers_every_rule_is_fedavg_to_the_last_bit(name: str) -> None:
+    for mine, plain in zip(records(name, last=0), records("fedavg"), strict=True):
+        assert mine.state.single.spec == plain.state.single.spec
+        assert all(weights(mine)[n].equal(t) for n, t in weights(plain).items())
+    assert all(
+        weights(mine)[n].equal(t)
+        for mine, plain in zip(records(name, last=0, uniform=True), records("fedavg", uniform=True), strict=True)
+        for n, t in weights(plain).items()
+    )
+
+
+def test_without_noise_and_prior_bayesian_layers_are_fedavg_too() -> None:
+    """The first control: the same layers and the same start, and nothing Bayesian happens to the means."""
+    for mine, plain in zip(records("aalv", last=2, noise=False, kl=0), records("fedavg"), strict=True):
+        assert all(weights(mine)[f"net.{n}"].equal(t) for n, t in weights(plain).items())
+        assert weights(mine)["net.fc1.log_variance"].eq(-6).all()
+        assert mine.facts["accuracy"] == plain.facts["accuracy"]
+        assert mine.facts["nll"] == pytest.approx(plain.facts["nll"])
+
+
+def test_without_noise_only_the_prior_pulls() -> None:
+    """The second control: no noise, but the pull on the means of the KL term."""
+    pulled, plain = (records("aalv", last=2, noise=False, kl=kl)[-1] for kl in (5.0, 0.0))
+    assert weights(pulled)["net.fc1.weight"].norm() < weights(plain)["net.fc1.weight"].norm()
+    assert "mutual_information" not in pulled.facts
+
+
+def test_all_rules_train_the_same_way_and_then_differ() -> None:
+    works = {repr(find_method(name).recipe(last=2).work(setting().bench.local)) for name in FAMILY}
+    assert len(works) == 1
+    first = {name: weights(records(name, last=2)[0])["net.fc1.log_variance"] for name in FAMILY}
+    assert (first["rklb"] <= first["aalv"] + 1e-5).all()
+    assert (first["aalv"] <= first["wb"] + 1e-5).all()
+    assert (first["wb"] <= first["eaa"] + 1e-5).all()
+    assert (first["eaa"] <= first["fklb"] + 1e-5).all()
+    assert (first["gaa"] < first["eaa"] - 0.5).all()
+    means = {name: weights(records(name, last=2)[0])["net.fc1.weight"] for name in FAMILY}
+    assert all(means[name].allclose(means["eaa"]) for name in ("gaa", "aalv", "wb", "fklb"))
+    assert not means["rklb"].allclose(means["eaa"])
+
+
+def test_variances_learn_and_the_record_tells_how_wide_they_are() -> None:
+    at = setting()
+    bench = replace(at.bench, local=at.bench.local.model_copy(update={"spread_lr": 0.5}))
+    recipe = find_method("rklb").recipe(last=2)
+    *_, last = run(recipe, InProcess(at.population, at.seed), bench, at.judge, at.start, replace(at.plan, rounds=4))
+    sigma = last.facts["facts"]["sigma"]["net.classifier"]
+    assert sigma["95 %"] > 2 * sigma["5 %"]  # standard deviations differ by more than a factor of two
+    assert set(last.facts["facts"]["sigma_clients"]["net.classifier"]) == set(at.population.clients)
+    assert last.facts["facts"]["sigma_apart"]["net.classifier"] > 0
+    assert last.facts["mutual_information"] > 0
+
+
+def test_layers_can_be_named_and_biases_join() -> None:
+    found = weights(records("wb", layers=("fc1",), bias=True)[-1])
+    assert {n for n in found if "log_variance" in n} == {"net.fc1.log_variance", "net.fc1.bias_log_variance"}
+
+
+def test_too_many_layers_are_told_before_any_training() -> None:
+    with pytest.raises(ConfigError, match="last is 3, expected at most 2"):
+        prepare(experiment({"name": "rklb", "last": 3})).check()
+    with pytest.raises(ConfigError, match="no linear layer or convolution 'fc9'; Sequential has fc1, classifier"):
+        prepare(experiment({"name": "rklb", "layers": ["fc9"]})).check()
+    with pytest.raises(ConfigError, match="option last is -1"):
+        find_method("rklb").recipe(last=-1)
+
+
+def test_a_method_can_take_over_and_dress_what_it_finds() -> None:
+    chain = find_method("fedavg").recipe().then(1, find_method("rklb").recipe(last=1))
+    at = setting()
+    first, second = run(chain, InProcess(at.population, at.seed), at.bench, None, at.start, at.plan)
+    assert all(weights(first)[n].equal(t) for n, t in weights(records("fedavg")[0]).items())
+    assert isinstance(second.state.single.spec.build(), Bayesian)
+
+
+def test_recipes_and_dressed_networks_travel_between_processes() -> None:
+    recipe = find_method("alpha").recipe(last=2, alpha=0.3)
+    dressed = recipe.dressed(setting().start, setting().bench).single
+    work, spec = ForkingPickler.loads(ForkingPickler.dumps((recipe.work(setting().bench.local), dressed.spec)))
+    assert work == recipe.work(setting().bench.local)
+    assert spec == dressed.spec
+
+
+def test_a_run_is_recorded_remembered_resumed_and_its_model_read_back(tmp_path: Path) -> None:
+    methods = ({"name": "rklb", "last": 1}, {"name": "wb", "last": 1})
+    changes: dict[str, Any] = {"judge": {"clients": "last", "ood": "digits"}}
+    execute(experiment(*methods, rounds=1, **changes), tmp_path / "run", workers=0, memo=tmp_path / "memo")
+    execute(experiment(*methods, **changes), tmp_path / "run", workers=0, resume=True, memo=tmp_path / "memo")
+    execute(experiment(*methods, **changes), tmp_path / "whole", workers=0)
+    stopped, whole = (Ledger(tmp_path / folder / "ledger.jsonl").lines() for folder in ("run", "whole"))
+    told = ("label", "round", "accuracy", "nll", "entropy", "mutual_information", "ood_auroc", "facts")
+    assert [{k: line[k] for k in told} for line in sorted(stopped, key=_place)] == [
+        {k: line[k] for k in told} for line in sorted(whole, key=_place)
+    ]
+    assert next(line for line in stopped if line["label"].startswith("wb"))["remembered"] == 3
+    assert whole[0]["ood_auroc"] == 0.5  # strangers that are the test rows themselves
+    assert all("accuracy" in client for client in whole[1]["clients"].values())
+    model, facts = load_model(tmp_path / "whole" / "models" / "rklb_last_1-0.safetensors")
+    assert facts["round"] == 2
+    assert model.logits(setting().judge.test.x[:4]).exp().sum(-1).allclose(torch.ones(4))  # type: ignore[union-attr]
+
+
+def _place(line: dict[str, Any]) -> tuple[str, int]:
+    return line["label"], line["round"]
+
+
+# --- a site that only has files
+
+
+class Mine(nn.Module):
+    """A user's own network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x).relu())
+        return out
+
+
+def test_sites_with_files_and_a_network_of_their_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, recipe = Mine(), fedfuse.method("rklb", last=1)
+
+    def bring(site: int, start: Any = None) -> Path:
+        draw = torch.Generator().manual_seed(site)
+        rows = torch.randn(30, 4, generator=draw), torch.randint(3, (30,), generator=draw)
+        update = fedfuse.local_update(net, rows, recipe, client=f"site-{site}", start=start, classes=3, lr=0.1)
+        return update.save(tmp_path / f"site-{site}.safetensors")
+
+    before = {n: t.clone() for n, t in net.state_dict().items()}
+    fused = fedfuse.fuse([bring(1), bring(2)], recipe, model=net)
+    assert all(net.state_dict()[n].equal(t) for n, t in before.items())
+    assert not fused.refused
+    assert fused.state_dict().keys() == {f"net.{n}" for n in before} | {"net.head.log_variance"}
+    assert fused.logits(torch.ones(2, 4)).exp().sum(-1).allclose(torch.ones(2))
+    again = fedfuse.fuse(
+        [bring(1, fused.state_dict()), bring(2, fused.save(tmp_path / "g.safetensors"))], recipe, model=net
+    )
+    assert not again.refused
+    assert not again.state_dict()["net.head.log_variance"].equal(fused.state_dict()["net.head.log_variance"])
+
+
+def test_a_recipe_of_ones_own_can_be_composed() -> None:
+    """FedProx's pull on a Bayesian network fused by FedNova: spreads are one more role, and nothing breaks."""
+    recipe = Recipe(objective=Proximal(0.1, Elbo()), aggregate=NormalisedMean(), dress=BayesianLayers(last=2))
+    at = setting()
+    *_, last = run(recipe, InProcess(at.population, at.seed), at.bench, at.judge, at.start, at.plan)
+    assert last.facts["accuracy"] > 0.3
