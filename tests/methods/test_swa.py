@@ -169,14 +169,20 @@ def test_a_brief_needs_nothing_from_swa() -> None:
 
 FILES = sorted((Path(__file__).parents[2] / "experiments" / "swa").glob("*.toml"))
 SHAPES = {"fashion-mnist": (1, 28, 10), "cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "tiny-imagenet": (3, 64, 200)}
-NARROW = {"lenet": {}, "vgg11": {"widths": 0.03125}, "vgg16": {"widths": 0.03125}, "resnet50": {"widths": [2, 2, 4, 4]}}
+NARROW = {
+    "lenet": {},
+    "vgg11": {"widths": 0.03125},
+    "vgg16": {"widths": 0.03125, "hidden": [8, 8]},
+    "resnet50": {"widths": [2, 2, 4, 4]},
+}
 
 
 def stand_in(source: str, **_: object) -> Dataset:
     """Rows of a data set's shape, for checking files whose data are not at hand."""
     channels, size, classes = SHAPES[source]
     draw = torch.Generator().manual_seed(0)
-    x, y = torch.rand(40 * classes, channels, size, size, generator=draw), torch.arange(40 * classes) % classes
+    count = max(400, 4 * classes)
+    x, y = torch.rand(count, channels, size, size, generator=draw), torch.arange(count) % classes
     return Dataset(source, Rows(x, y), Rows(x[:8], y[:8]), tuple(map(str, range(classes))), {})
 
 

@@ -59,8 +59,9 @@ def client_round(
             train(local, work)
         else:
             _resume_trained(local, trained)
-        local.module.eval()
-        notes: dict[str, Tensor] = {}
+    local.module.eval()
+    notes: dict[str, Tensor] = {}
+    with seeded(seed, brief.round, client, "evidence"):  # the same draws whether the training was done or remembered
         for bring in work.evidence:
             notes.update(bring(local))
     mean = {n: t.detach() for n, t in local.module.state_dict().items()}

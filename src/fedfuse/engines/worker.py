@@ -6,6 +6,7 @@ answers is bytes, which are never unpickled: a line of JSON, the reply's payload
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -40,13 +41,11 @@ def serve(wire: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends us
     threading.Thread(target=_follow_parent, daemon=True).start()
     torch.set_num_threads(1)
-    wire.send_bytes(READY)
     lesson: _Opened | None = None
-    while True:
-        try:
+    with contextlib.suppress(EOFError, OSError):  # the wire ended: nobody listens any more
+        wire.send_bytes(READY)
+        while True:
             lesson = _turn(wire, lesson)
-        except (EOFError, OSError):
-            return
 
 
 def _follow_parent() -> None:
