@@ -39,6 +39,7 @@ PANELS = {
     "client_accuracy_weighted": "client networks, by rows",
     "client_accuracy_worst10": "worst client networks",
 }
+WITHOUT_BAYES = ("fedavg",)  # the paper's n = 0: the same network, no Bayesian layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ def scores_by_layers(rows: Iterable[Row]) -> dict[str, dict[str, dict[int, list[
 
 def _layers(label: str) -> int | None:
     """How many Bayesian layers a label speaks of; None for other methods and for those with further options."""
-    if label == "fedavg":
+    if label in WITHOUT_BAYES:
         return 0
     told = re.fullmatch(rf"(?:{'|'.join(COLOURS)})\(last=(\d+)\)", label)
     return int(told[1]) if told else None
