@@ -84,7 +84,8 @@ def test_however_the_parent_ends_nothing_stays(how: signal.Signals, tmp_path: Pa
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(here=str(Path(__file__).parent), folder=str(tmp_path)))
     command = [sys.executable, "-W", "error", str(script)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as parent:
+    own = {"start_new_session": True, "preexec_fn": _hear_interrupts}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **own) as parent:
         began = [tmp_path / "a", tmp_path / "b"]
         wait_for(lambda: all(path.exists() and path.read_text() for path in began) or parent.poll() is not None)
         pids = [int(path.read_text()) for path in began]
@@ -96,6 +97,10 @@ def test_however_the_parent_ends_nothing_stays(how: signal.Signals, tmp_path: Pa
         words = parent.communicate(timeout=20)[1]
     assert parent.returncode == -how
     assert words.count("Traceback") == (how == signal.SIGINT)  # the parent's own
+
+
+def _hear_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job is born deaf to Ctrl-C
 
 
 def wait_for(condition: object, seconds: float = 30.0) -> None:
