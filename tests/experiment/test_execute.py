@@ -266,11 +266,15 @@ def test_a_crash_between_rounds_changes_nothing(tiny: Tiny, tmp_path: Path, meth
         assert outcome(out) == outcome(tmp_path / "whole")
 
 
+LIGHT = {"epochs": 1, "steps": 2, "batch": 8, "width": 4, "latent": 8}  # of whatever a server trains
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(all_methods()))
 def test_every_method_goes_on_after_a_crash_as_if_undisturbed(tiny: Tiny, tmp_path: Path, method: str) -> None:
     data = {"clients": 3, "train_limit": 120, "test_limit": 60, "server_fraction": 0.2}
-    experiment = tiny(method, rounds=3, data=data)
+    options = {key: LIGHT[key] for key in all_methods()[method].schema.model_fields if key in LIGHT}
+    experiment = tiny(methods=[{"name": method, **options}], rounds=3, data=data)
     try:
         run(experiment, tmp_path / "whole")
     except FuseError as why:
