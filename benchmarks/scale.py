@@ -85,12 +85,11 @@ def peak_and_forget(process: psutil.Process) -> int:
         return int(process.memory_info().rss) if process.is_running() else 0
 
 
-def synthetic() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+def synthetic() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Random rows in MNIST's shape."""
     draw = np.random.default_rng(0)
-    sizes = (60_000, 10_000)
-    train, test = [(draw.random((n, 1, 28, 28), np.float32), draw.integers(0, 10, n)) for n in sizes]
-    return train, test
+    train, test = [(draw.random((n, 1, 28, 28), np.float32), draw.integers(0, 10, n)) for n in (60_000, 10_000)]
+    return *train, *test
 
 
 def measure(clients: int, workers: int, method: str, memo: bool) -> Row:

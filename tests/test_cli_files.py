@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -205,3 +206,26 @@ def test_masses_can_be_given(fedfuse: Fedfuse, files: list[Path]) -> None:
     each = [read(path).tensors["fc1.bias"] for path in files]
     found = safetensors.torch.load_file("global.safetensors")["fc1.bias"]
     assert torch.allclose(found, (each[0] + each[1] + 2 * each[2]) / 4)
+
+
+def peak_of(*words: str | Path) -> int:
+    """The most memory, in bytes, that one `fedfuse` command held."""
+    command = [sys.executable, "-c", "from fedfuse.cli import main; main()", *map(str, words)]
+    child = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0
+    return int(usage.ru_maxrss) * (1 if sys.platform == "darwin" else 1024)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masses", [(), ("--mass", "1", "--mass", "2", "--mass", "3", "--mass", "4")])
+def test_memory_is_that_of_the_result_however_many_files(tmp_path: Path, masses: tuple[str, ...]) -> None:
+    """Four files of 100 MB: beyond what the command needs anyway, only the fused model is held."""
+    size = 100 * 2**20
+    for k in range(4):
+        write(tmp_path / f"{k}.safetensors", {"w": torch.full((size // 4,), float(k))}, {})
+        write(tmp_path / f"small-{k}.safetensors", {"w": torch.zeros(1)}, {})
+    plain = peak_of("fuse", *tmp_path.glob("small-*"), "-o", tmp_path / "small", *masses)
+    large = peak_of("fuse", *tmp_path.glob("?.safetensors"), "-o", tmp_path / "large", *masses)
+    assert large - plain < 1.5 * size

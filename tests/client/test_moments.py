@@ -94,3 +94,11 @@ def test_output_moments_run_over_examples_and_positions() -> None:
     found, columns = output_moments(nn.Linear(1, 2), flat)
     assert columns == 12
     assert torch.allclose(found[0], flat.reshape(-1, 2).mT @ flat.reshape(-1, 2))
+
+
+def test_squares_that_no_float32_holds_are_not_lost() -> None:
+    grad = draw(6, 3)
+    for size in (1e-3, 1e-18, 1e-30):
+        found, _ = output_moments(nn.Linear(1, 3), (grad * size).float())
+        assert torch.allclose(found[0] / size**2, grad.mT @ grad, rtol=1e-5)
+    assert torch.count_nonzero(output_moments(nn.Linear(1, 3), torch.zeros(6, 3))[0]) == 0

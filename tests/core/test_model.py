@@ -83,7 +83,7 @@ def test_the_memory_limit_bounds_what_is_alive_at_a_time() -> None:
     mixture = Mixture(members, alike(10), TopLogit(1), memory=100_000)
     x = torch.randn(5000, 16)
     alive = 10 * (5 + 3) + 3 * 10  # per input: ten members' two layers and everybody's logits, in floats
-    assert mixture.chunk(x) == 100_000 // (4 * alive)
+    assert mixture.chunk(x) == 100_000 // (8 * alive)
     assert Mixture(members, alike(10), TopLogit(1)).chunk(x) == 1000
     tight = Mixture(members, alike(10), TopLogit(1), memory=1000)
     assert tight._grouped()[0].stack is None, "stacking copies weights, which must fit too"

@@ -114,7 +114,7 @@ def test_costs_are_counted() -> None:
     assert cost.products == convolutions + 256 * 120 + 120 * 84 + 84 * 10
     assert cost.first == 24 * 24 * 6 * 25
     assert cost.outputs == 10
-    assert cost.floats == 24 * 24 * 6 + 12 * 12 * 6, "the first pooling holds most at a time"
+    assert cost.floats == 16 * (28 * 28 + 24 * 24), "the first convolution holds most, with its channels in sixteens"
 
 
 def test_the_first_layer_is_seen_without_running_the_rest() -> None:

@@ -262,10 +262,30 @@ def test_damping_adds_lambda_and_balances(pi: kron.Split) -> None:
     assert torch.allclose(damped_A - A, on_A * torch.eye(7).double())
 
 
+@pytest.mark.parametrize("pi", ["trace", "frobenius"])
+def test_a_vanishing_factor_is_the_limit_of_a_small_one(pi: kron.Split) -> None:
+    _, As, Bs = layer(1)
+    small = torch.kron(*damp(As[0], 1e-20 * Bs[0], 1e-2, pi))
+    gone = torch.kron(*damp(As[0], torch.zeros_like(Bs[0]), 1e-2, pi))
+    assert torch.allclose(small, gone, rtol=1e-6, atol=1e-9)
+
+
+def test_the_scale_of_a_pair_does_not_matter_to_the_exact_mean() -> None:
+    """A_k ⊗ B_k is all that counts, so a client that scales its factors against each other changes nothing."""
+    Ms, As, Bs = layer(4)
+    scales = torch.tensor([1e-12, 1.0, 1e6, 1e12], dtype=torch.float64)[:, None, None]
+    plain = natural_mean(Ms, As, Bs, [1, 2, 3, 4], tol=1e-10)
+    scaled = natural_mean(Ms, As * scales, Bs / scales, [1, 2, 3, 4], tol=1e-10)
+    assert torch.allclose(plain.x, scaled.x, atol=1e-8)
+    assert abs(plain.iterations - scaled.iterations) <= 1
+
+
 def test_damping_has_guards() -> None:
     zero, one = torch.zeros(2, 2), torch.eye(2)
     for (A, B), pi in itertools.product([(zero, one), (one, zero), (zero, zero)], ["trace", "frobenius"]):
-        assert torch.allclose(damp(A, B, 0.25, pi)[0] - A, 0.5 * one)  # type: ignore[arg-type]
+        for side in damp(A, B, 0.25, pi):  # type: ignore[arg-type]
+            assert torch.equal(side, 0.5 * one)
+    assert torch.equal(damp(one, zero, 0.25, "one")[0], 1.5 * one)  # as the formula says
     assert torch.equal(damp(one, one, 0.0, "trace")[0], one)
     with pytest.raises(ConfigError, match="lambda is -1"):
         damp(one, one, -1)

@@ -103,7 +103,7 @@ SMALL = [
     Spec("vgg16", {"widths": 0.03125, "hidden": [16, 16], "classes": 4}),
     Spec("vgg11", {"widths": 0.03125, "hidden": [], "head": 16, "classes": 4}),
     Spec("vgg11", {"widths": 0.03125, "hidden": [], "norm": False, "bias": "none", "classes": 4}),
-    Spec("resnet50", {"widths": [2, 2, 4, 4], "head": 16, "classes": 4}),
+    Spec("resnet50", {"widths": [4, 4, 8, 8], "head": 16, "classes": 4}),
 ]
 
 
@@ -173,7 +173,7 @@ NARROW = {
     "lenet": {},
     "vgg11": {"widths": 0.03125},
     "vgg16": {"widths": 0.03125, "hidden": [8, 8]},
-    "resnet50": {"widths": [2, 2, 4, 4]},
+    "resnet50": {"widths": [4, 4, 8, 8]},
 }
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
+_SMALL = 1e-6
+
 
 def input_moments(module: nn.Module, x: Tensor) -> Tensor:
     """Σ a aᵀ over examples and positions, where a is what the layer reads, with a 1 appended if it has a bias.
@@ -35,12 +37,18 @@ def input_moments(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def output_moments(module: nn.Module, grad: Tensor) -> tuple[Tensor, int]:
-    """Σ g gᵀ over examples and positions, (groups × out × out) in float64, and how many those are."""
+    """Σ g gᵀ over examples and positions, (groups × out × out) in float64, and how many those are.
+
+    A network that fits its rows has gradients whose squares no float32 can hold, so they are scaled before.
+    """
+    peak = float(torch.linalg.vector_norm(grad, math.inf))
+    scale = peak if 0 < peak < _SMALL else 1.0
+    grad = grad / scale if scale != 1.0 else grad
     if isinstance(module, CONVOLUTIONS):
         columns = grad.transpose(0, 1).reshape(module.groups, module.out_channels // module.groups, -1)
     else:
         columns = grad.reshape(1, -1, grad.shape[-1]).mT
-    return (columns @ columns.mT).double(), columns.shape[-1]
+    return (columns @ columns.mT).double() * scale**2, columns.shape[-1]
 
 
 def _with_one(gram: Tensor, total: Tensor, count: int) -> Tensor:

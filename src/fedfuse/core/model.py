@@ -15,6 +15,7 @@ from fedfuse.core.stack import Stack, cost_of, first_output
 from fedfuse.errors import ConfigError
 
 MEMORY = 64 * 2**20  # bytes a mixture may take for what happens between its inputs and its answer
+_BYTES = 8  # per number alive: its own four, and as many again for what products and convolutions pack
 _ROWS = 1000  # inputs at a time: enough for a wide product, few enough that its result stays in cache
 
 
@@ -132,7 +133,7 @@ class Mixture:
             cost = cost_of(group.spec, tuple(x.shape[1:]))
             alive = group.stack.floats if group.stack is not None and group.stack.fits(x) else cost.floats
             floats = max(floats, alive + cost.outputs * len(self.members))
-        return max(1, min(_ROWS, self.memory // (4 * floats)))
+        return max(1, min(_ROWS, self.memory // (_BYTES * floats)))
 
     def _grouped(self) -> list[_Group]:
         """Members by network; made at the first use, for stacking copies their weights."""

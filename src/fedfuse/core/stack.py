@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -129,7 +130,7 @@ def cost_of(spec: Spec, shape: tuple[int, ...]) -> Cost:
     products, floats = list[int](), [0]
 
     def watch(part: nn.Module, args: tuple[object, ...], out: object) -> None:
-        floats.append(sum(t.numel() for t in (*args, out) if isinstance(t, Tensor)))
+        floats.append(sum(_held(t) for t in (*args, out) if isinstance(t, Tensor)))
         if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) and isinstance(out, Tensor):
             products.append(out.numel() * part.weight[0].numel())
 
@@ -142,6 +143,11 @@ def cost_of(spec: Spec, shape: tuple[int, ...]) -> Cost:
         for hook in hooks:
             hook.remove()
     return Cost(sum(products), next(iter(products), 0), max(floats), outputs)
+
+
+def _held(t: Tensor) -> int:
+    """How many numbers a tensor takes; libraries keep the channels of images in blocks of sixteen."""
+    return t.numel() if t.ndim != 4 else math.ceil(t.shape[1] / 16) * 16 * t.shape[2] * t.shape[3]
 
 
 class _Seen(Exception):

@@ -181,7 +181,7 @@ def _strangers(experiment: Experiment, dataset: Dataset, scale: Standardise | No
     source = experiment.judge.ood
     if source is None:
         return None
-    x = load(source, test_limit=experiment.data.test_limit).test.x
+    x = load(source, train_limit=1, test_limit=experiment.data.test_limit).test.x  # its training rows are not used
     return _like_ours(x, f"judge.ood: the inputs of {source!r}", dataset, scale)
 
 

@@ -145,7 +145,8 @@ def natural_mean(
 
     It solves Σ f_k B_k M A_k = Z, with Z = Σ f_k B_k M_k A_k, in float64. Three ways:
 
-    - `exact`: conjugate gradients, preconditioned by the expectation approximation, to the tolerance.
+    - `exact`: conjugate gradients, preconditioned by the expectation approximation of evenly scaled pairs,
+      to the tolerance.
       They start at the plain mean: from the approximation they take as many iterations, and clients that
       agree would not come back unchanged.
     - `expectation`: M = (Σ f_k B_k)⁻¹ Z (Σ f_k A_k)⁻¹, which takes the mean of products for the product
@@ -213,7 +214,8 @@ def damp(A: Tensor, B: Tensor, lam: float, pi: Split = "one") -> tuple[Tensor, T
 
     π balances the two sides (Martens and Grosse 2015, section 6.3): `one` is 1; `trace` is
     √((tr A / dim A) / (tr B / dim B)); `frobenius` is √((‖A‖_F / √dim A) / (‖B‖_F / √dim B)).
-    A factor that is zero gives no balance to keep, and then π = 1.
+    Where a balanced factor vanishes, A ⊗ B informs about nothing and only the damping remains: both sides become
+    √λ I, which is the limit of an ever smaller factor.
 
     Example:
         >>> A, B = damp(torch.eye(2), 4 * torch.eye(2), lam=1.0, pi="trace")
@@ -223,11 +225,13 @@ def damp(A: Tensor, B: Tensor, lam: float, pi: Split = "one") -> tuple[Tensor, T
     if not (math.isfinite(lam) and lam >= 0):
         raise ConfigError(f"damping: lambda is {lam}, expected a finite number of at least 0")
     root, ratio = math.sqrt(lam), balance(A, B, pi)
+    if pi != "one" and not (bool(A.any()) and bool(B.any())):
+        A, B = torch.zeros_like(A), torch.zeros_like(B)
     return shifted(A, ratio * root), shifted(B, root / ratio)
 
 
 def balance(A: Tensor, B: Tensor, pi: Split) -> float:
-    """π of `damp`: how much larger a share of the damping falls to A than to B.
+    """π of `damp`: how much larger a share of the damping falls to A than to B; 1 where a factor is zero.
 
     Example:
         >>> balance(4 * torch.eye(2), torch.eye(3), "trace")
@@ -253,6 +257,7 @@ class _System:
     plain: Tensor  # Σ f_k M_k
     A: Tensor  # Σ f_k A_k
     B: Tensor  # Σ f_k B_k
+    even: tuple[Tensor, Tensor]  # the same of pairs scaled to equal traces, which changes no A_k ⊗ B_k
     what: str
 
     @classmethod
@@ -264,8 +269,8 @@ class _System:
                 f"{what}: got M {tuple(M.shape)}, A {tuple(A.shape)}, B {tuple(B.shape)}, "
                 "expected out × in, in × in and out × out"
             )
-        Z, plain, sum_A, sum_B = (torch.zeros_like(t, dtype=torch.float64) for t in (M, M, A, B))
-        return cls(KronSum.empty(clients, A, B), Z, plain, sum_A, sum_B, what)
+        Z, plain, sum_A, sum_B, *even = (torch.zeros_like(t, dtype=torch.float64) for t in (M, M, A, B, A, B))
+        return cls(KronSum.empty(clients, A, B), Z, plain, sum_A, sum_B, (even[0], even[1]), what)
 
     def add(self, client: int, M: Tensor, A: Tensor, B: Tensor, f: float) -> None:
         """Add one client with share f to both sides."""
@@ -279,6 +284,9 @@ class _System:
         self.Z.add_(B @ M @ A, alpha=f)
         for total, term in ((self.plain, M), (self.A, A), (self.B, B)):
             total.add_(term, alpha=f)
+        ratio = balance(A, B, "trace")
+        self.even[0].add_(A, alpha=f / ratio)
+        self.even[1].add_(B, alpha=f * ratio)
 
     def solution(self, M: Tensor, iterations: int) -> Solution:
         """A matrix with its true relative residual."""
@@ -300,7 +308,7 @@ class _System:
         found = conjugate_gradient(
             self.operator,
             step_to,
-            precondition=KronInverse.of(self.A, self.B),
+            precondition=KronInverse.of(*self.even),
             tol=tol * reference / gap,
             max_iters=max_iters,
             what=self.what,

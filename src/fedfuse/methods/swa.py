@@ -39,7 +39,7 @@ def swa(
         distance: "hos", the product of the third and fourth k-statistics, or "renyi", a divergence from N(0, 1).
         order: of the Rényi divergence: 0, 0.5, 1 (Kullback–Leibler), 2 or any other.
         density: of the Rényi divergence: "histogram", "samples" (the paper's text) or "grid" (its released code).
-        scale: "raw" scores grow with the weights' scale (to the seventh power for "hos"), "standardised" ones do not.
+        scale: "raw" scores depend on the weights' scale ("hos" on its seventh power), "standardised" ones do not.
         normalise: "sum" gives an average; "max" is the printed equation 8, which is none.
         level: one weight per "layer", or per output "filter".
         mix: share of the example-count weights mixed in.

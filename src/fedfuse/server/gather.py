@@ -130,7 +130,7 @@ def _open_all(items: Sequence[Item]) -> tuple[list[_Opened], list[Refused]]:
             packet = decode(item.payload) if isinstance(item.payload, bytes) else read(item.payload)
             opened.append(_Opened(item, packet))
         except Malformed as why:
-            refused.append(Refused(item.client, "file", str(why), "a safetensors file"))
+            refused.append(Refused(item.client, "file", f"damaged: {why}", "a safetensors file"))
     return opened, refused
 
 

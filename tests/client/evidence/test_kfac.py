@@ -241,6 +241,28 @@ def test_factors_are_remembered_only_when_asked() -> None:
     assert set(memory) == {f"kron/{layer}/{side}" for layer in "13" for side in ("in", "out")}
 
 
+@pytest.mark.parametrize("margin", [40.0, 60.0, 90.0])
+def test_a_client_that_fits_its_rows_perfectly_still_passes_the_door(margin: float) -> None:
+    """Its gradients are e^−margin and smaller, and their squares smaller than any float32."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2))
+    with torch.no_grad():
+        module[3].bias.copy_(torch.tensor([margin, 0.0]))
+    spec = Spec.of(module)
+    draw = torch.Generator().manual_seed(0)
+    rows = Rows(torch.randn(12, 2, 2, 2, generator=draw), torch.zeros(12, dtype=torch.int64))
+    brief = Brief(0, spec, module.state_dict(), classes=2)
+    for choose in (False, True):
+        evidence = KroneckerFactors(choose=choose)
+        work = Work(LocalSettings(optimizer={"lr": 1e-9}), evidence=(evidence,))
+        update = admit(
+            Envelope("site", client_round(work, brief, "site", rows).payload), Contract.of(brief, (evidence,))
+        )
+        B = update.posterior.geometry.factors["3"][1]
+        assert is_psd(B)
+        assert float(B.abs().max()) == 0.0 or float(B.abs().max()) >= 1e-30
+
+
 def flawed(change: Callable[[dict[str, Tensor]], None], choose: bool = False) -> object:
     evidence = KroneckerFactors(choose=choose)
     notes = dict(split(decode(brought(evidence, Spec.of(conv_net()), narrow(examples()))[0]))[1])

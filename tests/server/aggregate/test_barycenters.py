@@ -143,8 +143,10 @@ def test_what_cannot_be_found_is_said() -> None:
 
 
 def test_as_a_rule_it_takes_and_gives_log_variances() -> None:
-    mean, rho = AlphaDivergence(0.5)([m[None] for m in MU], [v.log()[None] for v in V], W.tolist())
-    assert (mean.item(), rho.exp().item()) == pytest.approx(one(0.5), rel=1e-6)
+    mean, variance = mean_in(AlphaDivergence(0.5), list(MU), list(V), W.tolist())
+    assert (mean.shape, mean.item(), variance.item()) == ((), *(pytest.approx(x, rel=1e-6) for x in one(0.5)))
+    long = mean_in(AlphaDivergence(0.5), [m.expand(3, 2000) for m in MU], [v.expand(3, 2000) for v in V], W.tolist())
+    torch.testing.assert_close(long[0], mean.expand(3, 2000))
     assert not AlphaDivergence(0.5).shrinks
 
 

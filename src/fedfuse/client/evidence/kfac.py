@@ -37,6 +37,7 @@ Fisher = Literal["empirical", "sampled"]
 Factors = tuple[Tensor, Tensor]
 
 _MAX_TRACE = 1e12  # far above what honest gradients give, far below where sums of products overflow
+_LEAST = 1e-30  # a smaller factor has entries that no float32 holds, and would not arrive as the matrix it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,11 +253,12 @@ class KroneckerFactors:
         """One pass over the rows with the trained weights."""
         blocks, draw = blocks_of(local.brief.spec), local.stream("fisher")
         options = {"fisher": self.fisher, "batch": self.batch, "generator": draw}
-        factors = kronecker_factors(local.module, blocks, local.rows, **options)  # type: ignore[arg-type]
+        found = kronecker_factors(local.module, blocks, local.rows, **options)  # type: ignore[arg-type]
+        factors = {layer: (_narrow(A), _narrow(B)) for layer, (A, B) in found.items()}
         notes = {}
         for layer, pair in factors.items():
             for side, matrix in zip(("in", "out"), pair, strict=True):
-                triangles = pack(matrix).float().cpu()
+                triangles = pack(matrix).cpu()
                 notes[f"kron/{layer}/{side}"] = triangles[0] if len(triangles) == 1 else triangles
         if self.remember:
             local.memory.update(notes)
@@ -288,6 +290,12 @@ class KroneckerFactors:
     def geometry(self, notes: Params) -> Geometry | None:
         """Raw Kronecker factors per layer, fetched and unpacked when asked for."""
         return Kron(_Unpacked(notes, layers_in(notes)))
+
+
+def _narrow(factor: Tensor) -> Tensor:
+    """The factor as it travels: in float32, and zero where it is too small to be told from that."""
+    told = factor.abs().amax((-2, -1), keepdim=True) >= _LEAST
+    return torch.where(told, factor, 0.0).float()
 
 
 def _chosen(local: Local, blocks: Sequence[Block], factors: Mapping[str, Factors]) -> dict[str, Tensor]:

@@ -59,6 +59,8 @@ class Belief:
     @classmethod
     def of(cls, A: Tensor, B: Tensor, move: Tensor) -> Belief:
         """The belief of a layer with factors A (in × in) and B (out × out) that moved by `move` (out × in)."""
+        if not (bool(A.any()) and bool(B.any())):  # as `damp` has it: what informs about nothing leaves the damping
+            A, B = torch.zeros_like(A), torch.zeros_like(B)
         alpha, left = torch.linalg.eigh(A.double())
         beta, right = torch.linalg.eigh(B.double())
         turned = right.mT @ move.double() @ left

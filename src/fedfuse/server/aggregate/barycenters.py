@@ -27,6 +27,7 @@ from fedfuse.server.aggregate.mean import ALL_LAWS, weighted_mean
 from fedfuse.server.aggregate.natural import factors_of
 from fedfuse.wire.codec import forms_of
 
+_PIECE = 4096  # elements searched at a time: their many terms stay in cache
 Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 _FLAT = 1e-9  # nearer to α = 0 or 1 than this the divergence is KL one way or the other, to rounding
@@ -47,8 +48,11 @@ class AlphaDivergence:
 
     def __call__(self, means: Sequence[Tensor], logs: Iterable[Tensor], weights: Sequence[float]) -> Pair:
         """The fused mean and log-variance, elementwise in float64."""
-        variances = torch.stack([rho.double().exp() for rho in logs])
-        mean, variance = alpha_barycenter(torch.stack(list(means)), variances, torch.tensor(weights), self.alpha)
+        shape, shares = means[0].shape, torch.tensor(weights, dtype=torch.float64)
+        mus, rhos = (torch.stack([t.flatten() for t in column]).split(_PIECE, 1) for column in (means, logs))
+        pieces = zip(mus, rhos, strict=True)
+        found = [alpha_barycenter(m, rho.double().exp(), shares, self.alpha) for m, rho in pieces]
+        mean, variance = (torch.cat(column).view(shape) for column in zip(*found, strict=True))
         return mean, variance.log()
 
 

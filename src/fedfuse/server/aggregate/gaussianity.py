@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -15,6 +17,7 @@ from torch import Tensor
 from fedfuse.core.messages import Cohort, Form
 from fedfuse.core.params import Layer, Params
 from fedfuse.core.state import Bench, ServerState
+from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError
 from fedfuse.linalg.divergence import Density, non_gaussianity, renyi_to_gaussian
 from fedfuse.server.aggregate.mean import ALL_LAWS, BLOCK, weighted_mean
@@ -26,6 +29,7 @@ Draw: TypeAlias = Callable[[], torch.Generator]
 
 # Bytes of one layer, over all clients, that are kept between scoring and averaging; a larger one is read twice.
 _HELD = 1 << 28
+_SIDE_BY_SIDE = 8  # clients scored at once, each by one thread: enough to be waiting for memory
 
 
 class Distance(Protocol):
@@ -128,16 +132,21 @@ class NonGaussianMean:
         spec, sources = cohort.updates[0].spec, [u.posterior.mean for u in cohort]
         forms, behind = forms_of(sources[0]), _neighbours(sources)
         means, notes = dict[str, Tensor](), _Notes(cohort.clients)
-        for layer in spec.layout.layers:
-            stack = _Stack.of(layer, sources, forms, behind)
-            draw = partial(bench.stream, "gaussianity", state.round, layer.name)
-            scores = torch.stack([self.distance(rows, draw) for rows in stack.rows(self._by_filter(layer))])
-            shares, lost = self._shares(scores, cohort.weights)
-            means |= stack.blend(shares)
-            notes.add(layer.name, scores, shares, lost)
+        with one_thread(), ThreadPoolExecutor(min(len(cohort), os.cpu_count() or 1, _SIDE_BY_SIDE)) as pool:
+            for layer in spec.layout.layers:
+                stack = _Stack.of(layer, sources, forms, behind)
+                draw = partial(bench.stream, "gaussianity", state.round, layer.name)
+                score = partial(self._score, stack, self._by_filter(layer), draw)
+                scores = torch.stack(list(pool.map(score, range(len(cohort)))))
+                shares, lost = self._shares(scores, cohort.weights)
+                means |= stack.blend(shares)
+                notes.add(layer.name, scores, shares, lost)
         alone = self._shares(torch.zeros(len(cohort), 1), cohort.weights)[0][:, 0]
         mean = {n: means[n] if n in means else weighted_mean(sources, alone, n) for n in cohort.names}
         return state.fused(mean, spec=spec).noting(**notes.facts())
+
+    def _score(self, stack: _Stack, by_filter: bool, draw: Draw, client: int) -> Tensor:
+        return self.distance(stack.rows(client, by_filter), draw)
 
     def _by_filter(self, layer: Layer) -> bool:
         """Whether each of a layer's rows is a filter with a weight of its own."""
@@ -184,10 +193,11 @@ class _Stack:
         held = [{run[0]: piece_of(s, run[0], 0, size)} for s in sources] if fits else sources
         return cls(sources, held, run, tuple(n for n in others if n not in run), forms)
 
-    def rows(self, by_filter: bool) -> Iterator[Tensor]:
-        """Every client's weight as one row, or as a row per filter."""
-        count = self.forms[self.run[0]].shape[0] if by_filter else 1
-        return (weight.reshape(count, -1) for weight in self._tensors(self.run[0]))
+    def rows(self, client: int, by_filter: bool) -> Tensor:
+        """A client's weight as one row, or as a row per filter."""
+        shape = self.forms[self.run[0]].shape
+        weight = piece_of(self.held[client], self.run[0], 0, math.prod(shape))
+        return weight.reshape(shape[0] if by_filter else 1, -1)
 
     def blend(self, shares: Tensor) -> dict[str, Tensor]:
         """The mean of every tensor of the layer; shares are (clients × 1) or (clients × filters)."""

@@ -138,8 +138,8 @@ def _stacked(factor: Tensor) -> Tensor:
 
 
 def _informs(update: ClientUpdate, block: Block) -> bool:
-    """Whether both factors of a layer say anything at all."""
-    return all(bool(factor.count_nonzero()) for factor in factors_of(update, block))
+    """Whether the factors of a layer say anything at all; those of a layer that was never used do not."""
+    return any(bool(factor.any()) for factor in factors_of(update, block))
 
 
 def _account(solutions: dict[str, list[Solution]]) -> dict[str, dict[str, float]]:
