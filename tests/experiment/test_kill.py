@@ -73,8 +73,18 @@ def family(process: subprocess.Popen[Any]) -> list[psutil.Process]:
         return []
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """A zombie is dead: it waits only for whoever adopted it to notice."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def assert_all_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=20)
+    limit = time.monotonic() + 60
+    while (alive := [process for process in processes if is_alive(process)]) and time.monotonic() < limit:
+        time.sleep(0.05)
     assert not alive, f"orphans: {alive}"
 
 
