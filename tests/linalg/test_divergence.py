@@ -1,4 +1,5 @@
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -70,6 +71,29 @@ def test_rows_are_scored_one_by_one() -> None:
     for i, row in enumerate(x):
         assert [float(v[i]) for v in (k.k1, k.k2, k.k3, k.k4)] == pytest.approx(kstats(row), rel=1e-9)
     assert non_gaussianity(x, per_row=True).shape == (40,)
+
+
+def test_one_row_is_a_vector() -> None:
+    x = skewed(1, 50)
+    for standardised in (False, True):
+        alone = non_gaussianity(x, standardised=standardised, per_row=True)
+        assert alone.shape == (1,)
+        assert alone.dtype == torch.float64
+        assert float(alone) == float(non_gaussianity(x[0], standardised=standardised))
+
+
+@pytest.mark.parametrize("offset", [0.0, 0.5, 3.0, 1e4, -1e4])
+def test_the_mean_may_be_small_or_large_beside_the_spread(offset: float) -> None:
+    x = skewed(5000) - 1.65
+    exact = scipy.stats.kstat(x.numpy(), 3), scipy.stats.kstat(x.numpy(), 4)
+    assert all_four(x + offset)[2:] == pytest.approx(exact, rel=1e-8)
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    layers = [skewed(300_000, seed=s).float() for s in range(4)]
+    alone = [float(non_gaussianity(x)) for x in layers]
+    with ThreadPoolExecutor(4) as pool:
+        assert [float(v) for v in pool.map(non_gaussianity, layers * 5)] == alone * 5
 
 
 def test_long_rows_are_split_and_many_rows_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:

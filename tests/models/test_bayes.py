@@ -90,6 +90,10 @@ def test_a_users_own_network_and_one_that_is_a_single_layer() -> None:
 
 def test_training_mode_and_dtype_are_kept() -> None:
     assert not bayesian(net().eval()).training
+    partly = net()
+    partly[0].eval()
+    model = bayesian(partly, last=3)
+    assert [part.training for part in (model, model.net, model.net[0], model.net[2])] == [True, True, False, True]
     assert bayesian(net().double(), bias=True).state_dict()["net.4.bias_log_variance"].dtype == torch.float64
 
 

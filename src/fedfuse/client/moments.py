@@ -12,7 +12,7 @@ from torch import Tensor, nn
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
-_SMALL = 1e-6
+_SMALL = 1e-12
 
 
 def input_moments(module: nn.Module, x: Tensor) -> Tensor:
@@ -37,18 +37,18 @@ def input_moments(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def output_moments(module: nn.Module, grad: Tensor) -> tuple[Tensor, int]:
-    """Σ g gᵀ over examples and positions, (groups × out × out) in float64, and how many those are.
-
-    A network that fits its rows has gradients whose squares no float32 can hold, so they are scaled before.
-    """
-    peak = float(torch.linalg.vector_norm(grad, math.inf))
-    scale = peak if 0 < peak < _SMALL else 1.0
-    grad = grad / scale if scale != 1.0 else grad
+    """Σ g gᵀ over examples and positions, (groups × out × out) in float64, and how many those are."""
     if isinstance(module, CONVOLUTIONS):
         columns = grad.transpose(0, 1).reshape(module.groups, module.out_channels // module.groups, -1)
     else:
         columns = grad.reshape(1, -1, grad.shape[-1]).mT
-    return (columns @ columns.mT).double() * scale**2, columns.shape[-1]
+    gram = columns @ columns.mT
+    if float(gram.diagonal(dim1=-2, dim2=-1).amax()) < _SMALL:
+        # a network that fits its rows has gradients whose squares no float32 can hold
+        scale = float(columns.abs().max()) or 1.0
+        columns = columns / scale
+        return (columns @ columns.mT).double() * scale**2, columns.shape[-1]
+    return gram.double(), columns.shape[-1]
 
 
 def _with_one(gram: Tensor, total: Tensor, count: int) -> Tensor:
@@ -65,22 +65,25 @@ def _patch_moments(conv: Convolution, x: Tensor) -> tuple[Tensor, Tensor, int]:
     """
     windows = _windows(conv, x)
     size, step, gap = conv.kernel_size[0], conv.stride[0], conv.dilation[0]
-    places = (len(windows) - gap * (size - 1) - 1) // step + 1
+    reach = gap * (size - 1)
+    groups, height, width, columns = windows.shape
+    span = (height - reach - 1) // step * step + 1
 
-    def over_places(t: Tensor, offset: int) -> Tensor:
-        first = offset * gap
-        return t[first : first + (places - 1) * step + 1 : step].sum(0, dtype=torch.float64)
+    def over_places(t: Tensor) -> Tensor:
+        """Per offset in the patch, the sum over all patches."""
+        return t.unfold(1, span, gap)[:, :size, ..., ::step].sum(-1, dtype=torch.float64)
 
-    gram = [[torch.empty(0)] * size for _ in range(size)]
-    for lag in range(size):
-        products = windows[: len(windows) - lag * gap] @ windows[lag * gap :].mT
-        for offset in range(size - lag):
-            gram[offset][offset + lag] = block = over_places(products, offset)
-            gram[offset + lag][offset] = block.mT
-    sums = windows.sum(-1)
-    total = torch.stack([over_places(sums, offset) for offset in range(size)])
-    whole = torch.stack([torch.stack(line) for line in gram])
-    return *_channel_major(conv, whole, total), places * windows.shape[-1]
+    below = F.pad(windows, (0, 0, 0, 0, 0, reach)).unfold(1, reach + 1, 1)[..., ::gap]  # the windows below each
+    below = below.permute(0, 1, 4, 2, 3).reshape(groups, height, size * width, columns)
+    products = over_places(windows @ below.mT).view(groups, size, width, size, width)
+    gram = products.new_zeros(size, size, groups, width, width)
+    for offset in range(size):
+        rest = products[:, offset, :, : size - offset].permute(2, 0, 1, 3)
+        gram[offset, offset:] = rest
+        gram[offset:, offset] = rest.mT
+    total = over_places(windows.sum(-1)).transpose(0, 1)
+    count = ((span - 1) // step + 1) * columns
+    return *_channel_major(conv, gram, total), count
 
 
 def _channel_major(conv: Convolution, gram: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,21 +91,21 @@ def _channel_major(conv: Convolution, gram: Tensor, total: Tensor) -> tuple[Tens
     size, groups, channels = conv.kernel_size[0], conv.groups, conv.in_channels // conv.groups
     gram = gram.view(size, size, groups, channels, -1, channels, math.prod(conv.kernel_size[1:]))
     width = channels * math.prod(conv.kernel_size)
-    total = total.view(size, groups, channels, -1).permute(1, 2, 0, 3)
+    total = total.reshape(size, groups, channels, -1).permute(1, 2, 0, 3)
     return gram.permute(2, 3, 0, 4, 5, 1, 6).reshape(groups, width, width), total.reshape(groups, width)
 
 
 def _windows(conv: Convolution, x: Tensor) -> Tensor:
-    """Windows along all axes but the first: (places on it × groups × channels·rest × examples·positions)."""
+    """Windows along all axes but the first: (groups × places on it × channels·rest × examples·positions)."""
     windows = _padded(conv, x)
     axes = zip(conv.kernel_size[1:], conv.stride[1:], conv.dilation[1:], strict=True)
     for axis, (size, step, gap) in enumerate(axes, 3):
         windows = windows.unfold(axis, gap * (size - 1) + 1, step)[..., ::gap]
     rest = len(conv.kernel_size) - 1
-    outer, inner = range(3, 3 + rest), range(3 + rest, 3 + 2 * rest)
-    laid = windows.permute(2, 1, *inner, 0, *outer)
+    outer, inner = range(4, 4 + rest), range(4 + rest, 4 + 2 * rest)
+    grouped: Tensor = windows.unflatten(1, (conv.groups, -1)).permute(1, 3, 2, *inner, 0, *outer)
     height = conv.in_channels // conv.groups * math.prod(conv.kernel_size[1:])
-    return laid.reshape(len(laid), conv.groups, height, -1)
+    return grouped.reshape(*grouped.shape[:2], height, -1)
 
 
 def _padded(conv: Convolution, x: Tensor) -> Tensor:

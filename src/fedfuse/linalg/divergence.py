@@ -7,8 +7,10 @@ turns scores into weights then falls back to uniform ones, and says so.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeVar, get_args
 
 import numpy as np
@@ -28,6 +30,7 @@ _BLOCK = 2**18
 _MOST_BINS = 10_000
 _NARROW = 1e-4
 _LEAST_ELEMENTS = 4  # the fourth k-statistic divides by n − 3
+_NOTHING = (math.nan,) * 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +66,9 @@ def k_statistics(x: Tensor, *, per_row: bool = False) -> KStatistics:
         >>> [round(float(v), 6) for v in (k.k1, k.k2, k.k3, k.k4)]
         [4.0, 16.666667, 120.0, 896.666667]
     """
-    return KStatistics(*(_row_k(x.detach().flatten(1)) if per_row else _vector_k(x.detach().reshape(-1))).unbind())
+    if not per_row:
+        return KStatistics(*torch.tensor(_vector_k(x.detach().reshape(-1)), dtype=torch.float64))
+    return KStatistics(*_row_k(x.detach().flatten(1)))
 
 
 def non_gaussianity(x: Tensor, *, standardised: bool = False, per_row: bool = False) -> Tensor:
@@ -78,10 +83,14 @@ def non_gaussianity(x: Tensor, *, standardised: bool = False, per_row: bool = Fa
         >>> round(float(ratio)), bool(non_gaussianity(torch.ones(9)).isnan())
         (128, True)
     """
-    k = k_statistics(x, per_row=per_row)
-    if standardised:
-        return ((k.k3 / k.k2**1.5) * (k.k4 / k.k2**2)).abs()
-    return (k.k3 * k.k4).abs()
+    if per_row and len(x) != 1:
+        _, k2, k3, k4 = _row_k(x.detach().flatten(1))
+    else:  # in plain floats: most layers are so small that tensors of one number would take longer than the sums
+        _, k2, k3, k4 = _vector_k(x.detach().reshape(-1))
+    score = abs((k3 / k2**1.5) * (k4 / k2**2) if standardised else k3 * k4)
+    if isinstance(score, Tensor):
+        return score
+    return torch.tensor([score] if per_row else score, dtype=torch.float64)
 
 
 def renyi_to_gaussian(
@@ -220,11 +229,11 @@ def jensen_shannon(p_counts: Tensor | Sequence[float], q_counts: Tensor | Sequen
     return max(0.0, float(nats)) / math.log(base)
 
 
-def _vector_k(vector: Tensor) -> Tensor:
-    """The four k-statistics of one vector; in plain floats, for most layers of most networks are small."""
+def _vector_k(vector: Tensor) -> tuple[float, float, float, float]:
+    """The four k-statistics of one vector."""
     n = float(vector.numel())  # a float: n³ of a large layer exceeds 64-bit integers
     if n < _LEAST_ELEMENTS:
-        return torch.full((4,), math.nan, dtype=torch.float64)
+        return _NOTHING
     sums, begin = _power_sums(vector, 0.0), 0.0
     if 2 * sums[0] * sums[0] > n * sums[1]:  # the mean exceeds the spread: sums about zero would cost digits
         begin = sums[0] / n
@@ -234,18 +243,15 @@ def _vector_k(vector: Tensor) -> Tensor:
     m2, m3 = r2 - square, r3 - 3 * r1 * r2 + 2 * square * r1
     m4 = r4 - 4 * r1 * r3 + 6 * square * r2 - 3 * square * square
     found = _unbiased(n, begin + r1, m2, m3, m4)
-    meaning = math.isfinite(found[3]) and m2 > _rounding(found[0])
-    return torch.tensor(found if meaning else (math.nan,) * 4, dtype=torch.float64)
+    return found if math.isfinite(found[3]) and m2 > _rounding(found[0]) else _NOTHING
 
 
 def _power_sums(vector: Tensor, begin: float) -> list[float]:
     """Sums of the 1st to 4th powers of a vector's entries about a point."""
-    size = min(_BLOCK, vector.numel())
-    room = off, square = torch.empty(2, size, dtype=torch.float64).unbind()
+    room = _room(_BLOCK, threading.get_ident())
     sums = [0.0] * 4
-    for block in vector.split(size):
-        if block.numel() < size:
-            off, square = (part[: block.numel()] for part in room)
+    for block in vector.split(_BLOCK):
+        off, square = room[0, : block.numel()], room[1, : block.numel()]
         off.copy_(block)
         if begin:
             off.sub_(begin)
@@ -255,10 +261,16 @@ def _power_sums(vector: Tensor, begin: float) -> list[float]:
     return sums
 
 
+@lru_cache(maxsize=2)
+def _room(size: int, thread: int) -> Tensor:  # noqa: ARG001 - each thread has its own
+    """Working memory for a block and its squares, kept: to ask for it anew would cost as much as a small layer."""
+    return torch.empty(2, size, dtype=torch.float64)
+
+
 def _row_k(rows: Tensor) -> Tensor:
     """The four k-statistics of each row, (4 × rows)."""
     if len(rows) == 1:
-        return _vector_k(rows[0])[:, None]
+        return torch.tensor(_vector_k(rows[0]), dtype=torch.float64)[:, None]
     if rows.shape[1] < _LEAST_ELEMENTS:
         return torch.full((4, len(rows)), math.nan, dtype=torch.float64)
     with np.errstate(all="ignore"):

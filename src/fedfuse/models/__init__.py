@@ -41,7 +41,6 @@ __all__ = [
 MODELS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
     {f.__name__: f for f in (mlp, lenet, convnet_ams, convnet_feddu, vgg11, vgg16, resnet18, resnet50)}
 )
-
 """Every network by name."""
 
 WRAPPERS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType({"bayesian": rebuilt})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple, TypeAlias
 
@@ -99,15 +99,15 @@ class BayesConv3d(MeanField, nn.Conv3d):
     """A convolution over volumes whose weights are Gaussians."""
 
 
-Layer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+PlainLayer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
-_TWINS: Mapping[type[Layer], type[MeanField]] = {
+_TWINS: Mapping[type[PlainLayer], type[MeanField]] = {
     nn.Linear: BayesLinear,
     nn.Conv1d: BayesConv1d,
     nn.Conv2d: BayesConv2d,
     nn.Conv3d: BayesConv3d,
 }
-_SIZES: Mapping[type[Layer], tuple[str, ...]] = {
+_SIZES: Mapping[type[PlainLayer], tuple[str, ...]] = {
     nn.Linear: ("in_features", "out_features"),
     **dict.fromkeys(
         (nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -213,7 +213,9 @@ def bayesian(
     for path, part in list(model.named_modules(remove_duplicate=False)):
         if id(part) in twins and path:
             model.set_submodule(path, twins[id(part)])
-    return Bayesian(twins.get(id(model), model), whole("bayesian", "draws", draws), seed).train(model.training)
+    made = Bayesian(twins.get(id(model), model), whole("bayesian", "draws", draws), seed)
+    made.training = model.training
+    return made
 
 
 def rebuilt(of: Mapping[str, Any], **options: Any) -> Bayesian:
@@ -246,7 +248,7 @@ class BayesianLayers:
         """The start with Bayesian layers; a network that has them stays as it is."""
         if isinstance(start.spec.skeleton(), Bayesian):
             return start
-        options = {name: getattr(self, name) for name in self.__slots__}
+        options = asdict(self)
         with seeded(seed, "bayesian"):
             plain = start.spec.build()
             plain.load_state_dict(dict(start.posterior.mean))
@@ -276,11 +278,11 @@ def _halves(net: nn.Module) -> tuple[nn.Module, nn.Module]:
     return net[:plain], net[plain:]
 
 
-def _layers(model: nn.Module) -> list[tuple[str, Layer]]:
-    return [(name, part) for name, part in model.named_modules() if isinstance(part, Layer)]
+def _layers(model: nn.Module) -> list[tuple[str, PlainLayer]]:
+    return [(name, part) for name, part in model.named_modules() if isinstance(part, PlainLayer)]
 
 
-def _last(model: nn.Module, count: int) -> list[tuple[str, Layer]]:
+def _last(model: nn.Module, count: int) -> list[tuple[str, PlainLayer]]:
     found = _layers(model)
     if count > len(found):
         raise ConfigError(
@@ -290,7 +292,7 @@ def _last(model: nn.Module, count: int) -> list[tuple[str, Layer]]:
     return found[-count:]
 
 
-def _chosen(model: nn.Module, names: Sequence[str]) -> list[tuple[str, Layer]]:
+def _chosen(model: nn.Module, names: Sequence[str]) -> list[tuple[str, PlainLayer]]:
     found = dict(_layers(model))
     if strange := [name for name in names if name not in found]:
         raise ConfigError(
@@ -300,7 +302,7 @@ def _chosen(model: nn.Module, names: Sequence[str]) -> list[tuple[str, Layer]]:
     return [(name, found[name]) for name in names]
 
 
-def _twin(name: str, layer: Layer, log_variance: float, bias: bool, noise: bool, released: bool) -> MeanField:
+def _twin(name: str, layer: PlainLayer, log_variance: float, bias: bool, noise: bool, released: bool) -> MeanField:
     """The Bayesian layer with a plain layer's sizes and its very parameters."""
     if isinstance(layer, MeanField) or type(layer) not in _TWINS:
         raise ConfigError(
@@ -313,7 +315,7 @@ def _twin(name: str, layer: Layer, log_variance: float, bias: bool, noise: bool,
     twin.log_variance = nn.Parameter(torch.full_like(twin.weight, log_variance))
     spread = torch.full_like(twin.bias, log_variance) if bias and twin.bias is not None else None
     twin.bias_log_variance = None if spread is None else nn.Parameter(spread)
-    twin.noise, twin.bounds = noise, None
+    twin.noise, twin.bounds, twin.training = noise, None, layer.training
     return _as_released(twin) if released else twin
 
 

@@ -37,6 +37,7 @@ from fedfuse.wire.codec import forms_of, piece_of
 Pair = tuple[Tensor, Tensor]
 
 _RUN = 5 << 14  # elements fused at a time: long enough to call rarely, short enough that sums stay in cache
+_LEAST = 1e-30  # a variance that rounding cannot take below zero
 _SAMPLE = 500  # weights per layer whose standard deviations are looked at
 
 
@@ -92,10 +93,11 @@ class Chart:
             first.add_(a, alpha=w)
             second.add_(b, alpha=w**self.power)
         mean, spread = self.back(first, second)
+        mean = mean if origin is None else mean + origin
         if bool(mean.sum().isnan()):
             plain = sum((w * m.double() for m, w in zip(means, weights, strict=True)), torch.zeros_like(mean))
             mean = torch.where(mean.isnan(), plain, mean)
-        return mean if origin is None else mean + origin, self.log(spread.to(rho.dtype))
+        return mean, self.log(spread.to(rho.dtype))
 
     def __repr__(self) -> str:
         return self.name
@@ -127,7 +129,7 @@ def _to_moments(m: Tensor, rho: Tensor) -> Pair:
 
 
 def _from_moments(a: Tensor, b: Tensor) -> Pair:
-    return a, b.addcmul_(a, a, value=-1)
+    return a, b.addcmul_(a, a, value=-1).clamp_(min=_LEAST)
 
 
 def _itself(b: Tensor) -> Tensor:
@@ -261,13 +263,13 @@ def deviations(cohort: Cohort, fused: Params) -> dict[str, Any]:
         if (name := layout.spreads.get(layer.weight)) is None:
             continue
         every = max(1, fused[name].numel() // _SAMPLE)
-        logs = np.stack(
-            [t.reshape(-1)[::every].double().numpy(force=True) / 2 for t in (fused[name], *cohort.tensors(name))]
-        )
-        low, middle, high = np.exp(np.quantile(logs[0], (0.05, 0.5, 0.95))).tolist()
-        sigma[layer.name] = {"5 %": low, "50 %": middle, "95 %": high}
-        clients[layer.name] = dict(zip(cohort.clients, np.exp(np.median(logs[1:], 1)).tolist(), strict=True))
+        looked = [t.reshape(-1)[::every] for t in (fused[name], *cohort.tensors(name))]
+        logs = np.asarray(torch.stack(looked).cpu().double()) / 2
         apart[layer.name] = float(logs[1:].std(0).mean())
+        logs.sort(1)
+        places = [round(share * (logs.shape[1] - 1)) for share in (0.05, 0.5, 0.95)]
+        sigma[layer.name] = dict(zip(("5 %", "50 %", "95 %"), np.exp(logs[0, places]).tolist(), strict=True))
+        clients[layer.name] = dict(zip(cohort.clients, np.exp(logs[1:, places[1]]).tolist(), strict=True))
     return {"sigma": sigma, "sigma_clients": clients, "sigma_apart": apart}
 
 

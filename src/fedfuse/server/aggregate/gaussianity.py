@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -29,7 +27,6 @@ Draw: TypeAlias = Callable[[], torch.Generator]
 
 # Bytes of one layer, over all clients, that are kept between scoring and averaging; a larger one is read twice.
 _HELD = 1 << 28
-_SIDE_BY_SIDE = 8  # clients scored at once, each by one thread: enough to be waiting for memory
 
 
 class Distance(Protocol):
@@ -130,27 +127,24 @@ class NonGaussianMean:
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
         """Score, weigh and average layer by layer; one layer of all clients is in hand at a time."""
         spec, sources = cohort.updates[0].spec, [u.posterior.mean for u in cohort]
-        forms, behind = forms_of(sources[0]), _neighbours(sources)
+        stacks = _Stacks(sources, forms_of(sources[0]), _neighbours(sources))
+        fuse = partial(self._fuse, stacks, cohort.weights, partial(bench.stream, "gaussianity", state.round))
         means, notes = dict[str, Tensor](), _Notes(cohort.clients)
-        with one_thread(), ThreadPoolExecutor(min(len(cohort), os.cpu_count() or 1, _SIDE_BY_SIDE)) as pool:
+        with one_thread():
             for layer in spec.layout.layers:
-                stack = _Stack.of(layer, sources, forms, behind)
-                draw = partial(bench.stream, "gaussianity", state.round, layer.name)
-                score = partial(self._score, stack, self._by_filter(layer), draw)
-                scores = torch.stack(list(pool.map(score, range(len(cohort)))))
-                shares, lost = self._shares(scores, cohort.weights)
-                means |= stack.blend(shares)
-                notes.add(layer.name, scores, shares, lost)
+                fused = fuse(layer)
+                means |= fused.means
+                notes.add(layer.name, fused)
         alone = self._shares(torch.zeros(len(cohort), 1), cohort.weights)[0][:, 0]
         mean = {n: means[n] if n in means else weighted_mean(sources, alone, n) for n in cohort.names}
         return state.fused(mean, spec=spec).noting(**notes.facts())
 
-    def _score(self, stack: _Stack, by_filter: bool, draw: Draw, client: int) -> Tensor:
-        return self.distance(stack.rows(client, by_filter), draw)
-
-    def _by_filter(self, layer: Layer) -> bool:
-        """Whether each of a layer's rows is a filter with a weight of its own."""
-        return self.level == "filter" and layer.kind != "other"
+    def _fuse(self, stacks: _Stacks, counts: Tensor, stream: Callable[[str], torch.Generator], layer: Layer) -> _Fused:
+        stack, draw = stacks.of(layer), partial(stream, layer.name)
+        by_filter = self.level == "filter" and layer.kind != "other"  # an embedding's rows are no filters
+        scores = torch.stack([self.distance(rows, draw) for rows in stack.rows(by_filter)])
+        shares, lost = self._shares(scores, counts)
+        return _Fused(stack.blend(shares), scores, shares, lost)
 
     def _shares(self, scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Each client's weight, (clients × rows), and the rows in which nobody has a score."""
@@ -161,6 +155,33 @@ class NonGaussianMean:
         own = relative if self.normalise == "max" else relative / relative.sum(0)
         own = torch.where(lost, 1 / len(known), own)
         return self.mix * counts[:, None] + (1 - self.mix) * own, lost
+
+
+class _Fused(NamedTuple):
+    """One layer after its fusion: its tensors, and per client and row the scores and weights they came from."""
+
+    means: Mapping[str, Tensor]
+    scores: Tensor
+    shares: Tensor
+    lost: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Stacks:
+    """All clients' networks, to be read a layer at a time; `behind` names what follows a tensor in every message."""
+
+    sources: Sequence[Params]
+    forms: Mapping[str, Form]
+    behind: Mapping[str, str]
+
+    def of(self, layer: Layer) -> _Stack:
+        """One layer of all clients, read once if it is not too large to be kept."""
+        others = [n for n in (layer.bias, *layer.spreads, *layer.followers) if n is not None]
+        run = _run(layer.weight, others, self.behind)
+        size = sum(math.prod(self.forms[n].shape) for n in run)
+        fits = size * self.forms[run[0]].dtype.itemsize * len(self.sources) <= _HELD
+        held = [{run[0]: piece_of(s, run[0], 0, size)} for s in self.sources] if fits else self.sources
+        return _Stack(self.sources, held, run, tuple(n for n in others if n not in run), self.forms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,23 +202,10 @@ class _Stack:
     rest: tuple[str, ...]
     forms: Mapping[str, Form]
 
-    @classmethod
-    def of(
-        cls, layer: Layer, sources: Sequence[Params], forms: Mapping[str, Form], behind: Mapping[str, str]
-    ) -> _Stack:
-        """Read a layer of all clients, once."""
-        others = [n for n in (layer.bias, *layer.spreads, *layer.followers) if n is not None]
-        run = _run(layer.weight, others, behind)
-        size = sum(math.prod(forms[n].shape) for n in run)
-        fits = size * forms[run[0]].dtype.itemsize * len(sources) <= _HELD
-        held = [{run[0]: piece_of(s, run[0], 0, size)} for s in sources] if fits else sources
-        return cls(sources, held, run, tuple(n for n in others if n not in run), forms)
-
-    def rows(self, client: int, by_filter: bool) -> Tensor:
-        """A client's weight as one row, or as a row per filter."""
-        shape = self.forms[self.run[0]].shape
-        weight = piece_of(self.held[client], self.run[0], 0, math.prod(shape))
-        return weight.reshape(shape[0] if by_filter else 1, -1)
+    def rows(self, by_filter: bool) -> Iterator[Tensor]:
+        """Every client's weight as one row, or as a row per filter."""
+        count = self.forms[self.run[0]].shape[0] if by_filter else 1
+        return (weight.reshape(count, -1) for weight in self._tensors(self.run[0]))
 
     def blend(self, shares: Tensor) -> dict[str, Tensor]:
         """The mean of every tensor of the layer; shares are (clients × 1) or (clients × filters)."""
@@ -262,12 +270,12 @@ class _Notes:
     gaussianity: dict[str, dict[str, float | None]] = field(default_factory=dict)
     uniform_layers: list[str] = field(default_factory=list)
 
-    def add(self, layer: str, scores: Tensor, shares: Tensor, lost: Tensor) -> None:
+    def add(self, layer: str, fused: _Fused) -> None:
         """Note one layer; of filters, their mean."""
-        self.layer_weights[layer] = self._told(shares.mean(1))
-        self.gaussianity[layer] = self._told(scores.nanmean(1))
-        if bool(lost.any()):
-            some = f" ({int(lost.sum())} of {len(lost)} filters)" if len(lost) > 1 else ""
+        self.layer_weights[layer] = self._told(fused.shares.mean(1))
+        self.gaussianity[layer] = self._told(fused.scores.nanmean(1))
+        if bool(fused.lost.any()):
+            some = f" ({int(fused.lost.sum())} of {len(fused.lost)} filters)" if len(fused.lost) > 1 else ""
             self.uniform_layers.append(layer + some)
 
     def facts(self) -> dict[str, object]:
