@@ -158,8 +158,21 @@ def test_check_trains_nothing(fedfuse: Fedfuse, tmp_path: Path) -> None:
     assert (said.code, said.out) == (0, "study.toml is sound: 1 experiment, 4 runs of a method on a seed\n")
     told = json.loads(run(fedfuse, "--check", "--json").out)
     experiments = [{"name": "study", "methods": ["fedavg", "fednova"], "seeds": [0, 1]}]
-    assert told == {"ok": True, "experiments": experiments}
+    assert told == {"ok": True, "experiments": experiments, "data_missing": []}
     assert not (tmp_path / "runs").exists()
+
+
+def test_check_needs_no_data_set_on_this_machine(fedfuse: Fedfuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FEDFUSE_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "nowhere")
+    words = ("--check", "--set", "data.source=cifar100", "--set", "model.name=lenet", "--set", "model.hidden=[8, 8]")
+    said = run(fedfuse, *words)
+    assert said.code == 0
+    assert said.out.endswith(
+        "cifar100 is not whole on this machine: its form was checked, not its rows, which a run needs\n"
+    )
+    assert json.loads(run(fedfuse, *words, "--json").out)["data_missing"] == ["cifar100"]
+    refused(run(fedfuse, *words, "--set", "data.clients=60000"), "60000")
 
 
 @pytest.mark.parametrize("check", [["--check"], []])

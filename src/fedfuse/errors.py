@@ -18,6 +18,10 @@ class ConfigError(FuseError, ValueError):
     exit_code = 2
 
 
+class DataMissing(ConfigError):
+    """A public data set is not here, or not all of it."""
+
+
 class RecipeError(FuseError, ValueError):
     """The parts of a recipe do not fit each other, or do not fit the model or the data."""
 

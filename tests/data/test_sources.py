@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedfuse.data import find, load, source_names
+from fedfuse.data import find, load, load_or_outline, outline, source_names
 from fedfuse.data.rows import Dataset, Rows
 from fedfuse.errors import ConfigError
 
@@ -132,6 +132,10 @@ def test_a_partial_cifar_is_used_only_under_a_limit(tiny, home):
     assert cifar.facts["files"] == ["data_batch_1.bin", "data_batch_2.bin", "test_batch.bin"]
     assert cifar.facts["train_rows_found"] == 20
     assert len(load("cifar10", train_limit=20).train) == 20
+    assert "outline" not in load_or_outline("cifar10", train_limit=20).facts
+    form = load_or_outline("cifar10", train_limit=21)
+    assert form.facts["outline"] is True
+    assert (len(form.train), len(form.test), len(form.classes)) == (21, 10, 10)
     assert find("cifar10").missing == ("data_batch_3.bin", "data_batch_4.bin", "data_batch_5.bin")
 
 
@@ -320,6 +324,24 @@ def test_real_mnist(real_data):
     assert mnist.train.y[:5].tolist() == [5, 0, 4, 1, 9]
     assert float(mnist.train.x.double().mean()) == pytest.approx(0.1307, abs=1e-4)
     assert mnist.facts["partial"] is False
+
+
+@pytest.mark.parametrize("source", [s for s in source_names() if s != "digits"])
+def test_an_outline_has_the_form_of_the_set(source):
+    form = outline(source, test_limit=7)
+    assert len(form.test) == 7
+    counts = torch.bincount(form.train.y)
+    assert len(counts) == len(form.classes)
+    assert int(counts.max() - counts.min()) <= 1
+    assert form.train.x.untyped_storage().nbytes() == 4  # blank pixels take no memory
+
+
+@pytest.mark.paper
+@pytest.mark.parametrize("source", ["mnist", "fashion-mnist", "cifar10", "svhn"])
+def test_outlines_agree_with_the_real_sets(real_data, source):
+    real, form = load(source, train_limit=5000, test_limit=1000), outline(source, train_limit=5000, test_limit=1000)
+    assert form.train.x.shape == real.train.x.shape
+    assert len(form.classes) == len(real.classes)
 
 
 @pytest.mark.paper

@@ -171,6 +171,24 @@ def test_clients_are_scored_when_asked_for(when: Any, last: bool, told: bool) ->
     assert ("clients" in scores) is told
 
 
+def test_an_update_that_several_methods_fuse_is_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Single] = []
+    plain = Judge._accuracy
+
+    def counted(judge: Judge, model: Single, rows: Rows) -> float:
+        asked.append(model)
+        return plain(judge, model, rows)
+
+    monkeypatch.setattr(Judge, "_accuracy", counted)
+    judge = Judge(corners(0, 1, 2, 1), 3)
+    first = judge.score(IDENTITY, admitted(a=IDENTITY, b=TURNED))
+    assert judge.score(TURNED, admitted(a=IDENTITY, b=TURNED))["clients"] == first["clients"]
+    assert len(asked) == 2
+    changed = judge.score(TURNED, admitted(a=TURNED, b=network(10 * torch.eye(3).roll(2, 0))))["clients"]
+    assert [changed[c]["accuracy"] for c in "ab"] == [0.25, 0.0]
+    assert len(asked) == 3
+
+
 def test_networks_that_stay_apart_are_judged_one_by_one() -> None:
     test = corners(0, 1, 2, 1)
     held = {"a": corners(0, 1), "b": corners(1, 2)}

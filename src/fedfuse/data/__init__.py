@@ -17,7 +17,7 @@ from fedfuse.data.schemes import (
     Shares,
 )
 from fedfuse.data.show import heat_map, save_heat_map
-from fedfuse.data.sources import Found, cache_folder, find, load, source_names
+from fedfuse.data.sources import Found, cache_folder, find, load, load_or_outline, outline, source_names
 from fedfuse.data.transforms import Augment, Chain, CropFlip, Grayscale, Rotate, Standardise, augmentation, standardise
 
 __all__ = [
@@ -46,6 +46,8 @@ __all__ = [
     "find",
     "heat_map",
     "load",
+    "load_or_outline",
+    "outline",
     "partition",
     "save_heat_map",
     "source_names",

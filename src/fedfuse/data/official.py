@@ -66,6 +66,8 @@ class Official:
         train: the parts of the training half; a set with some of them missing is partial.
         test: the parts of the test half.
         rows: how many training and test rows the complete set has.
+        shape: of one input.
+        labels: how many classes there are.
         remotes: what to download.
         read_train: reads the training parts that are there.
         read_test: reads the test parts that are there.
@@ -79,6 +81,8 @@ class Official:
     train: tuple[Part, ...]
     test: tuple[Part, ...]
     rows: tuple[int, int]
+    shape: tuple[int, int, int]
+    labels: int
     remotes: tuple[Remote, ...]
     read_train: Reader
     read_test: Reader
@@ -152,6 +156,8 @@ def _mnist_like(name: str, folder: str, base: str, md5: Sequence[str], names: tu
         train=(files[:2],),
         test=(files[2:],),
         rows=(60_000, 10_000),
+        shape=(1, 28, 28),
+        labels=10,
         remotes=tuple(Remote(f"{f}.gz", f"{base}{f}.gz", m) for f, m in zip(files, md5, strict=True)),
         read_train=_read_idx,
         read_test=_read_idx,
@@ -195,6 +201,8 @@ CIFAR10 = Official(
     train=tuple((f"data_batch_{i}.bin",) for i in range(1, 6)),
     test=(("test_batch.bin",),),
     rows=(50_000, 10_000),
+    shape=(3, 32, 32),
+    labels=10,
     remotes=(
         Remote(
             "cifar-10-binary.tar.gz",
@@ -217,6 +225,8 @@ def _cifar100(name: str, label_at: int, names: str, count: int) -> Official:
         train=(("train.bin",),),
         test=(("test.bin",),),
         rows=(50_000, 10_000),
+        shape=(3, 32, 32),
+        labels=count,
         remotes=(
             Remote(
                 "cifar-100-binary.tar.gz",
@@ -238,6 +248,8 @@ SVHN = Official(
     train=(("train_32x32.mat",),),
     test=(("test_32x32.mat",),),
     rows=(73_257, 26_032),
+    shape=(3, 32, 32),
+    labels=10,
     remotes=(
         Remote(
             "train_32x32.mat",
@@ -263,6 +275,8 @@ TINY_IMAGENET = Official(
     train=(("wnids.txt", "train"),),
     test=(("wnids.txt", "val/val_annotations.txt", "val/images"),),
     rows=(100_000, 10_000),
+    shape=(3, 64, 64),
+    labels=200,
     remotes=(
         Remote(
             "tiny-imagenet-200.zip",

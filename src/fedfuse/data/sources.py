@@ -16,15 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from fedfuse.data import download, formats, images
 from fedfuse.data.formats import NPZ_KEYS, ArraySplit
 from fedfuse.data.official import DIGITS, OFFICIAL, Official, Split
 from fedfuse.data.places import cache_folder, local, locate
 from fedfuse.data.rows import Dataset, Rows, stratified_split
-from fedfuse.errors import ConfigError
+from fedfuse.errors import ConfigError, DataMissing
 
-__all__ = ["Dataset", "Found", "Rows", "cache_folder", "find", "load", "source_names"]
+__all__ = ["Dataset", "Found", "Rows", "cache_folder", "find", "load", "load_or_outline", "outline", "source_names"]
 
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 Options = Mapping[str, object]
@@ -123,12 +124,47 @@ def load(
     return Dataset(raw.name, train, test, raw.classes, {**raw.facts, **_facts(raw, train, test)})
 
 
+def outline(source: str, *, train_limit: int | None = None, test_limit: int | None = None) -> Dataset:
+    """A public set's form without its contents: as many rows, of the same shape, blank, with the labels in turn.
+
+    It shows whether an experiment is sound where the set itself is not at hand, and trains nothing.
+
+    Example:
+        >>> form = outline("cifar100", train_limit=500)
+        >>> form.train.x.shape, len(form.test), len(form.classes)
+        (torch.Size([500, 3, 32, 32]), 10000, 100)
+    """
+    known = OFFICIAL[source]
+    train, test = (
+        Rows(torch.zeros(1, 1, 1, 1).expand(rows, *known.shape), torch.arange(rows) % known.labels)
+        for rows in (min(known.rows[0], train_limit or known.rows[0]), min(known.rows[1], test_limit or known.rows[1]))
+    )
+    names = tuple(map(str, range(known.labels)))
+    return Dataset(source, train, test, names, {"source": source, "outline": True})
+
+
+def load_or_outline(
+    source: str,
+    *,
+    train_limit: int | None = None,
+    test_limit: int | None = None,
+    options: Options | None = None,
+) -> Dataset:
+    """The data of a source, or the outline of a public set that is not, or not all, on this machine; no download."""
+    try:
+        if source in OFFICIAL and find(source) is None:
+            return outline(source, train_limit=train_limit, test_limit=test_limit)
+        return load(source, train_limit=train_limit, test_limit=test_limit, options=options)
+    except DataMissing:
+        return outline(source, train_limit=train_limit, test_limit=test_limit)
+
+
 def _limited(raw: _Raw, half: str, split: Split, limit: int | None, whole: int, seed: int) -> Rows:
     """The rows a limit leaves, if what was found can serve it."""
     have = len(split)
     if have < whole and (limit is None or limit > have):
         missing = f" (missing: {', '.join(raw.missing)})" if raw.missing else ""
-        raise ConfigError(
+        raise DataMissing(
             f"{raw.name} in {raw.place} is a partial set with {have} of {whole} {half} rows{missing}; "
             f"complete it, or set {half}_limit to at most {have}"
         )

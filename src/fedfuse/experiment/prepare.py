@@ -122,15 +122,20 @@ class Prepared:
         return Plan(self.experiment.rounds, self.experiment.clients_per_round, rules, population.sizes())
 
 
-def prepare(experiment: Experiment) -> Prepared:
+def prepare(experiment: Experiment, fetch: Callable[..., Dataset] | None = None) -> Prepared:
     """Load the data and build what all seeds share.
+
+    Args:
+        experiment: what the file says.
+        fetch: brings a source's rows, by default `load`; to check an experiment, `load_or_outline` is enough.
 
     Raises:
         ConfigError: or another sentence about what cannot be, before any training.
     """
-    data = experiment.data
-    dataset = load(data.source, train_limit=data.train_limit, test_limit=data.test_limit, options=data.options or None)
-    scale = standardise(dataset.train.x) if data.standardise else None
+    data, fetch = experiment.data, fetch or load
+    dataset = fetch(data.source, train_limit=data.train_limit, test_limit=data.test_limit, options=data.options or None)
+    blank = "outline" in dataset.facts  # nothing to standardise by, and nothing to train on
+    scale = standardise(dataset.train.x) if data.standardise and not blank else None
     if scale is not None:
         dataset = Dataset(
             dataset.name,
@@ -151,8 +156,8 @@ def prepare(experiment: Experiment) -> Prepared:
         groups,
         local,
         _input_form(dataset, scale),
-        _unlabelled(experiment, dataset, scale),
-        _strangers(experiment, dataset, scale),
+        _unlabelled(experiment, fetch, dataset, scale),
+        _strangers(experiment, fetch, dataset, scale),
     )
 
 
@@ -167,21 +172,25 @@ def _input_form(dataset: Dataset, scale: Standardise | None) -> InputForm:
     return InputForm(shape, *map(tuple, ends))
 
 
-def _unlabelled(experiment: Experiment, dataset: Dataset, scale: Standardise | None) -> torch.Tensor | None:
+def _unlabelled(
+    experiment: Experiment, fetch: Callable[..., Dataset], dataset: Dataset, scale: Standardise | None
+) -> torch.Tensor | None:
     """The inputs without labels the server may use."""
     data = experiment.data
     if data.unlabelled is None:
         return None
-    x = load(data.unlabelled, train_limit=data.unlabelled_limit).train.x
+    x = fetch(data.unlabelled, train_limit=data.unlabelled_limit).train.x
     return _like_ours(x, f"data.unlabelled: the inputs of {data.unlabelled!r}", dataset, scale)
 
 
-def _strangers(experiment: Experiment, dataset: Dataset, scale: Standardise | None) -> torch.Tensor | None:
+def _strangers(
+    experiment: Experiment, fetch: Callable[..., Dataset], dataset: Dataset, scale: Standardise | None
+) -> torch.Tensor | None:
     """The inputs from elsewhere that models should be less sure of."""
     source = experiment.judge.ood
     if source is None:
         return None
-    x = load(source, train_limit=1, test_limit=experiment.data.test_limit).test.x  # its training rows are not used
+    x = fetch(source, train_limit=1, test_limit=experiment.data.test_limit).test.x  # its training rows are not used
     return _like_ours(x, f"judge.ood: the inputs of {source!r}", dataset, scale)
 
 

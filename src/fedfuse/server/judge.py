@@ -12,8 +12,10 @@ from torch import Tensor
 
 from fedfuse.core.model import Apart, Model, Single
 from fedfuse.core.rows import Rows
+from fedfuse.core.spec import Spec
 from fedfuse.errors import RecipeError
 from fedfuse.server.admit import Admission
+from fedfuse.server.gather import fingerprint
 from fedfuse.server.uncertainty import ask
 
 SCORES = ("accuracy", "nll", "ece", "brier")
@@ -40,6 +42,7 @@ class Judge:
     clients: Literal["never", "last", "every"] = "last"
     batch: int = 1000
     strangers: Tensor | None = None
+    _known: dict[tuple[Spec, str], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def score(self, model: Model, admission: Admission | None = None, last: bool = True) -> dict[str, Any]:
         """Accuracy, NLL, ECE, Brier, confusion; and, when wanted, how the clients fare one by one."""
@@ -74,7 +77,7 @@ class Judge:
         facts: dict[str, dict[str, float]] = {
             u.client: {"mass": u.mass, "steps": u.steps, **u.facts} for u in admission.cohort
         }
-        test = {client: self._accuracy(network, self.test) for client, network in networks.items()}
+        test = {client: self._once(network) for client, network in networks.items()}
         own = self._own(networks) if isinstance(model, Apart) else self._own(dict.fromkeys(self.held_out, model))
         for name, found in (("accuracy", test), ("own_accuracy", own)):
             for client, accuracy in found.items():
@@ -86,6 +89,13 @@ class Judge:
     def _own(self, models: Mapping[str, Model]) -> dict[str, float]:
         rows = {client: self.held_out[client] for client in models if len(self.held_out.get(client, ()))}
         return {client: self._accuracy(models[client], held) for client, held in rows.items()}
+
+    def _once(self, network: Single) -> float:
+        """A network's accuracy on the test rows; methods that fuse the same updates ask for it again and again."""
+        key = (network.spec, fingerprint(network.posterior.mean))
+        if key not in self._known:
+            self._known[key] = self._accuracy(network, self.test)
+        return self._known[key]
 
     def _accuracy(self, model: Model, rows: Rows) -> float:
         right = log_probabilities(model, rows.x, self.batch)[:, : self.classes].argmax(-1) == rows.y
