@@ -216,7 +216,7 @@ def test_run_directories_that_cannot_be_used(fedfuse: Fedfuse, tmp_path: Path) -
     )
     refused(run(fedfuse, "--out", "here", "--resume", "--set", "local.epochs=9"), "here holds another run: local was")
     refused(run(fedfuse, "--out", "cache", "--resume"), "cache is not a run directory")
-    refused(run(fedfuse, "--out", "study.toml/run"), "cannot write study.toml/run/config.toml: Not a directory")
+    refused(run(fedfuse, "--out", "study.toml/run"), "cannot write study.toml/run: Not a directory")
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "here").rglob("*")} == before
 
 
@@ -227,7 +227,7 @@ def test_a_read_only_directory(fedfuse: Fedfuse, tmp_path: Path) -> None:
 
 
 def test_a_directory_where_nobody_may_write(fedfuse: Fedfuse) -> None:
-    refused(run(fedfuse, "--out", "/proc/run"), "cannot write /proc/run/config.toml")
+    refused(run(fedfuse, "--out", "/proc/run"), "cannot write /proc/run")
 
 
 def test_a_full_disk_stops_the_run_and_loses_nothing(fedfuse: Fedfuse, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedfuse.core.lock import alone
 from fedfuse.core.registry import all_methods
 from fedfuse.engines.base import InProcess
 from fedfuse.errors import ConfigError, FuseError, QuorumLost
@@ -39,6 +40,13 @@ def outcome(out: Path) -> dict[str, Any]:
         assert row.pop("server_seconds") >= 0
     models = {path.name: path.read_bytes() for path in sorted((out / "models").iterdir())}
     return {"results": results, "models": models}
+
+
+def test_two_runs_do_not_share_a_directory(tiny: Tiny, tmp_path: Path) -> None:
+    with alone(tmp_path), pytest.raises(ConfigError, match="is being written by another run"):
+        run(tiny("fedavg"), tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert run(tiny("fedavg"), tmp_path).rows
 
 
 def test_the_run_directory(tiny: Tiny, tmp_path: Path) -> None:
@@ -397,7 +405,7 @@ def test_nothing_is_written_for_an_experiment_that_cannot_be(tiny: Tiny, tmp_pat
 
 def test_a_directory_that_cannot_be_made_stops_the_run_before_training(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot write .*config\.toml: Not a directory; choose a folder"):
+    with pytest.raises(ConfigError, match=r"cannot write .*run: Not a directory; choose another --out"):
         run(tiny(), tmp_path / "file" / "run", watch=DiesAfter(1))
 
 

@@ -13,11 +13,11 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from fedfuse.core.lock import alone
 from fedfuse.data.official import Official, Remote
 from fedfuse.data.progress import bar
 from fedfuse.errors import ConfigError
@@ -56,7 +56,7 @@ def fetch(remote: Remote, folder: Path, otherwise: str = "fetch it by hand") -> 
     target, part = folder / remote.name, folder / f"{remote.name}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder):
+        with alone(folder):
             if not target.exists():
                 _fill(remote, part, otherwise)
                 part.replace(target)
@@ -162,22 +162,6 @@ def _size(path: Path) -> int:
 def _md5(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One process at a time per folder: two that fetch the same file must not write into one `.part`."""
-    try:
-        import fcntl
-    except ImportError:  # Not on Windows; there the sum still tells a mixed-up file.
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _unreachable(remote: Remote, what: str, otherwise: str) -> ConfigError:

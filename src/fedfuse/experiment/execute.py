@@ -7,11 +7,13 @@ import re
 import signal
 import tomllib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Protocol
 
+from fedfuse.core.lock import alone
 from fedfuse.core.model import Apart, Model, networks
 from fedfuse.core.params import Params
 from fedfuse.core.recipe import Engine, Recipe
@@ -84,20 +86,26 @@ def execute(
     prepared.check()
     store = _memo(memo) if memo else None
     folder = _Folder(out)
-    folder.open(experiment, resume)
-    with one_thread(), _pool(workers) as pool:
-        write_json(out / "environment.json", environment(prepared.dataset, pool.workers))
-        for seed in experiment.seeds:
-            setting = prepared.setting(seed)
-            folder.note_partition(prepared, setting)
-            for label, recipe in prepared.recipes.items():
-                plain_engine = pool.engine(setting.population, seed, watch.client_done)
-                engine: Remembering = store.around(plain_engine) if store else plain_engine
-                saved = folder.checkpoints(label, seed)
-                _Course(folder, prepared, setting, label, recipe, engine, watch, saved).go()
-                folder.publish(experiment)
+    with folder.held():
+        folder.open(experiment, resume)
+        with one_thread(), _pool(workers) as pool:
+            write_json(out / "environment.json", environment(prepared.dataset, pool.workers))
+            for seed in experiment.seeds:
+                _run_seed(folder, prepared, seed, pool, store, watch)
     rows = ({"experiment": experiment.name, **line} for line in folder.ordered(experiment))
     return Results(experiment.name, out, tuple(rows))
+
+
+def _run_seed(folder: _Folder, prepared: Prepared, seed: int, pool: Pool, store: Memo | None, watch: Watcher) -> None:
+    """Every method on one seed's rows."""
+    setting = prepared.setting(seed)
+    folder.note_partition(prepared, setting)
+    for label, recipe in prepared.recipes.items():
+        plain_engine = pool.engine(setting.population, seed, watch.client_done)
+        engine: Remembering = store.around(plain_engine) if store else plain_engine
+        saved = folder.checkpoints(label, seed)
+        _Course(folder, prepared, setting, label, recipe, engine, watch, saved).go()
+        folder.publish(prepared.experiment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +117,14 @@ class _Folder:
     @property
     def ledger(self) -> Ledger:
         return Ledger(self.path / "ledger.jsonl")
+
+    def held(self) -> AbstractContextManager[None]:
+        """The directory, for this run alone."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as why:
+            raise ConfigError(f"cannot write {self.path}: {why.strerror or why}; choose another --out") from why
+        return alone(self.path, wait=False)
 
     def open(self, experiment: Experiment, resume: bool) -> None:
         """Make the directory ready, or say why it cannot be used."""
