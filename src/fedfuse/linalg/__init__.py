@@ -4,6 +4,7 @@
 - `psd`: symmetric positive semi-definite matrices: packing, testing, roots, solves
 - `kron`: sums of Kronecker products, and the mean of Gaussians whose precisions they are
 - `assign`: assignments and entropic transport
+- `atoms`: units of several clients as copies of common ones, by a Beta–Bernoulli process
 - `divergence`: how far from Gaussian, and how far apart
 - `lanczos`: the spectrum of an operator known only by its products
 """
