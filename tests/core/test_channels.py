@@ -217,7 +217,7 @@ class BackToInput(nn.Module):
 def test_concatenations_shift_what_comes_behind() -> None:
     spec = Spec.of(Branches())
     left, right = channel_groups(spec, (2, 4, 4))
-    assert Place("out.weight", 1, per=4, offset=12) in right.places
+    assert Place("out.weight", 1, per=4, offset=12, reads=True) in right.places
     assert Place("norm.running_var", 0, offset=3) in right.places
     small, rest = narrowed(spec, drawn(spec), {left: [0, 2], right: [1, 4]})
     deaf = drawn(spec)
@@ -258,7 +258,7 @@ def test_odd_networks_are_followed(module: nn.Module, shape: tuple[int, ...], si
 def test_what_a_grouped_convolution_reads_is_removed_evenly() -> None:
     spec = Spec.of(Grouped())
     first, *_ = channel_groups(spec, (3, 7, 7))
-    assert Place("grouped.weight", 1, blocks=2) in first.places
+    assert Place("grouped.weight", 1, blocks=2, reads=True) in first.places
     deaf = weights = drawn(spec)
     deaf = {**weights, "grouped.weight": weights["grouped.weight"].clone()}
     deaf["grouped.weight"][:6, 1] = 0  # channel 1 of the first half
@@ -363,7 +363,7 @@ def test_kronecker_factors_follow_their_units(spec: Spec, shape: tuple[int, ...]
 
 
 def test_variances_follow_their_units_and_no_geometry_grows() -> None:
-    group = Group("fc1", 2, (Place("fc1.weight", 0), Place("fc2.weight", 1)))
+    group = Group("fc1", 2, (Place("fc1.weight", 0), Place("fc2.weight", 1, reads=True)))
     net = {"fc1.weight": torch.tensor([[1.0], [2.0]]), "fc2.weight": torch.tensor([[3.0, 4.0]])}
     posterior = Posterior(net, Diag({"fc2.weight": torch.tensor([[0.1, 0.2]])}))
     layout = Layout.guess(net)

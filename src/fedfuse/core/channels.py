@@ -7,7 +7,7 @@ network's function as it was (permutation), or removes or adds whole units.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -40,6 +40,7 @@ class Place:
         offset: position of the first unit.
         blocks: for what a grouped convolution reads, the number of its groups: its rows fall into as many equal
             blocks, and the axis of each holds that block's share of the units only.
+        reads: whether the tensor reads the units; else it makes them or belongs to them.
     """
 
     tensor: str
@@ -47,6 +48,7 @@ class Place:
     per: int = 1
     offset: int = 0
     blocks: int = 1
+    reads: bool = False
 
     def rows(self, params: Params, size: int) -> Tensor:
         """Everything this tensor knows of each unit, one row per unit.
@@ -81,13 +83,13 @@ class Group:
 
     @property
     def makers(self) -> tuple[Place, ...]:
-        """The places on a tensor's first axis: what makes a unit, and what belongs to it alone."""
-        return tuple(p for p in self.places if p.axis == 0)
+        """What makes a unit, and what belongs to it alone: weights' rows, biases, norms."""
+        return tuple(p for p in self.places if not p.reads)
 
     @property
     def readers(self) -> tuple[Place, ...]:
-        """The places on another axis: what reads a unit."""
-        return tuple(p for p in self.places if p.axis != 0)
+        """What reads a unit: columns of the weights behind it."""
+        return tuple(p for p in self.places if p.reads)
 
 
 def channel_groups(network: Spec | nn.Module, shape: Sequence[int]) -> tuple[Group, ...]:
@@ -108,7 +110,7 @@ def channel_groups(network: Spec | nn.Module, shape: Sequence[int]) -> tuple[Gro
         >>> [(g.name, g.size) for g in channel_groups(Spec("lenet"), (1, 28, 28))]
         [('conv1', 6), ('conv2', 16), ('fc1', 120), ('fc2', 84)]
         >>> channel_groups(Spec("lenet"), (1, 28, 28))[1].readers
-        (Place(tensor='fc1.weight', axis=1, per=16, offset=0, blocks=1),)
+        (Place(tensor='fc1.weight', axis=1, per=16, offset=0, blocks=1, reads=True),)
     """
     spec = network if isinstance(network, Spec) else Spec.of(network)
     return _found(spec, tuple(shape))
@@ -125,7 +127,7 @@ def permuted(params: Params, group: Group, order: Order) -> dict[str, Tensor]:
     """The weights with a group's units in another order: unit i is what unit order[i] was.
 
     Example:
-        >>> group = Group("fc1", 2, (Place("fc1.weight", 0), Place("fc2.weight", 1)))
+        >>> group = Group("fc1", 2, (Place("fc1.weight", 0), Place("fc2.weight", 1, reads=True)))
         >>> net = {"fc1.weight": torch.tensor([[1.0], [2.0]]), "fc2.weight": torch.tensor([[3.0, 4.0]])}
         >>> permuted(net, group, [1, 0])["fc2.weight"]
         tensor([[4., 3.]])
@@ -140,7 +142,7 @@ def kept(params: Params, group: Group, units: Order) -> dict[str, Tensor]:
     """The weights with only these units of a group, in this order; the others are removed from every tensor.
 
     Example:
-        >>> group = Group("fc1", 2, (Place("fc1.weight", 0), Place("fc2.weight", 1)))
+        >>> group = Group("fc1", 2, (Place("fc1.weight", 0), Place("fc2.weight", 1, reads=True)))
         >>> net = {"fc1.weight": torch.tensor([[1.0], [2.0]]), "fc2.weight": torch.tensor([[3.0, 4.0]])}
         >>> kept(net, group, [1])["fc2.weight"]
         tensor([[4.]])
@@ -155,7 +157,7 @@ def grown(params: Params, group: Group, size: int) -> dict[str, Tensor]:
     """The weights with empty units behind a group's own, `size` in all: nothing makes them and nobody reads them.
 
     Example:
-        >>> group = Group("fc1", 2, (Place("fc1.weight", 0), Place("fc2.weight", 1)))
+        >>> group = Group("fc1", 2, (Place("fc1.weight", 0), Place("fc2.weight", 1, reads=True)))
         >>> net = {"fc1.weight": torch.tensor([[1.0], [2.0]]), "fc2.weight": torch.tensor([[3.0, 4.0]])}
         >>> grown(net, group, 3)["fc2.weight"]
         tensor([[3., 4., 0.]])
@@ -173,14 +175,14 @@ def placed(params: Params, moves: Mapping[Group, Order]) -> dict[str, Tensor]:
     once, since a unit removed before a concatenation shifts the units after it.
 
     Example:
-        >>> group = Group("fc1", 2, (Place("fc1.weight", 0), Place("fc2.weight", 1)))
+        >>> group = Group("fc1", 2, (Place("fc1.weight", 0), Place("fc2.weight", 1, reads=True)))
         >>> net = {"fc1.weight": torch.tensor([[1.0], [2.0]]), "fc2.weight": torch.tensor([[3.0, 4.0]])}
         >>> placed(net, {group: [1, -1, 0]})["fc2.weight"]
         tensor([[4., 0., 3.]])
     """
     orders = {group: _units(group, order) for group, order in moves.items()}
     result = dict(params)
-    for (tensor, axis), here in _by_axis(orders):
+    for (tensor, axis), here in by_axis(orders):
         if tensor not in params:
             raise ConfigError(f"group {here[0][0].name!r} stands in {tensor!r}, which the weights do not have")
         result[tensor] = _on_axis(result[tensor], tensor, axis, here, orders)
@@ -245,9 +247,9 @@ def _units(group: Group, order: Order) -> Tensor:
 Here: TypeAlias = list[tuple[Group, Place]]
 
 
-def _by_axis(orders: Mapping[Group, Tensor]) -> Iterator[tuple[tuple[str, int], Here]]:
-    """The moved places of each axis of each tensor, from the front."""
-    every = [(group, place) for group in orders for place in group.places]
+def by_axis(groups: Iterable[Group]) -> Iterator[tuple[tuple[str, int], Here]]:
+    """The places of some groups on each axis of each tensor, from the front."""
+    every = [(group, place) for group in groups for place in group.places]
     every.sort(key=lambda at: (at[1].tensor, at[1].axis, at[1].offset))
     for key, here in groupby(every, key=lambda at: (at[1].tensor, at[1].axis)):
         yield key, list(here)
@@ -307,7 +309,7 @@ def _moved(geometry: Geometry, mean: Params, moves: Mapping[Group, Order], layou
         raise ConfigError("a geometry cannot grow: nobody knows how sharply an empty unit is believed")
     if isinstance(geometry, Kron):
         layers = {layer.name: layer for layer in layout.layers}
-        return Kron(_MovedFactors(geometry.factors, mean, layers, orders, dict(_by_axis(orders))))
+        return Kron(_MovedFactors(geometry.factors, mean, layers, orders, dict(by_axis(orders))))
     known = {replace(g, places=_within(g.places, geometry.variance)): o for g, o in orders.items()}
     return Diag(placed(geometry.variance, known))
 

@@ -200,7 +200,8 @@ def _places(item: _Item, run: Sequence[int], names: dict[int, list[str]]) -> Ite
         raise _Strange("with groups that do not fit the units before it")
     for tensor, axis in _axes(item):
         for name in names.get(id(tensor), []):
-            yield from (Place(name, axis, per, offset, blocks if axis else 1) for offset, per in stretches)
+            reads = item.reads and not _is_depthwise(target)
+            yield from (Place(name, axis, per, offset, blocks if axis else 1, reads) for offset, per in stretches)
 
 
 def _axes(item: _Item) -> Iterable[tuple[Tensor, int]]:
@@ -231,7 +232,7 @@ def _own(part: nn.Module) -> list[Tensor]:
     return [t for t in every if t.is_floating_point() and t.ndim]
 
 
-def _is_depthwise(target: nn.Module) -> bool:
+def _is_depthwise(target: object) -> bool:
     return isinstance(target, _CONVS) and target.groups == target.in_channels == target.out_channels > 1
 
 
