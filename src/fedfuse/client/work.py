@@ -17,6 +17,7 @@ from fedfuse.core.rng import seeded
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
+from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError
 from fedfuse.wire.codec import decode
 from fedfuse.wire.messages import encode_reply, split
@@ -27,6 +28,32 @@ class Answer(NamedTuple):
 
     payload: bytes
     memory: dict[str, Tensor]
+
+
+class Learned(NamedTuple):
+    """What training alone gives: the weights and buffers, how many steps it took, and the last epoch's mean loss."""
+
+    params: dict[str, Tensor]
+    steps: int
+    loss: float
+
+
+def learned(work: Work, brief: Brief, who: str, rows: Rows, *, seed: int = 0) -> Learned:
+    """Train on some rows exactly as a client would, and bring no evidence: how a server learns on rows of its own.
+
+    Args:
+        work: how to train; its view and evidence are not asked.
+        brief: the network and the weights to begin with.
+        who: whose random streams are used.
+        rows: what to train on.
+        seed: the run's seed.
+    """
+    local = _sit_down(work, brief, who, Rows(rows.x.contiguous(), rows.y), {}, seed)
+    with one_thread(), seeded(seed, brief.round, who, "torch"):
+        train(local, work)
+    state = local.module.state_dict()
+    params = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in state.items()}
+    return Learned(params, local.steps, local.loss)
 
 
 def client_round(

@@ -1,0 +1,141 @@
+"""FedDU: after the mean, the server walks a little on rows of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fedfuse.client.work import learned
+from fedfuse.core.messages import Brief, Cohort
+from fedfuse.core.model import Single
+from fedfuse.core.params import Params
+from fedfuse.core.recipe import Work
+from fedfuse.core.rows import Rows
+from fedfuse.core.settings import LocalSettings
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.server.judge import log_probabilities
+from fedfuse.server.labels import Unheard, divergence, everybody, heard, pooled
+
+Need: TypeAlias = Literal["complement", "inverse"]
+
+_SMALL = 1e-2  # what keeps the inverse of an accuracy finite
+
+
+def need_of(accuracy: float, form: Need = "complement") -> float:
+    """f′(acc), how much a model needs the server's rows: 1 − acc, or 1/(acc + ε).
+
+    Example:
+        >>> need_of(0.75), round(need_of(0.99, "inverse"), 6)
+        (0.25, 1.0)
+    """
+    return 1.0 - accuracy if form == "complement" else 1.0 / (accuracy + _SMALL)
+
+
+def balance(rows: float, mass: float, cohort: float, server: float) -> float:
+    """How far the server's rows are to be trusted: n₀ D(P̄) / (n₀ D(P̄) + n′ D(P₀)).
+
+    The server counts for more the more rows it has, the further the cohort's labels are from everybody's and the
+    nearer its own are. Where neither is any way off, 0/0, only the numbers of rows speak: n₀ / (n₀ + n′).
+
+    Args:
+        rows: n₀, the server's rows.
+        mass: n′, the cohort's.
+        cohort: D(P̄), the divergence of the cohort's labels.
+        server: D(P₀), that of the server's.
+
+    Example:
+        >>> balance(100, 300, 0.2, 0.2), balance(100, 300, 0.0, 0.0), balance(100, 300, 0.0, 0.1)
+        (0.25, 0.25, 0.0)
+    """
+    ours, theirs = rows * cohort, mass * server
+    return ours / (ours + theirs) if ours + theirs > 0 else rows / (rows + mass)
+
+
+def interpolated(start: Params, end: Params, share: float) -> dict[str, Tensor]:
+    """(1 − α) w + α w_s for every floating tensor; counters are the trained model's.
+
+    Example:
+        >>> interpolated({"w": torch.zeros(1)}, {"w": torch.ones(1)}, 0.25)
+        {'w': tensor([0.2500])}
+    """
+    return {
+        n: torch.lerp(t.double(), end[n].double(), share).to(t.dtype) if t.is_floating_point() else end[n].clone()
+        for n, t in start.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicUpdate:
+    """FedDU's server step (eqs. 2 to 5), in its interpolation form: w ← w + α (w_s − w).
+
+    w_s is what the fused model w becomes when the server trains it on its own rows as a client would, in τ steps;
+    α = f′(acc) · n₀ D(P̄) / (n₀ D(P̄) + n′ D(P₀)) · C · decayᵗ, at most 1. For plain SGD this is eq. 2,
+    w − τ_eff η ḡ with τ_eff = α τ and ḡ the mean gradient of the τ steps. D is the divergence of a label histogram
+    from that of all clients; acc is the accuracy of w on the server's rows.
+
+    Attributes:
+        form: f′: 1 − acc, or 1/(acc + ε).
+        C: the factor of eq. 5.
+        decay: its base; the step fades as decayᵗ.
+        epochs: E, the server's passes over its rows; None takes the clients'.
+        batch_size: B; None takes the clients'.
+        least: a smaller α is no step at all.
+        explode: the step is taken back if it raises the loss on the server's rows more than so many times.
+        unheard: what clients that never answered are taken to have.
+    """
+
+    form: Need = "complement"
+    C: float = 1.0
+    decay: float = 0.999
+    epochs: int | None = None
+    batch_size: int | None = None
+    least: float = 1e-3
+    explode: float = 3.0
+    unheard: Unheard = "uniform"
+    needs: ClassVar[frozenset[str]] = frozenset({"counts", "server_rows"})
+
+    def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
+        """Walk on the server's rows, as far as they are to be trusted."""
+        rows, state = bench.need_rows("FedDU"), heard(state, cohort)
+        accuracy, loss = exam(state.single, rows)
+        share, facts = self._share(state, cohort, bench, rows, accuracy)
+        if share <= self.least:
+            return state.noting(server_step={**facts, "taken": False})
+        trained = learned(Work(self._settings(bench)), _brief(state, bench), "server", rows, seed=bench.seed)
+        moved = state.fused(interpolated(state.single.posterior.mean, trained.params, share))
+        after = exam(moved.single, rows)[1]
+        taken = after <= self.explode * loss
+        facts |= {"steps": trained.steps, "effective_steps": share * trained.steps}
+        facts |= {"loss_before": loss, "loss_after": after, "taken": taken}
+        return (moved if taken else state).noting(server_step=facts)
+
+    def _share(
+        self, state: ServerState, cohort: Cohort, bench: Bench, rows: Rows, accuracy: float
+    ) -> tuple[float, dict[str, float]]:
+        """α, and the numbers it is made of."""
+        everyone = everybody(state.memory, bench.population, self.unheard)
+        theirs, ours = (divergence(c, everyone) for c in (pooled(cohort), rows.counts(bench.classes)))
+        trust = balance(len(rows), float(cohort.masses.sum()), theirs, ours)
+        share = min(1.0, need_of(accuracy, self.form) * trust * self.C * self.decay**state.round)
+        facts = {"alpha": share, "accuracy": accuracy, "cohort_divergence": theirs, "server_divergence": ours}
+        return share, facts
+
+    def _settings(self, bench: Bench) -> LocalSettings:
+        said: Mapping[str, int | None] = {"epochs": self.epochs, "batch_size": self.batch_size}
+        return bench.local.model_copy(update={key: value for key, value in said.items() if value is not None})
+
+
+def exam(model: Single, rows: Rows) -> tuple[float, float]:
+    """A model's accuracy and mean cross entropy on some rows, in evaluation mode."""
+    log_probs = log_probabilities(model, rows.x)
+    right = log_probs.argmax(-1) == rows.y
+    return float(right.double().mean()), float(-log_probs.gather(1, rows.y[:, None]).mean())
+
+
+def _brief(state: ServerState, bench: Bench) -> Brief:
+    model = state.single
+    return Brief(state.round, model.spec, model.posterior.mean, classes=bench.classes)
