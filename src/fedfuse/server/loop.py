@@ -11,7 +11,7 @@ import torch
 
 from fedfuse.core.messages import Brief, client_order
 from fedfuse.core.model import Model
-from fedfuse.core.recipe import Engine, Recipe
+from fedfuse.core.recipe import Engine, Recipe, Terms, terms_of
 from fedfuse.core.rng import stream
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import QuorumLost
@@ -73,11 +73,12 @@ def one_round(
     recipe: Recipe, engine: Engine, bench: Bench, judge: Scorer | None, state: ServerState, plan: Plan
 ) -> Record:
     """One exchange and everything that follows from it."""
-    asked = choose(engine.clients, plan.per_round, bench.seed, state.round)
+    terms = terms_of(engine)
+    asked = (*choose(engine.clients, plan.per_round, bench.seed, state.round), *terms.always)
     brief = state.brief(recipe.publishes, bench.classes)
     began = time.perf_counter()
     answers = engine.exchange(brief, recipe.work(bench.local), asked)
-    admission = admit_all(answers, brief, recipe.evidence, asked, plan.rules, plan.enrolled)
+    admission = admit_all(answers, brief, recipe.evidence, asked, plan.rules, terms.enrolled(plan.enrolled))
     waited = time.perf_counter() - began
     check_quorum(admission, asked, plan.rules.quorum, state.round)
     began = time.perf_counter()
@@ -87,7 +88,7 @@ def one_round(
     after = replace(after, round=state.round + 1)
     spent = time.perf_counter() - began
     scores = judge.score(after.model, admission, after.round == plan.rounds) if judge else {}
-    facts = _facts(recipe, admission, brief, asked)
+    facts = _facts(recipe, admission, brief, asked, terms)
     return Record(after, {**facts, **scores, "train_seconds": waited, "server_seconds": spent, "facts": after.facts})
 
 
@@ -126,16 +127,16 @@ def _bytes_down(brief: Brief, asked: tuple[str, ...]) -> int:
     return brief_size(brief.to("")) * (len(asked) - len(apart)) + sum(brief_size(brief.to(c)) for c in apart)
 
 
-def _facts(recipe: Recipe, admission: Admission, brief: Brief, asked: tuple[str, ...]) -> dict[str, Any]:
+def _facts(recipe: Recipe, admission: Admission, brief: Brief, asked: tuple[str, ...], terms: Terms) -> dict[str, Any]:
     clients = {u.client: {"mass": u.mass, "steps": u.steps, **u.facts} for u in admission.cohort}
     return {
         "round": brief.round + 1,
         "clients": clients,
         "bytes_up": admission.bytes_up,
-        "bytes_down": _bytes_down(brief, asked),
+        "bytes_down": _bytes_down(brief, asked) + (terms.sent if brief.round == 0 else 0),
         "trained": admission.trained,
         "remembered": admission.remembered,
         "refused": admission.refused,
         "dropped": admission.dropped,
-        "reveals": list(recipe.reveals),
+        "reveals": [*terms.reveals, *(e.reveals for e in recipe.evidence if e.reveals)],
     }

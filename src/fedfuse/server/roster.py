@@ -1,0 +1,123 @@
+"""Who answers, and with whose rows: a server that trains as one more client, and one that lends its rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from fedfuse.client.views import WithShared
+from fedfuse.client.work import client_round
+from fedfuse.core.messages import Brief, Envelope
+from fedfuse.core.recipe import Engine, Terms, Work, terms_of
+from fedfuse.core.rows import Rows
+from fedfuse.core.state import Bench
+from fedfuse.core.threads import one_thread
+from fedfuse.errors import ConfigError
+from fedfuse.wire.messages import decode_brief, encode_brief
+
+SERVER = "server"
+
+
+@dataclass(frozen=True, slots=True)
+class WithServer:
+    """The server answers too, in every round, with a model it trained on its own rows; it weighs as they number."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"server_rows"})
+
+    def __call__(self, engine: Engine, bench: Bench) -> Engine:
+        """The engine with one more client, which is asked beside those chosen."""
+        if SERVER in engine.clients:
+            raise ConfigError(f"a client is called {SERVER!r}, the name the server trains under; rename the client")
+        return _Hosting(engine, bench.need_rows("a server that trains as a client"), bench.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Hosting:
+    """An engine whose server is one of its clients."""
+
+    engine: Engine
+    rows: Rows
+    seed: int
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Those who can be chosen: the server is not one of them, it always answers."""
+        return self.engine.clients
+
+    @property
+    def terms(self) -> Terms:
+        """The server is asked in every round."""
+        before = terms_of(self.engine)
+        return replace(before, always=(*before.always, SERVER))
+
+    def exchange(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> Iterator[Envelope]:
+        """The clients' answers; the server trains while others still do."""
+        others = tuple(client for client in asked if client != SERVER)
+        answers = iter(self.engine.exchange(brief, work, others))
+        first = next(answers, None)
+        if first is not None:
+            yield first
+        if SERVER in asked:
+            yield Envelope(SERVER, self._own(brief, work))
+        yield from answers
+
+    def _own(self, brief: Brief, work: Work) -> bytes:
+        """The server's reply, made of the same bytes and by the same work as everybody's."""
+        told = brief.to(SERVER)
+        heard = decode_brief(encode_brief(told), told.spec.factories)
+        heard = replace(heard, spec=told.spec, params=dict(heard.params), memory=dict(heard.memory))
+        with one_thread():
+            return client_round(work, heard, SERVER, self.rows, seed=self.seed).payload
+
+
+@dataclass(frozen=True, slots=True)
+class LendRows:
+    """Every client is given the same rows of the server's, once, and trains on them beside its own.
+
+    Attributes:
+        most: at most so many; None lends all. Fewer are drawn at random, once for the whole run.
+    """
+
+    most: int | None = None
+    needs: ClassVar[frozenset[str]] = frozenset({"server_rows"})
+
+    @property
+    def reveals(self) -> str:
+        """What leaves the server."""
+        some = "the server's labelled rows" if self.most is None else f"up to {self.most} of the server's labelled rows"
+        return f"{some}, to every client"
+
+    def __call__(self, engine: Engine, bench: Bench) -> Engine:
+        """The engine whose clients see the lent rows."""
+        rows = bench.need_rows("data sharing")
+        if self.most is not None and self.most < len(rows):
+            rows = rows.take(torch.randperm(len(rows), generator=bench.stream("lend"))[: self.most].sort().values)
+        return _Lending(engine, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lending:
+    """An engine whose clients hold some of the server's rows."""
+
+    engine: Engine
+    rows: Rows
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """As before."""
+        return self.engine.clients
+
+    @property
+    def terms(self) -> Terms:
+        """Lent rows count in everybody's mass, and are sent before the first round."""
+        before, weight = terms_of(self.engine), self.rows.x.nbytes + self.rows.y.nbytes
+        words = f"{len(self.rows):,} labelled rows of the server, given to each of {len(self.clients):,} clients"
+        lent, sent = before.lent + len(self.rows), before.sent + weight * len(self.clients)
+        return replace(before, lent=lent, sent=sent, reveals=(*before.reveals, words))
+
+    def exchange(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> Iterator[Envelope]:
+        """The answers of clients that train on their own rows and the lent ones."""
+        yield from self.engine.exchange(brief, replace(work, view=WithShared(self.rows, work.view)), asked)
