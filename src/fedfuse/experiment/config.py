@@ -30,6 +30,7 @@ from fedfuse.data import Iid, Scheme, ServerRows
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.toml import to_toml
 from fedfuse.server.guard import GUARDS, Guard, Guarded, guard
+from fedfuse.server.steps.disturb import measured
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 SCHEMES: Mapping[str, type[BaseModel]] = {s.model_fields["kind"].default: s for s in get_args(get_args(Scheme)[0])}
@@ -116,12 +117,14 @@ class MethodConfig(Named):
 class JudgeConfig(Settings):
     """How models are scored: calibration bins, and when the clients' own models are scored too.
 
-    `ood` names a source of inputs from elsewhere: how much less sure models are of them is scored too.
+    `ood` names a source of inputs from elsewhere: how much less sure models are of them is scored too. `disturbance`
+    notes for every method how much its clients' networks would disturb each other, were their logits added.
     """
 
     bins: PositiveInt = 15
     clients: Literal["never", "last", "every"] = "last"
     ood: str | None = None
+    disturbance: bool = False
 
 
 class ServerConfig(Settings):
@@ -172,7 +175,7 @@ class Experiment(Settings):
         """Every method's recipe by its label, all checked."""
         made: dict[str, Recipe] = {}
         for entry in self.methods:
-            recipe = entry.recipe()
+            recipe = measured(entry.recipe()) if self.judge.disturbance else entry.recipe()
             if alike := [label for label in made if file_name(label) == file_name(recipe.label)]:
                 raise ConfigError(
                     f"two methods are labelled {alike[0]!r} and {recipe.label!r}, whose files would have one name; "

@@ -17,6 +17,7 @@ from markupsafe import Markup, escape
 
 from fedfuse.errors import ConfigError
 from fedfuse.report import plots
+from fedfuse.report.cost import answer_cost
 from fedfuse.report.facts import Noted, flatten, noted, told
 from fedfuse.report.plots import Figure, Groups, Inks
 from fedfuse.report.read import Row, Run, items, part, read_run
@@ -49,7 +50,7 @@ class Chapter:
     partition_words: str
     reliability: tuple[Figure, ...]
     fairness: tuple[Figure, ...]
-    traffic: Figure | None
+    costs: tuple[Figure, ...]
     reveals: tuple[tuple[str, tuple[str, ...] | None], ...]
     refused: tuple[Mapping[str, Any], ...]
     dropped: tuple[Mapping[str, Any], ...]
@@ -121,7 +122,7 @@ def _chapter(run: Run, inks: Inks, anchor: str) -> Chapter:
         partition_words=_partition_words(seeds),
         reliability=_figures(plots.reliability(label, rows, inks[label]) for label, rows in ranked.items()),
         fairness=_fairness(ranked, inks),
-        traffic=plots.traffic(ranked, inks),
+        costs=_figures([plots.traffic(ranked, inks), answer_cost(ranked, inks)]),
         reveals=tuple((label, _revealed(rows)) for label, rows in ranked.items()),
         refused=_incidents(run.rows, "refused"),
         dropped=_incidents(run.rows, "dropped"),

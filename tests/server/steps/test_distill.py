@@ -121,6 +121,8 @@ def test_teachers_of_other_architectures_teach_the_experiments_own() -> None:
     after = Distill(ServerRows(), 4.0, epochs=3, begin="mean")(before, who, on)
     assert after.single.spec == LINEAR
     assert after.starts == {}
+    assert after.facts["members"] == 1
+    assert after.facts["cost"] == pytest.approx(15 / (3 * (35 + 49 + 21))), "what one answer costs now, not before"
 
 
 def test_a_student_of_an_open_set_vote_knows_no_unknown() -> None:

@@ -14,6 +14,7 @@ from fedfuse.core.posterior import Posterior
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
+from fedfuse.experiment.config import Experiment
 from fedfuse.server.steps.disturb import Disturbance
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [6], "classes": 3})
@@ -57,3 +58,16 @@ def test_networks_nobody_can_ask_are_left_unmeasured() -> None:
     spec = Spec.of(nn.Linear(3, 2))
     before = state(spec)
     assert Disturbance()(before, cohort(2, spec), Bench()) is before
+
+
+def test_every_method_of_an_experiment_can_be_measured() -> None:
+    entries = [{"name": "fedlpa", "rounds": 1, "then": {"name": "scaffold"}}, {"name": "ams"}, {"name": "rklb"}]
+    told, silent = (Experiment(methods=entries, judge={"disturbance": on}).recipes() for on in (True, False))
+    for label, recipe in told.items():
+        for round_ in (1, 2):
+            now, before = recipe.at(round_), silent[label].at(round_)
+            assert sum(isinstance(step, Disturbance) for step in now.steps) == 1, "once, whoever asks for it"
+            assert [s for s in now.steps if not isinstance(s, Disturbance)] == [
+                s for s in before.steps if not isinstance(s, Disturbance)
+            ]
+            assert now.result == before.result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from fedfuse.core.calibrate import Affine, Calibration, calibration
 from fedfuse.core.combine import Combine, FirstLayer, MeanProbability, OpenSetVote, TopLogit
 from fedfuse.core.messages import ClientUpdate, Cohort
-from fedfuse.core.model import Mixture, Single
+from fedfuse.core.model import Mixture, Single, networks
 from fedfuse.core.recipe import Result
+from fedfuse.core.spec import Spec
 from fedfuse.core.stack import cost_of
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
@@ -75,7 +76,7 @@ class KeepAll:
             fewer = Cohort(tuple(cohort.updates[i] for i in kept.places))
             mixture = Mixture(members_of(fewer), self._shares(fewer), self._rule(fewer, bench))
             facts = {"kept": list(fewer.clients), "covered": kept.covered}
-        facts |= _costs(mixture, everybody, bench)
+        facts |= costs(mixture, [u.spec for u in cohort], bench)
         return replace(state, model=mixture, starts={"": state.start}).noting(**facts)
 
     def _shares(self, cohort: Cohort) -> Tensor:
@@ -110,16 +111,18 @@ def _brought(cohort: Cohort) -> list[Affine]:
     return [Affine(*(float(u.notes[f"logit_scale/{n}"]) for n in Affine._fields)) for u in cohort]
 
 
-def _costs(mixture: Mixture, everybody: Mixture, bench: Bench) -> dict[str, Any]:
-    """How many networks answer, and what share of all networks' multiplications an answer takes."""
-    facts: dict[str, Any] = {"members": len(mixture.members), "clients": len(everybody.members)}
+def costs(model: Single | Mixture, everybody: Sequence[Spec], bench: Bench) -> dict[str, Any]:
+    """How many networks answer, and what share of everybody's multiplications an answer takes."""
+    kept = networks(model)
+    facts: dict[str, Any] = {"members": len(kept), "clients": len(everybody)}
     try:
-        shape = input_form(bench, everybody.members[0].spec).shape
-        full, mine = ([cost_of(m.spec, shape) for m in mix.members] for mix in (everybody, mixture))
+        shape = input_form(bench, everybody[0]).shape
+        full, mine = ([cost_of(s, shape) for s in specs] for specs in (everybody, [m.spec for m in kept]))
     except RecipeError:  # what inputs look like is not known here, so neither is what they cost
         return facts
     products: float = sum(c.products for c in mine)
-    if isinstance(mixture.combine, FirstLayer) and mixture.combine.k != "all":
-        run = min(1.0, mixture.combine.k / len(mine))  # the others stop after their first layer
+    rule = model.combine if isinstance(model, Mixture) else None
+    if isinstance(rule, FirstLayer) and rule.k != "all":
+        run = min(1.0, rule.k / len(mine))  # the others stop after their first layer
         products = sum(c.first for c in mine) + run * sum(c.products for c in mine)
     return facts | {"cost": products / max(1, sum(c.products for c in full))}

@@ -18,6 +18,7 @@ from fedfuse.core.rng import seeded
 from fedfuse.core.settings import Optimizer
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
+from fedfuse.server.aggregate.ensemble import costs
 from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.server.outputs import with_outputs
 from fedfuse.server.steps.lessons import Lessons, ServerRows, Teacher, Unlabelled, input_form
@@ -114,7 +115,8 @@ class Distill:
             student.load_state_dict(dict(start.params))
             facts = self._teach(student.to(device), teacher, bench, state.round)
         mean = {n: t.detach().cpu() for n, t in student.state_dict().items()}
-        return state.fused(mean, spec=start.spec).noting(distilled=facts)
+        fused = state.fused(mean, spec=start.spec)
+        return fused.noting(distilled=facts, **costs(fused.single, [u.spec for u in cohort], bench))
 
     def _start(self, state: ServerState, cohort: Cohort, teacher: Teacher, bench: Bench) -> Start:
         """The student before its first lesson: its network, its first weights, and as many outputs as the teacher."""

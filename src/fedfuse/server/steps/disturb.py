@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from fedfuse.core.combine import TopLogit, disturbed
 from fedfuse.core.messages import Cohort
 from fedfuse.core.model import Mixture, Single
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
 from fedfuse.server.steps.lessons import held_inputs
@@ -42,6 +43,19 @@ class Disturbance:
         with torch.no_grad():
             score = torch.cat([disturbed(everybody.answers(part)) for part in x.split(1000)])
         return state.noting(disturbance=float(score.double().mean()), disturbance_inputs=source)
+
+
+def measured(recipe: Recipe) -> Recipe:
+    """The recipe, noting the score of its updates every round; one that does so already is left as it is.
+
+    Example:
+        >>> from fedfuse.core.registry import find_method
+        >>> measured(find_method("fedavg").recipe()).steps
+        (Disturbance(count=300),)
+    """
+    later = None if recipe.later is None else (recipe.later[0], measured(recipe.later[1]))
+    there = any(isinstance(step, Disturbance) for step in recipe.steps)
+    return replace(recipe, steps=recipe.steps if there else (*recipe.steps, Disturbance()), later=later)
 
 
 def mixture_of(cohort: Cohort) -> Mixture:
