@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -26,7 +28,8 @@ Normalise: TypeAlias = Literal["sum", "max"]
 Draw: TypeAlias = Callable[[], torch.Generator]
 
 # Bytes of one layer, over all clients, that are kept between scoring and averaging; a larger one is read twice.
-_HELD = 1 << 28
+_HELD = 1 << 27
+_SIDE_BY_SIDE = 4  # layers fused at a time, each by one thread: more would only wait for memory
 
 
 class Distance(Protocol):
@@ -125,14 +128,14 @@ class NonGaussianMean:
         return ALL_LAWS if self.normalise == "sum" else ALL_LAWS - {"agree"}
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
-        """Score, weigh and average layer by layer; one layer of all clients is in hand at a time."""
+        """Score, weigh and average layer by layer; a thread has one layer of all clients in hand at a time."""
         spec, sources = cohort.updates[0].spec, [u.posterior.mean for u in cohort]
         stacks = _Stacks(sources, forms_of(sources[0]), _neighbours(sources))
         fuse = partial(self._fuse, stacks, cohort.weights, partial(bench.stream, "gaussianity", state.round))
         means, notes = dict[str, Tensor](), _Notes(cohort.clients)
-        with one_thread():
-            for layer in spec.layout.layers:
-                fused = fuse(layer)
+        threads = min(os.cpu_count() or 1, _SIDE_BY_SIDE)
+        with one_thread(), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for layer, fused in zip(spec.layout.layers, pool.map(fuse, spec.layout.layers), strict=True):
                 means |= fused.means
                 notes.add(layer.name, fused)
         alone = self._shares(torch.zeros(len(cohort), 1), cohort.weights)[0][:, 0]
