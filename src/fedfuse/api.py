@@ -23,6 +23,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.admit import Rules
+from fedfuse.server.align.aligned import Aligned, Way, aligned
 from fedfuse.server.gather import Bundle, Item, fingerprint, first_difference, gather
 from fedfuse.server.guard import Guard, Guarded
 from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read, write
@@ -167,6 +168,7 @@ def fuse(
     server_rows: Rows | tuple[Tensor, Tensor] | None = None,
     unlabelled: Tensor | None = None,
     guard: Guard | None = None,
+    align: Way | str | None = None,
     quorum: float = 0.5,
     seed: int = 0,
 ) -> Fused:
@@ -183,6 +185,8 @@ def fuse(
         server_rows: labelled rows the server holds, for methods that need them.
         unlabelled: inputs without labels the server holds, for distillation.
         guard: a robust filter before the aggregator.
+        align: how hidden units are moved to common places before anything else: "weights", "activations",
+            "transport", "graph", or one of these with its options (`fedfuse.server.align`).
         quorum: the share of sources that must be admitted.
         seed: fixes every random draw of the server.
 
@@ -195,8 +199,7 @@ def fuse(
         >>> fuse([{"w": torch.zeros(1)}, {"w": torch.ones(1)}], "fedavg", masses=[1, 3]).state_dict()
         {'w': tensor([0.7500])}
     """
-    recipe = method(recipe) if isinstance(recipe, str) else recipe
-    recipe = recipe if guard is None else replace(recipe, aggregate=Guarded(guard, recipe.aggregate))
+    recipe = _behind(method(recipe) if isinstance(recipe, str) else recipe, guard, align)
     spec = model if isinstance(model, Spec) or model is None else Spec.of(model)
     spec = spec if spec is None else _dressed(recipe, spec, spec.skeleton().state_dict(), 0, seed).spec
     items = _items(updates, masses)
@@ -258,6 +261,16 @@ def run(
 
     place = None if out is None else Path(out)
     return run_file(Path(file), sets=sets, out=place, resume=resume, workers=workers, memo=memo)
+
+
+def _behind(recipe: Recipe, guard: Guard | None, align: Way | str | None) -> Recipe:
+    """The recipe behind a guard, and that behind an alignment: a guard measures distances between weights."""
+    if guard is not None:
+        recipe = replace(recipe, aggregate=Guarded(guard, recipe.aggregate))
+    if align is None:
+        return recipe
+    then = recipe.aggregate
+    return replace(recipe, aggregate=aligned(align, then) if isinstance(align, str) else Aligned(align, then))
 
 
 def _items(updates: Sequence[Source], masses: Sequence[float] | None) -> list[Item]:

@@ -197,7 +197,7 @@ def placed_posterior(posterior: Posterior, moves: Mapping[Group, Order], layout:
     a Kronecker geometry on their absence.
     """
     mean = placed(posterior.mean, moves)
-    return replace(posterior, mean=mean, geometry=_moved(posterior.geometry, posterior.mean, moves, layout))
+    return replace(posterior, mean=mean, geometry=placed_geometry(posterior.geometry, posterior.mean, moves, layout))
 
 
 def narrowed(spec: Spec, params: Params, keep: Mapping[Group, Order]) -> tuple[Spec, dict[str, Tensor]]:
@@ -301,7 +301,8 @@ def _blank(name: str, t: Tensor) -> float:
     return 1.0 if leaf == "running_var" else 0.0
 
 
-def _moved(geometry: Geometry, mean: Params, moves: Mapping[Group, Order], layout: Layout) -> Geometry:
+def placed_geometry(geometry: Geometry, mean: Params, moves: Mapping[Group, Order], layout: Layout) -> Geometry:
+    """A posterior's geometry with its units permuted or removed, around a mean that has not moved yet."""
     orders = {group: _units(group, order) for group, order in moves.items()}
     if not isinstance(geometry, Diag | Kron):
         return geometry

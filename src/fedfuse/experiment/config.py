@@ -8,7 +8,7 @@ import itertools
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -29,6 +29,7 @@ from fedfuse.core.settings import LocalSettings, Settings, checked, explain
 from fedfuse.data import Iid, Scheme, ServerRows
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.toml import to_toml
+from fedfuse.server.align.aligned import ALIGNMENTS, Aligned, Reference, options_of
 from fedfuse.server.guard import GUARDS, Guard, Guarded, guard
 from fedfuse.server.steps.disturb import measured
 
@@ -88,12 +89,19 @@ class GroupConfig(Named):
 
 
 class MethodConfig(Named):
-    """One method to run, perhaps with a guard before it, and another method after its first rounds."""
+    """One method to run, perhaps behind an alignment and a guard, and another method after its first rounds."""
 
     label: str | None = None
+    align: Named | None = None
     guard: Named | None = None
     rounds: PositiveInt | None = None
     then: MethodConfig | None = None
+
+    @field_validator("align", mode="before")
+    @classmethod
+    def _by_name(cls, said: Any) -> Any:
+        """`align = "weights"` is short for a table with that name."""
+        return {"name": said} if isinstance(said, str) else said
 
     @model_validator(mode="after")
     def _handover(self) -> MethodConfig:
@@ -109,6 +117,8 @@ class MethodConfig(Named):
         if self.guard is not None:
             by = _guard(self.guard)
             made = _labelled(made, f"{made.label}+{self.guard.name}", aggregate=Guarded(by, made.aggregate))
+        if self.align is not None:  # before the guard, which measures distances between weights
+            made = _labelled(made, f"{made.label}+{self.align.name}", aggregate=_aligned(self.align, made))
         if self.then is not None and self.rounds is not None:
             made = made.then(self.rounds, self.then.recipe())
         return _labelled(made, self.label) if self.label else made
@@ -300,11 +310,34 @@ def _guard(said: Named) -> Guard:
     guard(said.name)  # knows which there are
     kind = GUARDS[said.name]
     check_options(f"guard {said.name!r}", said.options, [f.name for f in fields(kind)])
-    try:
-        made: Guard = TypeAdapter(kind).validate_python(said.options)
-    except ValidationError as why:
-        raise ConfigError(explain(why, BaseModel, f"guard {said.name}")) from why
+    made: Guard = _validated(kind, said.options, f"guard {said.name}")
     return made
+
+
+def _aligned(said: Named, recipe: Recipe) -> Aligned:
+    check_options(f"alignment {said.name!r}", said.options, options_of(said.name))
+    own = {f.name for f in fields(ALIGNMENTS[said.name])}
+    mine = {k: v for k, v in said.options.items() if k in own}
+    whose = f"alignment {said.name}"
+    way = _validated(ALIGNMENTS[said.name], mine, whose)
+    rest = _validated(_Wrapping, {k: v for k, v in said.options.items() if k not in own}, whose)
+    return Aligned(way, recipe.aggregate, rest.reference, rest.renorm)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapping:
+    """What an alignment may be told beside its own options."""
+
+    reference: Reference = "first"
+    renorm: bool = False
+
+
+def _validated(kind: type, options: Mapping[str, Any], whose: str) -> Any:
+    """A part made of a file's options, each of the type it should have."""
+    try:
+        return TypeAdapter(kind).validate_python(options)
+    except ValidationError as why:
+        raise ConfigError(explain(why, BaseModel, whose)) from why
 
 
 def _labelled(recipe: Recipe, label: str, **changes: Any) -> Recipe:

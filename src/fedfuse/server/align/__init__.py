@@ -1,0 +1,1 @@
+"""Alignment: hidden units are moved to common places before any aggregator takes its mean."""

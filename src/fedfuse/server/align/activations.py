@@ -1,0 +1,189 @@
+"""Matching units by what they answer to the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedfuse.core.channels import Group
+from fedfuse.core.state import Bench
+from fedfuse.errors import ConfigError
+from fedfuse.server.align.nets import Moves, Net, input_shape
+from fedfuse.server.align.weights import PAIRWISE_LAWS, best_order
+
+Likeness = Literal["correlation", "distance"]
+Inputs = Literal["auto", "server", "synthetic"]
+
+_BATCH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ByActivations:
+    """Put every unit where the reference has the unit that answers most like it.
+
+    Units are compared by what the layers that make them give, before any norm or ReLU, on the same inputs; one exact
+    assignment per group, no iteration.
+
+    Attributes:
+        likeness: "correlation" of two units' answers over inputs and positions, or their Euclidean "distance".
+        inputs: the "server"'s rows, "synthetic" noise over the inputs' range, or "auto" for rows where there are any.
+        rows: how many inputs at most.
+    """
+
+    likeness: Likeness = "correlation"
+    inputs: Inputs = "auto"
+    rows: int = 256
+    any_width: ClassVar[bool] = False
+    laws: ClassVar[frozenset[str]] = PAIRWISE_LAWS
+
+    def __post_init__(self) -> None:
+        check_rows(self.rows)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Rows, where the user insists on them."""
+        return frozenset({"server_rows"}) if self.inputs == "server" else frozenset()
+
+    def __call__(self, nets: Sequence[Net], reference: Net, bench: Bench) -> list[Moves]:
+        """An order for every group of every network."""
+        x = probes(reference, bench, self.inputs, self.rows)
+        return [self._match(reference, net, x) for net in nets]
+
+    def _match(self, reference: Net, net: Net, x: Tensor) -> Moves:
+        seen = cross_moments(reference, net, x)
+        like = Moments.correlation if self.likeness == "correlation" else _nearness
+        return {group.name: best_order(like(seen[group.name]), group.rooms) for group in net.groups}
+
+
+def check_rows(rows: int) -> None:
+    """Refuse to compare activations on nothing."""
+    if rows < 1:
+        raise ConfigError(f"comparing activations: rows is {rows}, expected at least one")
+
+
+def probes(net: Net, bench: Bench, inputs: Inputs, rows: int) -> Tensor:
+    """The inputs on which units are compared: the server's, or noise."""
+    if inputs == "server":
+        return _spread(bench.need_rows("comparing activations on the server's rows").x, rows)
+    if inputs == "auto" and bench.rows is not None and len(bench.rows):
+        return _spread(bench.rows.x, rows)
+    if inputs == "auto" and bench.unlabelled is not None and len(bench.unlabelled):
+        return _spread(bench.unlabelled, rows)
+    draw = bench.stream("probes")
+    if bench.inputs is not None:
+        return bench.inputs.noise(rows, draw)
+    return torch.randn(rows, *input_shape(net.spec, bench), generator=draw)
+
+
+def _spread(x: Tensor, rows: int) -> Tensor:
+    """Some of the rows, evenly spread, since rows of one class often stand together."""
+    return x[:: -(-len(x) // rows)]
+
+
+@dataclass(slots=True, eq=False)
+class Moments:
+    """Sums over inputs and positions of two networks' answers a and b: Σ 1, Σ a, Σ b, Σ a², Σ b², Σ a bᵀ."""
+
+    count: int
+    a: Tensor
+    b: Tensor
+    aa: Tensor
+    bb: Tensor
+    ab: Tensor
+
+    @classmethod
+    def empty(cls, a: int, b: int) -> Moments:
+        """Nothing seen yet."""
+        zeros = [torch.zeros(shape, dtype=torch.float64) for shape in ((a,), (b,), (a,), (b,), (a, b))]
+        return cls(0, *zeros)
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """See more answers, (units × answers) each."""
+        self.count += a.shape[1]
+        self.a += a.sum(1).double()
+        self.b += b.sum(1).double()
+        self.aa += a.square().sum(1).double()
+        self.bb += b.square().sum(1).double()
+        self.ab += (a @ b.mT).double()
+
+    def correlation(self) -> Tensor:
+        """Pearson's correlation of every pair of units; zero for a unit that always answers the same."""
+        n = max(1, self.count)
+        covariance = self.ab / n - self.a[:, None] * self.b / n**2
+        spread_a, spread_b = ((s2 / n - (s / n).square()).clamp(min=0).sqrt() for s, s2 in _pairs(self))
+        scale = spread_a[:, None] * spread_b
+        return torch.where(scale > 1e-12, covariance / scale.clamp(min=1e-12), 0.0)
+
+    def distance(self) -> Tensor:
+        """The Euclidean distance between the answers of every pair of units, per answer."""
+        squares = self.aa[:, None] + self.bb - 2 * self.ab
+        return (squares.clamp(min=0) / max(1, self.count)).sqrt()
+
+
+def _pairs(seen: Moments) -> Iterator[tuple[Tensor, Tensor]]:
+    yield seen.a, seen.aa
+    yield seen.b, seen.bb
+
+
+def _nearness(seen: Moments) -> Tensor:
+    return -seen.distance()
+
+
+@torch.no_grad()
+def cross_moments(reference: Net, net: Net, x: Tensor) -> dict[str, Moments]:
+    """Per group, how the units of two networks answer together."""
+    pairs = list(zip(reference.groups, net.groups, strict=True))
+    seen = {ours.name: Moments.empty(theirs.size, ours.size) for theirs, ours in pairs}
+    for batch in x.split(_BATCH):
+        a, b = (_answers(one, batch) for one in (reference, net))
+        for theirs, ours in pairs:
+            for mine, yours in zip(a[theirs.name], b[ours.name], strict=True):
+                seen[ours.name].add(mine, yours)
+    return seen
+
+
+def _answers(net: Net, x: Tensor) -> Mapping[str, list[Tensor]]:
+    """Per group, what each layer that makes its units gives, (units × answers)."""
+    module = net.spec.skeleton()
+    params = {n: t.float() if t.is_floating_point() else t for n, t in net.params.items()}
+    with _listening(module, net) as heard:
+        functional_call(module, params, (x,))
+    return heard
+
+
+@contextmanager
+def _listening(module: nn.Module, net: Net) -> Iterator[dict[str, list[Tensor]]]:
+    """A list per group into which every output of a layer that makes its units is written."""
+    heard: dict[str, list[Tensor]] = {group.name: [] for group in net.groups}
+    weights = frozenset(net.spec.layout.with_role("weight"))
+    handles = []
+    try:
+        for group in net.groups:
+            for place in group.makers:
+                if place.tensor in weights:
+                    layer = module.get_submodule(place.tensor.rpartition(".")[0])
+                    handles.append(layer.register_forward_hook(_Hear(heard[group.name], group, place.offset)))
+        yield heard
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Hear:
+    """A forward hook that notes the answers of a layer's units."""
+
+    heard: list[Tensor]
+    group: Group
+    offset: int
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG002
+        axis = output.ndim - 1 if isinstance(module, nn.Linear) else 1
+        units = output.detach().narrow(axis, self.offset, self.group.size)
+        self.heard.append(units.movedim(axis, 0).reshape(self.group.size, -1))

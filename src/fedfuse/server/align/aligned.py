@@ -1,0 +1,205 @@
+"""The wrapper: units to common places first, then any aggregator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from fedfuse.core.messages import Cohort
+from fedfuse.core.recipe import Aggregator, ChangesResult, Result
+from fedfuse.core.registry import suggest
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.errors import ConfigError
+from fedfuse.server.aggregate.mean import Mean, mean_of
+from fedfuse.server.align.activations import ByActivations
+from fedfuse.server.align.graph import ByGraph
+from fedfuse.server.align.nets import Moves, Net, carried, check_alike, input_shape
+from fedfuse.server.align.transport import ByTransport
+from fedfuse.server.align.weights import ByWeights
+from fedfuse.server.steps.renorm import RestateNorms
+
+Reference = Literal["first", "largest", "mean"]
+
+_MEANS = 10  # how often a mean is found anew at most; clients seldom move after the third
+
+
+class Way(Protocol):
+    """How units find their places."""
+
+    @property
+    def any_width(self) -> bool:
+        """Whether networks may differ in width."""
+        ...
+
+    @property
+    def laws(self) -> frozenset[str]:
+        """The laws of the common suite that still hold behind it."""
+        ...
+
+    def __call__(self, nets: Sequence[Net], reference: Net, bench: Bench) -> Sequence[Moves]:
+        """For every network, what becomes of the units of each group."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Aligned:
+    """An alignment before an aggregator: every client's units go to the reference's places, with all they carry.
+
+    Weights, running statistics, log-variances, variances and Kronecker factors move together, so "aligned FedLPA" is
+    one recipe. A network and any permuted copy of it fuse to the network.
+
+    Attributes:
+        by: how units find their places.
+        then: what fuses the aligned clients.
+        reference: whose places: those of the "first" client, of the "largest" (most units, then most examples), or
+            of the "mean" of the aligned clients, found anew until nobody moves.
+        renorm: estimate the running statistics of BatchNorm anew on the server's rows afterwards.
+
+    Example:
+        >>> Aligned(ByWeights()).then
+        Mean(uniform=False)
+    """
+
+    by: Way
+    then: Aggregator = Mean()  # noqa: RUF009 - a frozen value
+    reference: Reference = "first"
+    renorm: bool = False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the aggregator needs, and rows for the norms."""
+        own: frozenset[str] = getattr(self.by, "needs", frozenset())
+        return self.then.needs | own | (RestateNorms.needs if self.renorm else frozenset())
+
+    @property
+    def laws(self) -> frozenset[str]:
+        """What still holds when units have moved; new statistics are nobody's."""
+        return self.then.laws & self.by.laws - (frozenset({"one", "agree"}) if self.renorm else frozenset())
+
+    @property
+    def result(self) -> Result:
+        """The kind of model the aggregator leaves."""
+        return self.then.result if isinstance(self.then, ChangesResult) else "single"
+
+    @property
+    def mixes_networks(self) -> bool:
+        """Whether clients may have networks of different widths."""
+        return self.by.any_width
+
+    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
+        """Align, then fuse; the record says who moved how much."""
+        shape = input_shape(cohort.updates[0].spec, bench)
+        nets = [Net.of(update, shape) for update in cohort]
+        check_alike(nets, self.by.any_width)
+        aligned, moves = self.align(cohort, nets, bench)
+        after = self.then(aligned, state, bench)
+        if self.renorm:
+            after = RestateNorms()(after, aligned, bench)
+        return after.noting(aligned=repr(self.by), moved=_moved(cohort, nets, moves))
+
+    def align(self, cohort: Cohort, nets: Sequence[Net], bench: Bench) -> tuple[Cohort, Sequence[Moves]]:
+        """The cohort with its units at common places, and the moves that brought them there."""
+        chosen = self._first(cohort, nets)
+        others = [i for i in range(len(nets)) if i != chosen]
+        aligned, moves = self._onto(cohort, nets, nets[chosen], others, bench)
+        for _ in range(_MEANS if self.reference == "mean" and others else 0):
+            middle = replace(nets[chosen], client="the mean", params=mean_of(aligned))
+            aligned, again = self._onto(cohort, nets, middle, range(len(nets)), bench)
+            if all(_same(a, b) for a, b in zip(moves, again, strict=True)):
+                break
+            moves = again
+        return aligned, moves
+
+    def _first(self, cohort: Cohort, nets: Sequence[Net]) -> int:
+        """The client whose places are taken, at least to begin with."""
+        if self.reference == "first":
+            return 0
+        return max(range(len(nets)), key=lambda i: (sum(nets[i].widths), cohort.updates[i].mass, -i))
+
+    def _onto(
+        self, cohort: Cohort, nets: Sequence[Net], reference: Net, who: Sequence[int], bench: Bench
+    ) -> tuple[Cohort, list[Moves]]:
+        """Some networks moved onto a reference; the others stay as they are."""
+        found = self.by([nets[i] for i in who], reference, bench) if who else []
+        moves: list[Moves] = [{} for _ in nets]
+        for i, move in zip(who, found, strict=True):
+            moves[i] = move
+        updates = [
+            carried(update, net.groups, move, reference.spec) if move else update
+            for update, net, move in zip(cohort, nets, moves, strict=True)
+        ]
+        return Cohort(tuple(updates)), moves
+
+
+def _same(a: Moves, b: Moves) -> bool:
+    """Whether two results move every unit to the same place; an empty one moves none."""
+
+    def stays(move: object) -> bool:
+        return isinstance(move, Tensor) and move.equal(torch.arange(len(move)))
+
+    def one(x: object, y: object) -> bool:
+        if x is None or y is None:
+            return stays(x if y is None else y)
+        return isinstance(x, Tensor) and isinstance(y, Tensor) and x.equal(y)
+
+    return all(one(a.get(name), b.get(name)) for name in a.keys() | b.keys())
+
+
+def _moved(cohort: Cohort, nets: Sequence[Net], moves: Sequence[Moves]) -> dict[str, dict[str, float]]:
+    """By layer and client, the share of units that did not stay where they were."""
+    told: dict[str, dict[str, float]] = {group.name: {} for group in nets[0].groups}
+    for client, net, move in zip(cohort.clients, nets, moves, strict=True):
+        for group in net.groups:
+            order = move.get(group.name)
+            if order is None:
+                told[group.name][client] = 0.0
+            elif isinstance(order, Tensor):
+                told[group.name][client] = float((order != torch.arange(len(order))).double().mean())
+            else:
+                told[group.name][client] = 1.0 - float(order.make.diagonal().double().mean())
+    return told
+
+
+ALIGNMENTS: Mapping[str, type] = {
+    "weights": ByWeights,
+    "activations": ByActivations,
+    "transport": ByTransport,
+    "graph": ByGraph,
+}
+
+_WRAPPER = ("reference", "renorm")
+
+
+def options_of(name: str) -> tuple[str, ...]:
+    """The options an alignment may be given: its own, and those of the wrapper.
+
+    Example:
+        >>> options_of("weights")
+        ('sweeps', 'reference', 'renorm')
+    """
+    if name not in ALIGNMENTS:
+        raise ConfigError(
+            f"there is no alignment {name!r}{suggest(name, ALIGNMENTS)} there are {', '.join(ALIGNMENTS)}"
+        )
+    return tuple(dict.fromkeys([*(f.name for f in fields(ALIGNMENTS[name])), *_WRAPPER]))
+
+
+def aligned(name: str, then: Aggregator, **options: Any) -> Aligned:
+    """An aggregator behind an alignment by name: weights, activations, transport or graph.
+
+    Example:
+        >>> aligned("weights", Mean(), reference="mean").reference
+        'mean'
+    """
+    known = options_of(name)
+    if odd := sorted(options.keys() - set(known)):
+        raise ConfigError(
+            f"alignment {name!r} has no option {odd[0]!r}{suggest(odd[0], known)} it has {', '.join(known)}"
+        )
+    own = {f.name for f in fields(ALIGNMENTS[name])}
+    way = ALIGNMENTS[name](**{k: v for k, v in options.items() if k in own})
+    return Aligned(way, then, **{k: v for k, v in options.items() if k in _WRAPPER})

@@ -1,0 +1,165 @@
+"""Matching all networks at once: graduated assignment over their graphs of units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedfuse.core.channels import Group
+from fedfuse.core.state import Bench
+from fedfuse.errors import ConfigError
+from fedfuse.linalg.assign import sinkhorn
+from fedfuse.server.align.nets import Coupling, Moves, Net, blended
+from fedfuse.server.align.weights import PAIRWISE_LAWS, Board, ByWeights, best_order, wiring
+
+
+@dataclass(frozen=True, slots=True)
+class ByGraph:
+    """Order the units of all networks jointly, so that every network agrees with every other (GAMF, Liu et al. 2022).
+
+    Units are nodes, weights are edges. Over the orders P_k of all networks the score
+
+        Σ_{k<l} Σ_t ⟨(P_k network_k)_t, (P_l network_l)_t⟩ = (‖Σ_k P_k network_k‖² − Σ_k ‖network_k‖²) / 2
+
+    is raised by graduated assignment: soft orders, doubly stochastic, follow its gradient while a temperature falls,
+    and end as permutations by the Hungarian algorithm; then single groups of single networks move while that raises
+    the score. The orders of pairwise matching to the reference are raised in the same way, and the better end is
+    taken, so the score never falls below pairwise matching's.
+
+    Attributes:
+        hot: temperature to begin with, as a share of the largest gain.
+        cold: temperature at which soft orders become permutations.
+        cooling: factor from one temperature to the next.
+        sweeps: passes over all networks and groups before the climb stops.
+    """
+
+    hot: float = 0.5
+    cold: float = 0.02
+    cooling: float = 0.5
+    sweeps: int = 20
+    any_width: ClassVar[bool] = False
+    laws: ClassVar[frozenset[str]] = PAIRWISE_LAWS
+
+    def __post_init__(self) -> None:
+        if not (0 < self.cold <= self.hot and 0 < self.cooling < 1):
+            raise ConfigError(
+                f"graph matching: got temperatures from {self.hot} to {self.cold} by {self.cooling}, expected "
+                "0 < cold ≤ hot and a cooling between 0 and 1"
+            )
+
+    def __call__(self, nets: Sequence[Net], reference: Net, bench: Bench) -> list[Moves]:
+        """An order for every group of every network; the reference stays where it is."""
+        pairwise = ByWeights(self.sweeps)(nets, reference, bench)
+        ends = [self._climbed(nets, reference, start) for start in (pairwise, self._graduated(nets, reference))]
+        return max(ends, key=lambda moves: joint_score([*nets, reference], [*moves, {}]))
+
+    def _climbed(self, nets: Sequence[Net], reference: Net, moves: Sequence[Moves]) -> list[Moves]:
+        """Single networks move towards the sum of all others until nobody gains."""
+        placed_ = [_moved(net, move) for net, move in zip(nets, moves, strict=True)]
+        total = _sum([*placed_, reference.matched_tensors()])
+        found = [dict(move) for move in moves]
+        for _ in range(self.sweeps):
+            calm = True
+            for k, net in enumerate(nets):
+                others = {n: t - placed_[k][n] for n, t in total.items()}
+                board = Board(others, placed_[k], net.groups)
+                board.climb(self.sweeps)
+                if any(not order.equal(torch.arange(len(order))) for order in board.orders.values()):
+                    calm = False
+                    found[k] = {name: found[k][name][order] for name, order in board.orders.items()}  # type: ignore[index]
+                    placed_[k] = board.tensors
+                    total = {n: t + placed_[k][n] for n, t in others.items()}
+            if calm:
+                break
+        return list(found)
+
+    def _graduated(self, nets: Sequence[Net], reference: Net) -> list[Moves]:
+        """Soft orders that harden as the temperature falls."""
+        groups = reference.groups
+        every = [net.matched_tensors() for net in nets]
+        soft = [{g.name: _uniform(g) for g in groups} for _ in nets]
+        heat = self.hot
+        while heat >= self.cold:
+            for group in groups:
+                for k, net in enumerate(nets):
+                    gain = self._gain(k, group, every, soft, reference)
+                    soft[k][group.name] = _softened(gain, group, heat, net.client)
+            heat *= self.cooling
+        return [{g.name: best_order(soft[k][g.name].make, g.rooms) for g in groups} for k in range(len(nets))]
+
+    def _gain(
+        self,
+        k: int,
+        group: Group,
+        every: Sequence[Mapping[str, Tensor]],
+        soft: Sequence[Mapping[str, Coupling]],
+        reference: Net,
+    ) -> Tensor:
+        """The gradient of the score in one network's soft order of one group."""
+        names = {place.tensor for place in group.places}
+        beside = [g for g in reference.groups if names & {p.tensor for p in g.places}]
+        without = [g for g in beside if g.name != group.name]
+        target = {n: t for n, t in reference.matched_tensors().items() if n in names}
+        for j, tensors in enumerate(every):
+            if j != k:
+                moved = blended(_only(tensors, names), beside, soft[j])
+                target = {n: t + moved[n] for n, t in target.items()}
+        mine = blended(_only(every[k], names), without, soft[k])
+        total = torch.zeros(group.size, group.size)
+        for place, _ in wiring(reference.groups)[group.name]:
+            if place.tensor in mine:
+                total += place.rows(target, group.size) @ place.rows(mine, group.size).mT
+        return total
+
+
+def joint_score(nets: Sequence[Net], moves: Sequence[Moves]) -> float:
+    """Σ_{k<l} Σ_t ⟨(P_k network_k)_t, (P_l network_l)_t⟩, how far all networks agree after these moves."""
+    every = [_moved(net, move) for net, move in zip(nets, moves, strict=True)]
+    total = _sum(every)
+    return (_square(total) - sum(_square(tensors) for tensors in every)) / 2
+
+
+def _moved(net: Net, move: Moves) -> dict[str, Tensor]:
+    board = Board(net.matched_tensors(), net.matched_tensors(), net.groups)
+    for group in net.groups:
+        if isinstance(order := move.get(group.name), Tensor):
+            board.move(group, order)
+    return board.tensors
+
+
+def _sum(every: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {n: torch.stack([tensors[n] for tensors in every]).sum(0) for n in every[0]}
+
+
+def _square(tensors: Mapping[str, Tensor]) -> float:
+    return sum(float(t.double().square().sum()) for t in tensors.values())
+
+
+def _only(tensors: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]:
+    return {n: t for n, t in tensors.items() if n in names}
+
+
+def _uniform(group: Group) -> Coupling:
+    room = group.size // group.rooms
+    even = torch.block_diag(*[torch.full((room, room), 1 / room)] * group.rooms)
+    return Coupling(even, even)
+
+
+def _softened(gain: Tensor, group: Group, heat: float, client: str) -> Coupling:
+    """The doubly stochastic matrix that follows a gain at a temperature, room by room."""
+    room = group.size // group.rooms
+    blocks = [gain[s : s + room, s : s + room] for s in range(0, group.size, room)]
+    plans = []
+    for block in blocks:
+        scale = float(block.max() - block.min())
+        if scale <= 0:
+            plans.append(torch.full((room, room), 1 / room))
+            continue
+        what = f"graph matching of {group.name} of {client}"
+        plans.append(room * sinkhorn(-block / scale, reg=heat, tol=0.05, what=what).plan.float())
+    soft = torch.block_diag(*plans)
+    return Coupling(soft, soft)

@@ -1,0 +1,233 @@
+"""Networks to be aligned: their hidden units, and how units are carried to other places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from fedfuse.core.channels import Group, Here, by_axis, channel_groups, placed, placed_geometry
+from fedfuse.core.messages import ClientUpdate
+from fedfuse.core.params import Params
+from fedfuse.core.posterior import Flat, Posterior
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench
+from fedfuse.errors import ConfigError
+from fedfuse.wire.codec import LazyParams, forms_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Coupling:
+    """Units of which each new one is a blend of old ones.
+
+    Attributes:
+        make: new × old, rows sum to one: of which old units a new one is made.
+        read: new × old: whoever read old unit j reads new unit i with this share of its weight.
+    """
+
+    make: Tensor
+    read: Tensor
+
+
+Move: TypeAlias = Tensor | Coupling
+Moves: TypeAlias = Mapping[str, Move]  # by the name of the group; a tensor is an order of units
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Net:
+    """One network to be aligned.
+
+    Attributes:
+        client: whose it is, for sentences.
+        spec: how to run it.
+        groups: its hidden units.
+        params: its weights.
+    """
+
+    client: str
+    spec: Spec
+    groups: tuple[Group, ...]
+    params: Params
+
+    @classmethod
+    def of(cls, update: ClientUpdate, shape: Sequence[int]) -> Net:
+        """The network of an update."""
+        return cls(update.client, update.spec, channel_groups(update.spec, shape), update.posterior.mean)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """How many units each group has."""
+        return tuple(group.size for group in self.groups)
+
+    def matched_tensors(self) -> dict[str, Tensor]:
+        """The tensors that tell units apart, in float32: weights, biases and norms that stand in some group."""
+        told = set(self.spec.layout.with_role("weight", "bias", "norm"))
+        names = {place.tensor for group in self.groups for place in group.places} & told
+        return {name: self.params[name].float() for name in self.params if name in names}
+
+
+def input_shape(spec: Spec, bench: Bench) -> tuple[int, ...]:
+    """The shape of one input: of the server's rows, of what is known of inputs, or as the network's options say.
+
+    Example:
+        >>> input_shape(Spec("lenet", {"channels": 3, "size": 32}), Bench())
+        (3, 32, 32)
+    """
+    for x in (bench.rows.x if bench.rows is not None and len(bench.rows) else None, bench.unlabelled):
+        if x is not None:
+            return tuple(x.shape[1:])
+    if bench.inputs is not None:
+        return bench.inputs.shape
+    inner = spec.options.get("of")
+    if isinstance(inner, Mapping):
+        return input_shape(Spec.from_json(inner, spec.factories), bench)
+    return _said(spec)
+
+
+def _said(spec: Spec) -> tuple[int, ...]:
+    shapes = spec.shapes()
+    first = next((shape for shape, _ in shapes.values() if len(shape) in (2, 4)), ())
+    if len(first) == 2:
+        return (first[1],)
+    side = spec.options.get("size", 28 if spec.factory == "lenet" else 32)
+    if not spec.is_ours or len(first) != 4 or not isinstance(side, int):
+        raise ConfigError(
+            f"aligning {spec.factory!r}: nobody says what its inputs look like; "
+            "give the server some rows or inputs without labels, so that the network can be followed"
+        )
+    return (first[1], side, side)
+
+
+def check_alike(nets: Sequence[Net], any_width: bool) -> None:
+    """Refuse networks whose units have no counterparts.
+
+    Raises:
+        ConfigError: naming the first client whose network is another one.
+    """
+    first = nets[0]
+    for net in nets[1:]:
+        if [g.name for g in net.groups] != [g.name for g in first.groups]:
+            raise ConfigError(
+                f"{net.client} has {len(net.groups)} kinds of hidden units ({_names(net)}) and {first.client} has "
+                f"{len(first.groups)} ({_names(first)}); only networks of one depth can be aligned"
+            )
+        if any_width:
+            continue
+        for mine, theirs in zip(net.groups, first.groups, strict=True):
+            if mine.size != theirs.size:
+                raise ConfigError(
+                    f"{net.client} has {mine.size} units in {mine.name!r} and {first.client} has {theirs.size}; "
+                    "align unequal widths by transport"
+                )
+
+
+def _names(net: Net) -> str:
+    return ", ".join(group.name for group in net.groups[:6]) + (", …" if len(net.groups) > 6 else "")
+
+
+def carried(update: ClientUpdate, groups: Sequence[Group], moves: Moves, spec: Spec) -> ClientUpdate:
+    """The update with its units at their new places, as an update of the network `spec`.
+
+    Orders carry mean, variances and Kronecker factors along; blends carry the mean only.
+    """
+    posterior = update.posterior
+    here = {g: moves[g.name] for g in groups if g.name in moves}
+    orders = {g: m for g, m in here.items() if isinstance(m, Tensor)}
+    if len(orders) == len(here):
+        return replace(update, posterior=_reordered(posterior, orders, update.spec), spec=spec)
+    if not isinstance(posterior.geometry, Flat):
+        raise ConfigError(
+            f"{update.client}: units that are blended carry no {type(posterior.geometry).__name__} geometry; "
+            "align by exact transport between equal widths, or fuse by a plain mean"
+        )
+    mean = blended(dict(posterior.mean), groups, moves, frozenset(update.spec.layout.with_role("spread")))
+    return replace(update, posterior=Posterior(mean), spec=spec)
+
+
+def _reordered(posterior: Posterior, orders: Mapping[Group, Tensor], spec: Spec) -> Posterior:
+    if all(o.equal(torch.arange(g.size)) for g, o in orders.items()):
+        return posterior
+    geometry = placed_geometry(posterior.geometry, posterior.mean, orders, spec.layout)
+    return Posterior(LazyParams(forms_of(posterior.mean), _Fetch(posterior.mean, orders)), geometry)
+
+
+def _within(orders: Mapping[Group, Tensor], params: Params) -> dict[Group, Tensor]:
+    return {replace(g, places=tuple(p for p in g.places if p.tensor in params)): o for g, o in orders.items()}
+
+
+class _Fetch:
+    """Fetches pieces of rearranged tensors; the last tensor is kept, since pieces of one are asked in a row."""
+
+    __slots__ = ("last", "orders", "params")
+
+    def __init__(self, params: Params, orders: Mapping[Group, Tensor]) -> None:
+        self.params, self.orders = params, orders
+        self.last: tuple[str, Tensor] = ("", torch.empty(0))
+
+    def __call__(self, name: str, begin: int, end: int) -> Tensor:
+        """Elements [begin, end) of one tensor, laid flat."""
+        known, flat = self.last
+        if known != name:
+            here = {name: self.params[name]}
+            flat = placed(here, _within(self.orders, here))[name].reshape(-1)
+            self.last = (name, flat)
+        return flat[begin:end]
+
+
+def blended(
+    params: Params, groups: Sequence[Group], moves: Moves, spreads: frozenset[str] = frozenset()
+) -> dict[str, Tensor]:
+    """The weights with every moved unit a blend of old ones.
+
+    With blends M (make) and R (read) of a layer's outputs and inputs, W becomes M W Rᵀ (Singh and Jaggi 2020,
+    eq. 4). Log-variances are those of independent weights blended so: squares of the blends act on variances.
+    """
+    result = dict(params)
+    for (name, axis), here in by_axis([g for g in groups if g.name in moves]):
+        if name not in result:
+            continue
+        t, is_spread = result[name], name in spreads
+        wide = t.exp().float() if is_spread else t.float()
+        mixed = _mixed(
+            wide, axis, here, {g.name: _squared(moves[g.name]) if is_spread else moves[g.name] for g, _ in here}
+        )
+        result[name] = (mixed.log() if is_spread else mixed).to(t.dtype)
+    return result
+
+
+def _squared(move: Move) -> Move:
+    return move if isinstance(move, Tensor) else Coupling(move.make.square(), move.read.square())
+
+
+def _blend(move: Move, rows: Tensor, reads: bool) -> Tensor:
+    """One row per new unit, of one row per old one."""
+    if isinstance(move, Tensor):
+        return rows[move]
+    return (move.read if reads else move.make).to(rows) @ rows
+
+
+def _mixed(t: Tensor, axis: int, here: Here, moves: Moves) -> Tensor:
+    """One axis of a tensor, unit by unit blended; what stands between the groups stays."""
+    parts, done = [], 0
+    for group, place in here:
+        if place.blocks > 1:
+            return _mixed_blocks(t, place.blocks, moves[group.name])
+        parts.append(t.narrow(axis, done, place.offset - done))
+        done = place.offset + group.size * place.per
+        units = t.narrow(axis, place.offset, done - place.offset).movedim(axis, 0)
+        rows = _blend(moves[group.name], units.reshape(group.size, -1), place.reads)
+        parts.append(rows.reshape(-1, *units.shape[1:]).movedim(0, axis))
+    return torch.cat([*parts, t.narrow(axis, done, t.shape[axis] - done)], axis)
+
+
+def _mixed_blocks(t: Tensor, blocks: int, move: Move) -> Tensor:
+    """What the groups of a convolution read, each from its own room."""
+    matrix = torch.eye(len(move))[move] if isinstance(move, Tensor) else move.read
+    new, old = (size // blocks for size in matrix.shape)
+    rooms = [matrix[b * new : (b + 1) * new, b * old : (b + 1) * old].to(t) for b in range(blocks)]
+    return torch.cat(
+        [torch.einsum("ij,oj...->oi...", room, block) for room, block in zip(rooms, t.chunk(blocks), strict=True)]
+    )
