@@ -115,9 +115,10 @@ def trial(name: str, network: str, seed: int = 0) -> Trial | None:
     server = rows(99, 30)
     bench = Bench(server, server.x, CLIENTS, CLASSES, local, seed)
     torch.manual_seed(seed)
-    state = recipe.dressed(ServerState(0, Single.of(spec.build(), spec)), bench)
-    brief, asked = state.brief(recipe.publishes, CLASSES), tuple(f"c{i}" for i in range(CLIENTS))
+    start, asked = ServerState(0, Single.of(spec.build(), spec)), tuple(f"c{i}" for i in range(CLIENTS))
     try:
+        state = recipe.dressed(start, bench)
+        brief = state.brief(recipe.publishes, CLASSES)
         envelopes = [
             Envelope(c, client_round(recipe.work(local), brief, c, rows(seed + i, 11 + 4 * i), seed=seed).payload)
             for i, c in enumerate(asked)

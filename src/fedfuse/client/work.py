@@ -105,7 +105,7 @@ def train(local: Local, work: Work) -> None:
     params = list[Tensor](local.live[name] for name in names)
     weights = sum(roles.get(name) != "spread" for name in names)
     step = stepper(settings.optimizer)
-    local.module.train()
+    _rouse(local)
     for epoch in range(settings.epochs):
         local.lr = settings.rate(local.brief.round, epoch)
         total, count = torch.zeros(()), 0
@@ -129,6 +129,15 @@ def train(local: Local, work: Work) -> None:
         local.loss = float(total) / max(count, 1)
         if local.steps == settings.max_steps:
             return
+
+
+def _rouse(local: Local) -> None:
+    """Set the network to training; a part whose parameters are all held rests, its statistics too."""
+    local.module.train().requires_grad_(True)
+    for path, part in local.module.named_modules():
+        own = {f"{path}.{name}" if path else name for name, _ in part.named_parameters(recurse=False)}
+        if own and own <= local.held:
+            part.eval().requires_grad_(False)
 
 
 def _sit_down(work: Work, brief: Brief, client: str, rows: Rows, memory: dict[str, Tensor], seed: int) -> Local:
@@ -173,7 +182,7 @@ def _batches(local: Local, epoch: int) -> Iterator[Batch]:
         x = _picked(rows.x, index)
         if settings.augment is not None:
             x = settings.augment(x, draw)
-        norms = _batch_norms(local.module) if len(index) == 1 else []
+        norms = [n for n in _batch_norms(local.module) if n.training] if len(index) == 1 else []
         for norm in norms:
             norm.eval()
         yield x, rows.y.index_select(0, index)

@@ -17,6 +17,7 @@ from fedfuse.core.posterior import Geometry, Posterior
 from fedfuse.core.rng import seed_for
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
+from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState
 from fedfuse.errors import RecipeError
 
@@ -177,6 +178,20 @@ class ChangesResult(Protocol):
         ...
 
 
+@runtime_checkable
+class ChoosesNetworks(Protocol):
+    """An aggregator or step that works on some networks only, and says so before anybody trains."""
+
+    def check_networks(self, networks: Mapping[str, Spec], bench: Bench) -> None:
+        """Raise a ConfigError that names what does not fit.
+
+        Args:
+            networks: the network of each client that has one of its own, and under "" everybody else's.
+            bench: what the server has.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
     """The plain objective: mean cross entropy of the batch."""
@@ -299,10 +314,17 @@ class Recipe:
         """The state a run of this recipe begins with: the model and every client's own start, dressed.
 
         Raises:
-            ConfigError: if the network cannot be dressed.
+            ConfigError: if the network cannot be dressed, or is none this recipe can fuse.
         """
-        if isinstance(self.dress, Plain):
-            return state
+        dressed = state if isinstance(self.dress, Plain) else self._dressed(state, bench)
+        if isinstance(dressed.model, Single):
+            networks = {"": dressed.start.spec} | {client: start.spec for client, start in dressed.starts.items()}
+            for part in (self.aggregate, *self.steps):
+                if isinstance(part, ChoosesNetworks):
+                    part.check_networks(networks, bench)
+        return dressed
+
+    def _dressed(self, state: ServerState, bench: Bench) -> ServerState:
         starts = {
             client: self._dress(Single(s.spec, Posterior(s.params)), bench, client)
             for client, s in state.starts.items()

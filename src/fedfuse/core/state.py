@@ -113,8 +113,9 @@ class Bench:
 class Local:
     """A client at work: the live network, the brief, its own rows, and what it remembers.
 
-    `live` are the parameters in training, `anchor` their values in the brief, `memory` what this client keeps
-    from round to round under "kind/tensor" names.
+    `live` are the parameters in training, `held` the names of those that stay as they are because the brief's memory
+    has them under "held/…", `anchor` the live ones' values in the brief, `memory` what this client keeps from round to
+    round under "kind/tensor" names.
     """
 
     client: str
@@ -127,12 +128,14 @@ class Local:
     lr: float = 0.0
     steps: int = 0
     loss: float = float("nan")
+    held: frozenset[str] = field(init=False)
     live: dict[str, nn.Parameter] = field(init=False)
     anchor: dict[str, Tensor] = field(init=False)
     _kept: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.live = dict(self.module.named_parameters())
+        self.held = frozenset(part(self.brief.memory, "held"))
+        self.live = {n: p for n, p in self.module.named_parameters() if n not in self.held}
         self.anchor = {n: self.brief.params[n].to(self.settings.device) for n in self.live}
 
     def stream(self, *purpose: str | int) -> torch.Generator:
