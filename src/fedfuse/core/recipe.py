@@ -179,15 +179,19 @@ class ChangesResult(Protocol):
 
 
 @runtime_checkable
-class ChoosesNetworks(Protocol):
-    """An aggregator or step that works on some networks only, and says so before anybody trains."""
+class Choosy(Protocol):
+    """An aggregator or step that cannot work on every network, or not in every run."""
 
-    def check_networks(self, networks: Mapping[str, Spec], bench: Bench) -> None:
-        """Raise a ConfigError that names what does not fit.
+    def fits(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
+        """Say before anybody trains what could not work.
 
         Args:
             networks: the network of each client that has one of its own, and under "" everybody else's.
             bench: what the server has.
+            rounds: how many there will be.
+
+        Raises:
+            ConfigError: with one sentence that names the remedy.
         """
         ...
 
@@ -314,17 +318,10 @@ class Recipe:
         """The state a run of this recipe begins with: the model and every client's own start, dressed.
 
         Raises:
-            ConfigError: if the network cannot be dressed, or is none this recipe can fuse.
+            ConfigError: if the network cannot be dressed.
         """
-        dressed = state if isinstance(self.dress, Plain) else self._dressed(state, bench)
-        if isinstance(dressed.model, Single):
-            networks = {"": dressed.start.spec} | {client: start.spec for client, start in dressed.starts.items()}
-            for part in (self.aggregate, *self.steps):
-                if isinstance(part, ChoosesNetworks):
-                    part.check_networks(networks, bench)
-        return dressed
-
-    def _dressed(self, state: ServerState, bench: Bench) -> ServerState:
+        if isinstance(self.dress, Plain):
+            return state
         starts = {
             client: self._dress(Single(s.spec, Posterior(s.params)), bench, client)
             for client, s in state.starts.items()
@@ -349,11 +346,17 @@ class Recipe:
         label = f"{self.label or self.name}→{recipe.label or recipe.name}"
         return replace(self, later=(after, recipe), label=label)
 
-    def check(self, rounds: int, bench: Bench) -> None:
-        """Say before any training what could not work: missing server rows, rounds after a mixture.
+    def check(self, rounds: int, bench: Bench, state: ServerState | None = None) -> None:
+        """Say before any training what could not work: missing server rows, rounds after a mixture, a wrong network.
+
+        Args:
+            rounds: how many there will be.
+            bench: what the server has.
+            state: what the run begins with, if that is known; its networks must suit every part.
 
         Raises:
             RecipeError: with one sentence that names the recipe and the remedy.
+            ConfigError: likewise, from a part that does not fit the network.
         """
         now: Recipe | None = self
         while now is not None:
@@ -367,4 +370,12 @@ class Recipe:
                 bench.need_rows(f"recipe {now.name!r}")
             if "unlabelled" in now.needs:
                 bench.need_unlabelled(f"recipe {now.name!r}")
+            if state is not None and state.round == 0:
+                now._check_parts(rounds, bench, state)
             now = now.later[1] if now.later and now.later[0] < rounds else None
+
+    def _check_parts(self, rounds: int, bench: Bench, state: ServerState) -> None:
+        networks = {"": state.start.spec} | {client: start.spec for client, start in state.starts.items()}
+        for part in (self.aggregate, *self.steps):
+            if isinstance(part, Choosy):
+                part.fits(networks, bench, rounds)

@@ -82,7 +82,7 @@ class Prepared:
         for seed in self.experiment.seeds:
             setting = self.setting(seed)
             for recipe in self.recipes.values():
-                recipe.check(self.experiment.rounds, setting.bench)
+                recipe.check(self.experiment.rounds, setting.bench, setting.start)
         for recipe in self.recipes.values():
             self._check_networks(recipe)
             brief = recipe.dressed(setting.start, setting.bench).brief(recipe.publishes, setting.bench.classes)

@@ -61,7 +61,7 @@ def run(
         QuorumLost: when too few updates were admitted; the last yielded state is still good.
         RecipeError: before any training, when the recipe cannot do what is asked.
     """
-    recipe.check(plan.rounds, bench)
+    recipe.check(plan.rounds, bench, state)
     while state.round < plan.rounds:
         now = recipe.at(state.round)
         state = now.dressed(state, bench)  # in every round: a step may have left the network without its dress

@@ -61,7 +61,7 @@ class MatchedUnits:
     laws: ClassVar[frozenset[str]] = frozenset({"scale", "pure", "dtype", "finite", "repeat"})
     mixes_networks: ClassVar[bool] = True
 
-    def check_networks(self, networks: Mapping[str, Spec], bench: Bench) -> None:
+    def fits(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:  # noqa: ARG002
         """Every network is fully connected, and all have the same depth."""
         same_depth("pfnm", {client: _layers(spec, bench) for client, spec in networks.items()})
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedfuse.client.work import learned
@@ -15,7 +16,7 @@ from fedfuse.core.model import Single
 from fedfuse.core.params import Params
 from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
-from fedfuse.core.settings import LocalSettings
+from fedfuse.core.settings import LocalSettings, Settings
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.server.judge import log_probabilities
 from fedfuse.server.labels import Unheard, divergence, everybody, heard, pooled
@@ -127,6 +128,37 @@ class DynamicUpdate:
     def _settings(self, bench: Bench) -> LocalSettings:
         said: Mapping[str, int | None] = {"epochs": self.epochs, "batch_size": self.batch_size}
         return bench.local.model_copy(update={key: value for key, value in said.items() if value is not None})
+
+
+class ServerUpdate(Settings):
+    """The options of FedDU's step.
+
+    Args:
+        form: f′(acc): complement is 1 − acc, inverse is 1/(acc + ε).
+        C: a factor of the step.
+        decay: the step fades as decay to the power of the round.
+        epochs: the server's passes over its rows; by default as many as the clients'.
+        batch_size: the server's; by default the clients'.
+        least: a smaller α is no step at all.
+        explode: a step that raises the loss on the server's rows more than so many times is taken back.
+        unheard: clients that never answered are taken to have all classes alike (uniform), or are left out (ignored).
+    """
+
+    form: Need = "complement"
+    C: PositiveFloat = 1.0
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.999
+    epochs: PositiveInt | None = None
+    batch_size: PositiveInt | None = None
+    least: NonNegativeFloat = 1e-3
+    explode: PositiveFloat = 3.0
+    unheard: Unheard = "uniform"
+
+    def step(self) -> DynamicUpdate:
+        """The step they describe."""
+        return DynamicUpdate(**dict(self))
+
+
+USUAL = ServerUpdate()
 
 
 def exam(model: Single, rows: Rows) -> tuple[float, float]:

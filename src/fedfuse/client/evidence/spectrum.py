@@ -1,0 +1,165 @@
+"""The spectrum of a client's curvature: how many directions of its loss are flat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedfuse.core.messages import Brief, Flaw, Form
+from fedfuse.core.params import Params
+from fedfuse.core.posterior import Geometry
+from fedfuse.core.rows import Rows
+from fedfuse.core.state import Local
+from fedfuse.linalg.lanczos import Spectrum, hessian_vector_product, spectrum
+
+_WIDE = 2**21  # parameters up to which Lanczos vectors are kept in float64; beyond, they would fill the memory
+
+
+class Curvature(NamedTuple):
+    """What is known of a loss around trained weights.
+
+    Attributes:
+        spectrum: the Hessian's eigenvalues, by Lanczos.
+        lipschitz: how fast the Hessian's linear picture of the gradient goes wrong on the way to the start.
+    """
+
+    spectrum: Spectrum
+    lipschitz: float
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How closely a Hessian is looked at.
+
+    Attributes:
+        steps: Hessian-vector products per probe; as many as there are parameters find every eigenvalue.
+        probes: random vectors to begin with.
+        rows: rows of the loss, drawn at random.
+    """
+
+    steps: int = 50
+    probes: int = 1
+    rows: int = 100
+
+    def __call__(self, module: nn.Module, start: Params, rows: Rows, generator: torch.Generator) -> Curvature:
+        """The curvature of a module's mean cross entropy at its own weights, in evaluation mode.
+
+        H is the Hessian at the weights W′, and Δ = W − W′ leads back to the start W. The map
+        B(Δ) = H Δ − ∇L(W′ + Δ) measures what a quadratic does not see; its Lipschitz constant is estimated between
+        Δ and 0: ‖H Δ − ∇L(W) + ∇L(W′)‖ / ‖Δ‖.
+        """
+        module.eval()
+        some = rows.take(torch.randperm(len(rows), generator=generator)[: self.rows].to(rows.y.device))
+        params = {n: p.detach() for n, p in module.named_parameters()}
+        loss = _Loss(module, some)
+        hessian = hessian_vector_product(loss, params)
+        dtype = torch.float64 if hessian.size <= _WIDE else torch.float32
+        seen = spectrum(
+            hessian,
+            hessian.size,
+            steps=self.steps,
+            generator=generator,
+            probes=self.probes,
+            dtype=dtype,
+            what="the curvature's spectrum",
+        )
+        if seen.values.shape[1] == hessian.size:  # every eigenvalue was found, so each is known to count alike
+            seen = Spectrum(seen.values, torch.full_like(seen.weights, 1 / hessian.size))
+        back = {n: start[n].to(p) - p for n, p in params.items()}
+        return Curvature(seen, _lipschitz(loss, params, back, hessian(_flat(back)), _flat_slopes(hessian.gradient)))
+
+    def found(self, size: int) -> int:
+        """Ritz values per probe for a network of so many parameters."""
+        return min(self.steps, size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """Mean cross entropy of some rows as a function of a network's parameters."""
+
+    module: nn.Module
+    rows: Rows
+
+    def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
+        return F.cross_entropy(functional_call(self.module, dict(params), (self.rows.x,)), self.rows.y)
+
+
+def _lipschitz(loss: _Loss, params: Params, back: Params, pushed: Tensor, slope: Tensor) -> float:
+    length = float(_flat(back).double().norm())
+    if length == 0:
+        return 0.0
+    with torch.enable_grad():
+        there = {n: (p + back[n]).requires_grad_() for n, p in params.items()}
+        slopes = torch.autograd.grad(loss(there), list(there.values()), materialize_grads=True)
+    return float((pushed - _flat_slopes(slopes) + slope).double().norm()) / length
+
+
+def _flat(params: Params) -> Tensor:
+    return torch.cat([t.flatten() for t in params.values()])
+
+
+def _flat_slopes(slopes: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat([g.detach().flatten() for g in slopes])
+
+
+@dataclass(frozen=True, slots=True)
+class CurvatureSpectrum:
+    """The spectrum of the client's Hessian at its trained weights, in one round only: it costs some dozen gradients.
+
+    Attributes:
+        round: the round, counted from 0, whose replies bring it.
+        look: how closely the Hessian is looked at.
+    """
+
+    round: int = 0
+    look: Look = field(default_factory=Look)
+    name: ClassVar[str] = "spectrum"
+    reveals: ClassVar[str] = "the eigenvalues of the curvature of its loss, once"
+
+    def __call__(self, local: Local) -> Params:
+        """Ritz values, their weights, and the Lipschitz estimate."""
+        if local.brief.round != self.round:
+            return {}
+        seen = self.look(local.module, local.anchor, local.rows, local.stream(self.name))
+        return {
+            "spectrum/values": seen.spectrum.values.double(),
+            "spectrum/weights": seen.spectrum.weights.double(),
+            "spectrum/lipschitz": torch.tensor(seen.lipschitz, dtype=torch.float64),
+        }
+
+    def expects(self, brief: Brief) -> Mapping[str, Form]:
+        """A row of numbers per probe, and one number; nothing in other rounds."""
+        if brief.round != self.round:
+            return {}
+        size = sum(p.numel() for p in brief.spec.skeleton().parameters())
+        row = Form((self.look.probes, self.look.found(size)), torch.float64)
+        return {"spectrum/values": row, "spectrum/weights": row, "spectrum/lipschitz": Form((), torch.float64)}
+
+    def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
+        """Values ascend, weights are a distribution, and a Lipschitz constant is not negative."""
+        if "spectrum/values" not in notes:
+            return None
+        values, weights = notes["spectrum/values"], notes["spectrum/weights"]
+        if (values.diff() < 0).any():
+            return Flaw("spectrum/values", "out of order", "eigenvalues in ascending order")
+        if (weights < 0).any() or ((weights.sum(1) - 1).abs() > 1e-6).any():
+            return Flaw("spectrum/weights", weights.sum(1).tolist(), "weights ≥ 0 that sum to 1")
+        if notes["spectrum/lipschitz"] < 0:
+            return Flaw("spectrum/lipschitz", float(notes["spectrum/lipschitz"]), "a number ≥ 0")
+        return None
+
+    def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature
+        """Says nothing about the posterior."""
+        return None
+
+
+def curvature_in(notes: Params) -> Curvature:
+    """The curvature a client sent."""
+    found = Spectrum(notes["spectrum/values"].clone(), notes["spectrum/weights"].clone())
+    return Curvature(found, float(notes["spectrum/lipschitz"]))

@@ -1,0 +1,219 @@
+"""Channels that go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedfuse.core.channels import Group
+from fedfuse.core.messages import Cohort, Envelope
+from fedfuse.core.model import Single
+from fedfuse.core.registry import find_method
+from fedfuse.core.rows import Rows
+from fedfuse.core.settings import LocalSettings
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.engines.base import InProcess, Population
+from fedfuse.errors import ConfigError, RecipeError, Refused
+from fedfuse.server.admit import Contract, admit
+from fedfuse.server.loop import Plan, Record, run
+from fedfuse.server.steps.prune import Prune, filters_of, kept_units, layer_rates, shrunk
+from fedfuse.server.steps.rates import FixedRate
+from fedfuse.wire.files import load_model, save_model
+from fedfuse.wire.messages import encode_reply
+
+NETWORKS = {
+    "lenet": (Spec("lenet"), (1, 28, 28)),
+    "vgg11": (Spec("vgg11", {"widths": 0.1, "hidden": [16]}), (3, 32, 32)),
+    "resnet18": (Spec("resnet18", {"widths": 0.125}), (3, 32, 32)),
+}
+
+
+def lively(spec: Spec) -> nn.Module:
+    """A network whose norms have something to say."""
+    torch.manual_seed(7)
+    net = spec.build()
+    with torch.no_grad():
+        for part in net.modules():
+            if isinstance(part, nn.BatchNorm2d):
+                part.weight.uniform_(0.5, 1.5)
+                part.bias.normal_(0, 0.3)
+                part.running_mean.normal_(0, 0.3)
+                part.running_var.uniform_(0.5, 1.5)
+    return net
+
+
+def zeroed(net: nn.Module, keep: dict[Group, Tensor]) -> nn.Module:
+    """The network with everything that makes a removed channel set to zero."""
+    state = net.state_dict()
+    for group, units in keep.items():
+        gone = [u for u in range(group.size) if u not in units.tolist()]
+        for place in group.makers:
+            if not place.tensor.endswith(("running_mean", "running_var")):
+                state[place.tensor][gone] = 0.0
+    return net
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_without_its_channels_it_is_the_network_with_zeros(name: str) -> None:
+    spec, shape = NETWORKS[name]
+    net = lively(spec)
+    filters = filters_of(spec, shape)
+    draw = torch.Generator().manual_seed(1)
+    keep = {f.group: kept_units(torch.rand(f.group.size, generator=draw), 0.5) for f in filters}
+    smaller = shrunk(ServerState(0, Single.of(net, spec)), keep).single
+    x = torch.rand(5, *shape, generator=draw)
+    with torch.no_grad():
+        want = zeroed(net, keep).eval()(x)
+        assert torch.allclose(smaller.logits(x), want, atol=1e-5)
+    before, after = (sum(t.numel() for t in m.values()) for m in (net.state_dict(), smaller.posterior.mean))
+    assert after < 0.7 * before
+
+
+def test_convolutions_that_are_added_go_together() -> None:
+    spec, shape = NETWORKS["resnet18"]
+    by_name = {f.group.name: f.layers for f in filters_of(spec, shape)}
+    assert by_name["stage2.0.body.conv2"] == (
+        "stage2.0.body.conv2",
+        "stage2.0.shortcut.conv",
+        "stage2.1.body.conv2",
+    )
+
+
+@pytest.mark.parametrize(("rate", "stay"), [(0.0, 8), (0.5, 4), (0.51, 4), (0.99, 1)])
+def test_the_lowest_scores_go_and_one_stays(rate: float, stay: int) -> None:
+    scores = torch.tensor([5.0, 1.0, 7.0, 3.0, 3.0, 8.0, 0.0, 2.0])
+    units = kept_units(scores, rate)
+    assert len(units) == stay
+    assert units.tolist() == sorted(scores.sort(descending=True, stable=True).indices[:stay].tolist())
+
+
+def test_every_room_keeps_as_many() -> None:
+    assert kept_units(torch.tensor([9.0, 8.0, 1.0, 2.0]), 0.5, rooms=2).tolist() == [0, 3]
+
+
+def test_rates_per_layer_follow_the_weights_magnitudes() -> None:
+    spec, shape = NETWORKS["lenet"]
+    net = spec.build()
+    with torch.no_grad():
+        for name, weight in net.named_parameters():
+            weight.fill_(1.0)
+            if name == "conv1.weight":
+                weight.view(-1)[:30] = 0.1
+            if name == "conv2.weight":
+                weight.view(-1)[:1800] = -0.2
+    model, filters = Single.of(net, spec), filters_of(spec, shape)
+    total = sum(p.numel() for p in net.parameters())
+    assert layer_rates(model, filters, 1831 / total, "magnitude") == {"conv1": 30 / 150, "conv2": 1800 / 2400}
+    assert layer_rates(model, filters, 0.3, "uniform") == {"conv1": 0.3, "conv2": 0.3}
+
+
+def test_memories_of_the_models_shape_shrink_with_it() -> None:
+    spec, shape = NETWORKS["lenet"]
+    net = spec.build()
+    memory = {f"control/{n}": p.detach().clone() for n, p in net.named_parameters()}
+    state = ServerState(0, Single.of(net, spec), {**memory, "labels/client-0": torch.ones(10)})
+    filters = filters_of(spec, shape)
+    smaller = shrunk(state, {filters[1].group: torch.tensor([0, 3, 7])})
+    for name, tensor in smaller.single.posterior.mean.items():
+        assert smaller.memory[f"control/{name}"].equal(tensor), name
+    assert smaller.memory["labels/client-0"].shape == (10,)
+
+
+SMALL = Spec("lenet", {"size": 8, "classes": 3, "maps": [6, 8], "hidden": [10]})
+
+
+def rows(n: int, seed: int, only: int | None = None) -> Rows:
+    draw = torch.Generator().manual_seed(seed)
+    y = torch.randint(3, (n,), generator=draw) if only is None else torch.full((n,), only)
+    return Rows(torch.rand(n, 1, 8, 8, generator=draw) + y[:, None, None, None], y)
+
+
+def federate(
+    name: str, rounds: int = 3, spec: Spec = SMALL, server: Rows | None = None, **options: Any
+) -> list[Record]:
+    population = Population.of({f"c{i}": rows(12, i, only=i) for i in range(3)})
+    local = LocalSettings(batch_size=6, optimizer={"lr": 0.05})
+    bench = Bench(rows(30, 9) if server is None else server, None, 3, 3, local, seed=1)
+    torch.manual_seed(0)
+    state = ServerState(0, Single.of(spec.build(), spec))
+    recipe = find_method(name).recipe(**options)
+    return list(run(recipe, InProcess(population), bench, None, state, Plan(rounds, enrolled=population.sizes())))
+
+
+def sizes(records: list[Record]) -> list[int]:
+    return [sum(t.numel() for t in r.state.single.posterior.mean.values()) for r in records]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("hrank", {"rate": 0.5}),
+        ("fedap", {"rule": "fixed", "rate": 0.7}),
+        ("fedap", {"lanczos": 12, "sample": 10}),
+        ("fedduap", {"lanczos": 12, "sample": 10, "rule": "gap"}),
+        ("fedduap", {"rule": "fixed", "rate": 0.7, "epochs": 1}),
+    ],
+)
+def test_the_network_narrows_once_and_clients_train_the_smaller_one(name: str, options: dict[str, Any]) -> None:
+    records = federate(name, at=2, **options)
+    told = records[1].facts["facts"]["pruned"]
+    assert "pruned" not in records[0].facts["facts"]
+    assert not any(r.facts["refused"] or r.facts["dropped"] for r in records)
+    kept = {layer: len(units) for layer, units in records[1].state.single.spec.kept.items()}
+    assert {g: n for g, (n, _) in told["kept"].items()} == kept
+    for group, (stay, size) in told["kept"].items():
+        assert stay == max(1, size - int(told["layer_rates"][group] * size + 1e-9))
+    if told["rate"] > 0.3:
+        assert sizes(records)[0] > sizes(records)[1] == sizes(records)[2]
+        assert records[2].facts["bytes_up"] < records[0].facts["bytes_up"]
+        assert records[2].facts["bytes_down"] < records[1].facts["bytes_down"]
+
+
+def test_everybodys_rate_is_told() -> None:
+    told = federate("fedap", at=2, lanczos=12, sample=10)[1].facts["facts"]["pruned"]
+    assert set(told["rates"]) == {"c0", "c1", "c2", "server"}
+    assert sum(told["rate_weights"].values()) == pytest.approx(1)
+    assert told["rate"] == pytest.approx(sum(told["rates"][w] * told["rate_weights"][w] for w in told["rates"]))
+
+
+def test_a_reply_of_the_old_shape_is_refused_by_name() -> None:
+    records = federate("hrank", at=1, rate=0.5)
+    old, new = (replace(r.state, round=1).brief((), 3) for r in (federate("fedavg", rounds=1)[0], records[0]))
+    late = encode_reply(old, old.params, {}, mass=12.0, steps=2, facts={})
+    words = r"c1: spec is lenet.*, expected the network briefed, lenet.*with 5 resized tensors"
+    with pytest.raises(Refused, match=words):
+        admit(Envelope("c1", late), Contract.of(new, ()))
+
+
+def test_a_pruned_model_is_one_file(tmp_path: Path) -> None:
+    model = federate("hrank", at=1, rate=0.5, rounds=1)[0].state.single
+    save_model(model, tmp_path / "small.safetensors", {})
+    loaded, _ = load_model(tmp_path / "small.safetensors")
+    x = rows(4, 0).x
+    assert isinstance(loaded, Single)
+    assert loaded.logits(x).equal(model.logits(x))
+    module = loaded.spec.build()
+    module.load_state_dict(dict(loaded.posterior.mean))
+    assert module.eval()(x).equal(model.logits(x))
+
+
+def test_what_cannot_be_is_said_before_training() -> None:
+    with pytest.raises(ConfigError, match="pruned after round 9 and the run ends after 3; lower `at` or add rounds"):
+        federate("fedap", at=9)
+    with pytest.raises(ConfigError, match="'mlp' has no convolution whose channels could be removed"):
+        federate("hrank", at=1, spec=Spec("mlp", {"inputs": 64, "classes": 3}))
+    with pytest.raises(RecipeError, match="server's own rows and there are none"):
+        federate("hrank", at=1, server=rows(0, 0))
+    with pytest.raises(ConfigError, match="rate is 1.0, expected less than 1"):
+        federate("hrank", at=1, rate=1.0)
+
+
+def test_in_other_rounds_nothing_happens() -> None:
+    state = ServerState(4, Single.of(SMALL.build(), SMALL))
+    assert Prune(3, FixedRate(0.5))(state, Cohort(()), Bench()) is state
