@@ -1,0 +1,257 @@
+"""Clients on a Flower federation: who is there, one exchange over Flower's grid, and nothing of Flower's loop.
+
+A node's name is the one its operator registered it with; only a federation without registered names asks the nodes
+themselves. Replies are pulled one message at a time, so who answered is known from what was asked and never from what
+an answer says of itself, and the server holds one reply at a time: large ones wait in files for their turn.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedfuse.core.messages import Brief, Envelope, client_order
+from fedfuse.core.params import Params
+from fedfuse.core.recipe import Work
+from fedfuse.engines.base import OnClient, Spoken
+from fedfuse.engines.flower_records import (
+    BRIEF,
+    FAILED,
+    BriefRecords,
+    Order,
+    fingerprint,
+    read_reply,
+    seconds_in,
+)
+from fedfuse.errors import QuorumLost
+from fedfuse.wire.codec import Malformed, encode, forms_of, forms_size, write
+from fedfuse.wire.messages import VERSION
+
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict  # isort: skip - after flower_records has checked
+from flwr.serverapp import Grid  # isort: skip
+
+ENROL = "query.enrol"
+SITE = "site"
+_HELD = 64 * 2**20  # bytes of one round's replies kept in memory; the rest waits in files
+_PAUSE, _LONGEST_PAUSE, _SLOWER = 0.02, 1.0, 1.3  # seconds between two looks for answers
+_LATECOMER = 60.0  # seconds a round waits for the names of nodes that joined since the last one
+
+
+class Member(NamedTuple):
+    """A node that takes part: its id, how many rows it enrolled with, and its place in a simulation."""
+
+    node: int
+    rows: int = 0
+    partition: int = -1
+
+
+@dataclass(slots=True)
+class Federation:
+    """The nodes behind a grid, by the names of their clients.
+
+    Attributes:
+        grid: how messages travel.
+        expected: how many clients there should be.
+        quorum: the share of them without which nothing begins.
+        deadline: seconds a round may take, and seconds to wait for everybody at the beginning.
+        names: what clients are called in a simulation, by the number of their partition.
+        members: who takes part, by client.
+        strangers: nodes that do not, and why.
+    """
+
+    grid: Grid
+    expected: int
+    quorum: float = 0.5
+    deadline: float = 3600.0
+    names: Sequence[str] = ()
+    members: dict[str, Member] = field(default_factory=dict)
+    strangers: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether its nodes are parts of one data set on one machine."""
+        return any(member.partition >= 0 for member in self.members.values())
+
+    def gather(self) -> None:
+        """Wait until everybody expected is there; when the deadline comes first, a quorum will do.
+
+        Raises:
+            QuorumLost: if fewer came than may begin.
+        """
+        ends, pause = time.monotonic() + self.deadline, _PAUSE
+        while len(self.members) < self.expected and time.monotonic() < ends:
+            self.welcome(ends - time.monotonic())
+            if len(self.members) < self.expected:
+                time.sleep(pause)
+                pause = min(pause * _SLOWER, _LONGEST_PAUSE)
+        if not self.members or len(self.members) < self.quorum * self.expected:
+            why = "; ".join(self.strangers.values()) or "no other node connected"
+            raise QuorumLost(
+                f"{len(self.members)} of {self.expected} clients enrolled within {self.deadline:g} s and the quorum is "
+                f"{self.quorum:.0%}; {why}; start the missing SuperNodes or lower data.clients"
+            )
+
+    def welcome(self, patience: float = _LATECOMER) -> set[int]:
+        """Ask every node not met yet who it is; returns the nodes that are connected now."""
+        online = {info.node_id: info.name for info in self.grid.get_nodes()}
+        known = {member.node for member in self.members.values()} | self.strangers.keys()
+        fresh = {node: node for node in online if node not in known}
+        if fresh:
+            content = RecordDict({BRIEF: ConfigRecord({"version": VERSION})})
+            messages = {node: Message(content, node, ENROL, ttl=max(patience, 1.0)) for node in fresh}
+            for node, reply in _answers(self.grid, messages, patience):
+                self._enrol(node, online[node], reply, online)
+        return set(online)
+
+    def _enrol(self, node: int, registered: str, reply: Message | str, online: Mapping[int, str]) -> None:
+        if isinstance(reply, str):
+            self.strangers[node] = f"node {node}: {reply}"
+            return
+        said = dict(reply.content.config_records.get(SITE, {}))
+        rows, partition = (said.get(key) for key in ("rows", "partition"))
+        if type(rows) is not int or type(partition) is not int or rows < 0:
+            self.strangers[node] = f"node {node}: it did not say what it has"
+            return
+        name = registered or self._claimed(node, said.get("name"), partition)
+        if name is None:
+            self.strangers[node] = f"node {node}: this federation has no place for partition {partition}"
+        elif name in self.members and self.members[name].node in online:
+            self.strangers[node] = f"node {node}: it is called {name!r} as node {self.members[name].node} is"
+        else:  # the name is free, or its old node is gone and this is the site come back
+            self.members[name] = Member(node, rows, partition)
+
+    def _claimed(self, node: int, said: object, partition: int) -> str | None:
+        if partition >= 0:
+            return self.names[partition] if partition < len(self.names) else None
+        return printable(said, 80) if isinstance(said, str) and said.strip() else f"node-{node}"
+
+
+@dataclass(slots=True)
+class FlowerEngine:
+    """The clients of one course, a method on a seed, on a federation; their memories stay with them."""
+
+    federation: Federation
+    label: str
+    seed: int = 0
+    among: tuple[str, ...] | None = None
+    memories: dict[str, Params] = field(default_factory=dict)
+    on_client: OnClient | None = None
+    _inbox: _Inbox | None = field(default=None, repr=False)
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Everybody who ever enrolled, in client order; who is not connected now is dropped when asked."""
+        self.federation.welcome()
+        here = [c for c in self.federation.members if self.among is None or c in self.among]
+        return tuple(sorted(here, key=client_order))
+
+    def exchange(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> Iterator[Envelope]:
+        """Send the brief, then bring answers as they come, until all have answered or the deadline is over.
+
+        Raises:
+            ConfigError: if the brief or the work cannot travel.
+        """
+        spoken, which = Spoken(brief, BriefRecords.of), fingerprint(work)
+        online, members, deadline = self.federation.welcome(), self.federation.members, self.federation.deadline
+        for node, why in self.federation.strangers.items():
+            yield Envelope(f"node {node}", None, dropped=why)
+        yield from (Envelope(c, None, dropped="it is not connected") for c in asked if members[c].node not in online)
+        messages = {}
+        for client in (c for c in asked if members[c].node in online):
+            content = spoken.to(client).to(Order(self.label, self.seed, client, which))
+            messages[client] = Message(
+                content, members[client].node, MessageType.TRAIN, ttl=max(deadline, 1.0), group_id=str(brief.round)
+            )
+        del spoken
+        self._inbox = _Inbox(_HELD)  # it stays until the next round: models are fused from its files
+        for client, reply in _answers(self.federation.grid, messages, deadline):
+            yield self._close(self._inbox.open(client, reply))
+            del reply
+
+    def _close(self, envelope: Envelope) -> Envelope:
+        if self.on_client is not None:
+            self.on_client(envelope.client, envelope.seconds, False)
+        return envelope
+
+
+def _answers(grid: Grid, messages: dict[Any, Message], patience: float) -> Iterator[tuple[Any, Message | str]]:
+    """Send messages and give each its reply, or the reason why there is none, as they come; `messages` is emptied.
+
+    Each is asked for alone: the reply is then surely this one's, and only one is in memory.
+    """
+    taken = set(grid.push_messages(list(messages.values()))) if messages else set()
+    sent = {key: message.metadata.message_id for key, message in messages.items()}
+    messages.clear()  # what was sent is the SuperLink's to keep
+    for key in [key for key, message_id in sent.items() if message_id not in taken]:
+        del sent[key]
+        yield key, "the SuperLink would not take the message for it"
+    ends, pause = time.monotonic() + patience, _PAUSE
+    while sent and time.monotonic() < ends:
+        before = len(sent)
+        for key, message_id in list(sent.items()):
+            if reply := next(iter(grid.pull_messages([message_id])), None):
+                del sent[key]
+                yield key, _content_or_reason(reply)
+                reply = None
+        pause = _PAUSE if len(sent) < before else min(pause * _SLOWER, _LONGEST_PAUSE)
+        if sent:
+            time.sleep(max(0.0, min(pause, ends - time.monotonic())))
+    for key in sent:
+        yield key, f"no answer within {patience:g} s"
+
+
+def _content_or_reason(reply: Message) -> Message | str:
+    """The reply, or in words why the node or the site has none."""
+    if reply.has_error():
+        return f"Flower reports error {reply.error.code}: {printable(reply.error.reason or 'no reason given')}"
+    if failed := reply.content.config_records.get(FAILED):
+        return printable(failed.get("why", "it failed and did not say why"))
+    return reply
+
+
+class _Inbox:
+    """Opens a round's replies: small ones stay in memory, the others in files that go when the inbox does."""
+
+    def __init__(self, room: int) -> None:
+        self._room, self._files = room, 0
+        self._folder: Path | None = None
+
+    def open(self, client: str, reply: Message | str) -> Envelope:
+        """A reply as the door wants it."""
+        if isinstance(reply, str):
+            return Envelope(client, None, dropped=reply)
+        seconds = seconds_in(reply.content)
+        try:
+            payload = read_reply(reply.content, self._put)
+        except Malformed as why:
+            return Envelope(client, None, dropped=f"malformed: {printable(why)}", seconds=seconds)
+        return Envelope(client, payload, seconds=seconds)
+
+    def _put(self, tensors: Params, header: Mapping[str, Any]) -> bytes | Path:
+        size = forms_size(forms_of(tensors))
+        if size <= self._room:
+            self._room -= size
+            return encode(tensors, header)
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="fedfuse-inbox-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._files += 1
+        path = self._folder / f"{self._files}.safetensors"
+        write(path, tensors, header, durable=False)
+        return path
+
+
+def printable(said: object, limit: int = 300) -> str:
+    r"""What a node said as one line that cannot trouble a terminal or flood a ledger.
+
+    Example:
+        >>> printable("no\x1b[31m data")
+        'no [31m data'
+    """
+    return "".join(c if c.isprintable() else " " for c in str(said)[:limit]).strip()

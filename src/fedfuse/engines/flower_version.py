@@ -1,0 +1,40 @@
+"""Flower is optional: whether it is here, whether we know this version, and what it must not do unasked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+from fedfuse.errors import ConfigError
+
+TESTED = "1.41"
+INSTALL = "pip install 'fedfuse[flower]'"
+# Nothing is told to anybody, nothing is looked up and nothing is installed while a federation runs.
+QUIET: Mapping[str, str] = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def need_flower() -> None:
+    """Go on only with a Flower we have tested; it is told to be quiet before it is first imported.
+
+    Raises:
+        ConfigError: one sentence with the command that installs the right one.
+
+    Example:
+        >>> need_flower()
+    """
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        found = version("flwr")
+    except PackageNotFoundError:
+        raise ConfigError(f"Flower is not installed here; install it with {INSTALL}") from None
+    if found.split(".")[:2] != TESTED.split("."):
+        raise ConfigError(
+            f"Flower {found} is installed and fedfuse was tested with {TESTED}; install that one with {INSTALL}"
+        )

@@ -1,0 +1,103 @@
+"""Every method gives the same bytes in process and over a Flower grid with real messages."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedfuse.core.inputs import InputForm
+from fedfuse.core.model import Mixture, Single, networks
+from fedfuse.core.recipe import Engine, Recipe
+from fedfuse.core.registry import all_methods
+from fedfuse.core.settings import LocalSettings
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.engines.base import InProcess, Population
+from fedfuse.server.judge import Judge
+from fedfuse.server.loop import Plan, Record, run
+
+pytest.importorskip("flwr")
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+
+from fake_grid import FakeGrid, TestSite, grid_of, rows
+
+from fedfuse.engines.flower import Federation, FlowerEngine
+from fedfuse.engines.flower_client import client_app
+
+CLASSES, SIZES, SEED = 3, (14, 9, 22), 5
+LOCAL = LocalSettings(batch_size=8, epochs=1, optimizer={"lr": 0.1, "momentum": 0.5})
+SPEC = Spec("mlp", {"inputs": 6, "hidden": [5], "classes": CLASSES})
+TIMES = ("train_seconds", "server_seconds")
+
+
+SMALL: dict[str, int] = {"epochs": 1, "steps": 1, "batch": 8, "latent": 4, "width": 4}  # where it distils
+
+
+def recipe_of(name: str) -> Recipe:
+    """A method at a size a test can bear."""
+    method = all_methods()[name]
+    known = {option.name: option.default for option in method.options}
+    small = {key: value for key, value in SMALL.items() if isinstance(known.get(key), int) and known[key] > value}
+    return method.recipe(**small)
+
+
+@cache
+def population() -> Population:
+    return Population.of({f"client-{i}": rows(i, n) for i, n in enumerate(SIZES)})
+
+
+def rounds_of(recipe: Recipe) -> int:
+    return 2 if recipe.result != "mixture" else 1
+
+
+def records(recipe: Recipe, engine: Engine) -> list[Record]:
+    server = rows(99, 30)
+    bench = Bench(server, server.x, len(SIZES), CLASSES, LOCAL, SEED, InputForm((6,)))
+    torch.manual_seed(0)
+    state = ServerState(0, Single.of(SPEC.build(), SPEC))
+    plan = Plan(rounds_of(recipe), enrolled=population().sizes())
+    return list(run(recipe, engine, bench, Judge(rows(7, 20), CLASSES), state, plan))
+
+
+def over_flower(recipe: Recipe) -> FlowerEngine:
+    grid = grid_of(client_app(TestSite(population(), recipe, LOCAL)), len(SIZES))
+    federation = Federation(grid, len(SIZES), deadline=60, names=population().clients)
+    federation.gather()
+    return FlowerEngine(federation, recipe.label, SEED)
+
+
+def tensors(record: Record) -> dict[str, Tensor]:
+    state = record.state
+    found = {f"memory/{n}": t for n, t in state.memory.items()}
+    for place, network in enumerate(networks(state.model)):
+        found |= {f"{place}/{n}": t for n, t in network.posterior.mean.items()}
+    if isinstance(state.model, Mixture):
+        found["weights"] = state.model.weights
+    return found
+
+
+def told(record: Record) -> dict[str, Any]:
+    return {key: str(value) for key, value in record.facts.items() if key not in TIMES}
+
+
+@pytest.mark.parametrize("name", sorted(all_methods()))
+def test_in_process_and_flower_agree_to_the_last_bit(name: str) -> None:
+    recipe = recipe_of(name)
+    ours = records(recipe, InProcess(population(), SEED))
+    engine = over_flower(recipe)
+    theirs = records(recipe, engine)
+    assert len(ours) == len(theirs) == rounds_of(recipe)
+    for one, other in zip(ours, theirs, strict=True):
+        a, b = tensors(one), tensors(other)
+        assert a.keys() == b.keys()
+        assert all(a[n].dtype == b[n].dtype and a[n].equal(b[n]) for n in a)
+        assert told(one) == told(other)
+    grid = engine.federation.grid
+    assert isinstance(grid, FakeGrid)
+    assert len(set(grid.pulls[-len(SIZES) :])) == len(SIZES)
