@@ -121,6 +121,16 @@ def test_gradients_reach_inputs_through_a_mixture() -> None:
         assert slope.abs().sum() > 0
 
 
+@pytest.mark.parametrize("rule", [TopLogit(1), TopLogit(2), TopLogit(1, (0.1, 0.2, 0.3, 0.0), (1.0, 2.0, 0.5, 1.0))])
+def test_slopes_come_from_the_chosen_alone_and_are_those_of_everybody(rule: TopLogit) -> None:
+    mixture = Mixture(fresh(SHALLOW, SHALLOW, LENET, SHALLOW), alike(4), rule)
+    x = torch.randn(30, 1, 4, 4, requires_grad=True)
+    economical, whole = mixture.logits(x), mixture.at_once(x)
+    assert torch.allclose(economical, whole, atol=1e-5)
+    slopes = [torch.autograd.grad(z.logsumexp(-1).sum(), [x])[0] for z in (economical, whole)]
+    assert torch.allclose(*slopes, atol=1e-5)
+
+
 def test_a_mixture_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="a mixture of no networks has no answer; give it at least one member"):
         Mixture((), torch.empty(0), MeanProbability())

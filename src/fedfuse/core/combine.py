@@ -100,6 +100,10 @@ class TopLogit:
             return z[best, torch.arange(len(best), device=z.device)]
         return torch.where(largest(z.amax(-1), self.k)[..., None], z, 0.0).sum(0)
 
+    def chosen(self, logits: Tensor) -> Tensor:
+        """Which members answer which inputs (k, n)."""
+        return largest(self._calibrated(logits).amax(-1), self.k)
+
     def _calibrated(self, logits: Tensor) -> Tensor:
         for name, numbers in (("shift", self.shift), ("scale", self.scale)):
             if numbers and len(numbers) != len(logits):

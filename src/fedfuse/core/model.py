@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.combine import Combine, Route
+from fedfuse.core.combine import Combine, Route, TopLogit
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.core.stack import Stack, cost_of, first_output
@@ -84,16 +84,28 @@ class Mixture:
     def logits(self, x: Tensor) -> Tensor:
         """The combined answer."""
         parts = x.split(self.chunk(x)) if len(x) else [x]
+        rule = self.combine
+        if x.requires_grad and isinstance(rule, TopLogit) and rule.k != "all":
+            return torch.cat([self._by_the_chosen(part, rule) for part in parts])
         return torch.cat([self.at_once(part) for part in parts])
 
     def at_once(self, x: Tensor) -> Tensor:
         """The combined answer to all inputs in one go, whatever memory it takes."""
         if not isinstance(self.combine, Route):
             return self.combine(self.weights, self.answers(x))
-        chosen = self.combine.choose(self.confidence(x))
+        return self._answered(x, self.combine.choose(self.confidence(x)))
+
+    def _by_the_chosen(self, x: Tensor, rule: TopLogit) -> Tensor:
+        """The combined answer where its slope is wanted too: networks that are not chosen have none, so need none."""
+        with torch.no_grad():
+            every = self.answers(x)
+        return self._answered(x, rule.chosen(every), every)
+
+    def _answered(self, x: Tensor, chosen: Tensor, every: Tensor | None = None) -> Tensor:
+        """The combined answer of the chosen networks' logits; the others' are given, or zeros."""
         mine = [m.logits(x[rows]) for m, rows in zip(self.members, chosen, strict=True)]
-        every = mine[0].new_zeros(len(mine), len(x), mine[0].shape[-1])
-        return self.combine(self.weights, every.index_put(torch.nonzero(chosen, as_tuple=True), torch.cat(mine)))
+        others = mine[0].new_zeros(len(mine), len(x), mine[0].shape[-1]) if every is None else every
+        return self.combine(self.weights, others.index_put(torch.nonzero(chosen, as_tuple=True), torch.cat(mine)))
 
     def answers(self, x: Tensor) -> Tensor:
         """Every member's own logits (members, n, classes)."""

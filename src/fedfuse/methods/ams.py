@@ -26,6 +26,7 @@ def ams(
     cover: Literal["none", "classes", "answers"] = "none",
     share: Annotated[float, Field(gt=0, le=1)] = 0.95,
     distil: From = "none",
+    inputs: PositiveInt = 2000,
     temperature: PositiveFloat = 20.0,
     epochs: PositiveInt = 100,
     lr: PositiveFloat = 1e-3,
@@ -45,6 +46,7 @@ def ams(
         share: how much of everybody those kept must cover.
         distil: the inputs on which one network learns from all: "server" rows, "unlabelled" inputs, "impressions" or
             "generated" ones made of the networks themselves; "none" keeps all networks.
+        inputs: how many "impressions" are made.
         temperature: of distillation.
         epochs: of distillation.
         lr: of distillation, by Adam.
@@ -60,5 +62,5 @@ def ams(
             calibrate=None if calibrate == "none" else calibrate,
             fitted=fitted,
         ),
-        steps=(Disturbance(),) * disturbance + distillation(distil, temperature, epochs, lr),
+        steps=(Disturbance(),) * disturbance + distillation(distil, inputs, temperature, epochs, lr),
     )

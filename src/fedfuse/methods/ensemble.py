@@ -17,6 +17,7 @@ from fedfuse.server.steps.distill import From, distillation
 def ensemble(
     weights: Literal["uniform", "examples"] = "uniform",
     distil: From = "none",
+    inputs: PositiveInt = 2000,
     temperature: PositiveFloat = 20.0,
     epochs: PositiveInt = 100,
     lr: PositiveFloat = 1e-3,
@@ -29,8 +30,11 @@ def ensemble(
         weights: "uniform" counts every client alike, "examples" by its number of examples.
         distil: the inputs on which one network learns from all: "server" rows, "unlabelled" inputs, "impressions" or
             "generated" ones made of the networks themselves; "none" keeps all networks.
+        inputs: how many "impressions" are made.
         temperature: of distillation.
         epochs: of distillation.
         lr: of distillation, by Adam.
     """
-    return Recipe(aggregate=KeepAll(MeanProbability(), weights), steps=distillation(distil, temperature, epochs, lr))
+    return Recipe(
+        aggregate=KeepAll(MeanProbability(), weights), steps=distillation(distil, inputs, temperature, epochs, lr)
+    )

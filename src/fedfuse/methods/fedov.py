@@ -23,6 +23,7 @@ def fedov(
     reach: PositiveFloat = 0.5,
     mix: NonNegativeFloat = 0.01,
     distil: From = "none",
+    inputs: PositiveInt = 2000,
     temperature: PositiveFloat = 20.0,
     epochs: PositiveInt = 100,
     lr: PositiveFloat = 1e-3,
@@ -40,6 +41,7 @@ def fedov(
         mix: weight of the term of mixed features.
         distil: the inputs on which one network learns from all: "server" rows, "unlabelled" inputs, "impressions" or
             "generated" ones made of the networks themselves; "none" keeps all networks.
+        inputs: how many "impressions" are made.
         temperature: of distillation.
         epochs: of distillation.
         lr: of distillation, by Adam.
@@ -48,5 +50,5 @@ def fedov(
         objective=OpenSet(steps, stride, reach, mix),
         dress=UnknownClass(),
         aggregate=KeepAll(OpenSetVote(voters)),
-        steps=distillation(distil, temperature, epochs, lr),
+        steps=distillation(distil, inputs, temperature, epochs, lr),
     )

@@ -170,6 +170,9 @@ def test_networks_that_stay_apart_cannot_teach() -> None:
 
 
 def test_a_methods_words_become_a_step() -> None:
-    assert distillation("none", 1.0, 1, 1e-3) == ()
-    (step,) = distillation("server", 3.0, 7, 0.01)
+    assert distillation("none", 9, 1.0, 1, 1e-3) == ()
+    (step,) = distillation("server", 9, 3.0, 7, 0.01)
     assert step == Distill(ServerRows(), 3.0, 7, optimizer=Optimizer(name="adam", lr=0.01))
+    (made,) = distillation("impressions", 9, 3.0, 7, 0.01)
+    assert isinstance(made, Distill)
+    assert made.lessons == Impressions(count=9)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
@@ -157,14 +157,16 @@ class Distill:
             yield x, z
 
 
-def distillation(source: From, temperature: float, epochs: int, lr: float) -> tuple[ServerStep, ...]:
+def distillation(source: From, inputs: int, temperature: float, epochs: int, lr: float) -> tuple[ServerStep, ...]:
     """The step a method's options ask for: none, or distillation by Adam on inputs from a source.
 
     Example:
-        >>> [type(step.lessons).__name__ for step in distillation("unlabelled", 4.0, 10, 1e-3)]
+        >>> [type(step.lessons).__name__ for step in distillation("unlabelled", 500, 4.0, 10, 1e-3)]
         ['Unlabelled']
     """
     if source == "none":
         return ()
-    optimizer = Optimizer(name="adam", lr=lr)
-    return (Distill(LESSONS[source], temperature, epochs, optimizer=optimizer),)
+    lessons, optimizer = LESSONS[source], Optimizer(name="adam", lr=lr)
+    if isinstance(lessons, Impressions):
+        lessons = replace(lessons, count=inputs)
+    return (Distill(lessons, temperature, epochs, optimizer=optimizer),)

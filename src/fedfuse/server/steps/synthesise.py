@@ -41,8 +41,8 @@ class Impressions:
         batch: inputs made at a time.
     """
 
-    count: int = 4000
-    steps: int = 200
+    count: int = 2000
+    steps: int = 100
     lr: float = 0.05
     temperature: float = 20.0
     beta: tuple[float, ...] = (1.0, 0.1)
