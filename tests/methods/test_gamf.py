@@ -1,0 +1,33 @@
+"""GAMF's options reach its parts, and its result has the reference's gauge."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedfuse.api import fuse, method
+from fedfuse.core.channels import channel_groups, placed
+from fedfuse.core.spec import Spec
+from fedfuse.errors import ConfigError
+from fedfuse.server.aggregate.mean import Mean
+from fedfuse.server.align.aligned import Aligned
+from fedfuse.server.align.graph import ByGraph
+
+SPEC = Spec("mlp", {"inputs": 4, "hidden": [6, 5], "classes": 3})
+
+
+def test_shuffled_copies_are_one_network() -> None:
+    torch.manual_seed(0)
+    one = SPEC.build().state_dict()
+    draw = torch.Generator().manual_seed(1)
+    groups = channel_groups(SPEC, (4,))
+    copies = [placed(one, {g: torch.randperm(g.size, generator=draw) for g in groups}) for _ in range(3)]
+    fused = fuse([one, *copies], "gamf", model=SPEC).state_dict()
+    assert all(torch.allclose(fused[n], one[n], atol=1e-6) for n in one)
+
+
+def test_options_reach_the_parts() -> None:
+    made = method("gamf", hot=1.0, sweeps=3, uniform=False, renorm=True).aggregate
+    assert made == Aligned(ByGraph(hot=1.0, sweeps=3), Mean(), renorm=True)
+    with pytest.raises(ConfigError, match="0 < cold ≤ hot"):
+        method("gamf", hot=0.01)

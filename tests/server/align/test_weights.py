@@ -1,0 +1,113 @@
+"""Matching by weights against every order there is."""
+
+from __future__ import annotations
+
+from itertools import permutations, product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedfuse.core.channels import channel_groups, placed
+from fedfuse.core.params import Params, squared_distance
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench
+from fedfuse.errors import ConfigError
+from fedfuse.server.align.nets import Moves, Net
+from fedfuse.server.align.weights import Board, ByWeights, best_order, wiring
+
+
+def net(spec: Spec, shape: tuple[int, ...], seed: int) -> Net:
+    draw = torch.Generator().manual_seed(seed)
+    params = {n: torch.randn(t.shape, generator=draw) for n, t in spec.build().state_dict().items()}
+    return Net(f"c{seed}", spec, channel_groups(spec, shape), params)
+
+
+def moved(one: Net, moves: Moves) -> Params:
+    return placed(one.params, {g: o for g in one.groups if isinstance(o := moves[g.name], Tensor)})
+
+
+def nearest(one: Net, target: Net) -> float:
+    """The least squared distance over all orders of all groups, by trying them."""
+    tries = product(*(permutations(range(g.size)) for g in one.groups))
+    return min(
+        squared_distance(placed(one.params, dict(zip(one.groups, orders, strict=True))), target.params)
+        for orders in tries
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_hidden_layer_is_matched_exactly(seed: int) -> None:
+    spec = Spec("mlp", {"inputs": 3, "hidden": [5], "classes": 2})
+    target, one = net(spec, (3,), seed), net(spec, (3,), seed + 100)
+    (found,) = ByWeights()([one], target, Bench())
+    assert squared_distance(moved(one, found), target.params) == pytest.approx(nearest(one, target), rel=1e-6)
+
+
+def test_two_hidden_layers_end_where_no_layer_can_do_better_and_near_the_best() -> None:
+    spec = Spec("mlp", {"inputs": 3, "hidden": [4, 4], "classes": 2})
+    best, got, plain = 0.0, 0.0, 0.0
+    for seed in range(3):
+        target, one = net(spec, (3,), seed), net(spec, (3,), seed + 100)
+        (found,) = ByWeights()([one], target, Bench())
+        here = moved(one, found)
+        distance = squared_distance(here, target.params)
+        for group in one.groups:
+            others = [squared_distance(placed(here, {group: p}), target.params) for p in permutations(range(4))]
+            assert distance <= min(others) + 1e-5
+        best, got, plain = (
+            best + nearest(one, target),
+            got + distance,
+            plain + squared_distance(one.params, target.params),
+        )
+    assert best <= got <= best + 0.2 * (plain - best)
+
+
+def test_the_distance_never_grows() -> None:
+    """A network near its reference stays as it is, where matching layer by layer might lose it."""
+    spec = Spec("lenet", {"size": 8, "hidden": [12]})
+    target = net(spec, (1, 8, 8), 0)
+    for noise in (0.1, 1.0, 3.0):
+        extra = net(spec, (1, 8, 8), 5).params
+        one = Net("c", spec, target.groups, {n: t + noise * extra[n] for n, t in target.params.items()})
+        (found,) = ByWeights()([one], target, Bench())
+        assert squared_distance(moved(one, found), target.params) <= squared_distance(one.params, target.params) + 1e-4
+        if noise == 0.1:
+            assert all(isinstance(o, Tensor) and o.equal(torch.arange(len(o))) for o in found.values())
+
+
+class Recurrent(nn.Module):
+    """A layer that reads what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.again, self.out = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x).relu()
+        return self.out(x + self.again(self.again(x).relu()).relu())
+
+
+def test_a_layer_that_reads_what_it_makes_only_moves_for_the_better() -> None:
+    spec = Spec.of(Recurrent())
+    target = net(spec, (3,), 0)
+    (group,) = target.groups
+    assert all(group.name in others for place, others in wiring(target.groups)[group.name] if "again.w" in place.tensor)
+    copy = Net("copy", spec, target.groups, placed(target.params, {group: [2, 3, 1, 0]}))
+    assert squared_distance(moved(copy, ByWeights()([copy], target, Bench())[0]), target.params) < 1e-10
+    for seed in range(10, 16):
+        one = net(spec, (3,), seed)
+        board = Board.as_is(target.matched_tensors(), one.matched_tensors(), one.groups)
+        before = board.score
+        board.climb(50)
+        assert board.score >= before - 1e-5
+
+
+def test_rooms_keep_their_units() -> None:
+    gain = torch.tensor([[0.0, 1.0, 9.0, 9.0], [1.0, 0.0, 9.0, 9.0], [9.0, 9.0, 1.0, 0.0], [9.0, 9.0, 0.0, 1.0]])
+    assert best_order(gain, rooms=2).tolist() == [1, 0, 2, 3]
+
+
+def test_no_sweep_is_no_matching() -> None:
+    with pytest.raises(ConfigError, match="sweeps is 0"):
+        ByWeights(0)
