@@ -6,7 +6,7 @@ import scipy.optimize
 import torch
 
 from fedfuse.errors import ConfigError, NotConverged
-from fedfuse.linalg.assign import Assignment, inverse_permutation, match, permutation, sinkhorn
+from fedfuse.linalg.assign import Assignment, inverse_permutation, match, match_each, permutation, sinkhorn
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -110,3 +110,13 @@ def test_bad_masses_and_short_breath_are_explained() -> None:
         sinkhorn(cost, reg=0.0)
     with pytest.raises(NotConverged, match=r"layer 2: row masses are off by .* after 3 sweeps"):
         sinkhorn(cost, reg=0.01, max_iters=3, what="layer 2")
+
+
+def test_several_assignments_are_those_of_each() -> None:
+    gains = torch.randn(5, 6, 6, generator=torch.Generator().manual_seed(0))
+    each = torch.stack([match(gain, maximise=True).cols for gain in gains])
+    assert match_each(gains).equal(each)
+    assert match_each(gains[:0]).shape == (0, 6)
+    for bad in (gains[0], gains[:, :2], torch.full((1, 2, 2), torch.nan)):
+        with pytest.raises(ConfigError, match="match_each"):
+            match_each(bad)

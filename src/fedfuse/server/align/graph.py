@@ -66,12 +66,13 @@ class ByGraph:
             calm = True
             for k, net in enumerate(nets):
                 others = {n: t - placed_[k][n] for n, t in total.items()}
-                board = Board(others, placed_[k], net.groups)
+                board = Board.of(others, [placed_[k]], net.groups)
                 board.climb(self.sweeps)
-                if any(not order.equal(torch.arange(len(order))) for order in board.orders.values()):
+                orders = {name: order[0] for name, order in board.orders.items()}
+                if any(not order.equal(torch.arange(len(order))) for order in orders.values()):
                     calm = False
-                    found[k] = {name: found[k][name][order] for name, order in board.orders.items()}  # type: ignore[index]
-                    placed_[k] = board.tensors
+                    found[k] = {name: found[k][name][order] for name, order in orders.items()}  # type: ignore[index]
+                    placed_[k] = {n: t[0] for n, t in board.tensors.items()}
                     total = {n: t + placed_[k][n] for n, t in others.items()}
             if calm:
                 break
@@ -124,11 +125,7 @@ def joint_score(nets: Sequence[Net], moves: Sequence[Moves]) -> float:
 
 
 def _moved(net: Net, move: Moves) -> dict[str, Tensor]:
-    board = Board(net.matched_tensors(), net.matched_tensors(), net.groups)
-    for group in net.groups:
-        if isinstance(order := move.get(group.name), Tensor):
-            board.move(group, order)
-    return board.tensors
+    return blended(net.matched_tensors(), net.groups, move)
 
 
 def _sum(every: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fedfuse.core.channels import Group, Here, by_axis, channel_groups, placed, placed_geometry
+from fedfuse.core.channels import Group, Here, Place, by_axis, channel_groups, placed, placed_geometry
 from fedfuse.core.messages import ClientUpdate
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Flat, Posterior
@@ -88,8 +88,8 @@ def input_shape(spec: Spec, bench: Bench) -> tuple[int, ...]:
 
 
 def _said(spec: Spec) -> tuple[int, ...]:
-    shapes = spec.shapes()
-    first = next((shape for shape, _ in shapes.values() if len(shape) in (2, 4)), ())
+    shapes = (tuple(t.shape) for t in spec.skeleton().state_dict().values())
+    first = next((shape for shape in shapes if len(shape) in (2, 4)), ())
     if len(first) == 2:
         return (first[1],)
     side = spec.options.get("size", 28 if spec.factory == "lenet" else 32)
@@ -154,27 +154,43 @@ def _reordered(posterior: Posterior, orders: Mapping[Group, Tensor], spec: Spec)
     return Posterior(LazyParams(forms_of(posterior.mean), _Fetch(posterior.mean, orders)), geometry)
 
 
-def _within(orders: Mapping[Group, Tensor], params: Params) -> dict[Group, Tensor]:
-    return {replace(g, places=tuple(p for p in g.places if p.tensor in params)): o for g, o in orders.items()}
-
-
 class _Fetch:
     """Fetches pieces of rearranged tensors; the last tensor is kept, since pieces of one are asked in a row."""
 
-    __slots__ = ("last", "orders", "params")
+    __slots__ = ("last", "moves", "params")
 
     def __init__(self, params: Params, orders: Mapping[Group, Tensor]) -> None:
-        self.params, self.orders = params, orders
+        self.params = params
+        self.moves: dict[str, list[tuple[Place, Tensor]]] = {}
+        for group, order in orders.items():
+            for place in group.places:
+                self.moves.setdefault(place.tensor, []).append((place, order))
         self.last: tuple[str, Tensor] = ("", torch.empty(0))
 
     def __call__(self, name: str, begin: int, end: int) -> Tensor:
         """Elements [begin, end) of one tensor, laid flat."""
         known, flat = self.last
         if known != name:
-            here = {name: self.params[name]}
-            flat = placed(here, _within(self.orders, here))[name].reshape(-1)
+            t = self.params[name]
+            for place, order in self.moves.get(name, []):
+                t = reordered(t, place, order)
+            flat = t.reshape(-1)
             self.last = (name, flat)
         return flat[begin:end]
+
+
+def reordered(t: Tensor, place: Place, order: Tensor) -> Tensor:
+    """One tensor with the units of one place in another order.
+
+    Example:
+        >>> reordered(torch.arange(4.0).view(1, 4), Place("w", 1, per=2), torch.tensor([1, 0]))
+        tensor([[2., 3., 0., 1.]])
+    """
+    if place.blocks > 1 or len(order) * place.per != t.shape[place.axis]:
+        group = Group(place.tensor, len(order), (place,), place.blocks)
+        return placed({place.tensor: t}, {group: order})[place.tensor]
+    index = order if place.per == 1 else (order[:, None] * place.per + torch.arange(place.per)).flatten()
+    return t.index_select(place.axis, index)
 
 
 def blended(
