@@ -244,3 +244,28 @@ def test_the_mean_loss_of_the_last_epoch_is_told() -> None:
     brief, data = brief_of(MLP), rows(20)
     expected = F.cross_entropy(MLP.forward(brief.params, data.x), data.y)
     assert header(client_round(Work(settings), brief, "a", data))["facts"]["loss"] == pytest.approx(float(expected))
+
+
+def test_what_the_brief_holds_stays_and_the_rest_trains_as_if_it_were_all() -> None:
+    """Holding the first layer is training the others on its output: gradients, clipping and all."""
+    plain, settings = brief_of(MLP), LocalSettings(epochs=2, batch_size=8, clip=0.05, optimizer={"lr": 0.3})
+    held = {f"held/fc1.{n}": torch.ones((), dtype=torch.bool) for n in ("weight", "bias")}
+    data = rows(20)
+    state = trained(client_round(Work(settings), replace(plain, memory=held), "a", data))
+    assert all(state[f"fc1.{n}"].equal(plain.params[f"fc1.{n}"]) for n in ("weight", "bias"))
+    tail = Spec("mlp", {"inputs": len(plain.params["fc1.bias"]), "hidden": [], "classes": 3})
+    seen = F.relu(F.linear(data.x.flatten(1), plain.params["fc1.weight"], plain.params["fc1.bias"]))
+    start = {n: t for n, t in plain.params.items() if n.startswith("classifier")}
+    alone = trained(client_round(Work(settings), Brief(0, tail, start, classes=3), "a", Rows(seen, data.y)))
+    assert all(torch.allclose(state[n], alone[n], atol=1e-6) for n in alone)
+    assert not state["classifier.weight"].equal(plain.params["classifier.weight"])
+
+
+def test_a_held_norm_keeps_its_statistics() -> None:
+    spec = Spec.of(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)))
+    brief = brief_of(spec)
+    held = {f"held/{n}": torch.ones((), dtype=torch.bool) for n in ("0.weight", "0.bias", "1.weight", "1.bias")}
+    state = trained(client_round(Work(LocalSettings(batch_size=4)), replace(brief, memory=held), "a", rows(9)))
+    assert all(state[n].equal(brief.params[n]) for n in state if not n.startswith("3."))
+    free = trained(client_round(Work(LocalSettings(batch_size=4)), brief, "a", rows(9)))
+    assert not free["1.running_mean"].equal(brief.params["1.running_mean"]), "the next round is free again"

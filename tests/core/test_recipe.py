@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ import torch
 from fedfuse.client.evidence.control import ControlDelta
 from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.client.objectives import Proximal
-from fedfuse.core.messages import Start
+from fedfuse.core.messages import Cohort, Start
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import ClientsOnly, CrossEntropy, Free, OwnRows, Plain, Recipe, Work
@@ -20,7 +21,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.errors import RecipeError
+from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.apart import KeepApart
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.steps.control import ControlStep
@@ -128,3 +129,30 @@ def test_a_recipe_dresses_the_model_and_every_start_with_seeds_of_their_own() ->
     assert moved == expected
     assert len(set(moved)) == 3
     assert Plain()(state.single, 2, 0) is state.single
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """A step that will have no network but one, and remembers nothing."""
+
+    needs: frozenset[str] = frozenset()
+
+    def check_networks(self, networks: Mapping[str, Spec], bench: Bench) -> None:
+        for client, spec in networks.items():
+            if spec.options.get("hidden"):
+                raise ConfigError(f"{client or 'everybody'} has hidden layers ({bench.classes} classes)")
+
+    def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
+        return state
+
+
+def test_parts_refuse_networks_before_anybody_trains() -> None:
+    flat, deep = (Spec("mlp", {"inputs": 1, "hidden": h, "classes": 2}) for h in ([], [3]))
+    state = ServerState(0, Single.of(flat.build(), flat))
+    recipe, bench = Recipe(aggregate=Mean(), steps=(Narrow(),)), Bench(classes=2)
+    assert recipe.dressed(state, bench) is state
+    odd = replace(state, starts={"b": Start(deep, deep.build().state_dict())})
+    with pytest.raises(ConfigError, match=r"b has hidden layers \(2 classes\)"):
+        recipe.dressed(odd, bench)
+    with pytest.raises(ConfigError, match="everybody has hidden layers"):
+        recipe.dressed(ServerState(0, Single.of(deep.build(), deep)), bench)
