@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.linalg.atoms import Belief, Odds, Shared, Units, share_atoms
 from fedfuse.server.steps.lessons import input_form
+
+Scale: TypeAlias = Literal["absolute", "layer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class Matcher:
         sweeps: how often every client is matched again, at most.
         shrink: take the most probable units, which the prior shrinks, instead of the means of what was matched.
         odds: weigh a unit's popularity as derived, or as in the released code.
+        scale: variances as they are ("absolute"), or as multiples of the mean square of a layer's weights, so that
+            they mean the same in layers with large weights and with small ones ("layer").
     """
 
     gamma: float = 1.0
@@ -53,6 +58,7 @@ class Matcher:
     sweeps: int = 5
     shrink: bool = True
     odds: Odds = "exact"
+    scale: Scale = "absolute"
 
     def __call__(
         self, values: Sequence[Tensor], weights: Sequence[Tensor], mean: Tensor, draw: torch.Generator
@@ -65,8 +71,10 @@ class Matcher:
             mean: the prior's mean.
             draw: the order in which clients are matched again.
         """
-        clients = [Units(v, w / self.variance) for v, w in zip(values, weights, strict=True)]
-        belief = Belief(mean, torch.ones_like(weights[0]) / self.prior_variance, self.gamma, self.odds)
+        size = float(torch.cat(list(values)).square().mean()) if self.scale == "layer" else 1.0
+        size = size or 1.0  # units that are all zero have no scale
+        clients = [Units(v, w / (size * self.variance)) for v, w in zip(values, weights, strict=True)]
+        belief = Belief(mean, torch.ones_like(weights[0]) / (size * self.prior_variance), self.gamma, self.odds)
         found = share_atoms(clients, belief, sweeps=self.sweeps, draw=draw)
         return found, found.mode(belief) if self.shrink else found.mean()
 
