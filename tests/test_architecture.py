@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "client": {"core", "linalg", "models", "wire", "errors"},
     "server": {
         *{"core", "linalg", "models", "wire", "errors"},
-        *{"client.evidence", "client.optimise", "client.views", "client.work"},
+        *{"client.evidence", "client.optimise", "client.projections", "client.views", "client.work"},
     },
     "engines": {"core", "wire", "client.work", "errors"},
     "methods": {"core", "linalg", "models", "client", "server", "errors"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -165,6 +165,19 @@ class Dress(Protocol):
         ...
 
 
+class Opening(Protocol):
+    """Beside the seams: what a server does once, before it first speaks to a client."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """As for an aggregator."""
+        ...
+
+    def __call__(self, state: ServerState, bench: Bench) -> ServerState:
+        """The state the first round begins with."""
+        ...
+
+
 Result: TypeAlias = Literal["single", "mixture", "apart"]
 
 
@@ -242,6 +255,17 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True)
+class AsItIs:
+    """Nothing comes before the first round."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def __call__(self, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002 - the seam's signature
+        """The state as it is."""
+        return state
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """The client half of a recipe with its settings: with brief, rows and seed it fixes the reply to the last bit."""
 
@@ -279,6 +303,7 @@ class Recipe:
     publishes: tuple[str, ...] = ()
     roster: Roster = field(default_factory=ClientsOnly)
     dress: Dress = field(default_factory=Plain)
+    opening: Opening = field(default_factory=AsItIs)
     later: tuple[int, Recipe] | None = None
 
     def __post_init__(self) -> None:
@@ -294,9 +319,9 @@ class Recipe:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Everything its aggregator and steps read, and its roster."""
+        """Everything its aggregator and steps read, its roster and its opening."""
         roster: frozenset[str] = getattr(self.roster, "needs", frozenset())
-        return self.aggregate.needs.union(roster, *(s.needs for s in self.steps))
+        return self.aggregate.needs.union(roster, self.opening.needs, *(s.needs for s in self.steps))
 
     @property
     def result(self) -> Result:
@@ -329,6 +354,10 @@ class Recipe:
         own = {client: Start(s.spec, s.posterior.mean) for client, s in starts.items()}
         model = self._dress(state.model, bench) if isinstance(state.model, Single) else state.model
         return replace(state, model=model, starts=own)
+
+    def opened(self, state: ServerState, bench: Bench) -> ServerState:
+        """The state a round begins with: before the first one, the recipe opens."""
+        return self.opening(state, bench) if state.round == 0 else state
 
     def _dress(self, start: Single, bench: Bench, *whose: str) -> Single:
         return self.dress(start, bench.classes, seed_for(bench.seed, "dress", *whose))

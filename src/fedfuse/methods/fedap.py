@@ -5,11 +5,11 @@ from __future__ import annotations
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.steps.prune import USUAL, Pruning
+from fedfuse.server.steps.prune import RANKING, RATES, Prune, Ranking, Rates
 
 
 @method("fedap", paper="arXiv:2204.11536")
-def fedap(pruning: Pruning = USUAL) -> Recipe:
+def fedap(rates: Rates = RATES, ranking: Ranking = RANKING) -> Recipe:
     """FedAvg that removes channels once, at a rate that everybody's curvature suggests and each layer's weights adapt.
 
     Every client of the round, and the server, reads a rate off the spectrum of its Hessian; they are averaged by
@@ -18,6 +18,8 @@ def fedap(pruning: Pruning = USUAL) -> Recipe:
     the smaller network.
 
     Args:
-        pruning: when and how much.
+        rates: when and how much.
+        ranking: which filters stay.
     """
-    return Recipe(evidence=pruning.evidence, aggregate=Mean(), steps=(pruning.step(),))
+    step = Prune(rates.at - 1, rates.expected(), "magnitude", ranking.images, ranking.tolerance)
+    return Recipe(evidence=rates.evidence, aggregate=Mean(), steps=(step,))

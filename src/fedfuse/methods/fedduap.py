@@ -6,19 +6,19 @@ from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.steps.dynamic import USUAL as UPDATE
-from fedfuse.server.steps.dynamic import ServerUpdate
-from fedfuse.server.steps.prune import USUAL as PRUNING
-from fedfuse.server.steps.prune import Pruning
+from fedfuse.server.steps.dynamic import USUAL, ServerUpdate
+from fedfuse.server.steps.prune import RANKING, RATES, Prune, Ranking, Rates
 
 
 @method("fedduap", paper="arXiv:2204.11536")
-def fedduap(update: ServerUpdate = UPDATE, pruning: Pruning = PRUNING) -> Recipe:
+def fedduap(update: ServerUpdate = USUAL, rates: Rates = RATES, ranking: Ranking = RANKING) -> Recipe:
     """FedDU in every round, and FedAP once: steps on the server's own rows, then a smaller network for everybody.
 
     Args:
         update: how the server walks.
-        pruning: when and how much is pruned.
+        rates: when and how much is pruned.
+        ranking: which filters stay.
     """
-    evidence = pruning.evidence or (LabelCounts(),)
-    return Recipe(evidence=evidence, aggregate=Mean(), steps=(update.step(), pruning.step()))
+    prune = Prune(rates.at - 1, rates.expected(), "magnitude", ranking.images, ranking.tolerance)
+    evidence = rates.evidence or (LabelCounts(),)
+    return Recipe(evidence=evidence, aggregate=Mean(), steps=(update.step(), prune))

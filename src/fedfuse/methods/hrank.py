@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveInt
 
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.steps.prune import Prune, Share
+from fedfuse.server.steps.prune import RANKING, Prune, Ranking, Share
 from fedfuse.server.steps.rates import FixedRate
 
 
 @method("hrank", paper="arXiv:2002.10179")
-def hrank(
-    rate: Share = 0.6, at: PositiveInt = 30, images: PositiveInt = 500, tolerance: PositiveFloat | None = None
-) -> Recipe:
+def hrank(rate: Share = 0.6, at: PositiveInt = 30, ranking: Ranking = RANKING) -> Recipe:
     """FedAvg that removes the same share of every convolution's channels once: those with the lowest-rank feature maps.
 
     Ranks are means over the server's rows, of maps after the ReLU. Nothing beside the weights leaves a client.
@@ -22,7 +20,7 @@ def hrank(
     Args:
         rate: the share of each convolution's channels that goes; at least one channel stays.
         at: they are removed at the end of this round, counted from 1.
-        images: server rows whose feature maps are ranked.
-        tolerance: of a feature map's rank, relative to its largest singular value; by default that of rounding.
+        ranking: which filters stay.
     """
-    return Recipe(aggregate=Mean(), steps=(Prune(at - 1, FixedRate(rate), "uniform", images, tolerance),))
+    step = Prune(at - 1, FixedRate(rate), "uniform", ranking.images, ranking.tolerance)
+    return Recipe(aggregate=Mean(), steps=(step,))

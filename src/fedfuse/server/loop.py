@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fedfuse.core.cost import spared
 from fedfuse.core.messages import Brief, client_order
 from fedfuse.core.model import Model
 from fedfuse.core.recipe import Engine, Recipe, Terms, terms_of
@@ -65,6 +66,7 @@ def run(
     while state.round < plan.rounds:
         now = recipe.at(state.round)
         state = now.dressed(state, bench)  # in every round: a step may have left the network without its dress
+        state = now.opened(state, bench)
         yield (record := one_round(now, now.roster(engine, bench), bench, judge, state, plan))
         state = record.state
 
@@ -129,11 +131,12 @@ def _bytes_down(brief: Brief, asked: tuple[str, ...]) -> int:
 
 def _facts(recipe: Recipe, admission: Admission, brief: Brief, asked: tuple[str, ...], terms: Terms) -> dict[str, Any]:
     clients = {u.client: {"mass": u.mass, "steps": u.steps, **u.facts} for u in admission.cohort}
+    less, answered = spared(brief), admission.trained + admission.remembered
     return {
         "round": brief.round + 1,
         "clients": clients,
-        "bytes_up": admission.bytes_up,
-        "bytes_down": _bytes_down(brief, asked) + (terms.sent if brief.round == 0 else 0),
+        "bytes_up": admission.bytes_up - less.up * answered,
+        "bytes_down": _bytes_down(brief, asked) - less.down * len(asked) + (terms.sent if brief.round == 0 else 0),
         "trained": admission.trained,
         "remembered": admission.remembered,
         "refused": admission.refused,

@@ -183,19 +183,17 @@ def _moved(memory: Params, kind: str, params: Params, keep: Mapping[Group, Tenso
     return filed(kind, placed(beside, there))
 
 
-class Pruning(Settings):
-    """The options of FedAP's pruning.
+class Rates(Settings):
+    """When a network is pruned, and how much of it.
 
     Args:
-        at: channels are removed at the end of this round, counted from 1.
+        at: it happens at the end of this round, counted from 1.
         rule: how a rate is read off a spectrum: plateau (the released rule's plateau, the paper's side of it), gap
             (the paper's eigen-gap of 4 Lipschitz constants), or fixed, which needs no spectrum.
         rate: the share of all weights that may go, where the rule is fixed.
         lanczos: Hessian-vector products per probe.
         probes: random vectors the spectrum is seen from.
         sample: rows of the loss whose Hessian is looked at.
-        images: server rows whose feature maps are ranked.
-        tolerance: of a feature map's rank, relative to its largest singular value; by default that of rounding.
         eps: ε of eq. 6, which keeps the weight of a client with everybody's labels finite.
     """
 
@@ -205,27 +203,32 @@ class Pruning(Settings):
     lanczos: PositiveInt = 50
     probes: PositiveInt = 1
     sample: PositiveInt = 100
-    images: PositiveInt = 500
-    tolerance: PositiveFloat | None = None
     eps: PositiveFloat = 1e-4
 
     @property
     def evidence(self) -> tuple[Evidence, ...]:
         """What clients must send for it."""
-        if self.rule == "fixed":
-            return ()
-        return (LabelCounts(), CurvatureSpectrum(self.at - 1, self._look))
+        return () if self.rule == "fixed" else (LabelCounts(), CurvatureSpectrum(self.at - 1, self._look))
 
-    def step(self) -> Prune:
-        """The step they describe."""
-        if self.rule == "fixed":
-            return Prune(self.at - 1, FixedRate(self.rate), images=self.images, tolerance=self.tolerance)
-        rate = SpectralRate(self.rule, self._look, self.eps)
-        return Prune(self.at - 1, rate, images=self.images, tolerance=self.tolerance)
+    def expected(self) -> ExpectedRate:
+        """How the rate is found."""
+        return FixedRate(self.rate) if self.rule == "fixed" else SpectralRate(self.rule, self._look, self.eps)
 
     @property
     def _look(self) -> Look:
         return Look(self.lanczos, self.probes, self.sample)
 
 
-USUAL = Pruning()
+class Ranking(Settings):
+    """Which filters stay.
+
+    Args:
+        images: server rows whose feature maps are ranked.
+        tolerance: of a feature map's rank, relative to its largest singular value; by default that of rounding.
+    """
+
+    images: PositiveInt = 500
+    tolerance: PositiveFloat | None = None
+
+
+RATES, RANKING = Rates(), Ranking()

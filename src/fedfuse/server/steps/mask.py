@@ -1,0 +1,264 @@
+"""Masks: single weights held at zero, found by magnitude (IMC) or by what they are worth for their time (PruneFL)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedfuse.client.evidence.gradients import SquaredGradients, maskable, squared_gradients
+from fedfuse.client.projections import Masked
+from fedfuse.client.work import learned
+from fedfuse.core.cost import MASK, density, layer_costs
+from fedfuse.core.messages import Brief, Cohort
+from fedfuse.core.params import Params
+from fedfuse.core.recipe import Work
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench, ServerState, filed, part
+from fedfuse.errors import ConfigError
+from fedfuse.server.aggregate.mean import weighted_mean
+from fedfuse.server.steps.lessons import input_form
+from fedfuse.server.steps.rates import ExpectedRate, FixedRate, magnitude_threshold
+
+_TARGET = "target/rate"
+
+
+def masked(state: ServerState, masks: Mapping[str, Tensor]) -> ServerState:
+    """The state under these masks: the model's weights, and what clients will be told."""
+    model = state.single
+    mean = {n: t * masks[n].to(t) if n in masks else t for n, t in model.posterior.mean.items()}
+    after = replace(state.fused(mean), memory={**state.memory, **filed(MASK, masks)})
+    return after.noting(density=density(mean, after.memory), layer_density=_densities(masks))
+
+
+def _densities(masks: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name.rpartition(".")[0]: float(m.double().mean()) for name, m in masks.items()}
+
+
+def masks_of(state: ServerState) -> dict[str, Tensor]:
+    """The masks in force, all true where there are none yet."""
+    params, known = state.single.posterior.mean, part(state.memory, MASK)
+    names = maskable(state.single.spec)
+    return {n: known.get(n, torch.ones_like(params[n], dtype=torch.bool)) for n in names}
+
+
+def magnitude_masks(params: Params, names: tuple[str, ...], rate: float) -> dict[str, Tensor]:
+    """Masks that leave out the share `rate` of the named weights that is smallest in magnitude, over all of them.
+
+    Example:
+        >>> magnitude_masks({"w": torch.tensor([0.5, -0.1]), "v": torch.tensor([0.2, 3.0])}, ("w", "v"), 0.5)
+        {'w': tensor([ True, False]), 'v': tensor([False,  True])}
+    """
+    threshold = magnitude_threshold([params[n] for n in names], rate)
+    return {n: params[n].abs() > threshold if threshold else torch.ones_like(params[n]).bool() for n in names}
+
+
+def iterated_rate(target: float, done: int, times: int) -> float:
+    """The share of weights gone after `done` of `times` prunings that each leave the same share of the rest.
+
+    1 − (1 − p)^{done/times}: the usual schedule of iterative magnitude pruning.
+
+    Example:
+        >>> round(iterated_rate(0.75, 1, 2), 6), iterated_rate(0.75, 2, 2)
+        (0.5, 0.75)
+    """
+    return 1.0 - float((1.0 - target) ** (done / times))
+
+
+@dataclass(frozen=True, slots=True)
+class MagnitudeMask:
+    """IMC: iterative magnitude pruning towards the rate that the inertial manifold's dimension suggests.
+
+    The rate is found once, at the first pruning, as FedAP finds it; then the smallest weights of the fused model go in
+    several steps, whole rounds apart, and training goes on between them. What is gone stays gone.
+
+    Attributes:
+        round: of the first pruning, counted from 0.
+        every: rounds between two prunings.
+        times: prunings in all.
+        rate: the rate to be reached with the last one.
+    """
+
+    round: int
+    every: int = 10
+    times: int = 3
+    rate: ExpectedRate = field(default_factory=FixedRate)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What its rate needs."""
+        return self.rate.needs
+
+    def fits(self, spec: Spec, bench: Bench, rounds: int) -> None:  # noqa: ARG002 - the seam's signature
+        """Say before training if the last pruning never comes.
+
+        Raises:
+            ConfigError: in one sentence.
+        """
+        last = self.round + (self.times - 1) * self.every
+        if last >= rounds:
+            raise ConfigError(
+                f"weights are to be pruned for the last time after round {last + 1} and the run ends after {rounds}; "
+                "lower `at`, `every` or `times`, or add rounds"
+            )
+
+    def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
+        """Prune, if it is time; tell how dense the network is."""
+        done, off = divmod(state.round - self.round, self.every)
+        if off or not 0 <= done < self.times:
+            return state.noting(density=density(state.single.posterior.mean, state.memory))
+        if done == 0:
+            target, facts = self.rate(state, cohort, bench)
+            memory = {**state.memory, _TARGET: torch.tensor(target, dtype=torch.float64)}
+            state = replace(state, memory=memory).noting(pruned={"rate": target, **facts})
+        rate = iterated_rate(float(state.memory[_TARGET]), done + 1, self.times)
+        old, params = masks_of(state), state.single.posterior.mean
+        new = magnitude_masks(params, tuple(old), rate)
+        return masked(state, {n: old[n] & m for n, m in new.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """PruneFL's reconfiguration: weights are traded for those that lower the loss more per unit of round time.
+
+    From each layer's weights in force the share `drop` that is smallest in magnitude becomes doubtful; those and all
+    masked ones stand for election. They are taken in the order of Δ_j / t_j, the squared gradient for the time, while
+    that exceeds Γ = Σ Δ / T of what is taken already, that is while Γ rises. The time of a round is modelled as
+    T = c + Σ t_j: t_j is how often weight j is used per input, c a share `overhead` of what the whole network takes.
+
+    Attributes:
+        drop: the share of each layer that becomes doubtful.
+        overhead: c, as a share of the dense network's time.
+    """
+
+    drop: float = 0.3
+    overhead: float = 0.1
+
+    def __call__(
+        self, params: Params, masks: Mapping[str, Tensor], worth: Params, times: Mapping[str, int]
+    ) -> dict[str, Tensor]:
+        """The new masks."""
+        sure = {n: self._sure(params[n], m) for n, m in masks.items()}
+        whole = sum(times[n] * m.numel() for n, m in masks.items())
+        gain = sum(float(worth[n].double()[s].sum()) for n, s in sure.items())
+        time = self.overhead * whole + sum(times[n] * int(s.sum()) for n, s in sure.items())
+        ratio = torch.cat([(worth[n].double() / times[n])[~s] for n, s in sure.items()])
+        cost = torch.cat([torch.full((int((~s).sum()),), float(times[n])).double() for n, s in sure.items()])
+        chosen = elected(ratio, cost, gain, time)
+        new = {}
+        for name, flags in zip(sure, chosen.split([int((~s).sum()) for s in sure.values()]), strict=True):
+            new[name] = sure[name].clone()
+            new[name][~sure[name]] = flags
+        return new
+
+    def _sure(self, weight: Tensor, mask: Tensor) -> Tensor:
+        """The weights in force that are not in doubt; at least one of a layer."""
+        held = int(mask.sum())
+        stay = max(1, held - int(self.drop * held))
+        score = torch.where(mask, weight.abs().double(), -1.0).flatten()
+        sure = torch.zeros_like(mask).flatten()
+        sure[score.sort(descending=True, stable=True).indices[:stay]] = True
+        return sure.view_as(mask)
+
+
+def elected(ratio: Tensor, cost: Tensor, gain: float, time: float) -> Tensor:
+    """Who is taken, in the order of Δ/t, while each raises Γ = gain / time.
+
+    Example:
+        >>> elected(torch.tensor([5.0, 1.0, 3.0]), torch.ones(3), gain=2.0, time=1.0)
+        tensor([ True, False, False])
+    """
+    best = ratio.sort(descending=True, stable=True)
+    costs = cost[best.indices]
+    gains = torch.cat([torch.zeros(1).to(ratio), (best.values * costs).cumsum(0)[:-1]]) + gain
+    times = torch.cat([torch.zeros(1).to(ratio), costs.cumsum(0)[:-1]]) + time
+    rises = best.values * times > gains  # Δ/t above Γ of all before it
+    stop = int((~rises).nonzero()[0]) if not bool(rises.all()) else len(rises)
+    taken = torch.zeros_like(ratio, dtype=torch.bool)
+    taken[best.indices[:stop]] = True
+    return taken
+
+
+def times_of(spec: Spec, bench: Bench) -> dict[str, int]:
+    """How often each weight of a maskable tensor is used per input."""
+    costs = layer_costs(spec, input_form(bench, spec).shape)
+    return {n: max(1, costs[n.rpartition(".")[0]].positions) for n in maskable(spec)}
+
+
+@dataclass(frozen=True, slots=True)
+class Reconfigure:
+    """PruneFL's second stage: every so many rounds the mask is traded, by everybody's squared gradients.
+
+    Attributes:
+        evidence: when clients send them.
+        exchange: how weights are traded.
+        half_life: rounds after which only half as many weights become doubtful.
+    """
+
+    evidence: SquaredGradients = field(default_factory=SquaredGradients)
+    exchange: Exchange = field(default_factory=Exchange)
+    half_life: int = 10_000
+    needs: ClassVar[frozenset[str]] = frozenset({"gradients"})
+
+    def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
+        """Trade, if it is time; tell how dense the network is."""
+        if not self.evidence.is_due(state.round):
+            return state.noting(density=density(state.single.posterior.mean, state.memory))
+        masks, notes = masks_of(state), [u.notes for u in cohort]
+        worth = {n: weighted_mean(notes, cohort.weights, f"{self.evidence.name}/{n}") for n in masks}
+        trade = replace(self.exchange, drop=self.exchange.drop * 0.5 ** (state.round / self.half_life))
+        times = times_of(state.single.spec, bench)
+        return masked(state, trade(state.single.posterior.mean, masks, worth, times))
+
+
+@dataclass(frozen=True, slots=True)
+class PruneFirst:
+    """PruneFL's first stage: before the first round, the server finds a small network on rows of its own.
+
+    It trains for some steps, trades weights, and begins again, until the density has changed by less than a tenth so
+    many times in a row.
+
+    Attributes:
+        steps: of training between two trades.
+        exchange: how weights are traded.
+        change: a smaller relative change of the density is none.
+        patience: so many of those in a row end the stage.
+        most: trades in all, at most.
+        batches: batches that squared gradients are a mean over.
+    """
+
+    steps: int = 50
+    exchange: Exchange = field(default_factory=Exchange)
+    change: float = 0.1
+    patience: int = 5
+    most: int = 50
+    batches: int = 5
+    needs: ClassVar[frozenset[str]] = frozenset({"server_rows"})
+
+    def __call__(self, state: ServerState, bench: Bench) -> ServerState:
+        """The state with a pruned network to begin with."""
+        still, before = 0, 1.0
+        for turn in range(self.most):
+            state = self._turn(state, bench, turn)
+            now = density(state.single.posterior.mean, state.memory)
+            still = still + 1 if abs(now - before) < self.change * before else 0
+            before = now
+            if still == self.patience:
+                break
+        return state
+
+    def _turn(self, state: ServerState, bench: Bench, turn: int) -> ServerState:
+        spec, rows, who = state.single.spec, bench.need_rows("PruneFL's first stage"), f"server-{turn}"
+        masks = masks_of(state)
+        settings = bench.local.model_copy(update={"max_steps": self.steps, "epochs": self.steps})
+        brief = Brief(state.round, spec, state.single.posterior.mean, filed(MASK, masks), classes=bench.classes)
+        trained = learned(Work(settings, project=Masked()), brief, who, rows, seed=bench.seed)
+        module = spec.build()
+        module.load_state_dict(trained.params)
+        draw, size = bench.stream("gradients", turn), bench.local.batch_size
+        worth = squared_gradients(module, tuple(masks), rows, batch=size, batches=self.batches, generator=draw)
+        new = self.exchange(trained.params, masks, worth, times_of(spec, bench))
+        return masked(state.fused(trained.params), new)
