@@ -34,14 +34,6 @@ def test_a_score_over_decades_is_logarithmic() -> None:
     assert figure.note == "Logarithmic scale."
 
 
-def test_bytes_add_up_over_rounds() -> None:
-    rows = [row(seed, at, accuracy=0.5, bytes_up=1000, bytes_down=500) for at in (1, 2) for seed in (0, 1)]
-    figure = plots.traffic({"wb": rows}, {"wb": 0})
-    assert figure is not None
-    assert "wb: 50.0 % for 3 kB" in figure.picture
-    assert plots.traffic({"wb": [row(0, 1, accuracy=0.5)]}, {"wb": 0}) is None
-
-
 def test_reliability_pools_seeds_by_count() -> None:
     def bins(right: float, count: int) -> dict[str, object]:
         return {"confidence": [None, 0.8], "accuracy": [None, right], "count": [0, count]}

@@ -76,11 +76,14 @@ def training_flops(spec: Spec, shape: tuple[int, ...]) -> int:
     return 2 * _TRAINING * sum(cost.products for cost in layer_costs(spec, shape).values())
 
 
-def cohort_flops(updates: Iterable[ClientUpdate], settings: LocalSettings, shape: tuple[int, ...]) -> int:
+def cohort_flops(updates: Iterable[ClientUpdate], settings: LocalSettings, shape: tuple[int, ...] | None) -> int | None:
     """FLOPs of a round's local training; a client has seen each of its rows once per epoch, unless it was stopped.
 
-    A weight that a mask holds at zero is multiplied like any other, so masks save none.
+    A weight that a mask holds at zero is multiplied like any other, so masks save none. Nobody knows (None) where
+    nobody knows what an input looks like.
     """
+    if shape is None:
+        return None
     total = 0
     for u in updates:
         seen = min(settings.epochs * u.mass, u.steps * settings.batch_size)

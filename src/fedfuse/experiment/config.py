@@ -128,13 +128,15 @@ class JudgeConfig(Settings):
     """How models are scored: calibration bins, and when the clients' own models are scored too.
 
     `ood` names a source of inputs from elsewhere: how much less sure models are of them is scored too. `disturbance`
-    notes for every method how much its clients' networks would disturb each other, were their logits added.
+    notes for every method how much its clients' networks would disturb each other, were their logits added. `target`
+    is an accuracy: the report says what each method spent until it got there.
     """
 
     bins: PositiveInt = 15
     clients: Literal["never", "last", "every"] = "last"
     ood: str | None = None
     disturbance: bool = False
+    target: Annotated[float, Field(gt=0, lt=1)] | None = None
 
 
 class ServerConfig(Settings):

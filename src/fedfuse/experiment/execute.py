@@ -8,15 +8,17 @@ import signal
 import tomllib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Protocol
 
+from fedfuse.core.cost import density
 from fedfuse.core.lock import alone
-from fedfuse.core.model import Apart, Model, networks
+from fedfuse.core.model import Apart, Model, Single, networks
 from fedfuse.core.params import Params
 from fedfuse.core.recipe import Engine, Recipe
+from fedfuse.core.spec import Spec
 from fedfuse.core.state import ServerState
 from fedfuse.core.threads import one_thread
 from fedfuse.engines.memo import Memo
@@ -241,7 +243,7 @@ class _Course:
     def _record(self, record: Record) -> None:
         """Ledger first, then the checkpoint: what the ledger has beyond a checkpoint is simply done again."""
         line = {"method": self.recipe.name, "label": self.label, "seed": self.setting.seed, **record.facts}
-        line["parameters"] = _size(record.state.model)
+        line |= _sizes(record.state)
         if self.prepared.experiment.select == "best-on-server":
             line["server_accuracy"] = self._server_accuracy(record.state.model)
             self._keep_best(record.state, line["server_accuracy"])
@@ -316,8 +318,19 @@ def free_folder(parent: Path, name: str) -> Path:
     return path
 
 
-def _size(model: Model) -> int:
-    return sum(t.numel() for m in networks(model) for t in m.posterior.mean.values())
+def _sizes(state: ServerState) -> dict[str, Any]:
+    """How large the model is: all its numbers, those no mask holds at zero, and the channels its layers have kept."""
+    sizes = [(m, sum(t.numel() for t in m.posterior.mean.values())) for m in networks(state.model)]
+    held = sum(round(size * density(m.posterior.mean, state.memory)) for m, size in sizes)
+    told = {"parameters": sum(size for _, size in sizes), "weights": held}
+    channels = _channels(state.model.spec) if isinstance(state.model, Single) else {}
+    return told | ({"channels": channels} if channels else {})
+
+
+def _channels(spec: Spec) -> dict[str, list[int]]:
+    """Of each layer that was pruned, how many channels there are and were."""
+    whole = replace(spec, surgery={}, kept={}).skeleton().state_dict()
+    return {layer: [len(kept), len(whole[f"{layer}.weight"])] for layer, kept in spec.kept.items()}
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -26,6 +26,9 @@ FLAT = (
     "client_accuracy_worst10",
     "bytes_up",
     "bytes_down",
+    "flops",
+    "parameters",
+    "weights",
     "train_seconds",
     "server_seconds",
 )

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup, escape
 
 from fedfuse.errors import ConfigError
-from fedfuse.report import plots
-from fedfuse.report.cost import answer_cost
+from fedfuse.report import costs, plots
+from fedfuse.report.answering import answer_cost
+from fedfuse.report.costs import Reached
 from fedfuse.report.facts import Noted, flatten, noted, told
 from fedfuse.report.plots import Figure, Groups, Inks
 from fedfuse.report.read import Row, Run, items, part, read_run
@@ -51,6 +52,9 @@ class Chapter:
     reliability: tuple[Figure, ...]
     fairness: tuple[Figure, ...]
     costs: tuple[Figure, ...]
+    target: float | None
+    reached: tuple[Reached, ...]
+    sizes: tuple[Figure, ...]
     reveals: tuple[tuple[str, tuple[str, ...] | None], ...]
     refused: tuple[Mapping[str, Any], ...]
     dropped: tuple[Mapping[str, Any], ...]
@@ -109,6 +113,7 @@ def _chapter(run: Run, inks: Inks, anchor: str) -> Chapter:
     classes = [str(name) for name in items(run.partition, "classes")]
     best = table[0].label if "accuracy" in table[0].values else None
     seeds = part(run.partition, "seeds")
+    target = costs.target_in(run.config_text, ranked) if table[0].round > 1 else None
     maps = ((str(seed), plots.partition(classes, part(seeds, seed))) for seed in seeds)
     return Chapter(
         anchor=anchor,
@@ -122,7 +127,10 @@ def _chapter(run: Run, inks: Inks, anchor: str) -> Chapter:
         partition_words=_partition_words(seeds),
         reliability=_figures(plots.reliability(label, rows, inks[label]) for label, rows in ranked.items()),
         fairness=_fairness(ranked, inks),
-        costs=_figures([plots.traffic(ranked, inks), answer_cost(ranked, inks)]),
+        costs=_figures([costs.traffic(ranked, inks), costs.effort(ranked, inks), answer_cost(ranked, inks)]),
+        target=target,
+        reached=tuple(costs.reached(ranked, target)) if target is not None else (),
+        sizes=_figures([costs.model_size(ranked, inks), costs.kept_channels(ranked)]),
         reveals=tuple((label, _revealed(rows)) for label, rows in ranked.items()),
         refused=_incidents(run.rows, "refused"),
         dropped=_incidents(run.rows, "dropped"),

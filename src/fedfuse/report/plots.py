@@ -13,7 +13,6 @@ from fedfuse.report.heat import WIDTH, heat_map
 from fedfuse.report.read import Row, finite, items, number, part
 from fedfuse.report.scores import Spread, last_rows, spread
 from fedfuse.report.svg import Scale, band, drawing, ink, line, marker, scale_for, short, tag, wide, x_axis, y_axis
-from fedfuse.report.tables import byte_unit
 
 Groups = Mapping[str, Sequence[Row]]
 """Label → its rows, by round and seed."""
@@ -48,7 +47,7 @@ def learning_curve(groups: Groups, inks: Inks, key: str, title: str) -> Figure |
     if len({at for at, _ in points}) < 2:
         return None
     share = key in ("accuracy", "ece")
-    edges = [edge for _, value in points for edge in _edges(value)]
+    edges = [edge for _, value in points for edge in edges_of(value)]
     means = [value.mean for _, value in points]
     log = not share and wide(means)
     x = scale_for([float(at) for at, _ in points], 46, WIDTH - 8, pad=0.02)
@@ -59,7 +58,7 @@ def learning_curve(groups: Groups, inks: Inks, key: str, title: str) -> Figure |
             WIDTH,
             274,
             f"{title} by round",
-            y_axis(y, 46, WIDTH - 8, "%" if share else "", _words(y, share)),
+            y_axis(y, 46, WIDTH - 8, "%" if share else "", tick_words(y, share)),
             x_axis(x, 22, 238, "round", {at: f"{at:g}" for at in x.ticks(8) if float(at).is_integer()}),
             *(_shade(curve, x, y, inks[label]) for label, curve in curves.items()),
             *(line(_path(curve, x, y), inks[label]) for label, curve in curves.items() if curve),
@@ -107,41 +106,6 @@ def fairness(groups: Groups, inks: Inks, key: str, title: str) -> Figure | None:
     crowded = any(len(marks) > CROWD for marks in dots.values())
     note = "The area shows how many clients, over all seeds" if crowded else "One mark per client and seed"
     return _strips(title, dots, inks, f"{note}; line and bar: mean ± one standard deviation.")
-
-
-def traffic(groups: Groups, inks: Inks) -> Figure | None:
-    """Accuracy against all bytes sent so far, both ways, round after round.
-
-    Example:
-        >>> row = {"seed": 0, "round": 1, "accuracy": 0.8, "bytes_up": 1000, "bytes_down": 2000}
-        >>> "wb: 80.0 % for 3 kB" in traffic({"wb": [row]}, {"wb": 0}).picture
-        True
-    """
-    paths = {label: path for label, rows in groups.items() if (path := _traffic_path(rows))}
-    sent = [at for path in paths.values() for at, _ in path]
-    if not sent or max(sent) <= 0:
-        return None
-    log = wide(sent)
-    size, unit = byte_unit(max(sent))
-    x = scale_for([at / size for at in sent], 46, WIDTH - 14, log=log)
-    y = scale_for([edge for path in paths.values() for _, value in path for edge in _edges(value)], 238, 22)
-    parts = []
-    for label, path in paths.items():
-        places = [(x(at / size), y(value.mean)) for at, value in path]
-        at, value = path[-1]
-        low, high = _edges(value)
-        parts += [
-            line(places, inks[label]) if len(places) > 1 else Markup(""),
-            tag("path", d=f"M{places[-1][0]:.1f} {y(low):.1f}V{y(high):.1f}", class_=f"bar {ink(inks[label])}"),
-            marker(inks[label], *places[-1], 4.5, f"{label}: {100 * value.mean:.1f} % for {at / size:.3g} {unit}"),
-        ]
-    axes = (
-        y_axis(y, 46, WIDTH - 8, "accuracy, %", _words(y, share=True)),
-        x_axis(x, 22, 238, f"sent up and down by all clients, {unit}", {at: f"{at:g}" for at in x.ticks()}),
-    )
-    note = "Up and to the left is better." + (" Logarithmic scale." if log else "")
-    picture = drawing(WIDTH, 274, "Accuracy against bytes sent", *axes, *parts)
-    return Figure("Bytes against accuracy", picture, note, tuple(paths))
 
 
 def reliability(label: str, rows: Sequence[Row], index: int) -> Figure | None:
@@ -251,11 +215,13 @@ def _by_round(rows: Sequence[Row], key: str) -> dict[int, Spread]:
     return {at: value for at, value in found.items() if value is not None}
 
 
-def _edges(value: Spread) -> tuple[float, float]:
+def edges_of(value: Spread) -> tuple[float, float]:
+    """Mean less and mean plus one standard deviation."""
     return value.mean - (value.sd or 0.0), value.mean + (value.sd or 0.0)
 
 
-def _words(scale: Scale, share: bool) -> dict[float, str]:
+def tick_words(scale: Scale, share: bool) -> dict[float, str]:
+    """What stands at a scale's ticks, shares in per cent."""
     return {at: f"{100 * at:g}" if share else f"{at:g}" for at in scale.ticks()}
 
 
@@ -265,7 +231,7 @@ def _path(curve: Mapping[int, Spread], x: Scale, y: Scale) -> list[tuple[float, 
 
 def _shade(curve: Mapping[int, Spread], x: Scale, y: Scale, index: int) -> Markup:
     """The band between mean - sd and mean + sd, cut at the scale's foot where the logarithm ends."""
-    edges = [(x(at), *_edges(value)) for at, value in curve.items() if value.sd is not None]
+    edges = [(x(at), *edges_of(value)) for at, value in curve.items() if value.sd is not None]
     if not edges:
         return Markup("")
     upper = [(at, y(high)) for at, _, high in edges]
@@ -295,7 +261,7 @@ def _strips(title: str, dots: Mapping[str, list[tuple[str, float]]], inks: Inks,
         parts.append(tag("text", short(label, 56), x=10, y=y - 17, class_="name"))
         parts.append((_crowd if crowded else _swarm)(marks, x, y, inks[label]))
         parts.append(_mean_bar(means[label], x, y, inks[label]))
-    axis = x_axis(x, 2, bottom, "accuracy, %", _words(x, share=True))
+    axis = x_axis(x, 2, bottom, "accuracy, %", tick_words(x, share=True))
     return Figure(title, drawing(WIDTH, bottom + 36, title, axis, *parts), note)
 
 
@@ -326,22 +292,9 @@ def _crowd(marks: Sequence[tuple[str, float]], x: Scale, y: float, index: int) -
 def _mean_bar(value: Spread | None, x: Scale, y: float, index: int) -> Markup:
     if value is None:
         return Markup("")
-    low, high = (x(min(max(edge, x.low), x.high)) for edge in _edges(value))
+    low, high = (x(min(max(edge, x.low), x.high)) for edge in edges_of(value))
     reach = tag("path", d=f"M{low:.1f} {y:.1f}H{high:.1f}", class_=f"bar {ink(index)}")
     return reach + tag("path", d=f"M{x(value.mean):.1f} {y - 11:.1f}v22", class_=f"mean {ink(index)}")
-
-
-def _traffic_path(rows: Sequence[Row]) -> list[tuple[float, Spread]]:
-    """(bytes so far, accuracy) after each round, both means over seeds."""
-    path, sent = [], 0.0
-    for at in sorted({row["round"] for row in rows}):
-        here = [row for row in rows if row["round"] == at]
-        both = spread((number(row, "bytes_up") or 0.0) + (number(row, "bytes_down") or 0.0) for row in here)
-        sent += both.mean if both else 0.0
-        score = spread(number(row, "accuracy") for row in here)
-        if score is not None:
-            path.append((sent, score))
-    return path
 
 
 def _pooled_bins(rows: Sequence[Row]) -> list[tuple[float, float, float]]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from fedfuse.report.read import Row, number
 
-Kind = Literal["share", "number", "bytes", "seconds", "count"]
+Kind = Literal["share", "number", "bytes", "flops", "seconds", "count"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Column:
     @property
     def total(self) -> bool:
         """Costs add up over rounds; scores are those of the last round."""
-        return self.kind in ("bytes", "seconds") or self.key in ("trained", "remembered")
+        return self.kind in ("bytes", "flops", "seconds") or self.key in ("trained", "remembered")
 
 
 COLUMNS = (
@@ -64,6 +64,7 @@ COLUMNS = (
     ),
     Column("bytes_up", "sent up", "bytes", "low", "Bytes from clients to server, over all rounds."),
     Column("bytes_down", "sent down", "bytes", "low", "Bytes from server to clients, over all rounds."),
+    Column("flops", "local work", "flops", "low", "Floating point operations of local training, over all rounds."),
     Column("train_seconds", "training", "seconds", "", "Seconds of local training, over all rounds."),
     Column("server_seconds", "server", "seconds", "", "Seconds at the server, over all rounds."),
     Column("trained", "trained", "count", "", "Client trainings done for this method, over all rounds."),

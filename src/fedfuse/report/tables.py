@@ -28,6 +28,7 @@ TERMINAL = (
     "client_accuracy_mean",
     "train_seconds",
     "bytes_down",
+    "flops",
 )
 """The terminal's columns, the most telling first: what does not fit is left to the page."""
 
@@ -134,7 +135,7 @@ def _scale(kind: Kind, means: Sequence[float]) -> tuple[float, int, str]:
         return 1.0, 0 if all(mean.is_integer() for mean in means) else 1, ""
     if kind == "seconds":
         return 1.0, 3 if largest < 1 else 2 if largest < 100 else 0, "s"
-    size, unit = byte_unit(largest)
+    size, unit = (flop_unit if kind == "flops" else byte_unit)(largest)
     return size, 2 if size > 1 else 0, unit
 
 
@@ -147,6 +148,17 @@ def byte_unit(largest: float) -> tuple[float, str]:
     """
     units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
     return next(((size, unit) for size, unit in units if largest >= size), (1.0, "B"))
+
+
+def flop_unit(largest: float) -> tuple[float, str]:
+    """The unit in which a number of floating point operations is read best, and its size.
+
+    Example:
+        >>> flop_unit(3e13)
+        (1000000000000.0, 'TFLOP')
+    """
+    units = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
+    return next(((size, unit) for size, unit in units if largest >= size), (1.0, "FLOP"))
 
 
 def rich_table(table: Sequence[SummaryRow], title: str | None = None, width: int | None = None) -> Table:

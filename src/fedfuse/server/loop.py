@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fedfuse.core.cost import spared
+from fedfuse.core.cost import cohort_flops, spared
 from fedfuse.core.messages import Brief, client_order
 from fedfuse.core.model import Model
 from fedfuse.core.recipe import Engine, Recipe, Terms, terms_of
@@ -90,7 +90,7 @@ def one_round(
     after = replace(after, round=state.round + 1)
     spent = time.perf_counter() - began
     scores = judge.score(after.model, admission, after.round == plan.rounds) if judge else {}
-    facts = _facts(recipe, admission, brief, asked, terms)
+    facts = _facts(recipe, admission, brief, asked, bench, terms)
     return Record(after, {**facts, **scores, "train_seconds": waited, "server_seconds": spent, "facts": after.facts})
 
 
@@ -129,7 +129,9 @@ def _bytes_down(brief: Brief, asked: tuple[str, ...]) -> int:
     return brief_size(brief.to("")) * (len(asked) - len(apart)) + sum(brief_size(brief.to(c)) for c in apart)
 
 
-def _facts(recipe: Recipe, admission: Admission, brief: Brief, asked: tuple[str, ...], terms: Terms) -> dict[str, Any]:
+def _facts(
+    recipe: Recipe, admission: Admission, brief: Brief, asked: tuple[str, ...], bench: Bench, terms: Terms
+) -> dict[str, Any]:
     clients = {u.client: {"mass": u.mass, "steps": u.steps, **u.facts} for u in admission.cohort}
     less, answered = spared(brief), admission.trained + admission.remembered
     return {
@@ -137,6 +139,7 @@ def _facts(recipe: Recipe, admission: Admission, brief: Brief, asked: tuple[str,
         "clients": clients,
         "bytes_up": admission.bytes_up - less.up * answered,
         "bytes_down": _bytes_down(brief, asked) - less.down * len(asked) + (terms.sent if brief.round == 0 else 0),
+        "flops": cohort_flops(admission.cohort, bench.local, bench.inputs.shape if bench.inputs else None),
         "trained": admission.trained,
         "remembered": admission.remembered,
         "refused": admission.refused,

@@ -1,0 +1,234 @@
+"""What accuracy cost: bytes, FLOPs, rounds, and how large the model is."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from markupsafe import Markup
+
+from fedfuse.report.heat import WIDTH, heat_map
+from fedfuse.report.plots import Figure, Groups, Inks, edges_of, learning_curve, tick_words
+from fedfuse.report.read import Row, finite, items, number, part
+from fedfuse.report.scores import Spread, last_rows, spread
+from fedfuse.report.svg import drawing, ink, line, marker, scale_for, tag, wide, x_axis, y_axis
+from fedfuse.report.tables import byte_unit, flop_unit
+
+UnitOf: TypeAlias = Callable[[float], tuple[float, str]]
+Paths: TypeAlias = Mapping[str, list[tuple[float, Spread]]]
+
+WINDOW = 5
+"""Rounds over which accuracy is averaged before it counts as reached: single rounds swing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """What one method spent until its accuracy, averaged over the last rounds, reached the target.
+
+    Attributes:
+        label: the method.
+        seeds: how many of its seeds got there, and of how many.
+        rounds: mean number of rounds over the seeds that did.
+        flops: the clients' training until then.
+        sent: bytes up and down until then.
+    """
+
+    label: str
+    seeds: tuple[int, int]
+    rounds: float | None
+    flops: float | None
+    sent: float | None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row as words."""
+        there, of = self.seeds
+        if self.rounds is None:
+            return (f"{there} of {of}", "–", "–", "–")
+        return (f"{there} of {of}", f"{self.rounds:.1f}", _said(self.flops, flop_unit), _said(self.sent, byte_unit))
+
+
+def _said(value: float | None, unit_of: UnitOf) -> str:
+    if value is None:
+        return "–"
+    size, unit = unit_of(value)
+    return f"{value / size:.3g} {unit}"
+
+
+def traffic(groups: Groups, inks: Inks) -> Figure | None:
+    """Accuracy against all bytes sent so far, both ways, round after round.
+
+    Example:
+        >>> row = {"seed": 0, "round": 1, "accuracy": 0.8, "bytes_up": 1000, "bytes_down": 2000}
+        >>> "wb: 80.0 % for 3 kB" in traffic({"wb": [row]}, {"wb": 0}).picture
+        True
+    """
+    paths = _paths(groups, ("bytes_up", "bytes_down"))
+    return _against(paths, inks, "Bytes against accuracy", "sent up and down by all clients", byte_unit)
+
+
+def effort(groups: Groups, inks: Inks) -> Figure | None:
+    """Accuracy against the FLOPs of all local training so far, round after round.
+
+    Example:
+        >>> row = {"seed": 0, "round": 1, "accuracy": 0.8, "flops": 5e9}
+        >>> "wb: 80.0 % for 5 GFLOP" in effort({"wb": [row]}, {"wb": 0}).picture
+        True
+    """
+    return _against(_paths(groups, ("flops",)), inks, "FLOPs against accuracy", "local training", flop_unit)
+
+
+def _paths(groups: Groups, keys: Sequence[str]) -> Paths:
+    return {label: path for label, rows in groups.items() if (path := _path(rows, keys))}
+
+
+def _path(rows: Sequence[Row], keys: Sequence[str]) -> list[tuple[float, Spread]]:
+    """(spent so far, accuracy) after each round, both means over seeds."""
+    path, spent = [], 0.0
+    for at in sorted({row["round"] for row in rows}):
+        here = [row for row in rows if row["round"] == at]
+        both = spread(sum(number(row, key) or 0.0 for key in keys) for row in here)
+        spent += both.mean if both else 0.0
+        score = spread(number(row, "accuracy") for row in here)
+        if score is not None:
+            path.append((spent, score))
+    return path
+
+
+def _against(paths: Paths, inks: Inks, title: str, words: str, unit_of: UnitOf) -> Figure | None:
+    paths = {label: path for label, path in paths.items() if path[-1][0] > 0}
+    spent = [at for path in paths.values() for at, _ in path]
+    if not spent:
+        return None
+    log = wide(spent)
+    size, unit = unit_of(max(spent))
+    x = scale_for([at / size for at in spent], 46, WIDTH - 14, log=log)
+    y = scale_for([edge for path in paths.values() for _, value in path for edge in edges_of(value)], 238, 22)
+    parts = []
+    for label, path in paths.items():
+        places = [(x(at / size), y(value.mean)) for at, value in path]
+        at, value = path[-1]
+        low, high = edges_of(value)
+        parts += [
+            line(places, inks[label]) if len(places) > 1 else Markup(""),
+            tag("path", d=f"M{places[-1][0]:.1f} {y(low):.1f}V{y(high):.1f}", class_=f"bar {ink(inks[label])}"),
+            marker(inks[label], *places[-1], 4.5, f"{label}: {100 * value.mean:.1f} % for {at / size:.3g} {unit}"),
+        ]
+    axes = (
+        y_axis(y, 46, WIDTH - 8, "accuracy, %", tick_words(y, share=True)),
+        x_axis(x, 22, 238, f"{words}, {unit}", {at: f"{at:g}" for at in x.ticks()}),
+    )
+    note = "Up and to the left is better." + (" Logarithmic scale." if log else "")
+    return Figure(title, drawing(WIDTH, 274, title, *axes, *parts), note, tuple(paths))
+
+
+def model_size(groups: Groups, inks: Inks) -> Figure | None:
+    """How many weights the fused model has, round by round, where that ever changes.
+
+    Example:
+        >>> rows = [{"seed": 0, "round": at, "weights": 100 - 30 * at} for at in (1, 2)]
+        >>> model_size({"fedap": rows}, {"fedap": 0}).title
+        'Weights of the model'
+    """
+    sizes = {number(row, "weights") for rows in groups.values() for row in rows} - {None}
+    if len(sizes) < 2:
+        return None
+    return learning_curve(groups, inks, "weights", "Weights of the model")
+
+
+def kept_channels(groups: Groups) -> Figure | None:
+    """Which share of its channels each layer has kept, for every method that removed some; mean over seeds.
+
+    Example:
+        >>> row = {"seed": 0, "round": 1, "channels": {"conv1": [3, 6], "conv2": [4, 16]}}
+        >>> "fedap, conv2: 25" in kept_channels({"fedap": [row], "fedavg": [{"seed": 0, "round": 1}]}).picture
+        True
+    """
+    found = {label: [part(row, "channels") for row in last_rows(rows)] for label, rows in groups.items()}
+    found = {label: tables for label, tables in found.items() if any(tables)}
+    layers = list(dict.fromkeys(str(name) for tables in found.values() for table in tables for name in table))
+    if not layers:
+        return None
+    shares = np.array([[_share([items(t, layer) for t in tables]) for layer in layers] for tables in found.values()])
+    picture = heat_map("Channels kept", tuple(found), layers, shares, "percent")
+    return Figure("Channels kept", picture, "Per cent of each layer's own, mean over seeds.")
+
+
+def _share(pairs: Sequence[Sequence[object]]) -> float:
+    whole = [(finite(pair[0]), finite(pair[1])) for pair in pairs if len(pair) == 2]
+    shares = [kept / size for kept, size in whole if kept is not None and size]
+    return sum(shares) / len(shares) if shares else math.nan
+
+
+def target_in(config: str, groups: Groups) -> float | None:
+    """The accuracy to be reached: the file's own, else the highest multiple of 5 % that half of the methods reach.
+
+    Example:
+        >>> target_in("judge.target = 0.6", {})
+        0.6
+        >>> target_in("", {"a": [{"seed": 0, "round": 1, "accuracy": 0.62}], "b": [{"seed": 0, "round": 1}]})
+        0.6
+    """
+    try:
+        said = finite(part(tomllib.loads(config), "judge").get("target"))
+    except tomllib.TOMLDecodeError:
+        said = None
+    if said is not None:
+        return said
+    tops = sorted((max(s.mean for s in curves) for rows in groups.values() if (curves := _means(rows))), reverse=True)
+    if not tops:
+        return None
+    middle = tops[math.ceil(len(tops) / 2) - 1]
+    return math.floor(round(20 * middle, 9)) / 20 or None
+
+
+def _means(rows: Sequence[Row]) -> list[Spread]:
+    """The smoothed accuracy of each round, over seeds."""
+    curves = [_smooth(rows, seed) for seed in sorted({row["seed"] for row in rows})]
+    longest = max(map(len, curves), default=0)
+    found = [spread(curve[at] for curve in curves if at < len(curve)) for at in range(longest)]
+    return [value for value in found if value is not None]
+
+
+def _smooth(rows: Sequence[Row], seed: int) -> list[float]:
+    """One seed's accuracy, each round with up to four before it; a window is full before it counts."""
+    scores = [value for row in rows if row["seed"] == seed and (value := number(row, "accuracy")) is not None]
+    window = min(WINDOW, len(scores))
+    return [sum(scores[at - window : at]) / window for at in range(window, len(scores) + 1)] if window else []
+
+
+def reached(groups: Groups, target: float) -> list[Reached]:
+    """What each method spent until it reached the target.
+
+    Example:
+        >>> rows = [{"seed": 0, "round": at, "accuracy": 0.2 * at, "flops": 3.0, "bytes_up": 1} for at in (1, 2, 3)]
+        >>> reached({"wb": rows}, 0.4)[0].cells
+        ('1 of 1', '3.0', '9 FLOP', '3 B')
+    """
+    return [_reached(label, rows, target) for label, rows in groups.items()]
+
+
+def _reached(label: str, rows: Sequence[Row], target: float) -> Reached:
+    seeds = sorted({row["seed"] for row in rows})
+    spent = [found for seed in seeds if (found := _until(rows, seed, target)) is not None]
+    if not spent:
+        return Reached(label, (0, len(seeds)), None, None, None)
+    rounds, flops, sent = (sum(column) / len(spent) for column in zip(*spent, strict=True))
+    return Reached(label, (len(spent), len(seeds)), rounds, flops or None, sent or None)
+
+
+def _until(rows: Sequence[Row], seed: int, target: float) -> tuple[float, float, float] | None:
+    """(rounds, FLOPs, bytes) until one seed's smoothed accuracy is at the target."""
+    mine = [row for row in rows if row["seed"] == seed and number(row, "accuracy") is not None]
+    smooth = _smooth(mine, seed)
+    there = [at for at, score in enumerate(smooth) if score >= target - 1e-12]
+    if not there:
+        return None
+    done = mine[: len(mine) - len(smooth) + there[0] + 1]
+    flops = sum(number(row, "flops") or 0.0 for row in done)
+    sent = sum((number(row, "bytes_up") or 0.0) + (number(row, "bytes_down") or 0.0) for row in done)
+    return float(len(done)), flops, sent

@@ -1,0 +1,147 @@
+"""The family on a real experiment: files, sizes, resuming."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedfuse.core.model import Single
+from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.experiment.config import Experiment
+from fedfuse.experiment.execute import execute
+from fedfuse.experiment.prepare import prepare
+from fedfuse.wire.files import load_model
+
+METHODS: list[dict[str, Any]] = [
+    {"name": "fedavg"},
+    {"name": "data_sharing", "most": 20},
+    {"name": "hybrid_fl"},
+    {"name": "feddu"},
+    {"name": "hrank", "at": 1, "rate": 0.5},
+    {"name": "fedduap", "at": 2, "lanczos": 6, "sample": 20, "images": 20},
+    {"name": "imc", "at": 1, "every": 1, "times": 2, "rule": "fixed", "rate": 0.8},
+    {"name": "prunefl", "every": 2, "steps": 3},
+]
+
+
+def experiment(*methods: dict[str, Any], **more: Any) -> Experiment:
+    values: dict[str, Any] = {
+        "name": "small",
+        "rounds": 3,
+        "clients_per_round": 2,
+        "data": {
+            "source": "digits",
+            "clients": 4,
+            "partition": {"kind": "shards", "per_client": 2},
+            "train_limit": 240,
+            "test_limit": 60,
+            "server_rows": {"count": 40, "classes": 5},
+        },
+        "model": {"name": "lenet", "maps": [6, 8], "hidden": [12]},
+        "local": {"batch_size": 10, "optimizer": {"lr": 0.05}},
+        "methods": list(methods) or METHODS,
+    }
+    return Experiment.model_validate(values | more)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in (folder / "ledger.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "small"
+    execute(experiment(), out, workers=0)
+    return out
+
+
+def of(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [line for line in lines(folder) if line["method"] == name]
+
+
+def test_nobody_is_refused_or_dropped(folder: Path) -> None:
+    found = lines(folder)
+    assert len(found) == 3 * len(METHODS)
+    assert not any(line["refused"] or line["dropped"] for line in found)
+
+
+def test_flops_fall_with_channels_and_not_with_masks(folder: Path) -> None:
+    whole = of(folder, "fedavg")
+    pruned, masked = of(folder, "hrank"), of(folder, "imc")
+    assert pruned[0]["flops"] == whole[0]["flops"]
+    assert pruned[1]["flops"] < 0.7 * whole[1]["flops"]
+    assert pruned[1]["parameters"] < whole[1]["parameters"]
+    assert [line["flops"] for line in masked] == [line["flops"] for line in whole]
+    assert masked[-1]["parameters"] == whole[-1]["parameters"]
+    assert masked[-1]["weights"] < 0.4 * whole[-1]["weights"]
+    assert masked[-1]["bytes_up"] < whole[-1]["bytes_up"]
+
+
+def test_channels_kept_are_told_layer_by_layer(folder: Path) -> None:
+    assert of(folder, "hrank")[0]["channels"] == {"conv1": [3, 6], "conv2": [4, 8]}
+    assert "channels" not in of(folder, "fedavg")[0]
+    assert set(of(folder, "fedduap")[-1]["channels"]) == {"conv1", "conv2"}
+
+
+def test_more_rows_are_more_work(folder: Path) -> None:
+    assert of(folder, "data_sharing")[0]["flops"] > of(folder, "fedavg")[0]["flops"]
+    assert of(folder, "hybrid_fl")[0]["flops"] > of(folder, "fedavg")[0]["flops"]
+    assert "20 labelled rows of the server, given to each of 4 clients" in of(folder, "data_sharing")[0]["reveals"]
+
+
+def test_a_pruned_model_is_a_file_that_any_process_can_load(folder: Path) -> None:
+    (path,) = (folder / "models").glob("fedduap*")
+    model, _ = load_model(path)
+    assert isinstance(model, Single)
+    assert math.isfinite(float(model.logits(torch.rand(2, 1, 8, 8)).sum()))
+    assert sum(t.numel() for t in model.posterior.mean.values()) == of(folder, "fedduap")[-1]["parameters"]
+
+
+class Crash(Exception):
+    """Power failure."""
+
+
+class DiesAfter:
+    """A watcher that ends the run after a round."""
+
+    def __init__(self, round_: int) -> None:
+        self.round = round_
+
+    def course_began(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
+        pass
+
+    def client_done(self, client: str, seconds: float, remembered: bool) -> None:
+        pass
+
+    def round_done(self, label: str, seed: int, round_: int, accuracy: float | None) -> None:
+        if round_ == self.round:
+            raise Crash
+
+
+@pytest.mark.parametrize("at", [5, 7], ids=["fedduap", "prunefl"])
+def test_after_a_crash_it_goes_on_as_if_undisturbed(at: int, folder: Path, tmp_path: Path) -> None:
+    chosen = METHODS[at]
+    with pytest.raises(Crash):
+        execute(experiment(chosen), tmp_path / "cut", workers=0, watch=DiesAfter(2))
+    execute(experiment(chosen), tmp_path / "cut", workers=0, resume=True)
+    (whole,), (mended,) = (list((f / "models").glob(f"{chosen['name']}*")) for f in (folder, tmp_path / "cut"))
+    assert whole.read_bytes() == mended.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"data": {"source": "digits", "clients": 2, "train_limit": 60, "test_limit": 20}}, "there are none"),
+        ({"model": {"name": "mlp"}}, "has no convolution whose channels could be removed"),
+        ({"rounds": 1}, "pruned after round 2 and the run ends after 1"),
+        ({"data": {"source": "digits", "server_rows": {"count": 40, "classes": [3, 99]}}}, "names class 99"),
+    ],
+)
+def test_what_cannot_be_is_said_before_training(said: dict[str, Any], words: str) -> None:
+    with pytest.raises((ConfigError, RecipeError), match=words):
+        prepare(experiment(METHODS[5], **said)).check()

@@ -1,0 +1,80 @@
+"""What accuracy cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedfuse.report import write_page
+from fedfuse.report.costs import effort, kept_channels, model_size, reached, target_in, traffic
+
+
+def row(seed: int, at: int, **more: Any) -> dict[str, Any]:
+    return {"label": "wb", "seed": seed, "round": at, **more}
+
+
+def test_bytes_add_up_over_rounds() -> None:
+    rows = [row(seed, at, accuracy=0.5, bytes_up=1000, bytes_down=500) for at in (1, 2) for seed in (0, 1)]
+    figure = traffic({"wb": rows}, {"wb": 0})
+    assert figure is not None
+    assert "wb: 50.0 % for 3 kB" in figure.picture
+    assert traffic({"wb": [row(0, 1, accuracy=0.5)]}, {"wb": 0}) is None
+
+
+def test_flops_add_up_and_methods_without_any_are_left_out() -> None:
+    rows = [row(0, at, accuracy=0.5, flops=4e11) for at in (1, 2, 3)]
+    figure = effort({"wb": rows, "old": [row(0, 1, accuracy=0.4)]}, {"wb": 0, "old": 1})
+    assert figure is not None
+    assert "wb: 50.0 % for 1.2 TFLOP" in figure.picture
+    assert figure.legend == ("wb",)
+
+
+def test_a_size_is_drawn_where_it_changes() -> None:
+    steady = [row(0, at, weights=100) for at in (1, 2)]
+    assert model_size({"wb": steady}, {"wb": 0}) is None
+    shrinks = [row(0, at, weights=100 / at) for at in (1, 2)]
+    assert model_size({"wb": steady, "fedap": shrinks}, {"wb": 0, "fedap": 1}) is not None
+
+
+def test_channels_are_shares_over_seeds() -> None:
+    rows = [row(seed, 2, channels={"conv1": [3 + seed, 6], "conv2": [8, 16]}) for seed in (0, 1)]
+    figure = kept_channels({"fedap": rows, "wb": [row(0, 2)]})
+    assert figure is not None
+    assert "fedap, conv1: 58" in figure.picture
+    assert kept_channels({"wb": [row(0, 2)]}) is None
+
+
+def climbing(seed: int, slope: float, rounds: int = 10) -> list[dict[str, Any]]:
+    return [row(seed, at, accuracy=slope * at, flops=10.0, bytes_up=1, bytes_down=2) for at in range(1, rounds + 1)]
+
+
+def test_the_target_is_reached_by_the_mean_over_five_rounds() -> None:
+    """0.05, 0.10, …: the mean of rounds 4 to 8 is 0.30, so a target of 0.3 takes eight rounds and not six."""
+    (found,) = reached({"wb": climbing(0, 0.05)}, 0.3)
+    assert (found.rounds, found.flops, found.sent, found.seeds) == (8, 80, 24, (1, 1))
+
+
+def test_seeds_that_never_got_there_are_told() -> None:
+    rows = [*climbing(0, 0.05), *climbing(1, 0.001)]
+    (found,) = reached({"wb": rows}, 0.3)
+    assert found.seeds == (1, 2)
+    (never,) = reached({"wb": climbing(0, 0.001)}, 0.3)
+    assert never.cells == ("0 of 1", "–", "–", "–")
+
+
+def test_the_target_is_the_files_or_what_half_of_the_methods_reach() -> None:
+    groups = {name: climbing(0, slope) for name, slope in (("a", 0.05), ("b", 0.04), ("c", 0.01))}
+    assert target_in("[judge]\ntarget = 0.77\n", groups) == 0.77
+    assert target_in("", groups) == pytest.approx(0.3)  # 0.4, 0.32 and 0.08 at best
+    assert target_in("", {"a": [row(0, 1)]}) is None
+    assert target_in("not = [toml", groups) == pytest.approx(0.3)
+
+
+def test_the_page_has_a_table_of_what_the_target_costs(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    page = write_page([make_run(tmp_path / "run", rounds=8)], tmp_path / "page.html").read_text()
+    assert "% accuracy costs" in page
+    single = write_page([make_run(tmp_path / "one", rounds=1)], tmp_path / "one.html").read_text()
+    assert "% accuracy costs" not in single
