@@ -39,7 +39,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"api", "pictures"},
     },
     "console": {"core", "experiment", "report", "errors"},
-    "cli": {"core", "data", "experiment", "report", "console", "api", "errors"},
+    "flower": {"api", "core", "wire", "server", "engines", "experiment", "errors"},
+    "cli_options": set(),
+    "cli_flower": {"cli_options", "console", "engines.flower_version", "experiment", "report", "errors"},
+    "cli": {"core", "data", "experiment", "report", "console", "api", "cli_flower", "cli_options", "errors"},
     "__init__": {"api", "core", "methods", "errors"},
     "__main__": {"cli"},
 }

@@ -8,17 +8,15 @@ import warnings
 from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from fedfuse import console
+from fedfuse import cli_flower, console
+from fedfuse.cli_options import Json, Sets, Source, Trust, Workers
 from fedfuse.errors import ConfigError, FuseError
 
 with warnings.catch_warnings():  # typer imports what click will drop in its next version; that is between them
     warnings.simplefilter("ignore", DeprecationWarning)
     import typer
-
-if TYPE_CHECKING:
-    from fedfuse.experiment.execute import Results
 
 app = typer.Typer(
     help="Fuse models trained apart, on data that may not meet, into one model.",
@@ -27,14 +25,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-
-Sets = Annotated[list[str] | None, typer.Option("--set", help="key.key=value; beats the file. May be repeated.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-Workers = Annotated[
-    int | None, typer.Option(min=0, help="Worker processes; 0 trains in this one, by default there is one per core.")
-]
-Trust = Annotated[list[str] | None, typer.Option("--model", help="package.module:Class that a file may name.")]
-Source = Annotated[str, typer.Option("--data", help="digits, mnist, …, a folder, an .npz or package.module:function.")]
 
 
 def _version(asked: bool) -> None:
@@ -268,6 +258,9 @@ def reproduce(
     console.say_json({"files": files_made}) if as_json else console.say("\n".join(files_made))
 
 
+app.command()(cli_flower.flower)
+
+
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what is installed, which data are found, and how much room there is."""
@@ -338,7 +331,7 @@ def _run(
         raise typer.Exit(1) from None
     made = write_page([job.folder for job in jobs.each], jobs.folder / "report.html") if page else None
     if as_json:
-        console.say_json(_told(jobs.together(done), made))
+        console.say_json(console.told(jobs.together(done), made))
         return
     console.say(f"files: {jobs.folder}" + (f"   page: {made}" if made else ""))
 
@@ -346,14 +339,6 @@ def _run(
 def _how_to_resume(file: Path, sets: list[str], folder: Path) -> str:
     said = [word for text in sets for word in ("--set", text)]
     return shlex.join(["fedfuse", "run", str(file), *said, "--out", str(folder), "--resume"])
-
-
-def _told(results: Results, page: Path | None) -> dict[str, Any]:
-    """A run's results as one JSON value: the rows of results.json, each with its experiment's name."""
-    from fedfuse.experiment.ledger import flat
-
-    rows = [{"experiment": row["experiment"], **flat(row)} for row in results.rows]
-    return {"name": results.name, "folder": str(results.folder), "page": page and str(page), "rows": rows}
 
 
 def _show_method(facts: dict[str, Any], text: str) -> None:

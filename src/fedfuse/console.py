@@ -6,15 +6,19 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedfuse.experiment.ledger import plain
+from fedfuse.experiment.ledger import flat, plain
 from fedfuse.experiment.watch import Quiet, Watcher
+
+if TYPE_CHECKING:  # it brings torch, which a person who asks for help need not wait for
+    from fedfuse.experiment.execute import Results
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -108,3 +112,9 @@ def show_scores(title: str, scores: Mapping[str, Mapping[str, Any]]) -> None:
         for name, s in scores.items()
     ]
     table(title, ("model", "accuracy", "NLL", "ECE", "Brier"), rows)
+
+
+def told(results: Results, page: Path | None) -> dict[str, Any]:
+    """A run's results as one JSON value: the rows of results.json, each with its experiment's name."""
+    rows = [{"experiment": row["experiment"], **flat(row)} for row in results.rows]
+    return {"name": results.name, "folder": str(results.folder), "page": page and str(page), "rows": rows}

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_grid import FakeGrid, TestSite, grid_of, rows
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
+from fedfuse.client.objectives import Proximal
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.recipe import Recipe, Work
 from fedfuse.core.registry import find_method
@@ -44,11 +45,18 @@ def a_federation(recipe: Recipe = PLAIN, deadline: float = 20.0) -> tuple[FakeGr
     grid = grid_of(client_app(TestSite(PEOPLE, recipe, LOCAL)), len(PEOPLE.clients))
     federation = Federation(grid, len(PEOPLE.clients), deadline=deadline, names=PEOPLE.clients)
     federation.gather()
-    return grid, FlowerEngine(federation, recipe.label)
+    return grid, FlowerEngine(federation, recipe.label, recipe, LOCAL)
 
 
 def node_of(engine: FlowerEngine, client: str) -> int:
     return engine.federation.members[client].node
+
+
+def settled(engine: FlowerEngine) -> FlowerEngine:
+    """Give nodes that just joined the time to say who they are."""
+    for _ in range(4):
+        engine.federation.welcome()
+    return engine
 
 
 def exchanged(engine: FlowerEngine, recipe: Recipe = PLAIN, brief: Brief | None = None) -> dict[str, Envelope]:
@@ -122,7 +130,7 @@ def test_a_node_that_went_is_told_and_may_come_back() -> None:
     grid.nodes[gone].online = False
     assert exchanged(engine)["client-2"].dropped == "it is not connected"
     again = grid.add(grid.nodes[gone].app, **{"partition-id": 2})  # the same site as another node
-    assert exchanged(engine)["client-2"].payload
+    assert exchanged(settled(engine))["client-2"].payload
     assert node_of(engine, "client-2") == again
     grid.nodes[gone].online = True  # two nodes of one name: the first to hold it keeps it
     assert exchanged(engine)["client-2"].payload
@@ -160,11 +168,13 @@ def test_a_node_that_dies_while_it_is_asked_is_told_with_flowers_own_reason() ->
 def test_a_stranger_is_told_in_every_round_and_never_asked() -> None:
     grid, engine = a_federation()
     stranger = grid.add(client_app(TestSite(PEOPLE, PLAIN, LOCAL)), **{"partition-id": 9})
-    got = exchanged(engine)
+    got = exchanged(settled(engine))
     assert "IndexError" in got[f"node {stranger}"].dropped
     assert stranger not in {m.node for m in engine.federation.members.values()}
     twin = grid.add(client_app(TestSite(PEOPLE, PLAIN, LOCAL)), **{"partition-id": 0})
-    assert "it is called 'client-0'" in exchanged(engine)[f"node {twin}"].dropped
+    assert "it is called 'client-0'" in exchanged(settled(engine))[f"node {twin}"].dropped
+    grid.nodes[twin].online = False
+    assert f"node {twin}" not in exchanged(engine)  # gone, and asked anew should it come back
 
 
 def test_a_registered_name_beats_what_a_node_calls_itself() -> None:
@@ -311,10 +321,10 @@ def test_large_replies_wait_in_files_that_go_with_the_engine(tmp_path: Path, mon
     assert not list(tmp_path.iterdir())
 
 
-def test_another_experiment_at_a_site_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_experiment_at_a_site_is_told() -> None:
     _, engine = a_federation()
-    other = replace(PLAIN.work(LOCAL), settings=LocalSettings(epochs=3))
-    said = list(engine.exchange(a_brief(), other, engine.clients))
+    engine.local = LocalSettings(epochs=3)
+    said = list(engine.exchange(a_brief(), PLAIN.work(engine.local), engine.clients))
     assert all("is another than this site's" in e.dropped for e in said)
 
 
@@ -329,7 +339,12 @@ def test_what_cannot_travel_is_said_before_anything_is_sent() -> None:
     grid, engine = a_federation()
     grid.pulls.clear()
     with pytest.raises(ConfigError, match="cannot run on a federation"):
-        list(engine.exchange(a_brief(), Work(LOCAL, objective=lambda *_: None), engine.clients))
+        list(engine.exchange(a_brief(), Work(LOCAL, objective=Proximal(0.5)), engine.clients))
+    nameless = replace(PLAIN, objective=lambda *_: None)
+    engine.recipe = nameless
+    with pytest.raises(ConfigError, match="has no name"):
+        list(engine.exchange(a_brief(), nameless.work(LOCAL), engine.clients))
+    engine.recipe = PLAIN
     with pytest.raises(ConfigError, match="cannot travel"):
         list(engine.exchange(replace(a_brief(), spec=Spec.of(SPEC.build())), PLAIN.work(LOCAL), engine.clients))
     assert not grid.pulls

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from fedfuse.core.messages import Brief, Envelope, client_order
 from fedfuse.core.params import Params
-from fedfuse.core.recipe import Work
+from fedfuse.core.recipe import Recipe, Work
+from fedfuse.core.settings import LocalSettings
 from fedfuse.engines.base import OnClient, Spoken
 from fedfuse.engines.flower_records import (
     BRIEF,
@@ -29,7 +30,7 @@ from fedfuse.engines.flower_records import (
     read_reply,
     seconds_in,
 )
-from fedfuse.errors import QuorumLost
+from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.wire.codec import Malformed, encode, forms_of, forms_size, write
 from fedfuse.wire.messages import VERSION
 
@@ -40,7 +41,6 @@ ENROL = "query.enrol"
 SITE = "site"
 _HELD = 64 * 2**20  # bytes of one round's replies kept in memory; the rest waits in files
 _PAUSE, _LONGEST_PAUSE, _SLOWER = 0.02, 1.0, 1.3  # seconds between two looks for answers
-_LATECOMER = 60.0  # seconds a round waits for the names of nodes that joined since the last one
 
 
 class Member(NamedTuple):
@@ -63,6 +63,7 @@ class Federation:
         names: what clients are called in a simulation, by the number of their partition.
         members: who takes part, by client.
         strangers: nodes that do not, and why.
+        closed: set by whoever ends the federation, so that nobody waits for answers any more.
     """
 
     grid: Grid
@@ -72,6 +73,8 @@ class Federation:
     names: Sequence[str] = ()
     members: dict[str, Member] = field(default_factory=dict)
     strangers: dict[int, str] = field(default_factory=dict)
+    closed: bool = False
+    _asked: dict[int, str] = field(default_factory=dict)  # nodes that have not said yet who they are
 
     @property
     def simulated(self) -> bool:
@@ -85,29 +88,68 @@ class Federation:
             QuorumLost: if fewer came than may begin.
         """
         ends, pause = time.monotonic() + self.deadline, _PAUSE
-        while len(self.members) < self.expected and time.monotonic() < ends:
-            self.welcome(ends - time.monotonic())
-            if len(self.members) < self.expected:
-                time.sleep(pause)
-                pause = min(pause * _SLOWER, _LONGEST_PAUSE)
+        while not self._complete() and time.monotonic() < ends and not self.closed:
+            time.sleep(pause)
+            pause = min(pause * _SLOWER, _LONGEST_PAUSE)
         if not self.members or len(self.members) < self.quorum * self.expected:
-            why = "; ".join(self.strangers.values()) or "no other node connected"
+            unheard = [f"node {node}: it has not said who it is" for node in self._asked]
+            why = "; ".join([*self.strangers.values(), *unheard]) or "no other node connected"
             raise QuorumLost(
                 f"{len(self.members)} of {self.expected} clients enrolled within {self.deadline:g} s and the quorum is "
                 f"{self.quorum:.0%}; {why}; start the missing SuperNodes or lower data.clients"
             )
 
-    def welcome(self, patience: float = _LATECOMER) -> set[int]:
-        """Ask every node not met yet who it is; returns the nodes that are connected now."""
+    def welcome(self) -> dict[int, str]:
+        """Ask nodes not met yet who they are, and hear those asked before; returns who is connected now.
+
+        Nobody waits here: a node that takes its time to answer takes part from a later round on.
+        """
         online = {info.node_id: info.name for info in self.grid.get_nodes()}
-        known = {member.node for member in self.members.values()} | self.strangers.keys()
-        fresh = {node: node for node in online if node not in known}
-        if fresh:
-            content = RecordDict({BRIEF: ConfigRecord({"version": VERSION})})
-            messages = {node: Message(content, node, ENROL, ttl=max(patience, 1.0)) for node in fresh}
-            for node, reply in _answers(self.grid, messages, patience):
-                self._enrol(node, online[node], reply, online)
-        return set(online)
+        self.strangers = {node: why for node, why in self.strangers.items() if node in online}
+        known = {member.node for member in self.members.values()} | self.strangers.keys() | self._asked.keys()
+        self._greet([node for node in online if node not in known])
+        for node, message_id in list(self._asked.items()):
+            if reply := next(iter(self.grid.pull_messages([message_id])), None):
+                del self._asked[node]
+                if not reply.has_error():  # else it went away before it answered: it is asked again when it is back
+                    self._enrol(node, online.get(node, ""), _content_or_reason(reply), online)
+        return online
+
+    def _complete(self) -> bool:
+        self.welcome()
+        return len(self.members) >= self.expected
+
+    def _greet(self, nodes: list[int]) -> None:
+        content = RecordDict({BRIEF: ConfigRecord({"version": VERSION})})
+        messages = {node: Message(content, node, ENROL) for node in nodes}
+        taken = set(self.grid.push_messages(list(messages.values()))) if messages else set()
+        sent = {node: message.metadata.message_id for node, message in messages.items()}
+        self._asked |= {node: message_id for node, message_id in sent.items() if message_id in taken}
+
+    def ask(self, messages: dict[Any, Message], patience: float) -> Iterator[tuple[Any, Message | str]]:
+        """Send messages and give each its reply, or why there is none, as they come; `messages` is emptied.
+
+        Each is asked for alone: the reply is then surely this one's, and only one is in memory.
+        """
+        taken = set(self.grid.push_messages(list(messages.values()))) if messages else set()
+        sent = {key: message.metadata.message_id for key, message in messages.items()}
+        messages.clear()  # what was sent is the SuperLink's to keep
+        for key in [key for key, message_id in sent.items() if message_id not in taken]:
+            del sent[key]
+            yield key, "the SuperLink would not take the message for it"
+        ends, pause = time.monotonic() + patience, _PAUSE
+        while sent and time.monotonic() < ends and not self.closed:
+            before = len(sent)
+            for key, message_id in list(sent.items()):
+                if reply := next(iter(self.grid.pull_messages([message_id])), None):
+                    del sent[key]
+                    yield key, _content_or_reason(reply)
+                    reply = None
+            pause = _PAUSE if len(sent) < before else min(pause * _SLOWER, _LONGEST_PAUSE)
+            if sent:
+                time.sleep(max(0.0, min(pause, ends - time.monotonic())))
+        for key in sent:
+            yield key, f"no answer within {patience:g} s"
 
     def _enrol(self, node: int, registered: str, reply: Message | str, online: Mapping[int, str]) -> None:
         if isinstance(reply, str):
@@ -134,10 +176,23 @@ class Federation:
 
 @dataclass(slots=True)
 class FlowerEngine:
-    """The clients of one course, a method on a seed, on a federation; their memories stay with them."""
+    """The clients of one course, a method on a seed, on a federation; their memories stay with them.
+
+    Attributes:
+        federation: who is there.
+        label: what the sites' own copies of the experiment call the method.
+        recipe: the method.
+        local: the settings clients train with.
+        seed: the course's seed.
+        among: the clients that hold rows for this seed; None for everybody.
+        memories: always empty here.
+        on_client: told when a client has answered.
+    """
 
     federation: Federation
     label: str
+    recipe: Recipe
+    local: LocalSettings
     seed: int = 0
     among: tuple[str, ...] | None = None
     memories: dict[str, Params] = field(default_factory=dict)
@@ -157,6 +212,11 @@ class FlowerEngine:
         Raises:
             ConfigError: if the brief or the work cannot travel.
         """
+        if work != self.recipe.at(brief.round).work(self.local):
+            raise ConfigError(
+                f"method {self.label!r} cannot run on a federation: its server changes what clients do beyond what an "
+                "experiment file says, by lending them rows for instance; run it on this machine"
+            )
         spoken, which = Spoken(brief, BriefRecords.of), fingerprint(work)
         online, members, deadline = self.federation.welcome(), self.federation.members, self.federation.deadline
         for node, why in self.federation.strangers.items():
@@ -170,7 +230,7 @@ class FlowerEngine:
             )
         del spoken
         self._inbox = _Inbox(_HELD)  # it stays until the next round: models are fused from its files
-        for client, reply in _answers(self.federation.grid, messages, deadline):
+        for client, reply in self.federation.ask(messages, deadline):
             yield self._close(self._inbox.open(client, reply))
             del reply
 
@@ -178,32 +238,6 @@ class FlowerEngine:
         if self.on_client is not None:
             self.on_client(envelope.client, envelope.seconds, False)
         return envelope
-
-
-def _answers(grid: Grid, messages: dict[Any, Message], patience: float) -> Iterator[tuple[Any, Message | str]]:
-    """Send messages and give each its reply, or the reason why there is none, as they come; `messages` is emptied.
-
-    Each is asked for alone: the reply is then surely this one's, and only one is in memory.
-    """
-    taken = set(grid.push_messages(list(messages.values()))) if messages else set()
-    sent = {key: message.metadata.message_id for key, message in messages.items()}
-    messages.clear()  # what was sent is the SuperLink's to keep
-    for key in [key for key, message_id in sent.items() if message_id not in taken]:
-        del sent[key]
-        yield key, "the SuperLink would not take the message for it"
-    ends, pause = time.monotonic() + patience, _PAUSE
-    while sent and time.monotonic() < ends:
-        before = len(sent)
-        for key, message_id in list(sent.items()):
-            if reply := next(iter(grid.pull_messages([message_id])), None):
-                del sent[key]
-                yield key, _content_or_reason(reply)
-                reply = None
-        pause = _PAUSE if len(sent) < before else min(pause * _SLOWER, _LONGEST_PAUSE)
-        if sent:
-            time.sleep(max(0.0, min(pause, ends - time.monotonic())))
-    for key in sent:
-        yield key, f"no answer within {patience:g} s"
 
 
 def _content_or_reason(reply: Message) -> Message | str:

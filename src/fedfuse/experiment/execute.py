@@ -44,6 +44,42 @@ class Remembering(Engine, Protocol):
     memories: dict[str, Params]
 
 
+class Crew(Protocol):
+    """Whoever trains an experiment's clients: worker processes here, or sites elsewhere."""
+
+    @property
+    def workers(self) -> int:
+        """How many processes of this machine train."""
+        ...
+
+    def sites(self, prepared: Prepared) -> Mapping[str, int] | None:
+        """The clients and how many rows each holds, where that is not for the experiment's partition to say."""
+        ...
+
+    def engine(self, setting: Setting, label: str, recipe: Recipe, watch: Watcher) -> Remembering:
+        """The clients of one method on one seed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """Worker processes of this machine, and a memo of what they did before."""
+
+    pool: Pool
+    store: Memo | None
+
+    @property
+    def workers(self) -> int:
+        return self.pool.workers
+
+    def sites(self, _: Prepared) -> None:
+        return None
+
+    def engine(self, setting: Setting, _: str, __: Recipe, watch: Watcher) -> Remembering:
+        plain = self.pool.engine(setting.population, setting.seed, watch.client_done)
+        return self.store.around(plain) if self.store else plain
+
+
 @dataclass(frozen=True, slots=True)
 class Results:
     """What a run gives: its rows, and where its files are."""
@@ -83,7 +119,6 @@ def execute(
     Raises:
         ConfigError: before any training, if the directory or the experiment cannot be used.
     """
-    watch = watch or Quiet()
     prepared = prepare(experiment)
     prepared.check()
     store = _memo(memo) if memo else None
@@ -91,23 +126,37 @@ def execute(
     with folder.held():
         folder.open(experiment, resume)
         with one_thread(), _pool(workers) as pool:
-            write_json(out / "environment.json", environment(prepared.dataset, pool.workers))
-            for seed in experiment.seeds:
-                _run_seed(folder, prepared, seed, pool, store, watch)
+            return _run(folder, prepared, None, _Here(pool, store), watch or Quiet())
+
+
+def execute_with(
+    experiment: Experiment, out: Path, crew: Crew, *, resume: bool = False, watch: Watcher | None = None
+) -> Results:
+    """Run an experiment into a directory with clients that live elsewhere; all else is as in `execute`."""
+    prepared = prepare(experiment)
+    sites = crew.sites(prepared)
+    prepared.check(sites)
+    folder = _Folder(out)
+    with folder.held():
+        folder.open(experiment, resume)
+        with one_thread():
+            return _run(folder, prepared, sites, crew, watch or Quiet())
+
+
+def _run(folder: _Folder, prepared: Prepared, sites: Mapping[str, int] | None, crew: Crew, watch: Watcher) -> Results:
+    """Every seed, every method."""
+    experiment = prepared.experiment
+    write_json(folder.path / "environment.json", environment(prepared.dataset, crew.workers))
+    for seed in experiment.seeds:
+        setting = prepared.setting(seed, sites)
+        if sites is None:
+            folder.note_partition(prepared, setting)
+        for label, recipe in prepared.recipes.items():
+            engine, saved = crew.engine(setting, label, recipe, watch), folder.checkpoints(label, seed)
+            _Course(folder, prepared, setting, label, recipe, engine, watch, saved).go()
+            folder.publish(experiment)
     rows = ({"experiment": experiment.name, **line} for line in folder.ordered(experiment))
-    return Results(experiment.name, out, tuple(rows))
-
-
-def _run_seed(folder: _Folder, prepared: Prepared, seed: int, pool: Pool, store: Memo | None, watch: Watcher) -> None:
-    """Every method on one seed's rows."""
-    setting = prepared.setting(seed)
-    folder.note_partition(prepared, setting)
-    for label, recipe in prepared.recipes.items():
-        plain_engine = pool.engine(setting.population, seed, watch.client_done)
-        engine: Remembering = store.around(plain_engine) if store else plain_engine
-        saved = folder.checkpoints(label, seed)
-        _Course(folder, prepared, setting, label, recipe, engine, watch, saved).go()
-        folder.publish(prepared.experiment)
+    return Results(experiment.name, folder.path, tuple(rows))
 
 
 @dataclass(frozen=True, slots=True)

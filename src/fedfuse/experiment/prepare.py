@@ -18,7 +18,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec, factory_of
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.data import Dataset, Partition, Standardise, augmentation, load, partition, standardise
+from fedfuse.data import Dataset, Iid, Partition, Standardise, augmentation, load, partition, standardise
 from fedfuse.engines.base import Population
 from fedfuse.errors import ConfigError, FuseError
 from fedfuse.experiment.config import Experiment, Named, check_options
@@ -54,33 +54,39 @@ class Prepared:
     unlabelled: torch.Tensor | None = None
     strangers: torch.Tensor | None = None
 
-    def setting(self, seed: int) -> Setting:
-        """Everything one seed needs."""
+    def setting(self, seed: int, sites: Mapping[str, int] | None = None) -> Setting:
+        """Everything one seed needs.
+
+        Args:
+            seed: which.
+            sites: clients that hold rows of their own elsewhere, and how many; nothing is then dealt out here.
+        """
         data, classes = self.experiment.data, len(self.dataset.classes)
         train, test = self.dataset.train, self.dataset.test
         parts = partition(
             train.y,
-            data.partition,
-            data.clients,
+            data.partition if sites is None else Iid(),
+            data.clients if sites is None else 1,
             seed,
             server_fraction=data.server_fraction,
             server_rows=data.server_rows,
-            validation_fraction=data.validation_fraction,
+            validation_fraction=data.validation_fraction if sites is None else 0.0,
         )
-        population = Population(train, parts.clients)
+        population = Population(train, parts.clients if sites is None else dict.fromkeys(sites, torch.arange(0)))
         server = train.take(parts.server) if len(parts.server) else None
-        bench = Bench(server, self.unlabelled, len(parts.clients), classes, self.local, seed, self.inputs)
+        bench = Bench(server, self.unlabelled, len(population.clients), classes, self.local, seed, self.inputs)
         held_out = {c: train.take(rows) for c, rows in parts.validation.items()}
         score = self.experiment.judge
         judge = Judge(test, classes, score.bins, held_out, score.clients, strangers=self.strangers)
-        return Setting(seed, parts, population, bench, judge, self._start(seed, population), self._plan(population))
+        plan = self._plan(population.sizes() if sites is None else sites)
+        return Setting(seed, parts, population, bench, judge, self._start(seed, population), plan)
 
-    def check(self) -> None:
+    def check(self, sites: Mapping[str, int] | None = None) -> None:
         """Everything that can be known before training, for every seed and method."""
         _check_device(self.local.device)
         _check_alike({_check_fit(spec, self.dataset) for spec in {self.spec, *(s for _, _, s in self.groups)}})
         for seed in self.experiment.seeds:
-            setting = self.setting(seed)
+            setting = self.setting(seed, sites)
             for recipe in self.recipes.values():
                 recipe.check(self.experiment.rounds, setting.bench, setting.start)
         for recipe in self.recipes.values():
@@ -115,11 +121,11 @@ class Prepared:
                 starts[client] = Start(spec, Single.of(_fresh(spec, seed, *words), spec).posterior.mean)
         return ServerState(0, first, starts=starts)
 
-    def _plan(self, population: Population) -> Plan:
+    def _plan(self, sizes: Mapping[str, int]) -> Plan:
         server = self.experiment.server
         named = frozenset[str]().union(*(s.factories for s in (self.spec, *(g for _, _, g in self.groups))))
         rules = Rules(server.quorum, server.mass_ratio, server.memory_mib * 2**20, named)
-        return Plan(self.experiment.rounds, self.experiment.clients_per_round, rules, population.sizes())
+        return Plan(self.experiment.rounds, self.experiment.clients_per_round, rules, sizes)
 
 
 def prepare(experiment: Experiment, fetch: Callable[..., Dataset] | None = None) -> Prepared:
