@@ -164,6 +164,7 @@ def simulate(
         workers: how many clients train at a time; by default one per core.
         watch: told what happens.
     """
+    os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray's workers wait for everybody else on a machine
     from flwr.simulation import run_simulation
 
     with _workplace() as home:

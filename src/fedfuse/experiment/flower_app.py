@@ -61,6 +61,7 @@ def write_app(experiment: Experiment, folder: Path, here: Path | None = None) ->
     """
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty; choose another --app folder")
+    modules = list(_modules(experiment, here or Path.cwd()))
     texts = {
         "pyproject.toml": _project(experiment),
         "README.md": README.format(name=experiment.name, flower=TESTED),
@@ -72,7 +73,7 @@ def write_app(experiment: Experiment, folder: Path, here: Path | None = None) ->
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
-    for path in _modules(experiment, here or Path.cwd()):
+    for path in modules:
         (shutil.copytree if path.is_dir() else shutil.copyfile)(path, folder / path.name)
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
