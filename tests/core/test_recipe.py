@@ -137,7 +137,7 @@ class Narrow:
 
     needs: frozenset[str] = frozenset()
 
-    def check_networks(self, networks: Mapping[str, Spec], bench: Bench) -> None:
+    def fits(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:  # noqa: ARG002
         for client, spec in networks.items():
             if spec.options.get("hidden"):
                 raise ConfigError(f"{client or 'everybody'} has hidden layers ({bench.classes} classes)")
@@ -150,9 +150,9 @@ def test_parts_refuse_networks_before_anybody_trains() -> None:
     flat, deep = (Spec("mlp", {"inputs": 1, "hidden": h, "classes": 2}) for h in ([], [3]))
     state = ServerState(0, Single.of(flat.build(), flat))
     recipe, bench = Recipe(aggregate=Mean(), steps=(Narrow(),)), Bench(classes=2)
-    assert recipe.dressed(state, bench) is state
+    recipe.check(1, bench, state)
     odd = replace(state, starts={"b": Start(deep, deep.build().state_dict())})
     with pytest.raises(ConfigError, match=r"b has hidden layers \(2 classes\)"):
-        recipe.dressed(odd, bench)
+        recipe.check(1, bench, odd)
     with pytest.raises(ConfigError, match="everybody has hidden layers"):
-        recipe.dressed(ServerState(0, Single.of(deep.build(), deep)), bench)
+        recipe.check(1, bench, ServerState(0, Single.of(deep.build(), deep)))
