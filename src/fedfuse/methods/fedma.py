@@ -8,7 +8,7 @@ from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.linalg.atoms import Odds
-from fedfuse.server.aggregate.chain import Matcher
+from fedfuse.server.aggregate.chain import Matcher, Scale
 from fedfuse.server.aggregate.layerwise import MatchedLayers
 
 
@@ -21,6 +21,7 @@ def fedma(
     sweeps: PositiveInt = 5,
     shrink: bool = True,
     odds: Odds = "exact",
+    scale: Scale = "absolute",
 ) -> Recipe:
     """Match hidden units layer by layer from the inputs on; between two layers clients train what comes after.
 
@@ -37,6 +38,7 @@ def fedma(
         shrink: take the most probable units, m/(m + σ²/σ₀²) of the mean of m clients' copies; else the mean itself.
             Before a norm, which undoes any scale, it is always the mean.
         odds: weigh a unit's popularity by 2 log(m/(J − m)), as derived ("exact"), or half as much ("released").
+        scale: take variances as they are, or as multiples of the mean square of a layer's weights ("layer").
     """
-    matcher = Matcher(gamma, variance, prior_variance, bias_mean, sweeps, shrink, odds)
+    matcher = Matcher(gamma, variance, prior_variance, bias_mean, sweeps, shrink, odds, scale)
     return Recipe(evidence=(LabelCounts(),), aggregate=MatchedLayers(matcher), publishes=("held",))

@@ -10,7 +10,7 @@ from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.linalg.atoms import Odds
-from fedfuse.server.aggregate.chain import Matcher
+from fedfuse.server.aggregate.chain import Matcher, Scale
 from fedfuse.server.aggregate.matched import MatchedUnits
 
 Choices: TypeAlias = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
@@ -25,6 +25,7 @@ def pfnm(
     sweeps: PositiveInt = 5,
     shrink: bool = True,
     odds: Odds = "exact",
+    scale: Scale = "absolute",
 ) -> Recipe:
     """Match the hidden units of fully connected networks; the common network grows as wide as they differ.
 
@@ -39,6 +40,7 @@ def pfnm(
         sweeps: how often every client is matched again, at most.
         shrink: take the most probable units, m/(m + σ²/σ₀²) of the mean of m clients' copies; else the mean itself.
         odds: weigh a unit's popularity by 2 log(m/(J − m)), as derived ("exact"), or half as much ("released").
+        scale: take variances as they are, or as multiples of the mean square of a layer's weights ("layer").
     """
-    matcher = Matcher(bias_mean=bias_mean, sweeps=sweeps, shrink=shrink, odds=odds)
+    matcher = Matcher(bias_mean=bias_mean, sweeps=sweeps, shrink=shrink, odds=odds, scale=scale)
     return Recipe(evidence=(LabelCounts(),), aggregate=MatchedUnits(gamma, variance, prior_variance, matcher))

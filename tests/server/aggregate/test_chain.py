@@ -106,3 +106,16 @@ def test_matching_is_shrunk_only_if_asked() -> None:
     found, units = matcher([values, values.flip(0)], [one, one], zero, torch.Generator())
     assert torch.allclose(units[found.places[1]], values.flip(0) * 2 / (2 + 0.25))
     assert torch.allclose(replace(matcher, shrink=False)([values] * 2, [one] * 2, zero, torch.Generator())[1], values)
+
+
+def test_variances_by_layer_do_not_depend_on_the_size_of_weights() -> None:
+    draw = torch.Generator().manual_seed(0)
+    values = [torch.randn(5, 9, generator=draw, dtype=torch.float64) for _ in range(3)]
+    one, zero = torch.ones(1, dtype=torch.float64), torch.zeros(9, dtype=torch.float64)
+    for scale, alike in (("layer", True), ("absolute", False)):
+        matcher = Matcher(gamma=2.0, variance=3.0, scale=scale)  # type: ignore[arg-type]
+        small, large = (matcher([f * v for v in values], [one] * 3, zero, torch.Generator()) for f in (0.01, 10.0))
+        same = len(small[0]) == len(large[0]) and torch.allclose(1000 * small[1], large[1])
+        assert same is alike
+    nothing = [torch.zeros(2, 9, dtype=torch.float64)] * 2
+    assert len(Matcher(scale="layer")(nothing, [one] * 2, zero, torch.Generator())[0]) >= 2
