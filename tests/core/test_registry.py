@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import EntryPoint
+from typing import Annotated, Literal
 
 import pytest
-from pydantic import PositiveFloat
+from pydantic import ConfigDict, Field, PositiveFloat, create_model
 
 from fedfuse.core import registry
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.registry import Method, all_methods, find_method, method
+from fedfuse.core.registry import Method, accepted, all_methods, find_method, method
 from fedfuse.core.settings import Settings
 from fedfuse.errors import ConfigError
 from fedfuse.server.aggregate.mean import Mean
@@ -119,9 +121,9 @@ def test_a_group_of_settings_is_spread_out_into_options(scratch: dict[str, Metho
 
     found = find_method("grouped")
     assert [(o.name, o.type, o.default) for o in found.options] == [
-        ("uniform", "bool", False),
-        ("mu", "float", 0.5),
-        ("names", "tuple[str, ...]", ()),
+        ("uniform", "true | false", False),
+        ("mu", "number > 0", 0.5),
+        ("names", "list: text", ()),
     ]
     assert [o.text for o in found.options] == ["weigh alike.", "how strong the pull is.", "of what."]
     assert found.recipe(mu=2, names=["a"]).label == "2.0 ('a',)"
@@ -132,3 +134,24 @@ def test_a_group_of_settings_is_spread_out_into_options(scratch: dict[str, Metho
         found.recipe(muu=1)
     with pytest.raises(ConfigError, match="no option 'how'"):
         found.recipe(how=Shared())
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (PositiveFloat | Literal["evidence"], 'number > 0, or "evidence"'),
+        (Literal["one", "trace"] | None, '"one" | "trace"'),
+        (Annotated[float, Field(ge=0, lt=1)], "number ≥ 0 and < 1"),
+        (dict[str, int], "table"),
+        (EntryPoint, "EntryPoint"),
+    ],
+)
+def test_what_an_option_takes_is_said_in_words(kind: object, words: str) -> None:
+    model = create_model("any", __config__=ConfigDict(arbitrary_types_allowed=True), it=(kind, None))
+    assert accepted(model.model_fields["it"]) == words
+
+
+def test_no_method_shows_a_type_of_the_programs_own() -> None:
+    for found in all_methods().values():
+        for option in found.options:
+            assert not re.search(r"Annotated|Literal|Positive|NonNegative|\[|None", option.type), (found.name, option)

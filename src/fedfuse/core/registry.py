@@ -5,15 +5,17 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import entry_points
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
+from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 
 from fedfuse.core.recipe import Recipe
@@ -21,6 +23,14 @@ from fedfuse.core.settings import Settings
 from fedfuse.errors import ConfigError
 
 Maker = Callable[..., Recipe]
+
+_KINDS = {
+    "integer": "whole number",
+    "boolean": "true | false",
+    "string": "text",
+    "object": "table",
+}
+_LIMITS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +66,11 @@ class Method:
     @property
     def options(self) -> tuple[Option, ...]:
         """Its options, read off the signature and the Args section."""
-        listed = []
-        for p in inspect.signature(self.make).parameters.values():
-            group = self.groups.get(p.name)
-            if group is None:
-                listed.append(Option(p.name, str(p.annotation), p.default, _said(self.text, p.name)))
-            else:
-                text = inspect.getdoc(group) or ""
-                listed += [Option(n, _type(f), f.default, _said(text, n)) for n, f in group.model_fields.items()]
-        return tuple(listed)
+        told = {key: inspect.getdoc(group) or "" for group in self.groups.values() for key in group.model_fields}
+        return tuple(
+            Option(key, accepted(field), field.default, _said(told.get(key, self.text), key))
+            for key, field in self.schema.model_fields.items()
+        )
 
     def recipe(self, **options: object) -> Recipe:
         """Its recipe with these options, checked against the signature."""
@@ -164,10 +170,33 @@ def _said(text: str, name: str) -> str:
     return re.sub(r"\s+", " ", said.get(name, ""))
 
 
-def _type(field: FieldInfo) -> str:
-    """A field's type as a signature would write it."""
-    bare = field.annotation
-    return bare.__name__ if isinstance(bare, type) and not get_args(bare) else str(bare).replace("typing.", "")
+def accepted(field: FieldInfo) -> str:
+    """What a field takes, as a user would say it.
+
+    Example:
+        >>> from typing import Literal
+        >>> from pydantic import PositiveInt
+        >>> accepted(FieldInfo(annotation=PositiveInt | Literal["all"]))
+        'whole number > 0, or "all"'
+    """
+    kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    try:
+        return _in_words(TypeAdapter(kind).json_schema())
+    except PydanticUserError:  # a type of the method's own
+        return str(getattr(field.annotation, "__name__", field.annotation))
+
+
+def _in_words(schema: Mapping[str, Any]) -> str:
+    """A JSON schema as a noun phrase."""
+    if "anyOf" in schema:
+        return ", or ".join(_in_words(kind) for kind in schema["anyOf"] if kind.get("type") != "null")  # null: left out
+    if "enum" in schema or "const" in schema:
+        return " | ".join(json.dumps(value) for value in schema.get("enum", [schema.get("const")]))
+    kind = str(schema.get("type", "anything"))
+    if kind == "array":
+        return f"list: {_in_words(schema.get('items', {}))}"
+    limits = [f"{sign} {schema[key]:g}" for key, sign in _LIMITS.items() if key in schema]
+    return " ".join([_KINDS.get(kind, kind), " and ".join(limits)]).strip()
 
 
 def _plain(message: str) -> str:

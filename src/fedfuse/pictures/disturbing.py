@@ -36,14 +36,15 @@ TABLE_1 = LocalSettings(
 )
 
 _ABOVE, _BELOW, _INK = "#c2452d", "#2d6ca2", "#333333"
-_WORDS = """Two networks of one hidden ReLU unit learn the same rule, each from
-its own side. The fused network concatenates the units, so that its
-logits are the sum of theirs. Data, settings and single accuracies
-are alike; only the seed differs, and with it whether the neurons help
-or disturb each other.
+_SIDES = ("#b9d3e8", "#fbfaf7", "#f3c8bd")  # sure of the lower class, unsure, sure of the upper one
+_WORDS = """Two networks of one hidden ReLU unit learn the same rule,
+each from its own side. The fused network concatenates the
+units, so that its logits are the sum of theirs. Data, settings
+and single accuracies are alike; only the seed differs, and
+with it whether the neurons help or disturb each other.
 
-Below: every model's probability of the upper class (red) and
-the test points; those it gets wrong are ringed."""
+Below: every model's probability of the upper class (red)
+and the test points; those it gets wrong are ringed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +199,12 @@ def _draw_outcomes(axis: Any, pairs: Sequence[Pair]) -> None:
     axis.vlines(at, alone.min(1), alone.max(1), color="#bbbbbb", lw=4, label="either side alone")
     axis.plot(at, [100 * p.added for p in order], "o", ms=5, color=_INK, label="logits added")
     axis.plot(at, [100 * p.chosen for p in order], "x", ms=5.5, color="#3a923a", label="the surer one (AMS)")
-    axis.set_title(f"accuracy of the {len(order)} of {len(SEEDS)} seeds that learn", loc="left")
+    axis.set_title(f"(b) {len(order)} of {len(SEEDS)} seeds learn: accuracy, %", loc="left")
     axis.set_xticks([])
     axis.set_xlabel("seeds, by what adding gives")
-    axis.set_ylabel("%")
     axis.legend(frameon=False, fontsize=8.5, loc="upper left")
-    axis.set_ylim(None, max(100 * p.added for p in order) + 9)
+    axis.set_ylim(None, 109)  # room for the legend
+    axis.set_yticks([tick for tick in axis.get_yticks() if axis.get_ylim()[0] <= tick <= 100])
 
 
 def _explain(axis: Any) -> None:
@@ -227,12 +228,13 @@ def _draw_maps(row: Sequence[Any], pair: Pair, test: Rows, word: str) -> None:
 
 def _draw_map(axis: Any, model: Single | Mixture, test: Rows) -> None:
     """The probability of the upper class over the plane, the test points, and which of them are wrong."""
+    from matplotlib.colors import LinearSegmentedColormap
+
     x, y = torch.meshgrid(torch.linspace(-2.1, 2.1, 260), torch.linspace(-1.2, 3.2, 260), indexing="xy")
     grid = torch.stack([x, y], -1).view(-1, 2)
     upper = log_probabilities(model, grid, batch=20_000)[:, 0].exp().view(x.shape).numpy()
-    axis.imshow(
-        upper, extent=(-2.1, 2.1, -1.2, 3.2), origin="lower", cmap="RdBu_r", vmin=0, vmax=1, alpha=0.4, aspect="auto"
-    )
+    place = {"extent": (-2.1, 2.1, -1.2, 3.2), "origin": "lower", "aspect": "auto"}
+    axis.imshow(upper, cmap=LinearSegmentedColormap.from_list("sides", _SIDES), vmin=0, vmax=1, **place)
     wrong = log_probabilities(model, test.x).argmax(-1) != test.y
     for label, colour in enumerate((_ABOVE, _BELOW)):
         axis.scatter(*test.x[test.y == label].T.numpy(), s=7, color=colour, lw=0)
