@@ -179,7 +179,7 @@ def accepted(field: FieldInfo) -> str:
         >>> accepted(FieldInfo(annotation=PositiveInt | Literal["all"]))
         'whole number > 0, or "all"'
     """
-    kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    kind: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
     try:
         return _in_words(TypeAdapter(kind).json_schema())
     except PydanticUserError:  # a type of the method's own
