@@ -200,9 +200,9 @@ class Rates(Settings):
     at: PositiveInt = 30
     rule: Literal["plateau", "gap", "fixed"] = "plateau"
     rate: Share = 0.6
-    lanczos: PositiveInt = 50
+    lanczos: PositiveInt = 30
     probes: PositiveInt = 1
-    sample: PositiveInt = 100
+    sample: PositiveInt = 32
     eps: PositiveFloat = 1e-4
 
     @property
