@@ -4,6 +4,7 @@ First table: the spectrum by Lanczos, the ranks of feature maps, finding the cha
 cost less than the epoch. Second table: seconds per local epoch of networks with half of their channels, as a share of
 the whole one's, beside the share of FLOPs; a round should become faster in the same ratio within 30 %. An epoch is
 timed on its first batches and scaled up; whole and pruned batches are timed in turn, and each keeps its best time.
+Seconds are the processor's own, on one thread, so that busy neighbours do not count.
 
     python benchmarks/prune.py [--model resnet18] [--rows 2000] [--batches 4] [--rate 0.5] [--json]
 """
@@ -73,9 +74,9 @@ def rows(shape: tuple[int, ...], count: int) -> Rows:
 
 
 def seconds_of(what: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    began = time.process_time()
     what()
-    return time.perf_counter() - began
+    return time.process_time() - began
 
 
 def epochs(models: list[Single], data: Rows, count: int, batches: int, repeats: int = 3) -> list[float]:

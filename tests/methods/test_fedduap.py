@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+import fedfuse
 from fedfuse.core.model import Single
+from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.execute import execute
@@ -100,6 +102,25 @@ def test_a_pruned_model_is_a_file_that_any_process_can_load(folder: Path) -> Non
     assert isinstance(model, Single)
     assert math.isfinite(float(model.logits(torch.rand(2, 1, 8, 8)).sum()))
     assert sum(t.numel() for t in model.posterior.mean.values()) == of(folder, "fedduap")[-1]["parameters"]
+
+
+def test_sites_with_files_can_use_the_servers_rows_too() -> None:
+    draw = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    net = Spec("lenet", {"size": 8, "maps": [4, 6], "hidden": [8], "classes": 3}).build()
+
+    def some(only: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.arange(12) % 3 if only is None else torch.full((12,), only)
+        return torch.rand(12, 1, 8, 8, generator=draw) + y[:, None, None, None], y
+
+    sites = [fedfuse.local_update(net, some(k), "feddu", client=f"site-{k}", classes=3) for k in range(2)]
+    fused = fedfuse.fuse(sites, "feddu", model=net, server_rows=some(None))
+    assert fused.facts["server_step"]["taken"]
+    pruned = fedfuse.fuse(sites, fedfuse.method("hrank", at=1, rate=0.5), model=net, server_rows=some(None))
+    assert fused.module()[0].weight.shape[0] == 4
+    assert pruned.module()[0].weight.shape[0] == 2
+    with pytest.raises(ConfigError, match="pruned after round 30 and the run ends after 1"):
+        fedfuse.fuse(sites, "hrank", model=net, server_rows=some(None))
 
 
 class Crash(Exception):

@@ -182,6 +182,12 @@ def test_everybodys_rate_is_told() -> None:
     assert told["rate"] == pytest.approx(sum(told["rates"][w] * told["rate_weights"][w] for w in told["rates"]))
 
 
+def test_labels_heard_before_count_too() -> None:
+    records = federate("fedap", at=2, lanczos=12, sample=10)
+    known = {name for name in records[0].state.memory if name.startswith("labels/")}
+    assert known == {f"labels/c{i}" for i in range(3)}
+
+
 def test_a_reply_of_the_old_shape_is_refused_by_name() -> None:
     records = federate("hrank", at=1, rate=0.5)
     old, new = (replace(r.state, round=1).brief((), 3) for r in (federate("fedavg", rounds=1)[0], records[0]))

@@ -45,7 +45,7 @@ class Look:
 
     steps: int = 30
     probes: int = 1
-    rows: int = 32
+    rows: int = 24
 
     def __call__(self, module: nn.Module, start: Params, rows: Rows, generator: torch.Generator) -> Curvature:
         """The curvature of a module's mean cross entropy at its own weights, in evaluation mode.

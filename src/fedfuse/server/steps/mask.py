@@ -107,6 +107,7 @@ class MagnitudeMask:
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """Prune, if it is time; tell how dense the network is."""
+        state = self.rate.hear(state, cohort)
         done, off = divmod(state.round - self.round, self.every)
         if off or not 0 <= done < self.times:
             return state.noting(density=density(state.single.posterior.mean, state.memory))

@@ -144,6 +144,7 @@ class Prune:
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """Prune, if this is the round."""
+        state = self.rate.hear(state, cohort)
         if state.round != self.round:
             return state
         model = state.single
@@ -202,7 +203,7 @@ class Rates(Settings):
     rate: Share = 0.6
     lanczos: PositiveInt = 30
     probes: PositiveInt = 1
-    sample: PositiveInt = 32
+    sample: PositiveInt = 24
     eps: PositiveFloat = 1e-4
 
     @property

@@ -141,6 +141,10 @@ class ExpectedRate(Protocol):
         """As for an aggregator."""
         ...
 
+    def hear(self, state: ServerState, cohort: Cohort) -> ServerState:
+        """The state that remembers what the rate will need of this round."""
+        ...
+
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> tuple[float, dict[str, Any]]:
         """The rate, and what a reader wants to know of it."""
         ...
@@ -152,6 +156,10 @@ class FixedRate:
 
     rate: float = 0.6
     needs: ClassVar[frozenset[str]] = frozenset()
+
+    def hear(self, state: ServerState, cohort: Cohort) -> ServerState:  # noqa: ARG002 - the seam's signature
+        """Nothing is needed."""
+        return state
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> tuple[float, dict[str, Any]]:  # noqa: ARG002
         """The rate as it is."""
@@ -178,10 +186,14 @@ class SpectralRate:
     unheard: Unheard = "uniform"
     needs: ClassVar[frozenset[str]] = frozenset({"spectrum", "counts", "server_rows"})
 
+    def hear(self, state: ServerState, cohort: Cohort) -> ServerState:
+        """Who has which labels."""
+        return heard(state, cohort)
+
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> tuple[float, dict[str, Any]]:
         """p*, and everybody's own rate and weight."""
         rows = bench.need_rows("FedAP")
-        everyone = everybody(heard(state, cohort).memory, bench.population, self.unheard)
+        everyone = everybody(state.memory, bench.population, self.unheard)
         curvatures = {u.client: curvature_in(u.notes) for u in cohort} | {"server": self._server(state, bench)}
         rates = {who: self.rate_of(seen) for who, seen in curvatures.items()}
         masses = [*(u.mass for u in cohort), float(len(rows))]
