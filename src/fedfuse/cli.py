@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 import warnings
@@ -345,10 +346,15 @@ def _show_method(facts: dict[str, Any], text: str) -> None:
     console.say(f"{facts['name']}  {facts['paper']}\n")
     console.say(text.split("\nArgs:")[0].rstrip() + "\n")
     if facts["options"]:
-        rows = [(o["name"], o["type"], repr(o["default"]), o["text"]) for o in facts["options"]]
-        console.table("options", ("name", "type", "default", ""), rows, right=9)
+        rows = [(o["name"], o["type"], _as_in_a_file(o["default"]), o["text"]) for o in facts["options"]]
+        console.table("options", ("name", "takes", "default", ""), rows, right=9)
     revealed = "; ".join(facts["reveals"]) or "nothing beside the trained weights"
     console.say(f"\nclients reveal: {revealed}")
+
+
+def _as_in_a_file(default: object) -> str:
+    """A default as an experiment file would say it; nothing where it is left out."""
+    return "" if default is None else json.dumps(default, ensure_ascii=False, default=str)
 
 
 def main() -> None:
