@@ -17,6 +17,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedfuse.core.messages import Brief
 from fedfuse.core.recipe import Recipe, Work
+from fedfuse.core.registry import Method
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.engines.base import Population
@@ -137,3 +138,10 @@ def grid_of(app: ClientApp, clients: int) -> FakeGrid:
 def rows(seed: int, n: int, features: int = 6, classes: int = 3) -> Rows:
     draw = torch.Generator().manual_seed(seed)
     return Rows(torch.randn(n, features, generator=draw), torch.randint(classes, (n,), generator=draw))
+
+
+def small_options(method: Method) -> dict[str, int]:
+    """Options that bring a method down to a size a test can bear, where it distils or draws much."""
+    known = {option.name: option.default for option in method.options}
+    small = {"epochs": 1, "steps": 1, "batch": 8, "latent": 4, "width": 4}
+    return {key: value for key, value in small.items() if isinstance(known.get(key), int) and known[key] > value}

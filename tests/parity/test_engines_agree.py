@@ -26,7 +26,7 @@ from fedfuse.server.loop import Plan, Record, run
 pytest.importorskip("flwr")
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 
-from fake_grid import FakeGrid, TestSite, grid_of, rows
+from fake_grid import FakeGrid, TestSite, grid_of, rows, small_options
 
 from fedfuse.engines.flower import Federation, FlowerEngine
 from fedfuse.engines.flower_client import client_app
@@ -35,17 +35,6 @@ CLASSES, SIZES, SEED = 3, (14, 9, 22), 5
 LOCAL = LocalSettings(batch_size=8, epochs=1, optimizer={"lr": 0.1, "momentum": 0.5})
 SPEC = Spec("mlp", {"inputs": 6, "hidden": [5], "classes": CLASSES})
 TIMES = ("train_seconds", "server_seconds")
-
-
-SMALL: dict[str, int] = {"epochs": 1, "steps": 1, "batch": 8, "latent": 4, "width": 4}  # where it distils
-
-
-def recipe_of(name: str) -> Recipe:
-    """A method at a size a test can bear."""
-    method = all_methods()[name]
-    known = {option.name: option.default for option in method.options}
-    small = {key: value for key, value in SMALL.items() if isinstance(known.get(key), int) and known[key] > value}
-    return method.recipe(**small)
 
 
 @cache
@@ -89,7 +78,8 @@ def told(record: Record) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", sorted(all_methods()))
 def test_in_process_and_flower_agree_to_the_last_bit(name: str) -> None:
-    recipe = recipe_of(name)
+    method = all_methods()[name]
+    recipe = method.recipe(**small_options(method))
     engine = over_flower(recipe)
     if "to every client" in getattr(recipe.roster, "reveals", ""):  # rows that are lent out are in no experiment file
         with pytest.raises(ConfigError, match="cannot run on a federation"):

@@ -29,6 +29,8 @@ from flwr.app import Context  # isort: skip - after engines.flower_records has c
 from flwr.serverapp import Grid, ServerApp  # isort: skip
 
 DEADLINE = 3600.0
+# Ray's workers would wait for everybody else on the machine, and it would warn of what does not concern us.
+_RAY = {"RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 _log = logging.getLogger(__name__)
 
 
@@ -164,7 +166,8 @@ def simulate(
         workers: how many clients train at a time; by default one per core.
         watch: told what happens.
     """
-    os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray's workers wait for everybody else on a machine
+    for name, value in _RAY.items():
+        os.environ.setdefault(name, value)
     from flwr.simulation import run_simulation
 
     with _workplace() as home:
@@ -174,6 +177,7 @@ def simulate(
         server = ServerApp()
         server.main()(conductor)
         ray = {"num_cpus": workers or os.cpu_count() or 1, "_temp_dir": str(home / "ray"), "include_dashboard": False}
+        ray |= {"log_to_driver": False}  # why a client failed stands in the ledger
         resources = {"num_cpus": 1, "num_gpus": 0.0}
         try:
             run_simulation(

@@ -1,0 +1,227 @@
+"""A real SuperLink and three real SuperNodes on loopback, with certificates and keys, and what may go wrong there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from credentials import write_keys
+from deployment import HOST, Deployment, descendants, ours
+
+from fedfuse.data import load
+from fedfuse.engines.base import InProcess, Population
+from fedfuse.experiment.config import Experiment
+from fedfuse.experiment.flower_app import write_app
+from fedfuse.experiment.ledger import Ledger
+from fedfuse.experiment.prepare import prepare
+from fedfuse.server.loop import run
+from fedfuse.wire.files import save_model
+
+pytestmark = pytest.mark.flower
+SITES = {"north": 60, "east": 45, "south": 80}
+PATIENCE = 900.0  # a busy machine may take its time
+
+SPOILING = '''
+"""Two sites that send what nobody asked for: another thing in every round."""
+
+import numpy as np
+from flwr.app import Array, MetricRecord
+from pathlib import Path
+
+from fedfuse.engines.flower_records import BRIEF, PARAMS, REPLY
+from fedfuse.experiment.flower_site import site_app
+
+app = site_app(Path(__file__).with_name("experiment.toml"))
+
+
+def spoil(message, context, call_next):
+    reply = call_next(message, context)
+    said, arrays = message.content[BRIEF], reply.content.array_records[PARAMS]
+    if (said["client"], said["round"]) == ("north", 0):
+        arrays["fc1.bias"] = Array(np.full(8, np.nan, np.float32))
+    elif (said["client"], said["round"]) == ("east", 0):
+        arrays["fc1.bias"] = Array(np.zeros((1, 8), np.float32))
+    elif (said["client"], said["round"]) == ("north", 1):
+        arrays["backdoor"] = Array(np.zeros(8, np.float32))
+    elif (said["client"], said["round"]) == ("east", 1):
+        numbers = reply.content.metric_records[f"{REPLY}.numbers"]
+        reply.content[f"{REPLY}.numbers"] = MetricRecord({**numbers, "mass": 1e9})
+    return reply
+
+
+clerk = app._registered_funcs["train.default"]
+app._registered_funcs["train.default"] = lambda message, context: spoil(message, context, clerk)
+'''
+
+
+def experiment(rounds: int, **server: Any) -> Experiment:
+    return Experiment(
+        name="deployed",
+        rounds=rounds,
+        seeds=(2,),
+        data={"clients": 3, "test_limit": 60},
+        model={"name": "mlp", "hidden": [8]},
+        local={"batch_size": 16, "optimizer": {"lr": 0.1}},
+        methods=[{"name": "fedavg"}],
+        server=server,
+    )
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder, digits, begin, files = tmp_path_factory.mktemp("rows"), load("digits").train, 0, {}
+    for site, size in SITES.items():
+        x, y = digits.x[begin : begin + size].numpy(), digits.y[begin : begin + size].numpy()
+        files[site] = folder / f"{site}.npz"
+        np.savez(files[site], x_train=x, y_train=y, x_test=x[:1], y_test=y[:1])
+        begin += size
+    return files
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory, rows: dict[str, Path]) -> Iterator[Deployment]:
+    with Deployment(tmp_path_factory.mktemp("federation"), patience=PATIENCE) as deployment:
+        for site, file in rows.items():
+            deployment.register(site)
+            deployment.start_node(site, file)
+        yield deployment
+
+
+class Run:
+    """A run of an app on the federation, and its run directory."""
+
+    def __init__(self, federation: Deployment, folder: Path, what: Experiment, client: str = "") -> None:
+        self.federation, self.app, self.out, self.what = federation, folder / "app", folder / "run", what
+        write_app(what, self.app)
+        if client:
+            (self.app / "federation" / "client_app.py").write_text(client)
+
+    def start(self, **config: str | float | bool) -> Run:
+        self.federation.submit(self.app, out=str(self.out), **{"deadline": 600.0, **config})
+        return self
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return Ledger(self.out / "ledger.jsonl").lines()
+
+    @property
+    def model(self) -> Path:
+        return self.out / "models" / "fedavg-2.safetensors"
+
+    def until(self, true: Callable[[], object]) -> Run:
+        ends = time.monotonic() + PATIENCE
+        while not true():
+            assert time.monotonic() < ends, self.federation.log("superlink")[-6000:]
+            time.sleep(0.3)
+        return self
+
+    def finished(self) -> Run:
+        return self.until(lambda: (self.out / "report.html").exists())
+
+
+def here(what: Experiment, rows: dict[str, Path], folder: Path) -> bytes:
+    """The same experiment on the same rows in this process: the final model's bytes."""
+    population = Population.of({site: load(str(file)).train for site, file in rows.items()})
+    prepared = prepare(what)
+    setting = prepared.setting(2, population.sizes())
+    (recipe,) = prepared.recipes.values()
+    engine = InProcess(population, seed=2)
+    *_, last = run(recipe, engine, setting.bench, setting.judge, setting.start, setting.plan)
+    facts = {"method": "fedavg", "label": "fedavg", "seed": 2, "round": what.rounds}
+    save_model(last.state.model, folder / "here.safetensors", facts)
+    return (folder / "here.safetensors").read_bytes()
+
+
+def test_a_deployment_gives_the_bytes_of_one_process(
+    federation: Deployment, rows: dict[str, Path], tmp_path: Path
+) -> None:
+    done = Run(federation, tmp_path, experiment(2)).start().finished()
+    assert [list(line["clients"]) for line in done.lines] == [["east", "north", "south"]] * 2
+    assert {site: told["mass"] for site, told in done.lines[0]["clients"].items()} == SITES
+    assert done.model.read_bytes() == here(done.what, rows, tmp_path)
+
+
+def test_a_second_run_on_the_same_superlink_and_what_the_door_refuses(federation: Deployment, tmp_path: Path) -> None:
+    done = Run(federation, tmp_path, experiment(2, quorum=0.3), SPOILING).start().finished()
+    refused = [{r["client"]: (r["field"], r["got"]) for r in line["refused"]} for line in done.lines]
+    assert refused[0] == {"north": ("fc1.bias", "not finite"), "east": ("fc1.bias", "1×8 float32")}
+    assert refused[1] == {"north": ("backdoor", "sent unasked"), "east": ("mass", "1000000000.0")}
+    assert [list(line["clients"]) for line in done.lines] == [["south"], ["south"]]
+
+
+def test_a_node_killed_in_mid_round_is_missed_at_the_deadline_and_may_come_back(
+    federation: Deployment, rows: dict[str, Path], tmp_path: Path
+) -> None:
+    killed = Run(federation, tmp_path, experiment(4)).start(deadline=60.0)
+    killed.until(lambda: len(killed.lines) == 1)
+    federation.end("south", signal.SIGKILL)
+    killed.until(lambda: len(killed.lines) == 2)
+    (missed,) = killed.lines[1]["dropped"]
+    assert missed["client"] == "south"
+    assert list(killed.lines[1]["clients"]) == ["east", "north"]
+    federation.start_node("south", rows["south"])
+    killed.finished()
+    assert list(killed.lines[-1]["clients"]) in (["east", "north", "south"], ["east", "north"])
+
+
+def test_a_server_killed_between_rounds_goes_on_and_ends_with_the_same_bytes(
+    federation: Deployment, rows: dict[str, Path], tmp_path: Path
+) -> None:
+    begun = Run(federation, tmp_path, experiment(3)).start()
+    begun.until(lambda: begun.lines)
+    servers = [pid for pid in ours(federation.folder / "flwr") if "flwr-serverapp" in " ".join(words(pid))]
+    assert servers
+    for pid in servers:
+        os.kill(pid, signal.SIGKILL)
+    done = len(begun.lines)
+    begun.start(resume=True).finished()
+    assert done < 3
+    assert [line["round"] for line in begun.lines] == [1, 2, 3]
+    assert begun.model.read_bytes() == here(begun.what, rows, tmp_path)
+
+
+def words(pid: int) -> list[str]:
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def test_a_node_without_a_registered_key_is_refused(federation: Deployment, rows: dict[str, Path]) -> None:
+    write_keys(federation.keys, "stranger")
+    federation.start_node("stranger", rows["north"], "--max-retries", "1")
+    process = federation.processes["stranger"]
+    ends = time.monotonic() + PATIENCE
+    while process.poll() is None and "not registered" not in federation.log("stranger").lower():
+        assert time.monotonic() < ends, federation.log("stranger")
+        time.sleep(0.3)
+    federation.end("stranger")
+    assert "stranger" not in federation.flwr("supernode", "list", "loopback")
+
+
+def test_plaintext_to_the_tls_port_is_refused(federation: Deployment, rows: dict[str, Path]) -> None:
+    with socket.create_connection((HOST, federation.port), timeout=30) as plain:
+        plain.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        try:
+            answer = plain.recv(4096)
+        except ConnectionError:
+            answer = b""
+    assert b"HTTP/1.1 2" not in answer
+
+
+def test_everything_ends_with_the_federation(tmp_path: Path) -> None:
+    with Deployment(tmp_path / "short", patience=PATIENCE) as deployment:
+        link = deployment.processes["superlink"].pid
+        assert deployment.environment["FLWR_TELEMETRY_ENABLED"] == "0"
+        below = descendants(link)
+    assert not ours(tmp_path / "short" / "flwr")
+    assert not any(psutil.pid_exists(pid) for pid in [link, *below])
+    assert not (tmp_path / "short" / "flwr").exists()
