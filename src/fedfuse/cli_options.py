@@ -9,6 +9,8 @@ with warnings.catch_warnings():  # typer imports what click will drop in its nex
     warnings.simplefilter("ignore", DeprecationWarning)
     import typer
 
+__all__ = ["Json", "Sets", "Source", "Trust", "Workers", "typer"]
+
 Sets = Annotated[list[str] | None, typer.Option("--set", help="key.key=value; beats the file. May be repeated.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Workers = Annotated[

@@ -160,7 +160,7 @@ def test_a_second_run_on_the_same_superlink_and_what_the_door_refuses(federation
 def test_a_node_killed_in_mid_round_is_missed_at_the_deadline_and_may_come_back(
     federation: Deployment, rows: dict[str, Path], tmp_path: Path
 ) -> None:
-    killed = Run(federation, tmp_path, experiment(4)).start(deadline=60.0)
+    killed = Run(federation, tmp_path, experiment(3)).start(deadline=60.0)
     killed.until(lambda: len(killed.lines) == 1)
     federation.end("south", signal.SIGKILL)
     killed.until(lambda: len(killed.lines) == 2)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.recipe import Recipe, Work
@@ -176,17 +177,11 @@ def simulate(
         conductor = Conductor(path, out, resume, deadline, watch)
         server = ServerApp()
         server.main()(conductor)
-        ray = {"num_cpus": workers or os.cpu_count() or 1, "_temp_dir": str(home / "ray"), "include_dashboard": False}
-        ray |= {"log_to_driver": False}  # why a client failed stands in the ledger
-        resources = {"num_cpus": 1, "num_gpus": 0.0}
+        ray = {"num_cpus": workers or os.cpu_count() or 1, "_temp_dir": str(home / "ray")}
+        quiet = {"include_dashboard": False, "log_to_driver": False}  # why a client failed stands in the ledger
+        backend: dict[str, Any] = {"init_args": {**ray, **quiet}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
         try:
-            run_simulation(
-                server,
-                site_app(path),
-                experiment.data.clients,
-                "ray",
-                {"init_args": ray, "client_resources": resources},
-            )
+            run_simulation(server, site_app(path), experiment.data.clients, "ray", backend)
         finally:
             conductor.close()
     if conductor.results is None:
