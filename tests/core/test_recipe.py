@@ -137,7 +137,7 @@ class Narrow:
 
     needs: frozenset[str] = frozenset()
 
-    def fits(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:  # noqa: ARG002
+    def fits(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
         for client, spec in networks.items():
             if spec.options.get("hidden"):
                 raise ConfigError(f"{client or 'everybody'} has hidden layers ({bench.classes} classes)")
