@@ -207,12 +207,13 @@ def fuse(
     if "start" in recipe.needs and begin is None:
         raise RecipeError(f"method {recipe.name!r} needs the weights the sites started from; pass `start`")
     bench = Bench(rows=_rows(server_rows), unlabelled=unlabelled, population=len(items), seed=seed)
-    recipe.check(1, bench, spec)
+    recipe.check(1, bench)
     trusted = frozenset() if spec is None else spec.factories
     mixed, rules = getattr(recipe.aggregate, "mixes_networks", False), Rules(quorum=quorum, trusted=trusted)
     admission, brief = gather(items, recipe.evidence, begin, spec, rules, mixed)
     first = Single(brief.spec, Posterior(brief.params))
     state = ServerState(0, first)
+    recipe.check(1, bench, None if spec is None else state)
     bench = replace(bench, classes=brief.classes)
     state = recipe.aggregate(admission.cohort, state, bench)
     for step in recipe.steps:

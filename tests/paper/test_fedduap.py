@@ -1,9 +1,9 @@
 """FedDU, data sharing and FedAP on real images at a scale of seconds: Fashion-MNIST, LeNet, devices of two shards.
 
 What was found while these margins were set (seed 0, mean of the last five rounds; single rounds swing by ten points):
-with 8,000 device rows and 20 rounds of 2 epochs FedAvg has 49.0 %, FedDU 57.6 %, and FedAP, pruned after round 8, 48.9 %
-with 39 % of the FLOPs gone. A network needs rounds to recover: with 4,000 rows and 12 rounds, pruned after round 6, FedAP
-ended 4.3 points below FedAvg, so pruning is tried at the larger scale.
+with 8,000 device rows and 20 rounds of 2 epochs FedAvg has 49.0 %, FedDU 57.6 %, and FedAP, pruned after round 8, has
+48.9 % with 39 % of the FLOPs gone. A network needs rounds to recover: with 4,000 rows and 12 rounds, pruned after
+round 6, FedAP ended 4.3 points below FedAvg, so pruning is tried at the larger scale.
 """
 
 from __future__ import annotations
