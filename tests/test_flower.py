@@ -145,9 +145,17 @@ def test_nodes_may_evaluate_too() -> None:
     assert result.evaluate_metrics_clientapp[1]["loss"] == pytest.approx(3.25)
 
 
-def test_a_method_that_ends_with_several_networks_is_no_strategy() -> None:
-    with pytest.raises(RecipeError, match="'ensemble' ends a round with several networks"):
-        FuseStrategy("ensemble")
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("ensemble", "ends a round with several networks"),
+        ("eaa", "trains layers of its own"),
+        ("hybrid_fl", "lets the server train or lend rows"),
+    ],
+)
+def test_a_method_that_is_no_strategy_says_so(name: str, why: str) -> None:
+    with pytest.raises(RecipeError, match=f"'{name}' {why}.*; use fedfuse.flower.server_app"):
+        FuseStrategy(name)
 
 
 def test_a_network_and_server_rows_serve_methods_that_need_them() -> None:

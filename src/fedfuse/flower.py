@@ -19,7 +19,7 @@ from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
-from fedfuse.core.recipe import Recipe
+from fedfuse.core.recipe import ClientsOnly, Plain, Recipe
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.flower import printable
@@ -75,11 +75,7 @@ class FuseStrategy(Strategy):
         bench: Bench | None = None,
     ) -> None:
         self.recipe = method(recipe) if isinstance(recipe, str) else recipe
-        if self.recipe.result != "single":
-            raise RecipeError(
-                f"method {self.recipe.name!r} ends a round with several networks and a Flower strategy returns one; "
-                "add a distillation step, or use fedfuse.flower.server_app"
-            )
+        _check_fits(self.recipe)
         self.spec = Spec.of(model) if isinstance(model, nn.Module) else model
         self.fractions = {MessageType.TRAIN: fraction_train, MessageType.EVALUATE: fraction_evaluate}
         self.available, self.rules, self.bench = min_available_nodes, Rules(quorum=quorum), bench or Bench()
@@ -156,7 +152,7 @@ class FuseStrategy(Strategy):
         spec = self.spec or Spec("state-dict", prototype=Bundle(forms_of(mean)))
         model = Single(spec, Posterior(mean))
         if self._state is None:
-            return self.recipe.dressed(ServerState(server_round - 1, model), self.bench)
+            return ServerState(server_round - 1, model)
         return replace(self._state, round=server_round - 1, model=model, facts={})
 
     def _envelope(self, reply: Message, brief: Brief, numbers: dict[str, dict[str, float]]) -> Envelope:
@@ -174,6 +170,17 @@ class FuseStrategy(Strategy):
             return Envelope(client, encode(to_tensors(arrays), header))
         except (Malformed, ValueError) as why:
             return Envelope(client, None, dropped=f"malformed: {printable(why)}")
+
+
+def _check_fits(recipe: Recipe) -> None:
+    """A strategy sends and returns the user's own network, and only nodes answer."""
+    odd = {
+        "ends a round with several networks and a Flower strategy returns one": recipe.result != "single",
+        "trains layers of its own and not the network as it is": not isinstance(recipe.dress, Plain),
+        "lets the server train or lend rows": not isinstance(recipe.roster, ClientsOnly),
+    }
+    for why in (why for why, so in odd.items() if so):
+        raise RecipeError(f"method {recipe.name!r} {why}; use fedfuse.flower.server_app, where the loop is ours")
 
 
 def _name(node: int) -> str:

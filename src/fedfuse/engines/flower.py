@@ -7,6 +7,7 @@ an answer says of itself, and the server holds one reply at a time: large ones w
 
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
 import time
@@ -40,6 +41,7 @@ from flwr.serverapp import Grid  # isort: skip
 ENROL = "query.enrol"
 SITE = "site"
 _HELD = 64 * 2**20  # bytes of one round's replies kept in memory; the rest waits in files
+_HEAVY = 16 * 2**20  # bytes of a brief from which on it pays to look for what nobody uses
 _PAUSE, _LONGEST_PAUSE, _SLOWER = 0.02, 1.0, 1.3  # seconds between two looks for answers
 
 
@@ -126,14 +128,19 @@ class Federation:
         sent = {node: message.metadata.message_id for node, message in messages.items()}
         self._asked |= {node: message_id for node, message_id in sent.items() if message_id in taken}
 
-    def ask(self, messages: dict[Any, Message], patience: float) -> Iterator[tuple[Any, Message | str]]:
+    def ask(
+        self, messages: dict[Any, Message], patience: float, weight: int = 0
+    ) -> Iterator[tuple[Any, Message | str]]:
         """Send messages and give each its reply, or why there is none, as they come; `messages` is emptied.
 
-        Each is asked for alone: the reply is then surely this one's, and only one is in memory.
+        Each is asked for alone: the reply is then surely this one's, and only one is in memory. `weight` is how many
+        bytes the messages share.
         """
         taken = set(self.grid.push_messages(list(messages.values()))) if messages else set()
         sent = {key: message.metadata.message_id for key, message in messages.items()}
         messages.clear()  # what was sent is the SuperLink's to keep
+        if weight > _HEAVY:
+            gc.collect()  # Flower's records refer to themselves: without this they stay long after their last use
         for key in [key for key, message_id in sent.items() if message_id not in taken]:
             del sent[key]
             yield key, "the SuperLink would not take the message for it"
@@ -217,22 +224,28 @@ class FlowerEngine:
                 f"method {self.label!r} cannot run on a federation: its server changes what clients do beyond what an "
                 "experiment file says, by lending them rows for instance; run it on this machine"
             )
-        spoken, which = Spoken(brief, BriefRecords.of), fingerprint(work)
-        online, members, deadline = self.federation.welcome(), self.federation.members, self.federation.deadline
+        which, members, deadline = fingerprint(work), self.federation.members, self.federation.deadline
+        online = self.federation.welcome()
+        here = [client for client in asked if members[client].node in online]
+        messages = self._messages(brief, which, here)
         for node, why in self.federation.strangers.items():
             yield Envelope(f"node {node}", None, dropped=why)
-        yield from (Envelope(c, None, dropped="it is not connected") for c in asked if members[c].node not in online)
-        messages = {}
-        for client in (c for c in asked if members[c].node in online):
-            content = spoken.to(client).to(Order(self.label, self.seed, client, which))
-            messages[client] = Message(
-                content, members[client].node, MessageType.TRAIN, ttl=max(deadline, 1.0), group_id=str(brief.round)
-            )
-        del spoken
+        yield from (Envelope(client, None, dropped="it is not connected") for client in asked if client not in here)
         self._inbox = _Inbox(_HELD)  # it stays until the next round: models are fused from its files
-        for client, reply in self.federation.ask(messages, deadline):
+        for client, reply in self.federation.ask(messages, deadline, forms_size(forms_of(brief.params))):
             yield self._close(self._inbox.open(client, reply))
             del reply
+
+    def _messages(self, brief: Brief, which: str, clients: list[str]) -> dict[str, Message]:
+        """A message per client; whoever empties it holds the last of the brief's copies."""
+        spoken, round_ = Spoken(brief, BriefRecords.of), str(brief.round)
+        ttl = max(self.federation.deadline, 1.0)
+        made = {}
+        for client in clients:
+            content = spoken.to(client).to(Order(self.label, self.seed, client, which))
+            node = self.federation.members[client].node
+            made[client] = Message(content, node, MessageType.TRAIN, ttl=ttl, group_id=round_)
+        return made
 
     def _close(self, envelope: Envelope) -> Envelope:
         if self.on_client is not None:
@@ -265,6 +278,8 @@ class _Inbox:
             payload = read_reply(reply.content, self._put)
         except Malformed as why:
             return Envelope(client, None, dropped=f"malformed: {printable(why)}", seconds=seconds)
+        for record in reply.content.array_records.values():
+            record.clear()  # see `ask`: what was read must not wait to be collected
         return Envelope(client, payload, seconds=seconds)
 
     def _put(self, tensors: Params, header: Mapping[str, Any]) -> bytes | Path:
