@@ -193,13 +193,12 @@ def test_norms_are_held_with_their_layer() -> None:
 
 
 def test_other_networks_are_refused_before_training() -> None:
+    recipe, seen = fedma(), Bench(inputs=InputForm((1, 8, 8)))
     spec = Spec("resnet18", {"widths": 0.0625})
     with pytest.raises(ConfigError, match="fedma goes layer by layer and model 'resnet18'"):
-        fedma().dressed(ServerState(0, Single.of(spec.build(), spec)), Bench())
+        recipe.check(1, Bench(), ServerState(0, Single.of(spec.build(), spec)))
     other = {"c1": Start(MLP, weights(MLP))}
     with pytest.raises(ConfigError, match="c1 has 2 hidden layers"):
-        fedma().dressed(
-            ServerState(0, Single.of(LENET.build(), LENET), starts=other), Bench(inputs=InputForm((1, 8, 8)))
-        )
+        recipe.check(1, seen, ServerState(0, Single.of(LENET.build(), LENET), starts=other))
     unseen = Spec.of(nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(3, 2)))
-    fedma().dressed(ServerState(0, Single.of(unseen.build(), unseen)), Bench())
+    recipe.check(1, Bench(), ServerState(0, Single.of(unseen.build(), unseen)))

@@ -154,7 +154,7 @@ def test_other_networks_are_refused_before_training() -> None:
         (Spec("mlp", {"hidden": []}), "has none; give it a hidden layer"),
     ]:
         with pytest.raises(ConfigError, match=says):
-            recipe.dressed(ServerState(0, Single.of(spec.build(), spec)), Bench())
+            recipe.check(1, Bench(), ServerState(0, Single.of(spec.build(), spec)))
     deep = {"c1": Start(DEEP, weights(DEEP))}
     with pytest.raises(ConfigError, match="c1 has 3 hidden layers"):
-        recipe.dressed(ServerState(0, Single.of(ONE.build(), ONE), starts=deep), Bench())
+        recipe.check(1, Bench(), ServerState(0, Single.of(ONE.build(), ONE), starts=deep))

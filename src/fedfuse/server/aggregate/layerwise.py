@@ -49,7 +49,7 @@ class MatchedLayers:
     laws: ClassVar[frozenset[str]] = frozenset({"scale", "pure", "dtype", "finite", "repeat"})
     mixes_networks: ClassVar[bool] = True
 
-    def check_networks(self, networks: Mapping[str, Spec], bench: Bench) -> None:
+    def fits(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:  # noqa: ARG002
         """Every network is one layer after another, and all have the same ones; unseen inputs leave it for later."""
         try:
             chains = {client: hidden_layers("fedma", spec, bench) for client, spec in networks.items()}
