@@ -211,10 +211,8 @@ def fuse(
     trusted = frozenset() if spec is None else spec.factories
     mixed, rules = getattr(recipe.aggregate, "mixes_networks", False), Rules(quorum=quorum, trusted=trusted)
     admission, brief = gather(items, recipe.evidence, begin, spec, rules, mixed)
-    first = Single(brief.spec, Posterior(brief.params))
-    state = ServerState(0, first)
+    state, bench = ServerState(0, Single(brief.spec, Posterior(brief.params))), replace(bench, classes=brief.classes)
     recipe.check(1, bench, None if spec is None else state)
-    bench = replace(bench, classes=brief.classes)
     state = recipe.aggregate(admission.cohort, state, bench)
     for step in recipe.steps:
         state = step(state, admission.cohort, bench)

@@ -143,5 +143,5 @@ def rows(seed: int, n: int, features: int = 6, classes: int = 3) -> Rows:
 def small_options(method: Method) -> dict[str, int]:
     """Options that bring a method down to a size a test can bear, where it distils or draws much."""
     known = {option.name: option.default for option in method.options}
-    small = {"epochs": 1, "steps": 1, "batch": 8, "latent": 4, "width": 4}
+    small = {"epochs": 1, "steps": 1, "batch": 8, "latent": 4, "width": 4, "at": 1, "every": 1, "times": 1}
     return {key: value for key, value in small.items() if isinstance(known.get(key), int) and known[key] > value}

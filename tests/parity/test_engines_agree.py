@@ -15,6 +15,7 @@ from fedfuse.core.inputs import InputForm
 from fedfuse.core.model import Mixture, Single, networks
 from fedfuse.core.recipe import Engine, Recipe
 from fedfuse.core.registry import all_methods
+from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
@@ -33,26 +34,44 @@ from fedfuse.engines.flower_client import client_app
 
 CLASSES, SIZES, SEED = 3, (14, 9, 22), 5
 LOCAL = LocalSettings(batch_size=8, epochs=1, optimizer={"lr": 0.1, "momentum": 0.5})
-SPEC = Spec("mlp", {"inputs": 6, "hidden": [5], "classes": CLASSES})
+MLP = Spec("mlp", {"inputs": 64, "hidden": [5], "classes": CLASSES})
+CONV = Spec("lenet", {"size": 8, "maps": [4, 6], "hidden": [8], "classes": CLASSES})
 TIMES = ("train_seconds", "server_seconds")
+
+
+def images(seed: int, n: int) -> Rows:
+    made = rows(seed, n, 64, CLASSES)
+    return Rows(made.x.view(n, 1, 8, 8), made.y)
 
 
 @cache
 def population() -> Population:
-    return Population.of({f"client-{i}": rows(i, n) for i, n in enumerate(SIZES)})
+    return Population.of({f"client-{i}": images(i, n) for i, n in enumerate(SIZES)})
+
+
+def bench() -> Bench:
+    server = images(99, 30)
+    return Bench(server, server.x, len(SIZES), CLASSES, LOCAL, SEED, InputForm((1, 8, 8)))
 
 
 def rounds_of(recipe: Recipe) -> int:
     return 2 if recipe.result != "mixture" else 1
 
 
-def records(recipe: Recipe, engine: Engine) -> list[Record]:
-    server = rows(99, 30)
-    bench = Bench(server, server.x, len(SIZES), CLASSES, LOCAL, SEED, InputForm((6,)))
+def start(recipe: Recipe) -> ServerState:
+    """A small network that the recipe can work on."""
     torch.manual_seed(0)
-    state = ServerState(0, Single.of(SPEC.build(), SPEC))
+    dense, conv = (ServerState(0, Single.of(spec.build(), spec)) for spec in (MLP, CONV))
+    try:
+        recipe.check(rounds_of(recipe), bench(), dense)
+    except ConfigError:  # there are no channels to remove
+        return conv
+    return dense
+
+
+def records(recipe: Recipe, engine: Engine) -> list[Record]:
     plan = Plan(rounds_of(recipe), enrolled=population().sizes())
-    return list(run(recipe, engine, bench, Judge(rows(7, 20), CLASSES), state, plan))
+    return list(run(recipe, engine, bench(), Judge(images(7, 20), CLASSES), start(recipe), plan))
 
 
 def over_flower(recipe: Recipe) -> FlowerEngine:
