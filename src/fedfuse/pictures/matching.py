@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.data import Dataset, find, load
+from fedfuse.data import Dataset, find, load, standardise
 from fedfuse.engines.base import InProcess, Population
 from fedfuse.pictures import picture
 from fedfuse.server.admit import admit_all
@@ -99,8 +99,8 @@ def scenes() -> list[Scene]:
     """The first, and where CIFAR-10 is at hand LeNet and a narrow VGG-11 with BatchNorm on some of its rows."""
     if not find("cifar10"):
         return [first_scene()]
-    data = load("cifar10", train_limit=4000, test_limit=1000)
-    local = LocalSettings(epochs=8, optimizer=Optimizer(lr=0.02, momentum=0.9))
+    data = _standardised(load("cifar10", train_limit=4000, test_limit=1000))
+    local = LocalSettings(epochs=10, batch_size=32, optimizer=Optimizer(lr=0.02, momentum=0.9))
     options: dict[str, Any] = {"channels": 3, "size": 32, "classes": 10}
     vgg = Spec("vgg11", {**options, "widths": 0.125, "hidden": [64], "norm": True, "dropout": 0.0})
     return [
@@ -108,6 +108,12 @@ def scenes() -> list[Scene]:
         Scene(f"LeNet, {data.name}", data, Spec("lenet", options), local),
         Scene(f"VGG-11 with BatchNorm, {data.name}", data, vgg, local, restate=True),
     ]
+
+
+def _standardised(data: Dataset) -> Dataset:
+    scale = standardise(data.train.x)
+    train, test = (Rows(scale(rows.x), rows.y) for rows in (data.train, data.test))
+    return replace(data, train=train, test=test)
 
 
 def trained(scene: Scene, seed: int = 0) -> Pair:
@@ -182,25 +188,35 @@ def _draw_units(shown: Mapping[str, Mapping[str, np.ndarray]], title: str, path:
 def _draw_barrier(found: Sequence[tuple[Scene, Mapping[str, Line]]], path: Path) -> Path:
     plt = _pyplot()
     figure, axes = plt.subplots(
-        2, len(found), figsize=(4.4 * len(found) + 0.4, 6.4), layout="constrained", squeeze=False, sharex=True
+        2, len(found), figsize=(4.4 * len(found) + 0.4, 6.8), layout="constrained", squeeze=False, sharex=True
     )
     for column, (scene, lines) in enumerate(found):
-        for axis, what in zip(axes[:, column], ("loss", "accuracy"), strict=True):
-            for name, line in lines.items():
-                values = getattr(line, what).numpy() * (100 if what == "accuracy" else 1)
-                label = f"{name} (barrier {max(0.0, line.barrier):.2f})" if what == "loss" else None
-                axis.plot(line.places, values, color=COLOURS[name], lw=2.2, label=label)
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.spines[["left", "bottom"]].set_color(_PALE)
-            axis.tick_params(color=_PALE, labelcolor=_TEXT)
-        axes[0][column].set_title(scene.title + (", statistics restated" if scene.restate else ""), fontsize=11.5)
-        axes[0][column].margins(y=0.35)
-        axes[0][column].legend(fontsize=8.5, frameon=False, loc="upper center")
+        _draw_lines(axes[:, column], lines)
+        axes[0][column].set_title(scene.title + (",\nstatistics restated" if scene.restate else ""), fontsize=11.5)
         axes[1][column].set_xticks([0, 0.5, 1], ["first", "their mean", "second"])
-        axes[1][column].set_ylim(0, 100)
+        axes[1][column].set_ylim(0, None)
     axes[0][0].set_ylabel("test loss", color=_TEXT)
     axes[1][0].set_ylabel("test accuracy, %", color=_TEXT)
+    handles = [plt.Line2D([], [], color=colour, lw=2.2) for colour in COLOURS.values()]
+    figure.legend(handles, COLOURS, loc="outside lower center", ncols=len(COLOURS), frameon=False)
     return _save(figure, path)
+
+
+def _draw_lines(axes: Any, lines: Mapping[str, Line]) -> None:
+    """Loss above, accuracy below; the barriers stand in their colours above the curves."""
+    for axis, what in zip(axes, ("loss", "accuracy"), strict=True):
+        for name, line in lines.items():
+            values = getattr(line, what).numpy() * (100 if what == "accuracy" else 1)
+            axis.plot(line.places, values, color=COLOURS[name], lw=2.2)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.spines[["left", "bottom"]].set_color(_PALE)
+        axis.tick_params(color=_PALE, labelcolor=_TEXT)
+    low, high = axes[0].get_ylim()
+    axes[0].set_ylim(low, high + 0.16 * (high - low))
+    axes[0].text(0.01, 0.95, "barrier", transform=axes[0].transAxes, color=_TEXT, fontsize=9.5)
+    for place, (name, line) in enumerate(lines.items()):
+        told = f"{max(0.0, line.barrier):.2f}"
+        axes[0].text(0.22 + 0.2 * place, 0.95, told, transform=axes[0].transAxes, color=COLOURS[name], fontsize=10.5)
 
 
 def _pyplot() -> Any:
