@@ -195,12 +195,12 @@ def test_too_few_nodes_are_one_sentence() -> None:
     grid = FakeGrid()
     grid.add(client_app(TestSite(PEOPLE, PLAIN, LOCAL)), **{"partition-id": 7})
     with pytest.raises(QuorumLost, match=r"0 of 4 clients enrolled within 0.2 s and the quorum is 50%; node 1000: Ind"):
-        Federation(grid, 4, deadline=0.2, names=PEOPLE.clients).gather()
+        Federation(grid, 4, patience=0.2, names=PEOPLE.clients).gather()
 
 
 def test_a_federation_begins_with_a_quorum() -> None:
     grid = grid_of(client_app(TestSite(PEOPLE, PLAIN, LOCAL)), 3)
-    federation = Federation(grid, 5, deadline=0.5, names=PEOPLE.clients)
+    federation = Federation(grid, 5, patience=0.5, names=PEOPLE.clients)
     federation.gather()
     assert len(federation.members) == 3
 

@@ -122,14 +122,14 @@ def test_a_site_without_data_says_so_and_takes_no_part(
     grid = deployed(path, site_files(tmp_path, {"north": 40, "east": 25}))
     poor = grid.add(site_app(path), **{"partition-id": 0})  # a number is no leave to read the file's data set
     grid.nodes[poor].name = "south"
-    results = conduct(grid, path, tmp_path / "run", deadline=0.5)
+    results = conduct(grid, path, tmp_path / "run", wait=0.5)
     dropped = results.rows[-1]["dropped"]
     assert [told["client"] for told in dropped] == [f"node {poor}"]
     assert "this site has no data: start its SuperNode with --node-config" in dropped[0]["reason"]
     for node in grid.nodes.values():
         node.context.node_config = {}
     with pytest.raises(QuorumLost, match="this site has no data"):
-        conduct(grid, path, tmp_path / "none", deadline=0.5)
+        conduct(grid, path, tmp_path / "none", wait=0.5)
 
 
 def test_a_sites_data_may_be_named_by_its_environment(

@@ -31,7 +31,12 @@ def test_flower_accepts_the_app(tiny: Tiny, tmp_path: Path) -> None:
 
     write_app(tiny(), tmp_path / "app", tmp_path)
     config, warnings = load_and_validate(tmp_path / "app" / "pyproject.toml")
-    assert config["tool"]["flwr"]["app"]["config"] == {"out": "", "resume": False, "deadline": 3600.0}
+    assert config["tool"]["flwr"]["app"]["config"] == {
+        "out": "",
+        "resume": False,
+        "deadline": 3600.0,
+        "wait": 3600.0,
+    }
     assert not warnings
 
 

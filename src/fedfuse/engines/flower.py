@@ -61,7 +61,8 @@ class Federation:
         grid: how messages travel.
         expected: how many clients there should be.
         quorum: the share of them without which nothing begins.
-        deadline: seconds a round may take, and seconds to wait for everybody at the beginning.
+        deadline: seconds a round may take.
+        patience: seconds to wait for everybody at the beginning.
         names: what clients are called in a simulation, by the number of their partition.
         members: who takes part, by client.
         strangers: nodes that do not, and why.
@@ -72,6 +73,7 @@ class Federation:
     expected: int
     quorum: float = 0.5
     deadline: float = 3600.0
+    patience: float = 3600.0
     names: Sequence[str] = ()
     members: dict[str, Member] = field(default_factory=dict)
     strangers: dict[int, str] = field(default_factory=dict)
@@ -84,12 +86,12 @@ class Federation:
         return any(member.partition >= 0 for member in self.members.values())
 
     def gather(self) -> None:
-        """Wait until everybody expected is there; when the deadline comes first, a quorum will do.
+        """Wait until everybody expected is there; when patience ends first, a quorum will do.
 
         Raises:
             QuorumLost: if fewer came than may begin.
         """
-        ends, pause = time.monotonic() + self.deadline, _PAUSE
+        ends, pause = time.monotonic() + self.patience, _PAUSE
         while not self._complete() and time.monotonic() < ends and not self.closed:
             time.sleep(pause)
             pause = min(pause * _SLOWER, _LONGEST_PAUSE)
@@ -97,7 +99,7 @@ class Federation:
             unheard = [f"node {node}: it has not said who it is" for node in self._asked]
             why = "; ".join([*self.strangers.values(), *unheard]) or "no other node connected"
             raise QuorumLost(
-                f"{len(self.members)} of {self.expected} clients enrolled within {self.deadline:g} s and the quorum is "
+                f"{len(self.members)} of {self.expected} clients enrolled within {self.patience:g} s and the quorum is "
                 f"{self.quorum:.0%}; {why}; start the missing SuperNodes or lower data.clients"
             )
 

@@ -108,7 +108,8 @@ class Conductor:
         path: the experiment file.
         out: the run directory; by default `out` of the run's config, or else runs/NAME.
         resume: go on with what is there; by default as the run's config says.
-        deadline: seconds a round may take; by default as the run's config says.
+        deadline: seconds a round may take; by default as the run's config says, and so are the seconds to `wait` for
+            the sites at the beginning.
         watch: told what happens.
     """
 
@@ -126,8 +127,9 @@ class Conductor:
         out = self.out or Path(str(said.get("out") or Path("runs") / experiment.name))
         resume = bool(said.get("resume", False)) if self.resume is None else self.resume
         deadline = float(said.get("deadline", DEADLINE)) if self.deadline is None else self.deadline
-        clients = experiment.data.clients
-        self.federation = Federation(grid, clients, experiment.server.quorum, deadline, client_ids(clients))
+        clients, wait = experiment.data.clients, float(said.get("wait", DEADLINE))
+        quorum, names = experiment.server.quorum, client_ids(clients)
+        self.federation = Federation(grid, clients, quorum, deadline, wait, names)
         try:
             self.results = execute_with(experiment, out, Nodes(self.federation), resume=resume, watch=self.watch)
         except FuseError as why:

@@ -38,7 +38,9 @@ A fedfuse experiment as a Flower {flower} app. The experiment is `federation/exp
     flwr run . SUPERLINK --stream --run-config "out='/data/runs/{name}' resume=true deadline=600.0"
 
 `out` is the run directory on the SuperLink's machine, `resume` goes on with what is in it, `deadline` is how many
-seconds a round waits for its clients. Each SuperNode points to its own rows, by
+seconds a round waits for its clients, and `wait` how many the beginning waits for all sites.
+
+Each SuperNode points to its own rows, by
 `--node-config 'data="/data/mine.npz" name="north"'` or by `FEDFUSE_SITE_DATA`. fedfuse must be installed on every
 machine; set `FLWR_TELEMETRY_ENABLED=0`, `FLWR_DISABLE_UPDATE_CHECK=1` and
 `FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1` so that nothing is sent, looked up or installed while it runs.
@@ -97,7 +99,7 @@ def _project(experiment: Experiment) -> str:
                     "app": {
                         "publisher": "fedfuse",
                         "components": apps,
-                        "config": {"out": "", "resume": False, "deadline": 3600.0},
+                        "config": {"out": "", "resume": False, "deadline": 3600.0, "wait": 3600.0},
                     }
                 },
             },
