@@ -109,18 +109,20 @@ def test_sites_with_files_can_use_the_servers_rows_too() -> None:
     torch.manual_seed(0)
     net = Spec("lenet", {"size": 8, "maps": [4, 6], "hidden": [8], "classes": 3}).build()
 
-    def some(only: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        y = torch.arange(12) % 3 if only is None else torch.full((12,), only)
+    def some(*labels: int) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.tensor(labels).repeat(12 // len(labels))
         return torch.rand(12, 1, 8, 8, generator=draw) + y[:, None, None, None], y
 
     sites = [fedfuse.local_update(net, some(k), "feddu", client=f"site-{k}", classes=3) for k in range(2)]
-    fused = fedfuse.fuse(sites, "feddu", model=net, server_rows=some(None))
-    assert fused.facts["server_step"]["taken"]
-    pruned = fedfuse.fuse(sites, fedfuse.method("hrank", at=1, rate=0.5), model=net, server_rows=some(None))
+    fused = fedfuse.fuse(sites, "feddu", model=net, server_rows=some(0, 1))
+    assert fused.facts["server_step"]["taken"], "sites and server have everybody's labels: rows alone decide"
+    apart = fedfuse.fuse(sites, "feddu", model=net, server_rows=some(0, 1, 2))
+    assert apart.facts["server_step"]["alpha"] == 0, "sites that are everybody need no server with other labels"
+    pruned = fedfuse.fuse(sites, fedfuse.method("hrank", at=1, rate=0.5), model=net, server_rows=some(0, 1))
     assert fused.module()[0].weight.shape[0] == 4
     assert pruned.module()[0].weight.shape[0] == 2
     with pytest.raises(ConfigError, match="pruned after round 30 and the run ends after 1"):
-        fedfuse.fuse(sites, "hrank", model=net, server_rows=some(None))
+        fedfuse.fuse(sites, "hrank", model=net, server_rows=some(0, 1))
 
 
 class Crash(Exception):

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from fedfuse.core.model import Single
-from fedfuse.core.recipe import Recipe, terms_of
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
+from fedfuse.core.terms import terms_of
 from fedfuse.engines.base import InProcess, Population
 from fedfuse.engines.memo import Memo
 from fedfuse.engines.pool import Pool

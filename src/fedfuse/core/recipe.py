@@ -130,33 +130,6 @@ class Roster(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What a roster has arranged beside who answers; the loop, the door and the ledger go by it.
-
-    Attributes:
-        always: who is asked in every round, beside those chosen.
-        lent: rows of the server's that every client was given: they count in its mass.
-        sent: bytes of them in all, sent before the first round.
-        reveals: in plain words, what was given to whom.
-    """
-
-    always: tuple[str, ...] = ()
-    lent: int = 0
-    sent: int = 0
-    reveals: tuple[str, ...] = ()
-
-    def enrolled(self, declared: Mapping[str, int]) -> dict[str, int]:
-        """How many examples each client may claim, the lent ones among them."""
-        return {client: count + self.lent for client, count in declared.items()}
-
-
-def terms_of(engine: Engine) -> Terms:
-    """What an engine's roster has arranged; nothing, for an engine that does not say."""
-    terms: Terms = getattr(engine, "terms", Terms())
-    return terms
-
-
 class Dress(Protocol):
     """Beside the seams: the network a method trains, made of the network the user chose."""
 

@@ -12,9 +12,10 @@ import torch
 from fedfuse.core.cost import cohort_flops, spared
 from fedfuse.core.messages import Brief, client_order
 from fedfuse.core.model import Model
-from fedfuse.core.recipe import Engine, Recipe, Terms, terms_of
+from fedfuse.core.recipe import Engine, Recipe
 from fedfuse.core.rng import stream
 from fedfuse.core.state import Bench, ServerState
+from fedfuse.core.terms import Terms, terms_of
 from fedfuse.errors import QuorumLost
 from fedfuse.server.admit import Admission, Rules, admit_all
 from fedfuse.wire.messages import brief_size
