@@ -92,7 +92,7 @@ class MagnitudeMask:
         """What its rate needs."""
         return self.rate.needs
 
-    def fits(self, spec: Spec, bench: Bench, rounds: int) -> None:  # noqa: ARG002 - the seam's signature
+    def fits(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:  # noqa: ARG002 - the seam's signature
         """Say before training if the last pruning never comes.
 
         Raises:
