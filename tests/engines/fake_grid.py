@@ -98,7 +98,7 @@ class FakeGrid(Grid):
         del self.replies[key]
         self.pulls.append(message.metadata.dst_node_id)
         if not node.online:
-            return [Message(Error(code=3, reason="node unavailable"), reply_to=message)]
+            return [Message(Error(code=5, reason="node unavailable"), reply_to=message)]
         return [through_bytes(node.app(message, node.context))]
 
     def send_and_receive(self, *_: object, **__: object) -> Iterable[Message]:

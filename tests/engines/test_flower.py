@@ -13,7 +13,7 @@ pytest.importorskip("flwr")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_grid import FakeGrid, TestSite, grid_of, rows
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 
 from fedfuse.client.objectives import Proximal
 from fedfuse.core.messages import Brief, Envelope
@@ -162,7 +162,7 @@ def test_a_node_that_dies_while_it_is_asked_is_told_with_flowers_own_reason() ->
         return taken
 
     grid.push_messages = push  # type: ignore[method-assign, assignment]
-    assert exchanged(engine)["client-1"].dropped == "Flower reports error 3: node unavailable"
+    assert exchanged(engine)["client-1"].dropped == "Flower reports error 5: node unavailable"
 
 
 def test_a_stranger_is_told_in_every_round_and_never_asked() -> None:
@@ -189,6 +189,33 @@ def test_a_registered_name_beats_what_a_node_calls_itself() -> None:
     federation.gather()
     assert federation.members.keys() == {"south", "north"}
     assert not federation.simulated
+
+
+def test_a_registered_node_cannot_make_a_deployment_look_like_a_simulation() -> None:
+    def claims(message: Message, context: Context) -> Message:
+        said = ConfigRecord({"name": "", "rows": 3, "partition": 0})
+        return Message(RecordDict({SITE: said}), reply_to=message)
+
+    grid = FakeGrid()
+    grid.add(claims, name="north")
+    federation = Federation(grid, 1, patience=5, names=PEOPLE.clients)
+    federation.gather()
+    assert federation.members.keys() == {"north"}
+    assert not federation.simulated
+
+
+def test_a_node_that_cannot_load_the_app_is_told_and_one_that_went_is_asked_again() -> None:
+    codes = iter([5, 1])
+
+    def fails(message: Message, context: Context) -> Message:
+        return Message(Error(code=next(codes), reason="no module named fedfuse"), reply_to=message)
+
+    grid = FakeGrid()
+    node = grid.add(fails)
+    federation = Federation(grid, 1, patience=0.5)
+    with pytest.raises(QuorumLost, match=f"node {node}: Flower reports error 1: no module named fedfuse"):
+        federation.gather()
+    assert next(codes, None) is None  # asked twice: the first time it had gone away
 
 
 def test_too_few_nodes_are_one_sentence() -> None:

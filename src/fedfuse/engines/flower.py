@@ -36,11 +36,13 @@ from fedfuse.wire.codec import Malformed, encode, forms_of, forms_size, write
 from fedfuse.wire.messages import VERSION
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict  # isort: skip - after flower_records has checked
+from flwr.common.constant import ErrorCode  # isort: skip
 from flwr.serverapp import Grid  # isort: skip
 
 ENROL = "query.enrol"
 SITE = "site"
 _HELD = 64 * 2**20  # bytes of one round's replies kept in memory; the rest waits in files
+_WENT_AWAY = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 _HEAVY = 16 * 2**20  # bytes of a brief from which on it pays to look for what nobody uses
 _PAUSE, _LONGEST_PAUSE, _SLOWER = 0.02, 1.0, 1.3  # seconds between two looks for answers
 
@@ -83,7 +85,7 @@ class Federation:
     @property
     def simulated(self) -> bool:
         """Whether its nodes are parts of one data set on one machine."""
-        return any(member.partition >= 0 for member in self.members.values())
+        return bool(self.members) and all(member.partition >= 0 for member in self.members.values())
 
     def gather(self) -> None:
         """Wait until everybody expected is there; when patience ends first, a quorum will do.
@@ -115,7 +117,7 @@ class Federation:
         for node, message_id in list(self._asked.items()):
             if reply := next(iter(self.grid.pull_messages([message_id])), None):
                 del self._asked[node]
-                if not reply.has_error():  # else it went away before it answered: it is asked again when it is back
+                if not (reply.has_error() and reply.error.code in _WENT_AWAY):  # else it is asked again when it is back
                     self._enrol(node, online.get(node, ""), _content_or_reason(reply), online)
         return online
 
@@ -175,7 +177,7 @@ class Federation:
         elif name in self.members and self.members[name].node in online:
             self.strangers[node] = f"node {node}: it is called {name!r} as node {self.members[name].node} is"
         else:  # the name is free, or its old node is gone and this is the site come back
-            self.members[name] = Member(node, rows, partition)
+            self.members[name] = Member(node, rows, -1 if registered else partition)
 
     def _claimed(self, node: int, said: object, partition: int) -> str | None:
         if partition >= 0:
