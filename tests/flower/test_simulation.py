@@ -15,6 +15,7 @@ from fake_grid import small_options
 from fedfuse.core.registry import all_methods
 from fedfuse.experiment.config import load_experiment
 from fedfuse.experiment.execute import execute
+from fedfuse.server.steps.prune import Prune
 
 pytestmark = pytest.mark.flower
 TIMES = ("train_seconds", "server_seconds")
@@ -30,29 +31,33 @@ server_fraction = 0.2
 unlabelled = "digits"
 unlabelled_limit = 20
 [model]
-name = "mlp"
-hidden = [4]
+{model}
 [local]
 batch_size = 16
 optimizer = {{ lr = 0.1 }}
 """
+MLP = 'name = "mlp"\nhidden = [4]'
+CONV = 'name = "lenet"\nmaps = [4, 6]\nhidden = [8]'
 
 
 def is_remote(name: str) -> bool:
     return "to every client" not in getattr(all_methods()[name].recipe().roster, "reveals", "")
 
 
-def methods(mixtures: bool) -> list[str]:
-    ends = {name: method.recipe().result for name, method in all_methods().items() if is_remote(name)}
-    return sorted(name for name, result in ends.items() if (result == "mixture") == mixtures)
+def kind(name: str) -> str:
+    """What a method ends a round with, or that it wants channels to remove."""
+    recipe = all_methods()[name].recipe()
+    if any(isinstance(step, Prune) for step in recipe.steps):
+        return "channels"
+    return "mixtures" if recipe.result == "mixture" else "networks"
 
 
-def written(path: Path, rounds: int, names: list[str]) -> Path:
+def written(path: Path, rounds: int, model: str, names: list[str]) -> Path:
     tables = []
     for name in names:
         options = small_options(all_methods()[name])
         tables.append("\n".join(["[[methods]]", f'name = "{name}"', *(f"{k} = {v}" for k, v in options.items())]))
-    path.write_text(HEAD.format(rounds=rounds) + "\n".join(tables) + "\n")
+    path.write_text(HEAD.format(rounds=rounds, model=model) + "\n".join(tables) + "\n")
     return path
 
 
@@ -70,14 +75,15 @@ def models(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "models").iterdir()}
 
 
-@pytest.mark.parametrize("mixtures", [False, True], ids=["networks", "mixtures"])
-def test_every_method_gives_the_same_bytes(mixtures: bool, tmp_path: Path) -> None:
-    names = methods(mixtures)
-    path = written(tmp_path / "all.toml", 1 if mixtures else 2, names)
+@pytest.mark.parametrize("which", ["networks", "mixtures", "channels"])
+def test_every_method_gives_the_same_bytes(which: str, tmp_path: Path) -> None:
+    names = [name for name in sorted(all_methods()) if is_remote(name) and kind(name) == which]
+    rounds, model = 1 if which == "mixtures" else 2, CONV if which == "channels" else MLP
+    path = written(tmp_path / "all.toml", rounds, model, names)
     theirs = simulated(path, tmp_path / "flower", "--workers", "2")
     ours = execute(load_experiment(path), tmp_path / "here", workers=0)
     assert models(tmp_path / "flower") == models(tmp_path / "here")
-    assert len(ours.rows) == len(theirs["rows"]) == len(names) * (1 if mixtures else 2)
+    assert len(ours.rows) == len(theirs["rows"]) == len(names) * rounds
     for one, other in zip(ours.rows, theirs["rows"], strict=True):
         assert {k: one[k] for k in other if k in one and k not in (*TIMES, "refused")} == {
             k: v for k, v in other.items() if k in one and k not in (*TIMES, "refused")
