@@ -225,7 +225,11 @@ class _Stack:
         return (piece_of(source, self.run[0], sum(sizes[:-1]), sum(sizes)) for source in self.held)
 
     def _run_mean(self, weights: Sequence[float]) -> dict[str, Tensor]:
-        """The run as one long tensor, block by block in float64."""
+        """The run as one long tensor, block by block in float64.
+
+        The mean of whole models has the same sums; made for long runs and threads of its own, it would take an eighth
+        longer on layers, many of which are short (`benchmarks/swa.py`).
+        """
         sizes = [math.prod(self.forms[n].shape) for n in self.run]
         means = torch.empty(sum(sizes), dtype=self.forms[self.run[0]].dtype)
         sums = torch.empty(min(BLOCK, len(means)), dtype=torch.float64)
