@@ -13,8 +13,9 @@ from fedfuse.core.params import Params, squared_distance
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
+from fedfuse.server.align.board import Board, best_order, wiring
 from fedfuse.server.align.nets import Moves, Net
-from fedfuse.server.align.weights import Board, ByWeights, best_order, wiring
+from fedfuse.server.align.weights import ByWeights
 
 
 def net(spec: Spec, shape: tuple[int, ...], seed: int) -> Net:
@@ -92,7 +93,8 @@ def test_a_layer_that_reads_what_it_makes_only_moves_for_the_better() -> None:
     spec = Spec.of(Recurrent())
     target = net(spec, (3,), 0)
     (group,) = target.groups
-    assert all(group.name in others for place, others in wiring(target.groups)[group.name] if "again.w" in place.tensor)
+    beside = {place: {name for _, name in stands} for place, stands in wiring(target.groups)[group.name].items()}
+    assert all(group.name in names for place, names in beside.items() if "again.w" in place.tensor)
     copy = Net("copy", spec, target.groups, placed(target.params, {group: [2, 3, 1, 0]}))
     assert squared_distance(moved(copy, ByWeights()([copy], target, Bench())[0]), target.params) < 1e-10
     for seed in range(10, 16):

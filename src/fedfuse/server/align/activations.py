@@ -14,8 +14,9 @@ from torch.func import functional_call
 from fedfuse.core.channels import Group
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
+from fedfuse.server.align.board import best_order
 from fedfuse.server.align.nets import Moves, Net, input_shape
-from fedfuse.server.align.weights import PAIRWISE_LAWS, best_order
+from fedfuse.server.align.weights import PAIRWISE_LAWS
 
 Likeness = Literal["correlation", "distance"]
 Inputs = Literal["auto", "server", "synthetic"]

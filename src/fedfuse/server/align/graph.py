@@ -13,8 +13,9 @@ from fedfuse.core.channels import Group
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
 from fedfuse.linalg.assign import sinkhorn
+from fedfuse.server.align.board import Board, best_order, wiring
 from fedfuse.server.align.nets import Coupling, Moves, Net, blended
-from fedfuse.server.align.weights import PAIRWISE_LAWS, Board, ByWeights, best_order, wiring
+from fedfuse.server.align.weights import PAIRWISE_LAWS, ByWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class ByGraph:
                 if any(not order.equal(torch.arange(len(order))) for order in orders.values()):
                     calm = False
                     found[k] = {name: found[k][name][order] for name, order in orders.items()}  # type: ignore[index]
-                    placed_[k] = {n: t[0] for n, t in board.tensors.items()}
+                    placed_[k] = {n: t[0] for n, t in board.tensors(others).items()}
                     total = {n: t + placed_[k][n] for n, t in others.items()}
             if calm:
                 break
@@ -111,7 +112,7 @@ class ByGraph:
                 target = {n: t + moved[n] for n, t in target.items()}
         mine = blended(_only(every[k], names), without, soft[k])
         total = torch.zeros(group.size, group.size)
-        for place, _ in wiring(reference.groups)[group.name]:
+        for place in wiring(reference.groups)[group.name]:
             if place.tensor in mine:
                 total += place.rows(target, group.size) @ place.rows(mine, group.size).mT
         return total

@@ -14,8 +14,9 @@ from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
 from fedfuse.linalg.assign import match, sinkhorn
 from fedfuse.server.align.activations import Inputs, check_rows, cross_moments, probes
+from fedfuse.server.align.board import wiring
 from fedfuse.server.align.nets import Coupling, Move, Moves, Net, blended
-from fedfuse.server.align.weights import PAIRWISE_LAWS, wiring
+from fedfuse.server.align.weights import PAIRWISE_LAWS
 
 Ground = Literal["weights", "activations"]
 Reading = Literal["conserve", "average"]
@@ -130,10 +131,10 @@ def _distance(
 ) -> Tensor:
     """Euclidean distances between units by how they are wired to what is settled already."""
     squares = torch.zeros(theirs.size, ours.size, dtype=torch.float64)
-    beside = dict(wiring(groups)[ours.name])
     for there, here in zip(theirs.makers, ours.makers, strict=True):
-        if here.tensor in tensors and beside[here].issubset(settled):
-            moved = blended({here.tensor: tensors[here.tensor]}, groups, {n: settled[n] for n in beside[here]})
+        beside = {name for _, name in wiring(groups)[ours.name][here]}
+        if here.tensor in tensors and beside.issubset(settled):
+            moved = blended({here.tensor: tensors[here.tensor]}, groups, {name: settled[name] for name in beside})
             a, b = there.rows(target, theirs.size).double(), here.rows(moved, ours.size).double()
             squares += torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square()
     return squares.sqrt()
