@@ -201,7 +201,8 @@ def _units_last(stack: Tensor, place: Place, size: int) -> Tensor:
     """The units of a place on the last axis, all other axes where they were: whole rows move when a neighbour does."""
     axis = place.axis + 1
     units = stack.narrow(axis, place.offset, size * place.per).unflatten(axis, (size, place.per))
-    return units.movedim(axis, -1).contiguous()
+    moved: Tensor = units.movedim(axis, -1)
+    return moved.contiguous()
 
 
 def _along(gains: Tensor, orders: Tensor) -> Tensor:
