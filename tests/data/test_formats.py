@@ -125,6 +125,7 @@ def test_arrays_find_their_channel_axis(shape, expected):
         ({"y_train": np.zeros(4)}, "y is float64"),
         ({"y_train": np.array([-1, 0, 0, 0])}, "whole number from 0"),
         ({"y_train": np.zeros((4, 1), dtype=int)}, "y is int64 of shape"),
+        ({"y_train": np.array([0, 1, 2, 10**12])}, "a label is 1000000000000"),
         ({"y_train": np.arange(3)}, "x_train has 4 rows and y_train 3"),
     ],
 )

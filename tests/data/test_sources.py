@@ -220,13 +220,14 @@ def test_a_folder_of_class_folders(tiny, tmp_path):
         load(str(tmp_path / "pets"), options={"test_fraction": "half"})
 
 
-def test_an_npz_file(tmp_path):
+@pytest.mark.parametrize("kind", [np.uint8, np.int32, np.int64])
+def test_an_npz_file(tmp_path, kind):
     rng = np.random.default_rng(0)
     arrays = {
         "x_train": rng.integers(0, 256, (12, 5, 5), dtype=np.uint8),
-        "y_train": np.arange(12) % 3,
+        "y_train": (np.arange(12) % 3).astype(kind),
         "x_test": rng.integers(0, 256, (6, 5, 5), dtype=np.uint8),
-        "y_test": np.arange(6) % 3,
+        "y_test": (np.arange(6) % 3).astype(kind),
     }
     np.savez(tmp_path / "mine.npz", **arrays)
     mine = load(str(tmp_path / "mine.npz"))

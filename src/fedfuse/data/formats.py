@@ -21,6 +21,7 @@ from fedfuse.data.transforms import scale01
 from fedfuse.errors import ConfigError
 
 NPZ_KEYS = ("x_train", "y_train", "x_test", "y_test")
+_MOST_CLASSES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,4 +161,6 @@ def _as_labels(value: object, where: object) -> Array:
             f"{where}: y is {y.dtype} of shape {y.shape}, expected one whole number from 0 on for each row; "
             "number the classes 0, 1, 2, ..."
         )
-    return y
+    if y.size and y.max() >= _MOST_CLASSES:
+        raise ConfigError(f"{where}: a label is {y.max()}, which would make so many classes; number them 0, 1, 2, ...")
+    return y.astype(np.int64, copy=False)  # so that nobody downstream counts in eight bits
