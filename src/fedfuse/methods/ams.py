@@ -27,7 +27,7 @@ def ams(
     share: Annotated[float, Field(gt=0, le=1)] = 0.95,
     distil: From = "none",
     inputs: PositiveInt = 2000,
-    temperature: PositiveFloat = 20.0,
+    temperature: PositiveFloat = 1.0,
     epochs: PositiveInt = 100,
     lr: PositiveFloat = 1e-3,
     disturbance: bool = True,
@@ -47,7 +47,8 @@ def ams(
         distil: the inputs on which one network learns from all: "server" rows, "unlabelled" inputs, "impressions" or
             "generated" ones made of the networks themselves; "none" keeps all networks.
         inputs: how many "impressions" are made.
-        temperature: of distillation.
+        temperature: of distillation. Confidences of different networks are on different scales, and a high temperature
+            teaches the scales.
         epochs: of distillation.
         lr: of distillation, by Adam.
         disturbance: measure how often adding logits changes the most confident network's answer.

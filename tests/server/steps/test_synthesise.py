@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_wanted_answers_are_dirichlet_draws() -> None:
 def test_impressions_are_answered_as_they_were_wanted() -> None:
     torch.manual_seed(0)
     teacher = mixture(linear(3 * torch.randn(3, 6)), linear(3 * torch.randn(3, 6)), rule=TopLogit(1))
-    made = Impressions(count=30, steps=400, lr=0.1, temperature=2.0, batch=20)
+    made = Impressions(count=30, of="teacher", steps=400, lr=0.1, temperature=2.0, batch=20)
     x = made(0, teacher, None, BENCH)
     assert x.shape == (30, 6)
     assert x.abs().max() <= 3
@@ -83,6 +84,20 @@ def test_impressions_are_answered_as_they_were_wanted() -> None:
     assert F.kl_div(given.log(), wanted, reduction="batchmean") < 0.3 * F.kl_div(noise, wanted, reduction="batchmean")
     assert x.equal(made(0, teacher, None, BENCH)), "same seed, same inputs"
     assert len(made(1, teacher, None, BENCH)) == 0
+
+
+def test_of_several_networks_each_makes_its_share_of_the_impressions() -> None:
+    """A loud network answers for all; asked one by one, the quiet one is asked for what only it knows."""
+    quiet = linear(torch.tensor([[3.0, 0, 0, 0, 0, 0], [0, 3.0, 0, 0, 0, 0], [-3.0, -3.0, 0, 0, 0, 0]]))
+    silent = {"classifier.weight": torch.zeros(3, 6), "classifier.bias": torch.tensor([0.0, 0.0, 90.0])}
+    loud = Single(LINEAR, Posterior(silent))
+    teacher = mixture(quiet, loud, rule=TopLogit(1))
+    made = Impressions(count=25, steps=200, lr=0.1, beta=(1e-3,))
+    x = made(0, teacher, None, BENCH)
+    assert x.shape == (25, 6)
+    assert sorted(set(quiet.logits(x[:12]).argmax(-1).tolist())) == [0, 1, 2]
+    together = replace(made, of="teacher")(0, teacher, None, BENCH)
+    assert set(teacher.logits(together).argmax(-1).tolist()) == {2}
 
 
 def test_dense_loss_by_hand() -> None:

@@ -69,5 +69,4 @@ def known_inputs(everybody: Mixture, count: int, bench: Bench) -> tuple[Tensor, 
     held = held_inputs(bench, count, "probe")
     if held is not None:
         return held
-    share = Impressions(count=max(1, count // len(everybody.members)), steps=30)
-    return torch.cat([share(0, member, None, bench) for member in everybody.members]), "impressions"
+    return Impressions(count, steps=30)(0, everybody, None, bench), "impressions"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +28,17 @@ class Impressions:
     """Data impressions of a network, for distillation without any data (Nayak et al., ICML 2019).
 
     For each input a class is drawn, then an answer y ~ Dirichlet(β · s_c) where s_c holds the class's similarities to
-    all classes (`class_similarity`), and noise is moved by Adam until the teacher gives that answer:
+    all classes (`class_similarity`), and noise is moved by Adam until a network gives that answer:
     x = argmin −Σ_c y_c log softmax(z(x)/T)_c. Half of the inputs are made with each β. Numbers stay in the inputs'
     range because they are the sigmoid of what is moved.
 
+    Of several networks each makes its share of the inputs, for only it knows what its classes look like. Where they
+    answer together, far from all data the loudest of them is heard alone, and what the others know is never asked for:
+    ten clients of two classes each gave impressions of two classes.
+
     Attributes:
         count: how many inputs are made.
+        of: whose answers are sought: those of the single "members", in turn, or of the "teacher" they are together.
         steps: Adam's steps.
         lr: Adam's rate.
         temperature: T.
@@ -42,6 +47,7 @@ class Impressions:
     """
 
     count: int = 2000
+    of: Literal["members", "teacher"] = "members"
     steps: int = 100
     lr: float = 0.05
     temperature: float = 20.0
@@ -54,16 +60,20 @@ class Impressions:
         form = input_form(bench, networks(teacher)[0].spec)
         if epoch > 0:
             return torch.empty(0, *form.shape)
-        draw = bench.stream("impressions")
-        answers = wanted_answers(class_similarity(networks(teacher), answered(teacher, form)), self, draw)
-        answers = answers.to(bench.local.device)
-        return torch.cat([self._made(teacher, form, y, draw) for y in answers.split(self.batch)])
+        draw, classes = bench.stream("impressions"), answered(teacher, form)
+        asked = networks(teacher) if self.of == "members" else (teacher,)
+        made = []
+        for k, one in enumerate(asked):
+            share = replace(self, count=self.count * (k + 1) // len(asked) - self.count * k // len(asked))
+            answers = wanted_answers(class_similarity(networks(one), classes), share, draw).to(bench.local.device)
+            made += [self._made(one, form, y, draw) for y in answers.split(self.batch)]
+        return torch.cat(made)
 
     def _made(self, teacher: Teacher, form: InputForm, answers: Tensor, draw: torch.Generator) -> Tensor:
         free = torch.randn(len(answers), *form.shape, generator=draw).to(answers.device).requires_grad_()
         step = stepper(Optimizer(name="adam", lr=self.lr))
         for _ in range(self.steps):
-            z = teacher.logits(form.squashed(free))
+            z = teacher.logits(form.squashed(free))[:, : answers.shape[1]]  # a network may also have an unknown class
             loss = F.cross_entropy(z / self.temperature, answers, reduction="sum")
             (slope,) = torch.autograd.grad(loss, [free])
             with torch.no_grad():
