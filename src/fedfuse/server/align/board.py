@@ -126,17 +126,21 @@ class Board:
                 part.stale[who] = True
 
     def climb(self, sweeps: int) -> None:
-        """Raise the scores group by group until none can; a group is asked again only if one beside it has moved."""
+        """Raise the scores group by group until none can; a group is asked again only if one beside it has moved.
+
+        The restless group nearest the output is asked first: it is the deep ones that move most, and what stands
+        before them is asked once they are calm.
+        """
         restless = {group.name: torch.ones(self.count, dtype=torch.bool) for group in self.groups}
-        for _ in range(sweeps):
-            for group in self.groups:
-                who = restless[group.name].nonzero()[:, 0]
-                restless[group.name][who] = False
-                moved = self._improve(group, who) if who.shape[0] else who
-                for name in frozenset[str]().union(*(part.neighbours for part in self.parts[group.name])):
-                    restless[name][moved] = True
-            if not any(bool(still.any()) for still in restless.values()):
+        for _ in range(sweeps * len(self.groups)):
+            group = next((g for g in reversed(self.groups) if bool(restless[g.name].any())), None)
+            if group is None:
                 return
+            who = restless[group.name].nonzero()[:, 0]
+            restless[group.name][who] = False
+            moved = self._improve(group, who)
+            for name in frozenset[str]().union(*(part.neighbours for part in self.parts[group.name])):
+                restless[name][moved] = True
 
     def _improve(self, group: Group, who: Tensor) -> Tensor:
         """Move one group where the others want it; the networks whose score that raised."""
