@@ -203,7 +203,7 @@ class Rates(Settings):
     rate: Share = 0.6
     lanczos: PositiveInt = 30
     probes: PositiveInt = 1
-    sample: PositiveInt = 20
+    sample: PositiveInt = 16
     eps: PositiveFloat = 1e-4
 
     @property
