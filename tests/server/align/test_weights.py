@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.channels import channel_groups, placed
+from fedfuse.core.channels import Group, channel_groups, placed
 from fedfuse.core.params import Params, squared_distance
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
@@ -103,6 +103,46 @@ def test_a_layer_that_reads_what_it_makes_only_moves_for_the_better() -> None:
         before = float(board.scores())
         board.climb(50)
         assert float(board.scores()) >= before - 1e-5
+
+
+class Walled(nn.Module):
+    """Channels side by side, read by a convolution in two groups, and a flatten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(1, 3, 1), nn.Conv2d(1, 4, 1)
+        self.both, self.grouped = nn.Conv2d(7, 6, 1), nn.Conv2d(6, 4, 1, groups=2)
+        self.out = nn.Linear(4 * 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.both(torch.cat([self.left(x), self.right(x)], 1).relu()).relu()
+        return self.out(self.grouped(x).relu().flatten(1))
+
+
+def alike(group: Group, target: Params, here: Params) -> Tensor:
+    """How alike the units of two networks are as they stand."""
+    some = [p.rows(target, group.size) @ p.rows(here, group.size).mT for p in group.places if p.tensor in target]
+    return torch.stack(some).sum(0)
+
+
+@pytest.mark.parametrize("network", ["walls", "lenet"])
+def test_gains_and_scores_are_those_of_networks_really_moved(network: str) -> None:
+    spec, side = (Spec.of(Walled()), 2) if network == "walls" else (Spec("lenet", {"size": 8, "hidden": [12]}), 8)
+    target, *some = (net(spec, (1, side, side), seed) for seed in range(4))
+    told, groups, draw = target.matched_tensors(), target.groups, torch.Generator().manual_seed(0)
+    board, everybody = Board.of(told, [one.matched_tensors() for one in some], groups), torch.arange(3)
+    for first in range(3):  # all are moved, then some of them
+        for group in groups:
+            walls = torch.arange(group.size).chunk(group.rooms)
+            orders = [torch.cat([w[torch.randperm(len(w), generator=draw)] for w in walls]) for _ in some[first:]]
+            board.put(group, everybody[first:], torch.stack(orders))
+        for k, one in enumerate(some):
+            here = placed(one.matched_tensors(), {g: board.orders[g.name][k] for g in groups})
+            score = torch.stack([(told[n] * t).sum() for n, t in here.items()]).sum()
+            assert float(board.scores()[k]) == pytest.approx(float(score), abs=1e-4)
+            for group in groups:
+                gains = board.gains(group, everybody)[k][:, board.orders[group.name][k]]
+                assert torch.allclose(gains, alike(group, told, here), atol=1e-4)
 
 
 def test_rooms_keep_their_units() -> None:

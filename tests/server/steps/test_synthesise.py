@@ -55,8 +55,8 @@ def test_similar_classes_have_similar_rows() -> None:
 
 def test_wanted_answers_are_dirichlet_draws() -> None:
     similarity = torch.tensor([[1.0, 0.5, 0.25], [0.5, 1.0, 0.5], [0.1, 0.2, 1.0]])
-    made = Impressions(count=60_000, beta=(1.0,))
-    answers = wanted_answers(similarity, made, torch.Generator().manual_seed(0)).double()
+    places = torch.arange(60_000)
+    answers = wanted_answers(similarity, places, (1.0,), torch.Generator().manual_seed(0)).double()
     assert torch.allclose(answers.sum(-1), torch.ones(60_000, dtype=torch.float64), atol=1e-5)
     for c in range(3):
         alpha, mine = similarity[c].double(), answers[c::3]
@@ -64,7 +64,7 @@ def test_wanted_answers_are_dirichlet_draws() -> None:
         mean = alpha / total
         assert torch.allclose(mine.mean(0), mean, atol=0.01)
         assert torch.allclose(mine.var(0), mean * (1 - mean) / (total + 1), atol=0.01)
-    extreme = wanted_answers(similarity, Impressions(count=600, beta=(1e-3,)), torch.Generator().manual_seed(0))
+    extreme = wanted_answers(similarity, places[:600], (1e-3,), torch.Generator().manual_seed(0))
     assert extreme.isfinite().all(), "parameters near zero do not become 0/0"
     assert (extreme.amax(-1) > 0.99).double().mean() > 0.9
 
@@ -77,7 +77,7 @@ def test_impressions_are_answered_as_they_were_wanted() -> None:
     assert x.shape == (30, 6)
     assert x.abs().max() <= 3
     draw = BENCH.stream("impressions")
-    wanted = wanted_answers(class_similarity(teacher.members, 3), made, draw)
+    wanted = wanted_answers(class_similarity(teacher.members, 3), torch.arange(30), made.beta, draw)
     given = (teacher.logits(x) / 2).softmax(-1)
     assert (given.argmax(-1) == wanted.argmax(-1)).double().mean() > 0.9
     noise = (teacher.logits(BENCH.inputs.noise(30, draw)) / 2).log_softmax(-1)  # type: ignore[union-attr]
@@ -98,6 +98,13 @@ def test_of_several_networks_each_makes_its_share_of_the_impressions() -> None:
     assert sorted(set(quiet.logits(x[:12]).argmax(-1).tolist())) == [0, 1, 2]
     together = replace(made, of="teacher")(0, teacher, None, BENCH)
     assert set(teacher.logits(together).argmax(-1).tolist()) == {2}
+
+
+def test_few_impressions_of_many_networks_still_ask_for_every_class() -> None:
+    sure = [linear(9 * torch.eye(3, 6)) for _ in range(3)]
+    x = Impressions(count=6, steps=300, lr=0.2, beta=(10.0,))(0, mixture(*sure), None, BENCH)
+    assert sorted(sure[0].logits(x).argmax(-1).tolist()) == [0, 0, 1, 1, 2, 2]
+    assert Impressions(count=2, steps=1)(0, mixture(*sure), None, BENCH).shape == (2, 6), "fewer than networks"
 
 
 def test_dense_loss_by_hand() -> None:

@@ -184,6 +184,9 @@ def _moved(memory: Params, kind: str, params: Params, keep: Mapping[Group, Tenso
     return filed(kind, placed(beside, there))
 
 
+_LOOK = Look()
+
+
 class Rates(Settings):
     """When a network is pruned, and how much of it.
 
@@ -201,9 +204,9 @@ class Rates(Settings):
     at: PositiveInt = 30
     rule: Literal["plateau", "gap", "fixed"] = "plateau"
     rate: Share = 0.6
-    lanczos: PositiveInt = 30
-    probes: PositiveInt = 1
-    sample: PositiveInt = 16
+    lanczos: PositiveInt = _LOOK.steps
+    probes: PositiveInt = _LOOK.probes
+    sample: PositiveInt = _LOOK.rows
     eps: PositiveFloat = 1e-4
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -63,10 +63,9 @@ class Impressions:
         draw, classes = bench.stream("impressions"), answered(teacher, form)
         asked = networks(teacher) if self.of == "members" else (teacher,)
         made = []
-        for k, one in enumerate(asked):
-            share = replace(self, count=self.count * (k + 1) // len(asked) - self.count * k // len(asked))
-            answers = wanted_answers(class_similarity(networks(one), classes), share, draw).to(bench.local.device)
-            made += [self._made(one, form, y, draw) for y in answers.split(self.batch)]
+        for one, places in zip(asked, torch.arange(self.count).tensor_split(len(asked)), strict=True):
+            answers = wanted_answers(class_similarity(networks(one), classes), places, self.beta, draw)
+            made += [self._made(one, form, y, draw) for y in answers.to(bench.local.device).split(self.batch)]
         return torch.cat(made)
 
     def _made(self, teacher: Teacher, form: InputForm, answers: Tensor, draw: torch.Generator) -> Tensor:
@@ -111,12 +110,11 @@ def class_similarity(members: Sequence[Single], classes: int) -> Tensor:
     return (total - low) / (high - low).clamp(min=1e-12)
 
 
-def wanted_answers(similarity: Tensor, made: Impressions, draw: torch.Generator) -> Tensor:
-    """The answers that inputs are made for: classes in turn, Dirichlet draws around each, every β in turn."""
+def wanted_answers(similarity: Tensor, places: Tensor, betas: Sequence[float], draw: torch.Generator) -> Tensor:
+    """The answers that the inputs at some places are made for: classes in turn, every β in turn, Dirichlet draws."""
     classes = len(similarity)
-    place = torch.arange(made.count)
-    beta = torch.tensor(made.beta)[(place // classes) % len(made.beta)]
-    concentration = (beta[:, None] * similarity[place % classes]).clamp(min=1e-3)
+    beta = torch.tensor(betas)[(places // classes) % len(betas)]
+    concentration = (beta[:, None] * similarity[places % classes]).clamp(min=1e-3)
     # Gamma draws in the logarithm, log G(a) = log G(a + 1) + log(U)/a: small parameters would underflow to 0/0
     boosted = torch._standard_gamma(concentration.double() + 1, generator=draw).log()
     uniform = torch.rand(concentration.shape, generator=draw, dtype=torch.float64).log()
