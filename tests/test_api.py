@@ -10,7 +10,6 @@ from torch import Tensor, nn
 import fedfuse
 from fedfuse.core.params import Params
 from fedfuse.errors import ConfigError, QuorumLost, RecipeError
-from fedfuse.server.guard import guard
 from fedfuse.wire.codec import read, write
 from fedfuse.wire.files import load_model
 
@@ -304,7 +303,7 @@ def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> No
 def test_a_guard_can_stand_before_any_method(files: list[Path]) -> None:
     tampered(files[0], lambda tensors, _: tensors["head.weight"].mul_(50.0))
     paths = [*files, *files[1:]]
-    fused = fedfuse.fuse(paths, "fedlpa", model=net(), guard=guard("krum"), start=net(0).state_dict())
+    fused = fedfuse.fuse(paths, "fedlpa", model=net(), guard="krum", start=net(0).state_dict())
     assert fused.facts["guard_dropped"] == ["site-0"]
 
 

@@ -23,9 +23,9 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.admit import Rules
-from fedfuse.server.align.aligned import Aligned, Way, aligned
+from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
 from fedfuse.server.gather import Bundle, Item, fingerprint, first_difference, gather
-from fedfuse.server.guard import Guard, Guarded
+from fedfuse.server.round import fuse_round
 from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read, write
 from fedfuse.wire.files import save_model
 from fedfuse.wire.messages import NOTE
@@ -167,8 +167,8 @@ def fuse(
     model: nn.Module | Spec | None = None,
     server_rows: Rows | tuple[Tensor, Tensor] | None = None,
     unlabelled: Tensor | None = None,
-    guard: Guard | None = None,
-    align: Way | str | None = None,
+    guard: GuardChoice = None,
+    align: AlignChoice = None,
     quorum: float = 0.5,
     seed: int = 0,
 ) -> Fused:
@@ -199,7 +199,7 @@ def fuse(
         >>> fuse([{"w": torch.zeros(1)}, {"w": torch.ones(1)}], "fedavg", masses=[1, 3]).state_dict()
         {'w': tensor([0.7500])}
     """
-    recipe = _behind(method(recipe) if isinstance(recipe, str) else recipe, guard, align)
+    recipe = with_filters(method(recipe) if isinstance(recipe, str) else recipe, align=align, guard=guard)
     spec = model if isinstance(model, Spec) or model is None else Spec.of(model)
     spec = spec if spec is None else _dressed(recipe, spec, spec.skeleton().state_dict(), 0, seed).spec
     items = _items(updates, masses)
@@ -209,13 +209,11 @@ def fuse(
     bench = Bench(rows=_rows(server_rows), unlabelled=unlabelled, population=len(items), seed=seed)
     recipe.check(1, bench)
     trusted = frozenset() if spec is None else spec.factories
-    mixed, rules = getattr(recipe.aggregate, "mixes_networks", False), Rules(quorum=quorum, trusted=trusted)
-    admission, brief = gather(items, recipe.evidence, begin, spec, rules, mixed)
+    rules = Rules(quorum=quorum, trusted=trusted)
+    admission, brief = gather(items, recipe.evidence, begin, spec, rules, recipe.mixes_networks)
     state, bench = ServerState(0, Single(brief.spec, Posterior(brief.params))), replace(bench, classes=brief.classes)
     recipe.check(1, bench, None if spec is None else state)
-    state = recipe.aggregate(admission.cohort, state, bench)
-    for step in recipe.steps:
-        state = step(state, admission.cohort, bench)
+    state = fuse_round(recipe, admission.cohort, state, bench)
     return Fused(state.model, tuple(admission.refused), state.facts)
 
 
@@ -260,16 +258,6 @@ def run(
 
     place = None if out is None else Path(out)
     return run_file(Path(file), sets=sets, out=place, resume=resume, workers=workers, memo=memo)
-
-
-def _behind(recipe: Recipe, guard: Guard | None, align: Way | str | None) -> Recipe:
-    """The recipe behind a guard, and that behind an alignment: a guard measures distances between weights."""
-    if guard is not None:
-        recipe = replace(recipe, aggregate=Guarded(guard, recipe.aggregate))
-    if align is None:
-        return recipe
-    then = recipe.aggregate
-    return replace(recipe, aggregate=aligned(align, then) if isinstance(align, str) else Aligned(align, then))
 
 
 def _items(updates: Sequence[Source], masses: Sequence[float] | None) -> list[Item]:

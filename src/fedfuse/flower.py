@@ -19,7 +19,8 @@ from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
-from fedfuse.core.recipe import ClientsOnly, Plain, Recipe
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.seams import ClientsOnly, Plain
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.flower import printable
@@ -30,6 +31,7 @@ from fedfuse.experiment.flower_site import site_app
 from fedfuse.server.admit import Admission, Rules, admit_all
 from fedfuse.server.gather import Bundle
 from fedfuse.server.loop import check_quorum, choose
+from fedfuse.server.round import fuse_round
 from fedfuse.wire.codec import Malformed, encode, forms_of
 from fedfuse.wire.messages import reply_header
 
@@ -114,10 +116,7 @@ class FuseStrategy(Strategy):
         except QuorumLost as why:
             _log.error("%s", why)
             return None, None
-        state = recipe.aggregate(seen.cohort, state, bench)
-        for step in recipe.steps:
-            state = step(state, seen.cohort, bench)
-        self._state = state
+        self._state = state = fuse_round(recipe, seen.cohort, state, bench)
         shares = dict(zip(seen.cohort.clients, seen.cohort.weights.tolist(), strict=True))
         return to_arrays(state.single.posterior.mean), _averaged(numbers, shares, len(seen.refused) + len(seen.dropped))
 

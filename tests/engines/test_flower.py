@@ -17,8 +17,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricR
 
 from fedfuse.client.objectives import Proximal
 from fedfuse.core.messages import Brief, Envelope
-from fedfuse.core.recipe import Recipe, Work
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.engines import flower

@@ -8,7 +8,7 @@ from fedfuse.api import method
 from fedfuse.client.evidence.calibration import LogitScale
 from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.core.combine import FirstLayer, MeanProbability, TopLogit
-from fedfuse.core.recipe import CrossEntropy
+from fedfuse.core.seams import CrossEntropy
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.cover import CoverAnswers, CoverClasses

@@ -12,7 +12,7 @@ from fedfuse.core.channels import channel_groups, placed
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.align.aligned import Aligned
+from fedfuse.server.align.alignment import Aligned
 from fedfuse.server.align.transport import ByTransport
 from fedfuse.wire.files import load_model
 
@@ -60,7 +60,8 @@ def test_weights_without_a_network_cannot_be_followed() -> None:
 
 
 def test_options_reach_the_parts() -> None:
-    made = method("otfusion", reg=0.1, ground="activations", reading="average", uniform=False).aggregate
-    assert made == Aligned(ByTransport(0.1, "activations", "average"), Mean(), "largest")
+    made = method("otfusion", reg=0.1, ground="activations", reading="average", uniform=False)
+    assert made.align == Aligned(ByTransport(0.1, "activations", "average"), "largest")
+    assert made.aggregate == Mean()
     with pytest.raises(ConfigError, match="option reg is -1"):
         method("otfusion", reg=-1)

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.model import Mixture, Single, networks
-from fedfuse.core.recipe import Engine, Recipe
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import all_methods
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Engine
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState

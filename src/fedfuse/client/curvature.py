@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedfuse.client.evidence.kfac import Block, blocks_of, unpacked
-from fedfuse.core.recipe import Batch, CrossEntropy, Objective
+from fedfuse.core.seams import Batch, CrossEntropy, Objective
 from fedfuse.core.state import Local, part
 
 

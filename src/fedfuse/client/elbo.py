@@ -10,7 +10,8 @@ import torch
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedfuse.core.recipe import Aggregator, Batch, CrossEntropy, Objective, Recipe
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.seams import Aggregator, Batch, CrossEntropy, Objective
 from fedfuse.core.settings import Settings
 from fedfuse.core.state import Local
 from fedfuse.errors import RecipeError

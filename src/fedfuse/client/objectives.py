@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedfuse.core.recipe import Batch, CrossEntropy, Objective
+from fedfuse.core.seams import Batch, CrossEntropy, Objective
 from fedfuse.core.state import Local, part, representation
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedfuse.client.outliers import destroyed
 from fedfuse.core.model import Single, outputs
 from fedfuse.core.posterior import Posterior
-from fedfuse.core.recipe import Batch
+from fedfuse.core.seams import Batch
 from fedfuse.core.state import Local
 from fedfuse.errors import RecipeError
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from fedfuse.client.optimise import shape_gradients, spread_step, stepper
 from fedfuse.core.messages import Brief
 from fedfuse.core.params import Params
-from fedfuse.core.recipe import Batch, Free, Work
 from fedfuse.core.rng import seeded
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Batch, Free, Work
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
 from fedfuse.core.threads import one_thread

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from fedfuse.core.messages import Brief, Envelope, client_order
 from fedfuse.core.params import Params
-from fedfuse.core.recipe import Recipe, Work
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.engines.base import OnClient, Spoken
 from fedfuse.engines.flower_records import (

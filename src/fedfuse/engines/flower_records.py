@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedfuse.core.messages import Brief, Form
 from fedfuse.core.params import Params
-from fedfuse.core.recipe import Work
+from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
 from fedfuse.engines.flower_version import need_flower
 from fedfuse.errors import ConfigError

@@ -13,6 +13,7 @@ from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Start
 from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
+from fedfuse.core.registry import check_options
 from fedfuse.core.rng import seeded
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
@@ -21,7 +22,7 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.data import Dataset, Iid, Partition, Standardise, augmentation, load, partition, standardise
 from fedfuse.engines.base import Population
 from fedfuse.errors import ConfigError, FuseError
-from fedfuse.experiment.config import Experiment, Named, check_options
+from fedfuse.experiment.config import Experiment, Named
 from fedfuse.server.admit import Contract, Rules
 from fedfuse.server.judge import Judge
 from fedfuse.server.loop import Plan
@@ -103,7 +104,7 @@ class Prepared:
                 f"method {recipe.name!r} measures how far clients moved from a common start and start = 'separate' "
                 "gives each its own; use start = 'shared' or leave the method out"
             )
-        if self.groups and not getattr(recipe.aggregate, "mixes_networks", False):
+        if self.groups and not recipe.mixes_networks:
             raise ConfigError(
                 f"method {recipe.name!r} needs one network for all clients and the file gives groups their own; "
                 "leave out [[models]] or use a method that fuses predictions"

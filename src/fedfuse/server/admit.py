@@ -20,7 +20,7 @@ from torch import Tensor
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry, Posterior
-from fedfuse.core.recipe import Evidence
+from fedfuse.core.seams import Evidence
 from fedfuse.core.spec import Spec
 from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError, FuseError, Refused

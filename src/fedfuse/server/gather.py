@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedfuse.core.messages import Brief, Envelope, Form, Start
 from fedfuse.core.params import Layout, Params
-from fedfuse.core.recipe import Evidence
+from fedfuse.core.seams import Evidence
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, QuorumLost, Refused
 from fedfuse.server.admit import Admission, Rules, admit_all, form_words

@@ -13,7 +13,7 @@ from fedfuse.core.calibrate import Affine, Calibration, calibration
 from fedfuse.core.combine import Combine, FirstLayer, MeanProbability, OpenSetVote, TopLogit
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Mixture, Single, networks
-from fedfuse.core.recipe import Result
+from fedfuse.core.seams import Result
 from fedfuse.core.spec import Spec
 from fedfuse.core.stack import cost_of
 from fedfuse.core.state import Bench, ServerState

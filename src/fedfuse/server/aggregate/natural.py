@@ -10,13 +10,14 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.kfac import Block, Factors, blocks_of, layers_in
+from fedfuse.client.evidence.kfac import Block, Factors, blocks_of
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.posterior import Kron
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.linalg.cg import Solution
 from fedfuse.linalg.kron import Solver, Split, damp, natural_mean
+from fedfuse.linalg.psd import pack
 from fedfuse.server.aggregate.mean import ALL_LAWS, weighted_mean
 
 Damping = float | Literal["evidence"]
@@ -115,10 +116,13 @@ class ShareFactors:
     needs: ClassVar[frozenset[str]] = frozenset({"kron"})
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:  # noqa: ARG002
-        """Average the packed triangles."""
-        notes = [u.notes for u in cohort]
-        names = [f"kron/{layer}/{side}" for layer in layers_in(notes[0]) for side in ("in", "out")]
-        means = {n: weighted_mean(notes, cohort.weights, n) for n in names}
+        """Average the factors as the cohort has them now: an alignment has moved them, not what was sent."""
+        means = {}
+        for block in blocks_of(cohort.updates[0].spec):
+            pairs = [factors_of(u, block) for u in cohort]
+            for side, factors in zip(("in", "out"), zip(*pairs, strict=True), strict=True):
+                mean = sum(w * pack(f).double() for w, f in zip(cohort.weights.tolist(), factors, strict=True))
+                means[f"kron/{block.layer.name}/{side}"] = torch.as_tensor(mean).float()
         return replace(state, memory={**state.memory, **means})
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fedfuse.client.optimise import stepper
 from fedfuse.core.messages import Cohort, Start
 from fedfuse.core.model import Apart
-from fedfuse.core.recipe import Result, ServerStep
 from fedfuse.core.rng import seeded
+from fedfuse.core.seams import Result, ServerStep
 from fedfuse.core.settings import Optimizer
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError

@@ -14,8 +14,8 @@ from fedfuse.client.work import learned
 from fedfuse.core.messages import Brief, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
-from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings, Settings
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.server.judge import log_probabilities

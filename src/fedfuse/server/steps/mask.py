@@ -15,7 +15,7 @@ from fedfuse.client.work import learned
 from fedfuse.core.cost import MASK, density, layer_costs
 from fedfuse.core.messages import Brief, Cohort
 from fedfuse.core.params import Params
-from fedfuse.core.recipe import Work
+from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, filed, part
 from fedfuse.errors import ConfigError

@@ -17,7 +17,7 @@ from fedfuse.core.channels import Group, channel_groups, narrowed, placed
 from fedfuse.core.messages import Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
-from fedfuse.core.recipe import Evidence
+from fedfuse.core.seams import Evidence
 from fedfuse.core.settings import Settings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, filed, part

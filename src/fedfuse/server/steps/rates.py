@@ -14,7 +14,7 @@ from torch import Tensor
 from fedfuse.client.evidence.spectrum import Curvature, Look, curvature_in
 from fedfuse.client.work import learned
 from fedfuse.core.messages import Brief, Cohort
-from fedfuse.core.recipe import Work
+from fedfuse.core.seams import Work
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
 from fedfuse.linalg.lanczos import Spectrum
