@@ -198,11 +198,28 @@ def fuse(
     updates: Annotated[list[Path], typer.Argument()],
     output: Annotated[Path, typer.Option("-o", "--output", help="The fused model's file.")],
     method: Annotated[str, typer.Option(help="How to fuse.")] = "fedavg",
-    sets: Annotated[list[str] | None, typer.Option("--set", help="An option of the method; may be repeated.")] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="An option of the method, or guard.key=…, align.key=…; may be repeated."),
+    ] = None,
     start: Annotated[Path | None, typer.Option(help="The weights all started from, where a method needs them.")] = None,
     mass: Annotated[list[float] | None, typer.Option(help="Examples behind each file, in order.")] = None,
     quorum: Annotated[float, typer.Option(min=0.0, max=1.0, help="The share that must be admitted.")] = 0.5,
-    model: Annotated[str | None, typer.Option(help="The network, where it is not fedfuse's own.")] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="A network that is not fedfuse's own, where it must be run; may be repeated."),
+    ] = None,
+    guard: Annotated[str | None, typer.Option(help="A robust filter first: clip, krum, median or trimmed.")] = None,
+    align: Annotated[
+        str | None, typer.Option(help="Align hidden units first: by weights, activations, transport or graph.")
+    ] = None,
+    server_data: Annotated[
+        str | None, typer.Option(help="Labelled rows the server holds, where a method needs them.")
+    ] = None,
+    unlabelled: Annotated[
+        str | None, typer.Option(help="Inputs the server holds, their labels unseen, for distillation.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Fixes every random draw of the server.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Anywhere: admit update files, fuse them, write one model file; no server needed.
@@ -212,7 +229,20 @@ def fuse(
     from fedfuse.experiment.site import fuse_files
 
     with console.err.status(f"fusing {len(updates)} updates"):
-        fused = fuse_files(updates, method, sets or [], start, mass, quorum, model)
+        fused = fuse_files(
+            updates,
+            method,
+            sets or [],
+            start=start,
+            masses=mass,
+            quorum=quorum,
+            models=model or [],
+            guard=guard,
+            align=align,
+            server_data=server_data,
+            unlabelled=unlabelled,
+            seed=seed,
+        )
         fused.save(output)
     if as_json:
         facts = {"file": str(output), "refused": [dict(r) for r in fused.refused], "facts": fused.facts}

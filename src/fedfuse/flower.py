@@ -29,10 +29,9 @@ from fedfuse.errors import QuorumLost, RecipeError
 from fedfuse.experiment.flower import server_app, simulate
 from fedfuse.experiment.flower_site import site_app
 from fedfuse.server.admit import Admission, Rules, admit_all
-from fedfuse.server.gather import Bundle
 from fedfuse.server.loop import check_quorum, choose
 from fedfuse.server.round import fuse_round
-from fedfuse.wire.codec import Malformed, encode, forms_of
+from fedfuse.wire.codec import Malformed, encode
 from fedfuse.wire.messages import reply_header
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict  # isort: skip
@@ -148,7 +147,7 @@ class FuseStrategy(Strategy):
 
     def _standing(self, server_round: int, mean: Params) -> ServerState:
         """What the server knows before a round: its memory stays, the model is the one Flower hands us."""
-        spec = self.spec or Spec("state-dict", prototype=Bundle(forms_of(mean)))
+        spec = self.spec or Spec.of_tensors(mean)
         model = Single(spec, Posterior(mean))
         if self._state is None:
             return ServerState(server_round - 1, model)
