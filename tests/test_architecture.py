@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"api", "pictures"},
     },
     "console": {"core", "experiment", "report", "errors"},
-    "flower": {"api", "core", "wire", "server", "engines", "experiment", "errors"},
+    "flower": {"api", "core", "wire", "client", "server", "engines", "experiment", "errors"},
     "cli_options": set(),
     "cli_flower": {"cli_options", "console", "engines.flower_version", "experiment", "report", "errors"},
     "cli": {"core", "data", "experiment", "report", "console", "api", "cli_flower", "cli_options", "errors"},
