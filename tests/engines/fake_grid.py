@@ -106,6 +106,17 @@ class FakeGrid(Grid):
         raise AssertionError("it gathers all replies before the first is used")
 
 
+@dataclass
+class Gathering(FakeGrid):
+    """A grid as Flower's own loop uses it: everything is sent, then everything comes back, the last first."""
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        sent = [through_bytes(message) for message in messages]
+        nodes = [self.nodes[message.metadata.dst_node_id] for message in sent]
+        replies = [node.app(m, node.context) for m, node in zip(sent, nodes, strict=True) if not node.silent]
+        return [through_bytes(reply) for reply in reversed(replies)]
+
+
 @dataclass(frozen=True)
 class TestSite:
     """A site whose rows are a part of a population, by the number in its node config."""

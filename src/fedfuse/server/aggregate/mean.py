@@ -97,11 +97,10 @@ class NormalisedMean:
     differ, a_k is measured in steps of the first client's rate.
 
     Attributes:
-        momentum: ρ of the clients' SGD, to be taken instead of what they say.
+        momentum: ρ of the clients' SGD, to be taken instead of what they say; their rates are then taken to agree.
     """
 
     momentum: float | None = None
-    needs: ClassVar[frozenset[str]] = frozenset({"start", "training"})
     laws: ClassVar[frozenset[str]] = frozenset({"order", "one", "scale", "pure", "dtype", "finite", "repeat"})
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
@@ -121,13 +120,19 @@ class NormalisedMean:
         }
         return state.fused(mean, spec=cohort.updates[0].spec).noting(effective_steps=reach)
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """The start, and how clients trained unless that was given."""
+        return frozenset({"start"} if self.momentum is not None else {"start", "training"})
+
     def _walks(self, cohort: Cohort, round_: int) -> list[float]:
         """a_k of every client."""
+        if self.momentum is not None:
+            return [walked(u.steps, self.momentum) for u in cohort]
         told = [training_of(u, "FedNova") for u in cohort]
         first = told[0].rate(round_, 0)
         return [
-            walked(u.steps, t.optimizer.own_momentum if self.momentum is None else self.momentum)
-            * (t.rate(round_, 0) / first)  # exactly 1 where rates agree
+            walked(u.steps, t.optimizer.own_momentum) * (t.rate(round_, 0) / first)  # exactly 1 where rates agree
             for u, t in zip(cohort, told, strict=True)
         ]
 

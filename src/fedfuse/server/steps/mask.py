@@ -237,7 +237,7 @@ class PruneFirst:
     patience: int = 5
     most: int = 50
     batches: int = 5
-    needs: ClassVar[frozenset[str]] = frozenset({"server_rows", "network"})
+    needs: ClassVar[frozenset[str]] = frozenset({"server_rows", "training", "network"})
 
     def __call__(self, state: ServerState, bench: Bench) -> ServerState:
         """The state with a pruned network to begin with."""
