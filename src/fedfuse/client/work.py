@@ -9,13 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fedfuse.client.layout import suits_channels_last
 from fedfuse.client.optimise import shape_gradients, spread_step, stepper
 from fedfuse.core.messages import Brief
 from fedfuse.core.params import Params
 from fedfuse.core.recipe import Batch, Free, Work
 from fedfuse.core.rng import seeded
 from fedfuse.core.rows import Rows
-from fedfuse.core.spec import Spec
+from fedfuse.core.spec import Spec, trainable_names
 from fedfuse.core.state import Local
 from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError
@@ -102,6 +103,11 @@ def train(local: Local, work: Work) -> None:
     settings, project = work.settings, work.project
     roles = local.brief.spec.layout.roles
     names = sorted(local.live, key=lambda name: roles.get(name) == "spread")
+    if not names:
+        raise ConfigError(
+            f"model {local.brief.spec.factory!r} has nothing to train: all its parameters are frozen; "
+            "let requires_grad be true for those that should learn"
+        )
     params = list[Tensor](local.live[name] for name in names)
     weights = sum(roles.get(name) != "spread" for name in names)
     step = stepper(settings.optimizer)
@@ -132,35 +138,41 @@ def train(local: Local, work: Work) -> None:
 
 
 def _rouse(local: Local) -> None:
-    """Set the network to training; a part whose parameters are all held rests, its statistics too."""
-    local.module.train().requires_grad_(True)
+    """Set the network to training; a part whose parameters are all held rests, its statistics too.
+
+    What its author froze stays frozen, and a frozen norm goes on counting its rows, as it would in the author's loop.
+    """
+    local.module.train()
+    _thaw(local.module, local.brief.spec)
     for path, part in local.module.named_modules():
         own = {f"{path}.{name}" if path else name for name, _ in part.named_parameters(recurse=False)}
         if own and own <= local.held:
             part.eval().requires_grad_(False)
 
 
+def _thaw(module: nn.Module, spec: Spec) -> None:
+    """Let those parameters train that their author lets train."""
+    free = set(trainable_names(spec))
+    for name, param in module.named_parameters():
+        param.requires_grad_(name in free)
+
+
 def _sit_down(work: Work, brief: Brief, client: str, rows: Rows, memory: dict[str, Tensor], seed: int) -> Local:
     device = work.settings.device
-    module = _workbench(brief.spec, device)
+    x, y = brief.spec.cast(rows.x).to(device), rows.y.to(device)
+    last = suits_channels_last(brief.spec, tuple(x.shape[1:]), x.dtype, device)
+    module = _workbench(brief.spec, device, last)
     module.load_state_dict(dict(brief.params))
-    module.requires_grad_(True)
-    x, y = rows.x.to(device), rows.y.to(device)
-    if x.ndim == 4 and _has_images(module):
-        x = x.contiguous(memory_format=torch.channels_last)
+    _thaw(module, brief.spec)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
     return Local(client, brief, Rows(x, y), work.settings, module, memory, seed)
 
 
 @lru_cache(maxsize=4)
-def _workbench(spec: Spec, device: str) -> nn.Module:
+def _workbench(spec: Spec, device: str, last: bool) -> nn.Module:
     """One module per network and process; weights come and go by copy."""
     module = spec.build().to(device)
-    return module.to(memory_format=torch.channels_last) if _has_images(module) else module  # type: ignore[call-overload]
-
-
-def _has_images(module: nn.Module) -> bool:
-    """Whether it convolves, which is faster with a pixel's channels side by side."""
-    return any(isinstance(m, nn.Conv2d) for m in module.modules())
+    return module.to(memory_format=torch.channels_last) if last else module  # type: ignore[call-overload]
 
 
 def _resume_trained(local: Local, trained: bytes) -> None:

@@ -12,8 +12,9 @@ import torch
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry
+from fedfuse.core.precision import in_full
 from fedfuse.core.settings import Optimizer
-from fedfuse.core.state import Local, filed, part
+from fedfuse.core.state import Local, filed, live_names, part
 
 
 def walked(steps: int, momentum: float) -> float:
@@ -60,16 +61,16 @@ class ControlDelta:
         delta = {}
         for name, weight in local.live.items():
             zero = torch.zeros_like(weight, device="cpu")
-            drift = (local.anchor[name] - weight.detach()).cpu() / scale if scale else theirs.get(name, zero)
-            delta[name] = drift - theirs.get(name, zero)
-            mine[name] = mine.get(name, zero) + delta[name]
+            common, before = (in_full(told.get(name, zero)) for told in (theirs, mine))
+            walk = in_full(local.anchor[name]) - in_full(weight.detach())
+            moved = (walk.cpu() / scale if scale else common) - common
+            delta[name], mine[name] = moved.to(zero.dtype), (before + moved).to(zero.dtype)
         local.memory.update(filed(self.name, mine))
         return filed(self.name, delta)
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
         """One tensor per trainable weight, of its form."""
-        trainable = brief.spec.skeleton().named_parameters()  # one name for tied weights, as in training
-        return {f"{self.name}/{n}": Form.of(brief.params[n]) for n, _ in trainable}
+        return {f"{self.name}/{n}": Form.of(brief.params[n]) for n in live_names(brief)}
 
     def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Any finite value will do."""

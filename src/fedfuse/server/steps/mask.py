@@ -186,7 +186,11 @@ def elected(ratio: Tensor, cost: Tensor, gain: float, time: float) -> Tensor:
 def times_of(spec: Spec, bench: Bench) -> dict[str, int]:
     """How often each weight of a maskable tensor is used per input."""
     costs = layer_costs(spec, input_form(bench, spec).shape)
-    return {n: max(1, costs[n.rpartition(".")[0]].positions) for n in maskable(spec)}
+    return {n: max(1, costs[path].positions) if path in costs else 1 for n in maskable(spec) for path in [_path(n)]}
+
+
+def _path(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
