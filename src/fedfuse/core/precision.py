@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -28,6 +28,16 @@ def full_dtype(dtype: torch.dtype) -> torch.dtype:
         torch.float32
     """
     return torch.float32 if dtype in _NARROW else dtype
+
+
+def answer_in_full(module: nn.Module, x: Tensor) -> Tensor:
+    """A module's answer in float32 at least, to inputs in its own dtype.
+
+    Example:
+        >>> answer_in_full(nn.Linear(2, 1).half(), torch.ones(3, 2)).dtype
+        torch.float32
+    """
+    return in_full(module(as_floats_of(module.parameters(), x)))
 
 
 def as_floats_of(params: Iterable[Tensor], x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry
-from fedfuse.core.precision import as_floats_of, full_dtype, in_full
+from fedfuse.core.precision import answer_in_full, full_dtype, in_full
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec, tied_names, trainable_names
 from fedfuse.core.state import Local, filed
@@ -42,7 +42,7 @@ def squared_gradients(
     with torch.enable_grad():
         for index in order:
             some = rows.take(index)
-            loss = F.cross_entropy(in_full(module(as_floats_of(params.values(), some.x))), some.y)
+            loss = F.cross_entropy(answer_in_full(module, some.x), some.y)
             slopes = torch.autograd.grad(loss, [params[n] for n in names], materialize_grads=True)
             for name, slope in zip(names, slopes, strict=True):
                 total[name] += in_full(slope.detach()).square() / len(order)

@@ -19,7 +19,7 @@ from fedfuse.core.model import Single
 from fedfuse.core.params import Params
 from fedfuse.core.recipe import Evidence
 from fedfuse.core.settings import Settings
-from fedfuse.core.spec import Spec
+from fedfuse.core.spec import Spec, trainable_names
 from fedfuse.core.state import Bench, ServerState, filed, part
 from fedfuse.errors import ConfigError
 from fedfuse.server.steps.lessons import input_form
@@ -73,7 +73,7 @@ def layer_rates(model: Single, filters: tuple[Filters, ...], rate: float, spread
     params = model.posterior.mean
     if spread == "uniform":
         return {f.group.name: rate for f in filters}
-    trainable = [params[name] for name, _ in model.spec.skeleton().named_parameters()]
+    trainable = [params[name] for name in trainable_names(model.spec)]
     threshold = magnitude_threshold(trainable, rate)
     return {f.group.name: share_of_small([params[w] for w in f.weights], threshold) for f in filters}
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from fedfuse.client.evidence.spectrum import Curvature, Look, curvature_in
-from fedfuse.client.work import learned
-from fedfuse.core.messages import Brief, Cohort
-from fedfuse.core.recipe import Work
+from fedfuse.core.messages import Cohort
+from fedfuse.core.spec import trainable_names
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
 from fedfuse.linalg.lanczos import Spectrum
 from fedfuse.server.labels import Unheard, divergence, everybody, heard
+from fedfuse.server.steps.training import train_on
 
 Rule: TypeAlias = Literal["plateau", "gap"]
 
@@ -208,9 +208,8 @@ class SpectralRate:
 
     def _server(self, state: ServerState, bench: Bench) -> Curvature:
         model, rows = state.single, bench.need_rows("FedAP")
-        start = model.posterior.mean
-        brief = Brief(state.round, model.spec, start, classes=bench.classes)
-        trained = learned(Work(bench.local), brief, "server", rows, seed=bench.seed)
+        start = {name: model.posterior.mean[name] for name in trainable_names(model.spec)}
+        trained = train_on(rows, state, bench.local, bench)
         module = model.spec.build()
         module.load_state_dict(trained.params)
         with one_thread():
