@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedfuse.client.layout import suits_channels_last
+from fedfuse.client.memory import fit_memory, with_channels
 from fedfuse.client.optimise import shape_gradients, spread_step, stepper
 from fedfuse.core.messages import Brief
 from fedfuse.core.params import Params
@@ -81,7 +82,8 @@ def client_round(
     rows = work.view(rows, brief)
     if not len(rows):
         raise ConfigError(f"{client} has no rows to train on; give it data or leave it out")
-    local = _sit_down(work, brief, client, rows, dict(memory or {}), seed)
+    known, facts = fit_memory(memory or {}, brief, tuple(rows.x.shape[1:]))
+    local = _sit_down(work, brief, client, rows, known, seed)
     with seeded(seed, brief.round, client, "torch"):
         if trained is None:
             train(local, work)
@@ -93,9 +95,9 @@ def client_round(
         for bring in work.evidence:
             notes.update(bring(local))
     mean = {n: t.detach() for n, t in local.module.state_dict().items()}
-    facts = {"loss": local.loss}
+    facts = {"loss": local.loss, **facts}
     reply = encode_reply(brief, mean, notes, mass=float(len(rows)), steps=local.steps, facts=facts)
-    return Answer(reply, {n: t.detach().cpu().clone() for n, t in local.memory.items()})
+    return Answer(reply, {n: t.detach().cpu().clone() for n, t in with_channels(local.memory, brief).items()})
 
 
 def train(local: Local, work: Work) -> None:
