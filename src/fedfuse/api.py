@@ -126,6 +126,7 @@ def local_update(
     start: str | Path | Mapping[str, Tensor] | None = None,
     classes: int | None = None,
     seed: int = 0,
+    output: int | str | None = None,
     **settings: Any,
 ) -> Update:
     """Train at a site and bring the evidence a method asks for.
@@ -138,6 +139,7 @@ def local_update(
         start: common weights to start from, as a state dict or a safetensors file.
         classes: how many classes there are in all; by default as many as the network has outputs.
         seed: fixes every random draw.
+        output: which of the network's outputs are the logits, where it gives several: a place, a key or an attribute.
         settings: of local training, as in a config file: epochs, batch_size, optimizer, …; `lr` and `momentum`
             are short for the optimizer's.
 
@@ -149,7 +151,8 @@ def local_update(
     """
     recipe = method(recipe) if isinstance(recipe, str) else recipe
     _check_honoured(recipe, "a site that only brings a file")
-    spec = model if isinstance(model, Spec) else Spec.of(model)
+    spec = model if isinstance(model, Spec) else Spec.of(model, output)
+    spec = spec if output is None else replace(spec, output=output)
     data = rows if isinstance(rows, Rows) else Rows(*rows)
     module = spec.build() if isinstance(model, Spec) else model
     begin = _start(start) if start is not None else {n: t.detach().clone() for n, t in module.state_dict().items()}

@@ -91,8 +91,10 @@ class Recipe:
     @property
     def mixes_networks(self) -> bool:
         """Whether clients may have networks of different architectures or widths."""
+        if self.align is not None:
+            return self.align.mixes_networks
         own: bool = getattr(self.aggregate, "mixes_networks", False)
-        return own if self.align is None else self.align.mixes_networks
+        return own and self.guard is None  # a guard compares weights
 
     @property
     def result(self) -> Result:

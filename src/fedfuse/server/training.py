@@ -1,13 +1,18 @@
-"""How the cohort trained, where a method has to know."""
+"""How the cohort trained, where a method has to know; and a server that trains as its clients did."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from typing import Any
 
-from fedfuse.core.messages import ClientUpdate, Cohort
+from fedfuse.client.projections import Masked
+from fedfuse.client.work import Learned, learned
+from fedfuse.core.cost import MASK
+from fedfuse.core.messages import Brief, ClientUpdate, Cohort
+from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
-from fedfuse.core.state import Bench
+from fedfuse.core.state import Bench, ServerState, filed, part
 from fedfuse.errors import ConfigError
 
 
@@ -70,3 +75,19 @@ def _agree(cohort: Cohort, who: str, read: Callable[[ClientUpdate], dict[str, An
                     f"{update.client} {key} = {theirs.get(key)}; train again with the same settings"
                 )
     return told
+
+
+def train_on(rows: Rows, state: ServerState, settings: LocalSettings, bench: Bench, who: str = "server") -> Learned:
+    """What the state's network becomes on some rows of the server's; weights that a mask leaves out stay zero.
+
+    Args:
+        rows: what to train on.
+        state: the network, and the masks in its memory.
+        settings: how to train.
+        bench: the run's seed and number of classes.
+        who: whose random streams are used.
+    """
+    model, masks = state.single, part(state.memory, MASK)
+    brief = Brief(state.round, model.spec, model.posterior.mean, filed(MASK, masks), classes=bench.classes)
+    work = Work(settings, project=Masked()) if masks else Work(settings)
+    return learned(work, brief, who, rows, seed=bench.seed)

@@ -12,7 +12,8 @@ import torch
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry
-from fedfuse.core.state import Local, filed, part
+from fedfuse.core.precision import in_full
+from fedfuse.core.state import Local, filed, live_names, part
 from fedfuse.wire.codec import forms_of
 
 
@@ -60,16 +61,17 @@ class ControlDelta:
         delta = {}
         for name, weight in local.live.items():
             zero = torch.zeros_like(weight, device="cpu")
-            drift = (local.anchor[name] - weight.detach()).cpu() / scale if scale else theirs.get(name, zero)
-            delta[name] = drift - theirs.get(name, zero)
-            mine[name] = mine.get(name, zero) + delta[name]
+            common, before = (in_full(told.get(name, zero)) for told in (theirs, mine))
+            walk = in_full(local.anchor[name]) - in_full(weight.detach())
+            moved = (walk.cpu() / scale if scale else common) - common
+            delta[name], mine[name] = moved.to(zero.dtype), (before + moved).to(zero.dtype)
         local.memory.update(filed(self.name, mine))
         return filed(self.name, delta)
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
         """One tensor per trainable weight, of its form."""
         forms = forms_of(brief.params)
-        return {f"{self.name}/{n}": forms[n] for n in brief.spec.layout.trainable}
+        return {f"{self.name}/{n}": forms[n] for n in live_names(brief)}
 
     def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Any finite value will do."""

@@ -15,8 +15,9 @@ from torch.func import functional_call
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry
+from fedfuse.core.precision import as_floats_of, in_full
 from fedfuse.core.rows import Rows
-from fedfuse.core.state import Local
+from fedfuse.core.state import Local, live_names
 from fedfuse.linalg.lanczos import Spectrum, hessian_vector_product, spectrum
 from fedfuse.wire.codec import forms_of
 
@@ -50,7 +51,7 @@ class Look:
     rows: int = 16
 
     def __call__(self, module: nn.Module, start: Params, rows: Rows, generator: torch.Generator) -> Curvature:
-        """The curvature of a module's mean cross entropy at its own weights, in evaluation mode.
+        """The curvature of a module's mean cross entropy at its own weights, those the start has, in evaluation mode.
 
         H is the Hessian at the weights W′, and Δ = W − W′ leads back to the start W. The map
         B(Δ) = H Δ − ∇L(W′ + Δ) measures what a quadratic does not see; its Lipschitz constant is estimated between
@@ -58,8 +59,8 @@ class Look:
         """
         module.eval()
         some = rows.take(torch.randperm(len(rows), generator=generator)[: self.rows].to(rows.y.device))
-        params = {n: p.detach() for n, p in module.named_parameters()}
-        loss = _Loss(module, some)
+        params = {n: p.detach() for n, p in module.named_parameters() if n in start}
+        loss = _Loss(module, Rows(as_floats_of(params.values(), some.x), some.y))
         hessian = hessian_vector_product(loss, params)
         dtype = torch.float64 if hessian.size <= _WIDE else torch.float32
         seen = spectrum(
@@ -89,7 +90,7 @@ class _Loss:
     rows: Rows
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
-        return F.cross_entropy(functional_call(self.module, dict(params), (self.rows.x,)), self.rows.y)
+        return F.cross_entropy(in_full(functional_call(self.module, dict(params), (self.rows.x,))), self.rows.y)
 
 
 def _lipschitz(loss: _Loss, params: Params, back: Params, pushed: Tensor, slope: Tensor) -> float:
@@ -140,7 +141,7 @@ class CurvatureSpectrum:
         if brief.round != self.round:
             return {}
         forms = forms_of(brief.params)
-        size = sum(math.prod(forms[name].shape) for name in brief.spec.layout.trainable)
+        size = sum(math.prod(forms[n].shape) for n in live_names(brief))
         row = Form((self.look.probes, self.look.found(size)), torch.float64)
         return {"spectrum/values": row, "spectrum/weights": row, "spectrum/lipschitz": Form((), torch.float64)}
 

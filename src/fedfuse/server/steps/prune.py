@@ -73,7 +73,7 @@ def layer_rates(model: Single, filters: tuple[Filters, ...], rate: float, spread
     params = model.posterior.mean
     if spread == "uniform":
         return {f.group.name: rate for f in filters}
-    trainable = [params[name] for name, _ in model.spec.skeleton().named_parameters()]
+    trainable = [params[name] for name in model.spec.layout.trainable]
     threshold = magnitude_threshold(trainable, rate)
     return {f.group.name: share_of_small([params[w] for w in f.weights], threshold) for f in filters}
 

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from fedfuse.client.evidence.spectrum import Curvature, Look, curvature_in
-from fedfuse.client.work import learned
-from fedfuse.core.messages import Brief, Cohort
-from fedfuse.core.seams import Work
+from fedfuse.core.messages import Cohort
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
 from fedfuse.linalg.lanczos import Spectrum
 from fedfuse.server.labels import Unheard, divergence, everybody, heard
-from fedfuse.server.training import common_training
+from fedfuse.server.training import common_training, train_on
 
 Rule: TypeAlias = Literal["plateau", "gap"]
 
@@ -209,9 +207,8 @@ class SpectralRate:
 
     def _server(self, state: ServerState, cohort: Cohort, bench: Bench) -> Curvature:
         model, rows = state.single, bench.need_rows("FedAP")
-        start = model.posterior.mean
-        brief = Brief(state.round, model.spec, start, classes=bench.classes)
-        trained = learned(Work(common_training(cohort, bench, "FedAP")), brief, "server", rows, seed=bench.seed)
+        start = {name: model.posterior.mean[name] for name in model.spec.layout.trainable}
+        trained = train_on(rows, state, common_training(cohort, bench, "FedAP"), bench)
         module = model.spec.build()
         module.load_state_dict(trained.params)
         with one_thread():
