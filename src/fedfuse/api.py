@@ -155,8 +155,11 @@ def local_update(
     spec = spec if output is None else replace(spec, output=output)
     data = rows if isinstance(rows, Rows) else Rows(*rows)
     module = spec.build() if isinstance(model, Spec) else model
-    begin = _start(start) if start is not None else {n: t.detach().clone() for n, t in module.state_dict().items()}
+    begin = {n: t.detach().clone() for n, t in module.state_dict().items()}
     count = _count_classes(classes, Single.of(module, spec), data)
+    if start is not None:
+        said, begin = start_of(start)
+        spec = _as_shaped(spec, said)
     first = _dressed(recipe, spec, begin, count, seed)
     _check_fit(first)
     brief = Brief(0, first.spec, first.posterior.mean, classes=count)
@@ -229,7 +232,7 @@ def fuse(
     recipe = with_filters(method(recipe) if isinstance(recipe, str) else recipe, align=align, guard=guard)
     _check_honoured(recipe, "fusing files")
     items = _items(updates, masses)
-    begin = None if start is None else _start(start)
+    begin = None if start is None else start_of(start)[1]
     if "start" in recipe.needs and begin is None:
         raise RecipeError(f"method {recipe.name!r} needs the weights the sites started from; pass `start`")
     bench = Bench(rows=_rows(server_rows), unlabelled=unlabelled, population=len(items), seed=seed)
@@ -348,16 +351,27 @@ def _item(source: Source, place: int, mass: float | None) -> Item:
     raise ConfigError(f"update {place} is a {type(source).__name__}; expected an update, a file or a state dict")
 
 
-def _start(source: str | Path | Mapping[str, Tensor]) -> dict[str, Tensor]:
+def start_of(source: str | Path | Mapping[str, Tensor]) -> tuple[object, dict[str, Tensor]]:
+    """What a start says of its network, if it is a file that says anything, and its weights."""
     if not isinstance(source, str | Path):
-        return dict(source)
+        return None, dict(source)
     try:
         packet = read(Path(source))
     except Malformed as why:
         raise ConfigError(f"{source} is no file of weights to start from: {why}") from why
     if "members" in packet.header:
         raise ConfigError(f"{source} holds several networks and sites begin with one; distil them into one first")
-    return {n: t for n, t in packet.tensors.items() if not n.startswith(NOTE)}
+    return packet.header.get("spec"), {n: t for n, t in packet.tensors.items() if not n.startswith(NOTE)}
+
+
+def _as_shaped(spec: Spec, said: object) -> Spec:
+    """The network the user named, pruned or grown as a start file of the same network says it was."""
+    if spec.surgery or not isinstance(said, dict):
+        return spec
+    if (said.get("factory"), said.get("options", {})) != (spec.factory, spec.options):
+        return spec
+    theirs = Spec.from_json(said, spec.factories)
+    return replace(spec, surgery=theirs.surgery, kept=theirs.kept)
 
 
 def _check_fit(start: Single) -> None:

@@ -34,8 +34,8 @@ class ControlStep:
         shares = [1 / population] * len(cohort)
         steps: Mapping[str, Tensor] = {n.removeprefix("control/"): weighted_mean(notes, shares, n) for n in names}
         now = state.single
-        shapes = {n: t.shape for n, t in now.posterior.mean.items()}
-        if any(step.shape != shapes.get(n, step.shape) for n, step in steps.items()):
+        mean = now.posterior.mean
+        if any(n in mean and step.shape != mean[n].shape for n, step in steps.items()):
             shape = input_form(bench, now.spec).shape
             steps = carry_over(steps, cohort.updates[0].spec.kept, now.spec, shape) or {}
         if not steps:
