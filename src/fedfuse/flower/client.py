@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedfuse.api import _settings as settings_from
+from fedfuse.api import settings_from
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from fedfuse.api import Fused
-from fedfuse.api import _settings as settings_from
+from fedfuse.api import Fused, settings_from
 from fedfuse.core.messages import Brief, Envelope, client_order
 from fedfuse.core.model import Single, outputs
 from fedfuse.core.posterior import Posterior
