@@ -104,6 +104,7 @@ def spared(brief: Brief) -> Spared:
     come the weights it leaves, for both sides know the mask. Without masks nothing is saved.
 
     Example:
+        >>> import torch
         >>> brief = Brief(0, Spec("mlp"), {"w": torch.zeros(16)}, {"mask/w": torch.arange(16) < 4})
         >>> spared(brief)
         Spared(up=48, down=62)
@@ -118,6 +119,7 @@ def density(params: Params, memory: Params) -> float:
     """Which share of a network's weights its masks leave; 1 without masks.
 
     Example:
+        >>> import torch
         >>> density({"w": torch.zeros(4), "b": torch.zeros(1)}, {"mask/w": torch.tensor([1, 0, 0, 0]).bool()})
         0.4
     """
