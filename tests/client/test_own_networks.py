@@ -8,11 +8,10 @@ import own_networks as own
 import pytest
 import torch
 import torch.nn.functional as F
-from own_networks import CLASSES, IMAGE, OWN, Own
+from own_networks import CLASSES, OWN, Own
 from torch import Tensor, nn
 
 import fedfuse
-from fedfuse.client.layout import suits_channels_last
 from fedfuse.client.work import client_round
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Brief, Envelope
@@ -32,7 +31,6 @@ from fedfuse.server.loop import Plan, Record, run
 from fedfuse.wire.codec import decode
 
 METHODS = ("fedavg", "scaffold", "moon", "fedprox", "fednova", "fedlpa", "laplace")
-IMAGES = ("viewed", "reshaped", "backbone", "transposed", "functional")
 SETTINGS = LocalSettings(batch_size=4, optimizer={"lr": 0.05})
 
 
@@ -110,37 +108,6 @@ def test_layers_without_factors_are_averaged_by_name() -> None:
     told = two_rounds("encoder", "fedlpa")[0].facts["facts"]
     assert {"layer.self_attn.in_proj_weight", "layer.self_attn.out_proj.weight"} <= set(told["averaged"])
     assert {"layer.linear1", "layer.linear2", "fc"} == set(told["iterations"])
-
-
-def test_a_network_that_asks_how_tensors_lie_finds_them_as_written() -> None:
-    suits = {name: suits_channels_last(Spec.of(built(OWN[name])), IMAGE, torch.float32, "cpu") for name in IMAGES}
-    assert suits == {"viewed": False, "reshaped": True, "backbone": True, "transposed": True, "functional": False}
-    assert suits_channels_last(Spec("lenet", {"size": 8}), IMAGE, torch.float32, "cpu")
-
-
-def test_the_trial_moves_nobodys_draws_and_leaves_no_trace() -> None:
-    net = own.Backbone()
-    before, spec = weights_of(net), Spec.of(net)
-    stirred = torch.random.get_rng_state()
-    assert suits_channels_last(spec, IMAGE, torch.float32, "cpu")
-    assert torch.random.get_rng_state().equal(stirred)
-    assert all(t.equal(before[n]) for n, t in spec.skeleton().state_dict().items())
-
-
-class Shy(nn.Module):
-    """Answers otherwise where channels come last, and says so nowhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.fc = nn.Conv2d(1, 4, 3), nn.Linear(144, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.conv(x)
-        return self.fc(h.as_strided((len(h), 144), (144, 1)))
-
-
-def test_a_network_that_answers_otherwise_with_channels_last_is_left_as_it_is() -> None:
-    assert not suits_channels_last(Spec.of(Shy()), IMAGE, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -287,3 +254,16 @@ def test_rows_that_a_network_cannot_read_are_told_in_its_words() -> None:
     rounds = run(fedfuse.method("fedavg"), InProcess(people), Bench(classes=CLASSES), None, start, Plan())
     with pytest.raises(QuorumLost, match="mat1 and mat2"):
         next(rounds)
+
+
+@pytest.mark.parametrize("way", ["weights", "activations", "transport", "graph"])
+@pytest.mark.parametrize("name", [n for n in OWN if not n.startswith("tied")])
+def test_every_network_is_aligned_and_still_answers(name: str, way: str) -> None:
+    which = OWN[name]
+    net = built(which)
+    sites = [fedfuse.local_update(net, rows_for(which, seed=i), client=f"s{i}", output=which.output) for i in range(2)]
+    model, rows = Spec.of(net, which.output), rows_for(which, 9, seed=5)
+    fused = fedfuse.fuse(sites, model=model, align=way, server_rows=rows)
+    assert fused.logits(rows.x).shape == (9, CLASSES)
+    alone = fedfuse.fuse(sites[:1], model=model, align=way, server_rows=rows)
+    assert all(alone.state_dict()[n].equal(t) for n, t in sites[0].state_dict().items())

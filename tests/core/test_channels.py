@@ -374,3 +374,45 @@ def test_variances_follow_their_units_and_no_geometry_grows() -> None:
         placed_posterior(posterior, {group: [1, 0, -1]}, layout)
     plain = placed_posterior(replace(posterior, geometry=Flat()), {group: [0]}, layout)
     assert plain.geometry == Flat()
+
+
+class Twins(nn.Module):
+    """Two branches that share their weights, and meet in a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.top = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 2)
+        self.right.weight, self.right.bias = self.left.weight, self.left.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.top(self.left(x).relu() + self.right(-x).relu())
+
+
+class Mirror(nn.Module):
+    """What the embedding made, its own weight reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.outer.weight = self.inner.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x).relu()).relu().sum(1, keepdim=True)
+
+
+def test_tied_weights_that_move_as_one_are_followed_exactly() -> None:
+    torch.manual_seed(0)
+    net, x = Twins(), torch.randn(5, 4)
+    (group,) = channel_groups(Spec.of(net), (4,))
+    weights = permuted(dict(net.state_dict()), group, torch.arange(5, -1, -1))
+    assert weights["left.weight"].equal(weights["right.weight"])
+    assert not weights["left.weight"].equal(net.left.weight)
+    assert torch.allclose(Spec.of(net).forward(weights, x), net(x), atol=1e-6)
+    small, fewer = narrowed(Spec.of(net), weights, {group: [0, 2]})
+    assert small.layout.tied == Spec.of(net).layout.tied
+    assert small.forward(fewer, x).shape == (5, 2)
+
+
+def test_tied_weights_that_cannot_move_apart_are_named() -> None:
+    with pytest.raises(ConfigError, match="inner.weight and outer.weight are one tensor"):
+        channel_groups(Spec.of(Mirror()), (4,))

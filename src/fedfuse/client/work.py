@@ -17,7 +17,7 @@ from fedfuse.core.params import Params
 from fedfuse.core.rng import seeded
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Batch, Free, Work
-from fedfuse.core.spec import Spec
+from fedfuse.core.spec import Spec, tie
 from fedfuse.core.state import Local
 from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError
@@ -166,7 +166,7 @@ def _sit_down(work: Work, brief: Brief, client: str, rows: Rows, memory: dict[st
     x, y = brief.spec.cast(rows.x).to(device), rows.y.to(device)
     last = suits_channels_last(brief.spec, tuple(x.shape[1:]), x.dtype, device)
     module = _workbench(brief.spec, device, last)
-    module.load_state_dict(dict(brief.params))
+    module.load_state_dict(dict(tie(brief.spec, brief.params)))
     _thaw(module, brief.spec)
     x = x.contiguous(memory_format=torch.channels_last) if last else x
     return Local(client, brief, Rows(x, y), work.settings, module, memory, seed)

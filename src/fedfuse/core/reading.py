@@ -7,7 +7,7 @@ import math
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedfuse.core.answers import logits_in
 from fedfuse.core.inputs import InputForm
@@ -25,10 +25,10 @@ def own_form(spec: Spec) -> InputForm | None:
         ((3, 32, 32), (784,))
     """
     inner = spec.options.get("of")
+    if spec.prototype is not None or not spec.can_run:  # a described network's factory is a word from a file
+        return None
     if isinstance(inner, dict):
         return own_form(Spec.from_json(inner, spec.factories))
-    if spec.prototype is not None:
-        return None
     try:
         parameters = inspect.signature(factory_of(spec.factory)).parameters.values()
     except (TypeError, ValueError):  # a callable that hides its signature
@@ -40,17 +40,28 @@ def own_form(spec: Spec) -> InputForm | None:
     return InputForm((told["inputs"],)) if "inputs" in told else None
 
 
+def _own_shape(spec: Spec) -> tuple[int, ...] | None:
+    """The shape a network of ours reads by its options, and a sequence by the linear layer that it begins with."""
+    if spec.is_ours and (form := own_form(spec)) is not None:
+        return form.shape
+    first = spec.skeleton() if spec.prototype is not None else None
+    while type(first) is nn.Sequential and len(first):
+        first = first[0]
+    return (first.in_features,) if isinstance(first, nn.Linear) else None
+
+
 def shape_read(spec: Spec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in which a network reads inputs of this one: as told, where as many numbers are laid out otherwise.
+    """The shape in which a network reads inputs of this one: its own, where that lays as many numbers out otherwise.
+
+    Only networks we know enough of are asked; any other is taken to read what comes.
 
     Example:
         >>> shape_read(Spec("lenet"), (784,)), shape_read(Spec("lenet"), (1, 28, 28))
         ((1, 28, 28), (1, 28, 28))
     """
-    form = own_form(spec)
-    if form is None or len(form.shape) == len(shape) or math.prod(form.shape) != math.prod(shape):
-        return shape
-    return form.shape
+    own = _own_shape(spec)
+    same = own is None or len(own) == len(shape) or math.prod(own) != math.prod(shape)
+    return shape if same or own is None else own
 
 
 def as_read(spec: Spec, x: Tensor) -> Tensor:

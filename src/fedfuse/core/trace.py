@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.channels import Group, Place, placed
+from fedfuse.core.channels import Group, Place, by_axis, placed
+from fedfuse.core.reading import reads_tokens
 from fedfuse.core.rng import seeded, stream
-from fedfuse.core.spec import Spec
+from fedfuse.core.spec import Spec, one_name_each
 from fedfuse.errors import ConfigError
 
 _ROWS = 4  # inputs that go through the network: enough to tell functions apart
@@ -43,11 +44,35 @@ def traced_groups(spec: Spec, shape: Sequence[int]) -> tuple[Group, ...]:
     with seeded(0, "trace"), torch.enable_grad():
         net = _quiet(spec.build())
         _randomise(net)
-        x = torch.randn(_ROWS, *shape, generator=stream(0, "trace")).double()
+        x = _inputs(spec, tuple(shape))
         said = getattr(net, "channel_groups", None)
         groups = _in_order(net, _follow(spec, net, x)) if said is None else tuple(said)
+        _check_apart(spec, groups)
         _prove(spec, net, x, groups)
     return groups
+
+
+def _inputs(spec: Spec, shape: tuple[int, ...]) -> Tensor:
+    """Inputs that tell functions apart: normal numbers, or for a network that reads tokens the first two of them."""
+    x = torch.randn(_ROWS, *shape, generator=stream(0, "trace")).double()
+    return (x > 0).long() if reads_tokens(spec, shape) else x
+
+
+def _check_apart(spec: Spec, groups: Sequence[Group]) -> None:
+    """No position of a tensor may hold units of two kinds, which only tied weights make happen.
+
+    Raises:
+        ConfigError: naming the tied tensors.
+    """
+    for (tensor, _), here in by_axis(groups):
+        ends = [place.offset + group.size * place.per for group, place in here if place.blocks == 1]
+        if all(end <= place.offset for end, (_, place) in zip(ends, here[1:], strict=False)):
+            continue
+        tied = next((same for same in spec.layout.tied if tensor in same), (tensor,))
+        raise ConfigError(
+            f"model {spec.factory!r}: {' and '.join(tied)} are one tensor and hold units of several layers, which "
+            "cannot move apart; untie them, or fuse without moving units"
+        )
 
 
 def _quiet(net: nn.Module) -> nn.Module:
@@ -124,7 +149,8 @@ class _Walled(nn.Module):
     def __init__(self, net: nn.Module, x: Tensor) -> None:
         super().__init__()
         kinds = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-        self.gate = kinds[x.ndim](x.shape[1]).double() if x.ndim in kinds else nn.Identity()
+        known = x.ndim in kinds and x.is_floating_point()
+        self.gate = kinds[x.ndim](x.shape[1]).double() if known else nn.Identity()
         self.net = net
 
     def forward(self, x: Tensor) -> Tensor:
@@ -176,7 +202,8 @@ def _groups(spec: Spec, root: nn.Module, items: Sequence[_Item], names: dict[int
                 raise ConfigError(
                     f"model {spec.factory!r}: the units of {name!r} reach {_what(item.target)} {why}; {_REMEDY}"
                 ) from why
-            places += [p for p in found if p not in places]
+            spots = {(p.tensor, p.axis, p.offset) for p in places}  # a tied weight may make and read the same units
+            places += [p for p in found if (p.tensor, p.axis, p.offset) not in spots]
             walls.append(_room(item, len(run)))
         room = math.gcd(*walls)
         if room > 1:
@@ -267,17 +294,22 @@ def _prove(spec: Spec, net: nn.Module, x: Tensor, groups: tuple[Group, ...]) -> 
     Raises:
         ConfigError: naming the group whose units cannot be moved.
     """
-    weights = dict(net.state_dict())
+    weights = one_name_each(spec, net.state_dict())
     before = _answer(net, weights, x)
-    shuffled = {group: _shuffle(group) for group in groups}
+    shuffled = {_within(group, weights): _shuffle(group) for group in groups}
     if _same(before, _answer(net, placed(weights, shuffled), x)):
         return
     for group, order in shuffled.items():
         if not _same(before, _answer(net, placed(weights, {group: order}), x)):
             raise ConfigError(
                 f"model {spec.factory!r}: moving the units of {group.name!r} changes what the network answers"
-                f"{_suspects(net, x)}; {_REMEDY}"
+                f"{_suspects(net, x)}{_ties(spec)}; {_REMEDY}"
             )
+
+
+def _within(group: Group, weights: dict[str, Tensor]) -> Group:
+    """The group without the further names of tied tensors."""
+    return replace(group, places=tuple(p for p in group.places if p.tensor in weights))
 
 
 def _answer(net: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -299,6 +331,11 @@ def _shuffle(group: Group) -> Tensor:
         moved[order] = order.roll(1)  # along one cycle, everybody moves
         parts.append(start + moved)
     return torch.cat(parts)
+
+
+def _ties(spec: Spec) -> str:
+    pairs = [" and ".join(same) for same in spec.layout.tied]
+    return f" ({', '.join(pairs)} are one tensor, which moves as one)" if pairs else ""
 
 
 def _suspects(net: nn.Module, x: Tensor) -> str:

@@ -277,7 +277,7 @@ def factors(model: nn.Module) -> Iterator[Factor]:
 
 def _halves(net: nn.Module) -> tuple[nn.Module, nn.Module]:
     """A sequence before and from its first Bayesian layer on, so that draws share what does not vary."""
-    if type(net) is not nn.Sequential:
+    if type(net) is not nn.Sequential or net._forward_hooks:  # one that was told which output to give is one piece
         return nn.Identity(), net
     plain = len(list(takewhile(lambda part: not mean_fields(part), net)))
     return net[:plain], net[plain:]

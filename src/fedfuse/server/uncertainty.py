@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedfuse.core.model import Apart, Mixture, Model, Single
+from fedfuse.core.spec import one_name_each
 from fedfuse.errors import RecipeError
 from fedfuse.models.bayes import Bayesian
 
@@ -63,7 +64,8 @@ def ask(model: Model, x: Tensor, classes: int, batch: int = 1000) -> Answer:
 def each_draw(model: Single | Mixture, x: Tensor) -> Tensor:
     """Log probabilities of every network a Bayesian one draws, draws × rows × outputs; of any other model, one."""
     if isinstance(model, Single) and isinstance(network := model.spec.skeleton(), Bayesian):
-        drawn: Tensor = functional_call(network, dict(model.posterior.mean), (x,), {"apart": True})
+        own = one_name_each(model.spec, model.posterior.mean)
+        drawn: Tensor = functional_call(network, own, (model.spec.cast(x),), {"apart": True})
         return drawn
     return model.logits(x)[None]
 

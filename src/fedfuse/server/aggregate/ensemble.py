@@ -17,7 +17,7 @@ from fedfuse.core.seams import Result
 from fedfuse.core.spec import Spec
 from fedfuse.core.stack import cost_of
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.errors import RecipeError
+from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.cover import Cover
 from fedfuse.server.aggregate.mean import ALL_LAWS
 from fedfuse.server.steps.lessons import input_form
@@ -95,7 +95,7 @@ class KeepAll:
         found = []
         for update in cohort:
             with torch.no_grad():
-                parts = [update.spec.forward(update.posterior.mean, x) for x in rows.x.split(1000)]
+                parts = [Single(update.spec, update.posterior).logits(x) for x in rows.x.split(1000)]
             found.append(calibration(self.calibrate, torch.cat(parts), rows.y))
         return found
 
@@ -116,9 +116,12 @@ def costs(model: Single | Mixture, everybody: Sequence[Spec], bench: Bench) -> d
     kept = networks(model)
     facts: dict[str, Any] = {"members": len(kept), "clients": len(everybody)}
     try:
-        shape = input_form(bench, everybody[0]).shape
-        full, mine = ([cost_of(s, shape) for s in specs] for specs in (everybody, [m.spec for m in kept]))
-    except RecipeError:  # what inputs look like is not known here, so neither is what they cost
+        shapes = {spec: input_form(bench, spec).shape for spec in everybody}  # each reads inputs of its own form
+        full, mine = (
+            [cost_of(s, shapes.get(s) or input_form(bench, s).shape) for s in specs]
+            for specs in (everybody, [m.spec for m in kept])
+        )
+    except (RecipeError, ConfigError):  # what inputs look like is not known here, so neither is what they cost
         return facts
     products: float = sum(c.products for c in mine)
     rule = model.combine if isinstance(model, Mixture) else None

@@ -83,6 +83,8 @@ class Board:
 
     def begin(self) -> None:
         """Match every group once, from the input on, by what is settled already; keep that where it is nearer."""
+        if not self.groups:  # a network without hidden units that could move
+            return
         before = torch.stack([t.flatten(1) @ self.target[n].flatten() for n, t in self.stacks.items()]).sum(0)
         everybody, settled = torch.arange(self.count), set[str]()
         for group in self.groups:

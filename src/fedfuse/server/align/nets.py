@@ -13,6 +13,7 @@ from fedfuse.core.channels import Group, Here, Place, by_axis, channel_groups, p
 from fedfuse.core.messages import ClientUpdate
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Flat, Posterior
+from fedfuse.core.reading import shape_read
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
@@ -55,7 +56,8 @@ class Net:
     @classmethod
     def of(cls, update: ClientUpdate, shape: Sequence[int]) -> Net:
         """The network of an update."""
-        return cls(update.client, update.spec, channel_groups(update.spec, shape), update.posterior.mean)
+        own = shape_read(update.spec, tuple(shape))
+        return cls(update.client, update.spec, channel_groups(update.spec, own), update.posterior.mean)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -143,6 +145,12 @@ def carried(update: ClientUpdate, groups: Sequence[Group], moves: Moves, spec: S
         raise ConfigError(
             f"{update.client}: units that are blended carry no {type(posterior.geometry).__name__} geometry; "
             "align by exact transport between equal widths, or fuse by a plain mean"
+        )
+    standing = {place.tensor for group in here for place in group.places}
+    if tied := [same for same in update.spec.layout.tied if standing & set(same)]:
+        raise ConfigError(
+            f"{update.client}: {' and '.join(tied[0])} are one tensor, whose units can be moved but not blended; "
+            "align by weights or activations"
         )
     mean = blended(dict(posterior.mean), groups, moves, frozenset(update.spec.layout.with_role("spread")))
     return replace(update, posterior=Posterior(mean), spec=spec)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedfuse.client.optimise import stepper
 from fedfuse.core.cost import MASK
 from fedfuse.core.messages import Cohort, Start
-from fedfuse.core.model import Apart
+from fedfuse.core.model import Apart, networks
 from fedfuse.core.precision import answer_in_full
 from fedfuse.core.rng import seeded
 from fedfuse.core.seams import Result, ServerStep
@@ -24,7 +24,7 @@ from fedfuse.errors import RecipeError
 from fedfuse.server.aggregate.ensemble import costs
 from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.server.outputs import with_outputs
-from fedfuse.server.steps.lessons import Lessons, ServerRows, Teacher, Unlabelled, input_form
+from fedfuse.server.steps.lessons import Lessons, ServerRows, Teacher, Unlabelled, common_form
 from fedfuse.server.steps.synthesise import Generate, Impressions, answered
 
 From: TypeAlias = Literal["none", "server", "unlabelled", "impressions", "generated"]
@@ -155,7 +155,8 @@ class Distill:
         alike = [u for u in cohort if u.spec == spec]
         fresh = self.begin == "fresh" or not alike
         params = spec.build().state_dict() if fresh else mean_of(Cohort(tuple(alike)))
-        return with_outputs(Start(spec, params), answered(teacher, input_form(bench, spec)), bench.seed)
+        form = common_form(bench, [spec, *(m.spec for m in networks(teacher))])
+        return with_outputs(Start(spec, params), answered(teacher, form), bench.seed)
 
     def _teach(self, pupil: _Pupil, teacher: Teacher, bench: Bench, round_: int) -> dict[str, float]:
         student, params, step, pool = pupil.module, list(pupil.params.values()), stepper(self.optimizer), _Pool()

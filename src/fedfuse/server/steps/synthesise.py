@@ -18,7 +18,7 @@ from fedfuse.core.precision import answer_in_full
 from fedfuse.core.rng import seeded
 from fedfuse.core.settings import Optimizer
 from fedfuse.core.state import Bench
-from fedfuse.server.steps.lessons import Teacher, input_form
+from fedfuse.server.steps.lessons import Teacher, common_form
 
 _NOWHERE: frozenset[str] = frozenset()
 _NORMS = nn.modules.batchnorm._BatchNorm
@@ -58,7 +58,7 @@ class Impressions:
 
     def __call__(self, epoch: int, teacher: Teacher, student: nn.Module | None, bench: Bench) -> Tensor:  # noqa: ARG002
         """All of them, before the first epoch."""
-        form = input_form(bench, networks(teacher)[0].spec)
+        form = common_form(bench, [m.spec for m in networks(teacher)])
         if epoch > 0:
             return torch.empty(0, *form.shape)
         draw, classes = bench.stream("impressions"), answered(teacher, form)
@@ -154,7 +154,7 @@ class Generate:
 
     def __call__(self, epoch: int, teacher: Teacher, student: nn.Module, bench: Bench) -> Tensor:
         """One batch, the best of its training."""
-        form = input_form(bench, networks(teacher)[0].spec)
+        form = common_form(bench, [m.spec for m in networks(teacher)])
         draw, device = bench.stream("generate", epoch), bench.local.device
         with seeded(bench.seed, "generator", epoch):
             paint = renewed(generator(form, self.latent, self.width), draw).to(device)
