@@ -12,7 +12,6 @@ from torch import nn
 from fedfuse.core.messages import Form
 from fedfuse.core.spec import Spec, one_name_each, tie
 from fedfuse.errors import ConfigError
-from fedfuse.server.gather import Bundle
 
 BATCH_NORM = ("0.weight", "0.bias", "0.running_mean", "0.running_var")
 MLP = Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2})
@@ -182,7 +181,7 @@ def test_what_trains_is_the_authors_word_and_not_the_skeletons() -> None:
 
 def test_names_without_a_network_are_all_taken_to_train() -> None:
     forms = {n: Form.of(t) for n, t in nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).state_dict().items()}
-    bundle = Spec("state-dict", prototype=Bundle(forms))
+    bundle = Spec.of_tensors({n: form.blank() for n, form in forms.items()})
     assert bundle.layout.trainable == ("0.weight", "0.bias", "1.weight", "1.bias")
     assert bundle.layout.tied == ()
 
