@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,8 +45,8 @@ def weighted_mean(
 
 def mean_by_examples(cohort: Cohort, name: str) -> Tensor:
     """The mean of one tensor, every client weighing as its examples: what `mean_of` gives of it, to the last bit."""
-    masses = cohort.masses
-    return weighted_mean([u.posterior.mean for u in cohort], masses, name, float(masses.sum()))
+    weights, total = _exact_weights(cohort.masses)
+    return weighted_mean([u.posterior.mean for u in cohort], weights, name, total)
 
 
 def largest(sources: Sequence[Params], name: str) -> Tensor:
@@ -63,11 +64,22 @@ def mean_of(cohort: Cohort, weights: Sequence[float] | Tensor | None = None) -> 
     divided once, at the end, so the result does not depend on who stands first; rounded shares n_k / n would.
     """
     sources = [u.posterior.mean for u in cohort]
-    given = cohort.masses if weights is None else torch.as_tensor(weights, dtype=torch.float64)
+    shares, total = _exact_weights(cohort.masses if weights is None else weights)
     means: dict[str, Tensor] = {}
     for run in _runs(sources):
-        means |= _run_mean(sources, given, run, float(given.sum()))
+        means |= _run_mean(sources, shares, run, total)
     return {name: means[name] for name in cohort.names}
+
+
+def _exact_weights(weights: Sequence[float] | Tensor) -> tuple[list[float], float]:
+    """The weights and what to divide by; whole numbers without their common factor, so that one client counts 1."""
+    given: list[float] = torch.as_tensor(weights, dtype=torch.float64).tolist()
+    if len(given) == 1:
+        return [1.0], 1.0
+    if all(w.is_integer() for w in given):
+        common = math.gcd(*(int(w) for w in given))
+        given = [w / common for w in given]
+    return given, math.fsum(given)
 
 
 @dataclass(frozen=True, slots=True)
