@@ -14,6 +14,8 @@ from fedfuse.wire.messages import reply_header
 
 from flwr.app import MetricRecord, RecordDict  # isort: skip - after flower_records has checked that it is there
 
+MASS, STEPS = "num-examples", "num-steps"
+
 
 def numbers_in(content: RecordDict) -> dict[str, float]:
     """The plain numbers of a reply's metric records."""
@@ -23,8 +25,8 @@ def numbers_in(content: RecordDict) -> dict[str, float]:
 
 def plain_envelope(client: str, content: RecordDict, said: Mapping[str, float], brief: Brief) -> Envelope:
     """The reply of a client that is not ours, as the door wants it."""
-    facts = {key: value for key, value in said.items() if key not in ("num-examples", "num-steps")}
-    mass, steps = said.get("num-examples", math.nan), said.get("num-steps", 1)
+    facts = {key: value for key, value in said.items() if key not in (MASS, STEPS)}
+    mass, steps = said.get(MASS, math.nan), said.get(STEPS, 1)
     try:
         header = reply_header(brief, mass=mass, steps=int(steps), facts=facts)
         if not math.isfinite(mass):
@@ -36,7 +38,13 @@ def plain_envelope(client: str, content: RecordDict, said: Mapping[str, float], 
 
 
 def averaged(numbers: Mapping[str, Mapping[str, float]], shares: Mapping[str, float], left_out: int) -> MetricRecord:
-    """Everybody's common finite numbers, weighted by examples; and how many were left out."""
+    """Everybody's common finite numbers, weighted by examples; and how many were left out.
+
+    Example:
+        >>> dict(averaged({"a": {"loss": 1.0}, "b": {"loss": 3.0}}, {"a": 0.25, "b": 0.75}, 1))
+        {'loss': 2.5, 'left-out': 1}
+    """
     common = set.intersection(*({k for k, v in numbers[name].items() if math.isfinite(v)} for name in shares))
+    common.discard(MASS)  # it is the weight
     means = {key: sum(share * numbers[name][key] for name, share in shares.items()) for key in sorted(common)}
     return MetricRecord({**means, "left-out": left_out})

@@ -25,10 +25,10 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.base import Spoken
 from fedfuse.engines.flower import HELD, Inbox, content_or_reason, printable
 from fedfuse.engines.flower_records import BriefRecords, Order, fingerprint, to_arrays, to_tensors
-from fedfuse.errors import ConfigError, QuorumLost, RecipeError
+from fedfuse.errors import ConfigError, QuorumLost, RecipeError, Refused
 from fedfuse.flower.network import Network, spec_of
 from fedfuse.flower.parts import OURS, Clients, named_recipe, refuse_unfit, refuse_unknown_training, stages
-from fedfuse.flower.plain import averaged, numbers_in, plain_envelope
+from fedfuse.flower.plain import MASS, averaged, numbers_in, plain_envelope
 from fedfuse.server.admit import Admission, Rules, admit_all
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
 from fedfuse.server.gather import Bundle, first_difference
@@ -209,8 +209,10 @@ class FuseStrategy(Strategy):
         envelopes = (self._envelope(reply, turn, numbers) for reply in replies)
         self.admission = seen = admit_all(envelopes, turn.brief, turn.recipe.evidence, turn.asked, self.rules)
         left_out = len(turn.asked) - len(seen.cohort)
-        for told in (*seen.refused, *seen.dropped):
-            _log.warning("%s", told)
+        for told in seen.refused:
+            _log.warning("round %s: %s", server_round, Refused(**told))
+        for told in seen.dropped:
+            _log.warning("round %s: %s: %s", server_round, told["client"], told["reason"])
         try:
             check_quorum(seen, turn.asked, self.rules.quorum, server_round - 1)
         except QuorumLost as why:
@@ -246,7 +248,7 @@ class FuseStrategy(Strategy):
             if isinstance(heard, str):
                 _log.warning("round %s: %s could not evaluate: %s", server_round, name, heard)
             numbers[name] = {} if isinstance(heard, str) else numbers_in(heard.content)
-        masses = {name: said.get("num-examples", 0.0) for name, said in numbers.items()}
+        masses = {name: said.get(MASS, 0.0) for name, said in numbers.items()}
         good = {name: mass for name, mass in masses.items() if 0 < mass < 1e12}
         shares = {name: mass / sum(good.values()) for name, mass in good.items()}
         return averaged(numbers, shares, len(numbers) - len(shares)) if shares else None
