@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-for folder in (ROOT / "examples" / "flower", ROOT / "tests" / "engines"):
-    sys.path.insert(0, str(folder))
+for folder in ("examples/flower", "examples/flower_quickstart", "tests/engines"):
+    sys.path.insert(0, str(ROOT / folder))
 
 
 @pytest.fixture(scope="module", autouse=True)
