@@ -11,24 +11,28 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor, nn
 
 from fedfuse.client.work import client_round
+from fedfuse.core.description import describe
 from fedfuse.core.messages import Brief
-from fedfuse.core.model import Model, Single, networks
+from fedfuse.core.model import Model, Single, networks, outputs
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import all_methods, find_method
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import AsItIs, ClientsOnly, Plain, Work
 from fedfuse.core.settings import LocalSettings, checked
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
+from fedfuse.core.threads import one_thread
+from fedfuse.engines.base import heard
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.admit import Rules
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
-from fedfuse.server.gather import Bundle, Item, fingerprint, first_difference, gather
+from fedfuse.server.gather import Item, fingerprint, first_difference, gather
 from fedfuse.server.round import fuse_round
 from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read, write
 from fedfuse.wire.files import save_model
-from fedfuse.wire.messages import NOTE
+from fedfuse.wire.messages import NOTE, encode_brief
 
 if TYPE_CHECKING:
     from fedfuse.experiment.execute import Results
@@ -63,6 +67,7 @@ class Update:
     client: str
     payload: bytes = field(repr=False)
     reveals: tuple[str, ...] = ()
+    spec: Spec | None = field(default=None, repr=False, compare=False)
 
     @property
     def mass(self) -> float:
@@ -131,7 +136,7 @@ def local_update(
         recipe: the method, or its name.
         client: the site's name.
         start: common weights to start from, as a state dict or a safetensors file.
-        classes: how many classes there are in all; by default the labels' largest + 1.
+        classes: how many classes there are in all; by default as many as the network has outputs.
         seed: fixes every random draw.
         settings: of local training, as in a config file: epochs, batch_size, optimizer, …; `lr` and `momentum`
             are short for the optimizer's.
@@ -143,19 +148,36 @@ def local_update(
         20.0
     """
     recipe = method(recipe) if isinstance(recipe, str) else recipe
+    _check_honoured(recipe, "a site that only brings a file")
     spec = model if isinstance(model, Spec) else Spec.of(model)
     data = rows if isinstance(rows, Rows) else Rows(*rows)
     module = spec.build() if isinstance(model, Spec) else model
     begin = _start(start) if start is not None else {n: t.detach().clone() for n, t in module.state_dict().items()}
-    count = classes if classes is not None else int(data.y.max()) + 1 if len(data) else 0
+    count = _count_classes(classes, Single.of(module, spec), data)
     first = _dressed(recipe, spec, begin, count, seed)
     _check_fit(first)
     brief = Brief(0, first.spec, first.posterior.mean, classes=count)
-    answer = client_round(recipe.work(_settings(settings)), brief, client, data, seed=seed)
-    packet = decode(answer.payload)
+    packet = decode(_answer(recipe.work(_settings(settings)), brief, client, data, seed))
     header = {**packet.header, "client": client, "start": fingerprint(brief.params), "classes": count}
+    header |= {"layout": describe(first.spec.layout), "inputs": list(data.x.shape[1:])}
     header |= {"reveals": list(recipe.reveals), "method": recipe.label or recipe.name}
-    return Update(client, encode(packet.tensors, header), recipe.reveals)
+    return Update(client, encode(packet.tensors, header), recipe.reveals, first.spec)
+
+
+def _answer(work: Work, brief: Brief, client: str, rows: Rows, seed: int) -> bytes:
+    """A client's reply as every engine brings it: everything comes from bytes, and one thread does it."""
+    with one_thread():
+        told = heard(encode_brief(brief), brief.spec)
+        return client_round(work, told, client, Rows(rows.x.contiguous(), rows.y), seed=seed).payload
+
+
+def _count_classes(given: int | None, network: Single, rows: Rows) -> int:
+    """How many classes there are: as the user says, else as many as the network has outputs or the rows have labels."""
+    seen = int(rows.y.max()) + 1 if len(rows) else 0
+    count = given if given is not None else max(seen, outputs(network) or 0)
+    if seen > count:
+        raise ConfigError(f"the rows have the label {seen - 1} and there are {count} classes; labels count from 0")
+    return count
 
 
 def fuse(
@@ -164,7 +186,7 @@ def fuse(
     *,
     masses: Sequence[float] | None = None,
     start: str | Path | Mapping[str, Tensor] | None = None,
-    model: nn.Module | Spec | None = None,
+    model: nn.Module | Spec | Sequence[nn.Module | Spec] | None = None,
     server_rows: Rows | tuple[Tensor, Tensor] | None = None,
     unlabelled: Tensor | None = None,
     guard: GuardChoice = None,
@@ -181,12 +203,14 @@ def fuse(
         recipe: the method, or its name.
         masses: examples behind each one; needed for state dicts unless all weigh alike, else read from the update.
         start: the common weights they started from, for methods that need them.
-        model: the network the weights belong to; needed for state dicts where the result must be run.
+        model: the network the weights belong to, or several; needed where a network that is not fedfuse's own must
+            be run: to answer together, to be aligned, distilled or pruned. Nothing that files name is run unasked.
         server_rows: labelled rows the server holds, for methods that need them.
         unlabelled: inputs without labels the server holds, for distillation.
-        guard: a robust filter before the aggregator.
+        guard: a robust filter before the aggregator: "clip", "krum", "median", "trimmed", or a table with the name
+            and options, such as {"name": "krum", "byzantine": 2}.
         align: how hidden units are moved to common places before anything else: "weights", "activations",
-            "transport", "graph", or one of these with its options (`fedfuse.server.align`).
+            "transport", "graph", or a table with the name and options.
         quorum: the share of sources that must be admitted.
         seed: fixes every random draw of the server.
 
@@ -200,21 +224,48 @@ def fuse(
         {'w': tensor([0.7500])}
     """
     recipe = with_filters(method(recipe) if isinstance(recipe, str) else recipe, align=align, guard=guard)
-    spec = model if isinstance(model, Spec) or model is None else Spec.of(model)
-    spec = spec if spec is None else _dressed(recipe, spec, spec.skeleton().state_dict(), 0, seed).spec
+    _check_honoured(recipe, "fusing files")
     items = _items(updates, masses)
     begin = None if start is None else _start(start)
     if "start" in recipe.needs and begin is None:
         raise RecipeError(f"method {recipe.name!r} needs the weights the sites started from; pass `start`")
     bench = Bench(rows=_rows(server_rows), unlabelled=unlabelled, population=len(items), seed=seed)
     recipe.check(1, bench)
-    trusted = frozenset() if spec is None else spec.factories
-    rules = Rules(quorum=quorum, trusted=trusted)
-    admission, brief = gather(items, recipe.evidence, begin, spec, rules, recipe.mixes_networks)
-    state, bench = ServerState(0, Single(brief.spec, Posterior(brief.params))), replace(bench, classes=brief.classes)
-    recipe.check(1, bench, None if spec is None else state)
+    named = [_dressed_spec(recipe, given, seed) for given in _several(model)]
+    admission, brief = gather(items, recipe, begin, named, Rules(quorum=quorum))
+    state = ServerState(brief.round, Single(brief.spec, Posterior(brief.params)))
+    bench = replace(bench, classes=brief.classes)
+    recipe.check(1, bench, state if brief.spec.can_run else None)
     state = fuse_round(recipe, admission.cohort, state, bench)
     return Fused(state.model, tuple(admission.refused), state.facts)
+
+
+def _check_honoured(recipe: Recipe, where: str) -> None:
+    """Refuse what only a server that speaks to its clients can do."""
+    if not isinstance(recipe.roster, ClientsOnly):
+        raise RecipeError(
+            f"method {recipe.name!r} lets the server train as a client or lend its rows, which {where} cannot do; "
+            "use `fedfuse run`, or let the server's rows be one more site"
+        )
+    if not isinstance(recipe.opening, AsItIs):
+        raise RecipeError(
+            f"method {recipe.name!r} prepares the network on the server before the first round, which {where} cannot "
+            "do; use `fedfuse run`"
+        )
+
+
+def _several(model: nn.Module | Spec | Sequence[nn.Module | Spec] | None) -> list[nn.Module | Spec]:
+    if model is None:
+        return []
+    return [model] if isinstance(model, nn.Module | Spec) else list(model)
+
+
+def _dressed_spec(recipe: Recipe, given: nn.Module | Spec, seed: int) -> Spec:
+    """The network the method trains, made of one the user named; options may come with the updates, if it has none."""
+    spec = given if isinstance(given, Spec) else Spec.of(given)
+    if isinstance(recipe.dress, Plain):
+        return spec
+    return _dressed(recipe, spec, spec.skeleton().state_dict(), 0, seed).spec
 
 
 def run(
@@ -284,7 +335,7 @@ def _by_path(item: Item) -> Item:
 def _item(source: Source, place: int, mass: float | None) -> Item:
     match source:
         case Update():
-            return Item(source.client, source.payload, mass)
+            return Item(source.client, source.payload, mass, source.spec)
         case str() | Path():
             return Item(Path(source).stem, Path(source), mass)
         case nn.Module():
@@ -341,6 +392,9 @@ def _one(model: Model) -> Single:
 
 
 def _runnable(model: Single) -> Single:
-    if isinstance(model.spec.prototype, Bundle):
-        raise RecipeError("plain state dicts say nothing of their network; pass model= to run what was fused")
+    if not model.spec.can_run:
+        raise RecipeError(
+            f"only the description of {model.spec.factory!r} is here; pass model= to `fuse` to run what was fused, or "
+            "fill a network of yours: fused.module(like=network)"
+        )
     return model

@@ -56,10 +56,10 @@ def test_unknown_words_are_told() -> None:
 
 def test_files_are_fused_with_the_methods_options(tmp_path: Path) -> None:
     paths = [update(f"local.epochs={k + 1}", method="fedlpa").save(tmp_path / f"{k}.safetensors") for k in range(2)]
-    weak, strong = (fuse_files(paths, "fedlpa", [f"damping={d}", "pi=one"], None, None, 0.5, None) for d in (1e-6, 1e9))
-    mean = fuse_files(paths, "fedavg", [], None, None, 0.5, None).state_dict()
+    weak, strong = (fuse_files(paths, "fedlpa", [f"damping={d}", "pi=one"]) for d in (1e-6, 1e9))
+    mean = fuse_files(paths, "fedavg", []).state_dict()
     assert torch.allclose(strong.state_dict()["fc1.weight"], mean["fc1.weight"], atol=1e-5)
     assert not torch.allclose(weak.state_dict()["fc1.weight"], mean["fc1.weight"], atol=1e-4)
     with pytest.raises(ConfigError, match="there is no file"):
-        fuse_files([tmp_path / "nobody"], "fedavg", [], None, None, 0.5, None)
+        fuse_files([tmp_path / "nobody"], "fedavg", [])
     assert read(paths[0]).header["method"] == "fedlpa"

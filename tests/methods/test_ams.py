@@ -58,7 +58,7 @@ def test_distillation_brings_one_network_back() -> None:
     distilled = method("ams", distil="impressions", epochs=3)
     assert distilled.result == "single"
     assert isinstance(distilled.steps[-1], Distill)
-    assert method("ensemble", distil="unlabelled").needs == {"unlabelled"}
+    assert method("ensemble", distil="unlabelled").needs == {"unlabelled", "network"}
 
 
 @pytest.mark.parametrize(

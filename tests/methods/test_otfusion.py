@@ -10,7 +10,7 @@ import torch
 from fedfuse.api import fuse, local_update, method
 from fedfuse.core.channels import channel_groups, placed
 from fedfuse.core.spec import Spec
-from fedfuse.errors import ConfigError
+from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.align.alignment import Aligned
 from fedfuse.server.align.transport import ByTransport
@@ -55,7 +55,7 @@ def test_a_shuffled_copy_is_recognised_by_name_or_by_value() -> None:
 
 def test_weights_without_a_network_cannot_be_followed() -> None:
     weights = WIDE.build().state_dict()
-    with pytest.raises(ConfigError, match="cannot be followed"):
+    with pytest.raises(QuorumLost, match="model-1: network is unknown: plain tensors do not say"):
         fuse([weights, weights], "fedavg", align="weights")
 
 

@@ -93,7 +93,9 @@ def client_round(
             notes.update(bring(local))
     mean = {n: t.detach() for n, t in local.module.state_dict().items()}
     facts = {"loss": local.loss}
-    reply = encode_reply(brief, mean, notes, mass=float(len(rows)), steps=local.steps, facts=facts)
+    reply = encode_reply(
+        brief, mean, notes, mass=float(len(rows)), steps=local.steps, facts=facts, training=work.settings
+    )
     return Answer(reply, {n: t.detach().cpu().clone() for n, t in local.memory.items()})
 
 

@@ -10,6 +10,7 @@ from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.rng import seed_for
 from fedfuse.core.seams import (
+    NOT_EVIDENCE,
     Aggregator,
     Alignment,
     AsItIs,
@@ -64,7 +65,7 @@ class Recipe:
     later: tuple[int, Recipe] | None = None
 
     def __post_init__(self) -> None:
-        given = {e.name for e in self.evidence} | {"server_rows", "unlabelled", "start"}
+        given = {e.name for e in self.evidence} | NOT_EVIDENCE
         asked = self.needs
         if missing := sorted(asked - given):
             hint = difflib.get_close_matches(missing[0], given, n=1)

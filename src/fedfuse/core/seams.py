@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedfuse.core.messages import Brief, Cohort, Envelope, Flaw, Form
 from fedfuse.core.model import Single
-from fedfuse.core.params import Params
+from fedfuse.core.params import Layout, Params
 from fedfuse.core.posterior import Geometry
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
@@ -19,6 +19,10 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
+
+NOT_EVIDENCE = frozenset({"server_rows", "unlabelled", "start", "training", "network"})
+"""What a part may need beside evidence: rows or inputs of the server's, the weights clients started from, how clients
+trained, and the networks' code, to run them."""
 
 
 class Objective(Protocol):
@@ -121,7 +125,10 @@ class Aggregator(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Evidence names it reads; "server_rows", "unlabelled" and "start" stand for what the server has."""
+        """Names of the evidence it reads.
+
+        Beside evidence, it may need what `NOT_EVIDENCE` lists.
+        """
         ...
 
     @property
@@ -173,6 +180,16 @@ class Dress(Protocol):
 
     def __call__(self, start: Single, classes: int, seed: int) -> Single:
         """The start with the layers or outputs the method needs; one that has them already stays as it is."""
+        ...
+
+    def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:
+        """In plain words, what a network of this layout lacks that the method would have given it; None if nothing.
+
+        Args:
+            layout: the network's.
+            forms: of its tensors.
+            classes: how many classes there are, 0 if that is not known.
+        """
         ...
 
 
@@ -263,6 +280,10 @@ class Plain:
     def __call__(self, start: Single, classes: int, seed: int) -> Single:  # noqa: ARG002 - the seam's signature
         """The start as it is."""
         return start
+
+    def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:  # noqa: ARG002
+        """Nothing: any network will do."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ class Spec:
         surgery: the shape of every tensor that was pruned or grown since the factory built it.
         kept: per pruned or grown layer, which of its original output channels remain.
         prototype: a module the user built, copied instead of calling the factory; it does not travel.
+        description: what updates say of a network whose code is not here: it can be fused, not run.
 
     Example:
         >>> spec = Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2})
@@ -44,6 +45,7 @@ class Spec:
     surgery: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     prototype: nn.Module | None = field(default=None, repr=False)
+    description: Layout | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         try:
@@ -60,10 +62,20 @@ class Spec:
         """The spec of a module the user built: here it is copied, elsewhere its class is called without arguments."""
         return cls(f"{type(module).__module__}:{type(module).__qualname__}", prototype=copy.deepcopy(module))
 
+    @classmethod
+    def of_tensors(cls, params: Params) -> Spec:
+        """The spec of plain tensors without a network, their roles guessed from names and shapes."""
+        return cls("state-dict", description=Layout.guess(params))
+
     @property
     def factories(self) -> frozenset[str]:
         """Every factory it names: its own, and those of the networks its options wrap."""
         return frozenset({self.factory, *_factories(self.options)})
+
+    @staticmethod
+    def factories_in(data: object) -> frozenset[str]:
+        """Every factory that plain data name, without building anything."""
+        return frozenset(_factories(data))
 
     @property
     def foreign(self) -> frozenset[str]:
@@ -77,6 +89,8 @@ class Spec:
 
     def build(self) -> nn.Module:
         """A new module with fresh random weights."""
+        if self.description is not None:
+            raise ConfigError(self._unknown)
         own = self.prototype
         module = _call(self.factory, self.options) if own is None else copy.deepcopy(own)
         return _resize(module, self.surgery) if self.surgery else module
@@ -102,7 +116,21 @@ class Spec:
     @property
     def layout(self) -> Layout:
         """The role of every tensor."""
-        return _layout(self)
+        return _layout(self) if self.description is None else self.description
+
+    @property
+    def can_run(self) -> bool:
+        """Whether the network's code is here."""
+        return self.description is None
+
+    @property
+    def _unknown(self) -> str:
+        if not self.foreign:
+            return "plain tensors say nothing of their network and this must run it; pass the network (model=, --model)"
+        return (
+            f"the network {self.factory!r} is known here by its description only and this must run it; "
+            f"pass it (model=, --model {sorted(self.foreign)[0]}) if you trust its code"
+        )
 
     def forward(self, params: Params, x: Tensor) -> Tensor:
         """The network's output with these weights, in evaluation mode."""
@@ -126,6 +154,19 @@ class Spec:
         return json.dumps(self.to_json(), sort_keys=True)
 
     @classmethod
+    def described(cls, data: object, layout: Layout) -> Spec:
+        """Read a spec that came from outside and is not to be built here: its names are kept, nothing is imported.
+
+        Raises:
+            ConfigError: if it is no spec at all.
+
+        Example:
+            >>> Spec.described({"factory": "somebody:Net"}, Layout({}, ())).can_run
+            False
+        """
+        return replace(cls.from_json(data, cls.factories_in(data)), description=layout)
+
+    @classmethod
     def from_json(cls, data: object, trusted: Collection[str] = ()) -> Spec:
         """Read a spec that came from outside; a factory that is not ours must have been named by the user here.
 
@@ -142,7 +183,7 @@ class Spec:
         if strange := sorted(spec.foreign.difference(trusted)):
             raise ConfigError(
                 f"the model {strange[0]!r} is not one of fedfuse's and was not named here; "
-                "pass the same name yourself (--model, the config or `trusted`) if you trust it"
+                "name it yourself (--model or --trust, model= in Python, [model] in a file) if you trust its code"
             )
         return spec
 
@@ -236,4 +277,5 @@ def _skeleton(spec: Spec) -> nn.Module:
 
 @lru_cache(maxsize=16)
 def _layout(spec: Spec) -> Layout:
-    return Layout.of(spec.skeleton())
+    with seeded(0, "skeleton"):  # as built, not as the skeleton: that one has forgotten what is frozen
+        return Layout.of(spec.build())

@@ -12,14 +12,9 @@ from fedfuse.core.registry import all_methods, find_method
 from fedfuse.core.seams import AsItIs, ClientsOnly, CrossEntropy, Free, OwnRows, Plain
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.server.aggregate.fair import FairMean
 from fedfuse.server.aggregate.layerwise import MatchedLayers
 from fedfuse.server.aggregate.matched import MatchedUnits
-from fedfuse.server.aggregate.mean import NormalisedMean
-from fedfuse.server.steps.dynamic import DynamicUpdate
-from fedfuse.server.steps.mask import PruneFirst
 from fedfuse.server.steps.prune import Prune
-from fedfuse.server.steps.rates import SpectralRate
 
 Clients: TypeAlias = Literal["plain", "fedfuse"]
 
@@ -27,7 +22,6 @@ _AS_APP = "run it as an app (`fedfuse flower FILE --app`)"
 _HERE = "run it on one machine (`fedfuse run FILE`)"
 OURS = f"{_AS_APP}, or let your ClientApp train with `fedfuse.flower` and say clients='fedfuse'"
 _RESHAPE = (Prune, MatchedUnits, MatchedLayers)  # the network that comes out has other shapes
-_TOLD = (FairMean, DynamicUpdate, PruneFirst, SpectralRate)  # they read how clients train, or train so themselves
 
 
 def stages(recipe: Recipe) -> Iterator[Recipe]:
@@ -96,22 +90,18 @@ def _asked_of_clients(recipe: Recipe) -> Iterator[str]:
             yield f"changes the network's shape ({_kind(part)})"
 
 
-def refuse_unknown_training(recipe: Recipe, local: LocalSettings | None) -> None:
-    """Refuse a recipe whose server must know how clients train, where nobody has said it.
+def refuse_unknown_training(recipe: Recipe, clients: Clients, local: LocalSettings | None) -> None:
+    """Refuse a recipe whose server must know how clients train, where neither the user nor the clients say it.
 
     Raises:
-        RecipeError: naming the part.
+        RecipeError: naming the method and what to say.
     """
-    if local is not None:
-        return
-    for now in stages(recipe):
-        for part in _server_parts(now):
-            asks = isinstance(part, NormalisedMean) and part.momentum is None
-            if asks or isinstance(part, _TOLD):
-                raise RecipeError(
-                    f"method {now.name!r} must know how clients train ({_kind(part)} reads it) and was not told; say "
-                    "it, as in local={'lr': 0.1, 'momentum': 0.9, 'epochs': 1}"
-                )
+    for now in stages(recipe) if local is None else ():
+        if "training" in (now.needs if clients == "plain" else now.opening.needs):
+            raise RecipeError(
+                f"method {now.name!r} must know how clients train and was not told; say it, as in "
+                "local={'lr': 0.1, 'momentum': 0.9, 'epochs': 1}"
+            )
 
 
 def _server_parts(recipe: Recipe) -> Iterator[object]:

@@ -31,7 +31,7 @@ from fedfuse.flower.parts import OURS, Clients, named_recipe, refuse_unfit, refu
 from fedfuse.flower.plain import MASS, averaged, numbers_in, plain_envelope
 from fedfuse.server.admit import Admission, Rules, admit_all
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
-from fedfuse.server.gather import Bundle, first_difference
+from fedfuse.server.gather import first_difference
 from fedfuse.server.loop import check_quorum, choose
 from fedfuse.server.round import fuse_round
 from fedfuse.wire.codec import forms_of
@@ -130,7 +130,7 @@ class FuseStrategy(Strategy):
         if self.clients not in ("plain", "fedfuse"):
             raise ConfigError(f"clients is {self.clients!r}, expected 'plain' or 'fedfuse'")
         refuse_unfit(self.recipe, self.clients)
-        refuse_unknown_training(self.recipe, self.local)
+        refuse_unknown_training(self.recipe, self.clients, self.local)
         if self.clients == "plain":
             return
         if self.spec is None:
@@ -207,7 +207,9 @@ class FuseStrategy(Strategy):
         numbers = dict[str, dict[str, float]]()
         self._inbox = Inbox(HELD)
         envelopes = (self._envelope(reply, turn, numbers) for reply in replies)
-        self.admission = seen = admit_all(envelopes, turn.brief, turn.recipe.evidence, turn.asked, self.rules)
+        self.admission = seen = admit_all(
+            envelopes, turn.brief, turn.recipe.evidence, turn.asked, self.rules, training=self.local
+        )
         left_out = len(turn.asked) - len(seen.cohort)
         for told in seen.refused:
             _log.warning("round %s: %s", server_round, Refused(**told))
@@ -286,8 +288,8 @@ class FuseStrategy(Strategy):
         mean = to_tensors(arrays)
         if self._state is not None:
             return replace(self._state.fused(mean), round=server_round - 1, facts={})
-        spec = self.spec or Spec("state-dict", prototype=Bundle(forms_of(mean)))
-        if odd := first_difference(forms_of(mean), forms_of(spec.skeleton().state_dict())):
+        spec = self.spec or Spec.of_tensors(mean)
+        if spec.can_run and (odd := first_difference(forms_of(mean), forms_of(spec.skeleton().state_dict()))):
             raise ConfigError(
                 f"the arrays do not fit the network {spec.factory!r}: {odd[0]} is {odd[1]}, and there it is {odd[2]}; "
                 "start with ArrayRecord(model.state_dict())"

@@ -20,7 +20,7 @@ from fedfuse.core.params import Params, squared_distance
 from fedfuse.core.seams import Guard
 from fedfuse.core.state import ServerState
 from fedfuse.errors import RecipeError
-from fedfuse.server.aggregate.mean import BLOCK, weighted_mean
+from fedfuse.server.aggregate.mean import BLOCK, mean_by_examples
 from fedfuse.wire.codec import LazyParams, forms_of
 
 # What still holds behind a filter: one client may be moved, and examples no longer weigh as they did.
@@ -128,12 +128,11 @@ def _pairwise(cohort: Cohort) -> Tensor:
 
 
 def _all_at(cohort: Cohort, centre: Any) -> Cohort:
-    sources = [u.posterior.mean for u in cohort]
     common = {}
     for name in cohort.names:
         stack = cohort.stack(name)
         if not stack.is_floating_point():
-            common[name] = weighted_mean(sources, cohort.weights, name)
+            common[name] = mean_by_examples(cohort, name)
             continue
         flat, out = stack.flatten(1), torch.empty_like(stack[0]).flatten()
         for begin in range(0, flat.shape[1], BLOCK):

@@ -83,7 +83,8 @@ def one_round(
     brief = state.brief(recipe.publishes, bench.classes)
     began = time.perf_counter()
     answers = engine.exchange(brief, recipe.work(bench.local), asked)
-    admission = admit_all(answers, brief, recipe.evidence, asked, plan.rules, terms.enrolled(plan.enrolled))
+    enrolled = terms.enrolled(plan.enrolled)
+    admission = admit_all(answers, brief, recipe.evidence, asked, plan.rules, enrolled=enrolled, training=bench.local)
     waited = time.perf_counter() - began
     check_quorum(admission, asked, plan.rules.quorum, state.round)
     began = time.perf_counter()

@@ -161,7 +161,7 @@ def test_evidence_about_single_weights_travels_too() -> None:
 def test_needs_and_laws_are_those_of_every_part() -> None:
     plain = Recipe(aggregate=Mean())
     both = with_filters(plain, align={"name": "activations", "inputs": "server", "renorm": True}, guard="clip")
-    assert both.needs == {"server_rows", "start"}
+    assert both.needs == {"server_rows", "start", "network"}
     assert both.laws == Mean.laws & ByActivations().laws & NormClip.laws
     assert with_filters(plain, align="weights").laws == Mean.laws & ByWeights().laws
     assert (both.result, both.mixes_networks) == ("single", False)

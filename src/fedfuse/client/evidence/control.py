@@ -12,8 +12,8 @@ import torch
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry
-from fedfuse.core.settings import Optimizer
 from fedfuse.core.state import Local, filed, part
+from fedfuse.wire.codec import forms_of
 
 
 def walked(steps: int, momentum: float) -> float:
@@ -34,7 +34,7 @@ def carried(local: Local) -> float:
 
     At a constant rate this is η · `walked`(τ, ρ); here the rate may change from epoch to epoch.
     """
-    settings, rho = local.settings, _momentum(local.settings.optimizer)
+    settings, rho = local.settings, local.settings.optimizer.own_momentum
     batches = len(local.rows) / settings.batch_size
     per_epoch = math.floor(batches) if settings.drop_last else math.ceil(batches)
     rates = torch.tensor([settings.rate(local.brief.round, e) for e in range(settings.epochs)], dtype=torch.float64)
@@ -68,8 +68,8 @@ class ControlDelta:
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
         """One tensor per trainable weight, of its form."""
-        trainable = brief.spec.skeleton().named_parameters()  # one name for tied weights, as in training
-        return {f"{self.name}/{n}": Form.of(brief.params[n]) for n, _ in trainable}
+        forms = forms_of(brief.params)
+        return {f"{self.name}/{n}": forms[n] for n in brief.spec.layout.trainable}
 
     def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Any finite value will do."""
@@ -78,10 +78,6 @@ class ControlDelta:
     def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature
         """Says nothing about the posterior."""
         return None
-
-
-def _momentum(optimizer: Optimizer) -> float:
-    return optimizer.momentum if optimizer.name == "sgd" else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfuse.client.evidence.marginal import Belief, best_damping
-from fedfuse.client.moments import CONVOLUTIONS, input_moments, output_moments
+from fedfuse.client.moments import input_moments, output_moments
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Layer, Params
 from fedfuse.core.posterior import Geometry, Kron
@@ -72,20 +72,9 @@ def blocks_of(spec: Spec) -> tuple[Block, ...]:
         >>> [b.layer.name for b in blocks_of(Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2}))]
         ['fc1', 'classifier']
     """
-    module = spec.skeleton()
-    named = list(module.named_parameters(remove_duplicate=False))
-    uses = [id(p) for _, p in named]
-    tied = {name for name, p in named if uses.count(id(p)) > 1}
-    plain = [layer for layer in spec.layout.layers if layer.kind != "other" and layer.weight not in tied]
-    return tuple(Block(layer, _groups(module, layer)) for layer in plain)
-
-
-def _groups(module: nn.Module, layer: Layer) -> int:
-    try:
-        part = module.get_submodule(layer.weight.rpartition(".")[0])
-    except AttributeError:  # names and shapes without a network
-        return 1
-    return part.groups if isinstance(part, CONVOLUTIONS) else 1
+    tied = {name for names in spec.layout.tied for name in names}
+    plain = (layer for layer in spec.layout.layers if layer.kind != "other" and layer.weight not in tied)
+    return tuple(Block(layer, layer.groups) for layer in plain)
 
 
 def kronecker_factors(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
@@ -17,6 +18,7 @@ from fedfuse.core.posterior import Geometry
 from fedfuse.core.rows import Rows
 from fedfuse.core.state import Local
 from fedfuse.linalg.lanczos import Spectrum, hessian_vector_product, spectrum
+from fedfuse.wire.codec import forms_of
 
 _WIDE = 2**21  # parameters up to which Lanczos vectors are kept in float64; beyond, they would fill the memory
 
@@ -137,7 +139,8 @@ class CurvatureSpectrum:
         """A row of numbers per probe, and one number; nothing in other rounds."""
         if brief.round != self.round:
             return {}
-        size = sum(p.numel() for p in brief.spec.skeleton().parameters())
+        forms = forms_of(brief.params)
+        size = sum(math.prod(forms[name].shape) for name in brief.spec.layout.trainable)
         row = Form((self.look.probes, self.look.found(size)), torch.float64)
         return {"spectrum/values": row, "spectrum/weights": row, "spectrum/lipschitz": Form((), torch.float64)}
 

@@ -91,8 +91,7 @@ class FisherDiagonal:
     def expects(self, brief: Brief) -> Mapping[str, Form]:
         """One tensor per trainable weight, of its form."""
         forms = forms_of(brief.params)
-        trainable = brief.spec.skeleton().named_parameters()  # one name for tied weights, as in training
-        return {f"fisher/{name}": forms[name] for name, _ in trainable}
+        return {f"fisher/{name}": forms[name] for name in brief.spec.layout.trainable}
 
     def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Squares are not negative."""

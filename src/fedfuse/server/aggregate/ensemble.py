@@ -61,8 +61,8 @@ class KeepAll:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What choosing and calibrating need."""
-        chosen = self.cover.needs if self.cover is not None else _NOTHING
+        """What choosing and calibrating need, and networks that can answer."""
+        chosen = (self.cover.needs if self.cover is not None else _NOTHING) | {"network"}
         if self.calibrate is None:
             return chosen
         return chosen | {"logit_scale" if self.fitted == "clients" else "server_rows"}

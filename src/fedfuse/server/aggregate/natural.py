@@ -18,7 +18,7 @@ from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.linalg.cg import Solution
 from fedfuse.linalg.kron import Solver, Split, damp, natural_mean
 from fedfuse.linalg.psd import pack
-from fedfuse.server.aggregate.mean import ALL_LAWS, weighted_mean
+from fedfuse.server.aggregate.mean import ALL_LAWS, mean_by_examples
 
 Damping = float | Literal["evidence"]
 Balance = Split | Literal["evidence"]
@@ -58,7 +58,7 @@ class NaturalKron:
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
         """Solve layer by layer; the facts say how many iterations each took and what residual is left."""
-        spec, weights = cohort.updates[0].spec, cohort.weights
+        spec = cohort.updates[0].spec
         sources = [u.posterior.mean for u in cohort]
         mean: dict[str, Tensor] = {}
         solutions: dict[str, list[Solution]] = {}
@@ -70,7 +70,7 @@ class NaturalKron:
                 mean |= block.layer.split(matrix, like)
                 solutions[block.layer.name] = found
         averaged = [n for n in cohort.names if n not in mean]
-        mean |= {n: weighted_mean(sources, weights, n) for n in averaged}
+        mean |= {n: mean_by_examples(cohort, n) for n in averaged}
         fused = state.fused({n: mean[n] for n in cohort.names}, spec=spec)
         return fused.noting(averaged=averaged, **self._chosen(cohort), **_account(solutions))
 

@@ -63,9 +63,9 @@ class Aligned:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What finding the places needs."""
+        """What finding the places needs, and networks that can be followed from unit to unit."""
         own: frozenset[str] = getattr(self.by, "needs", frozenset())
-        return own
+        return own | {"network"}
 
     @property
     def laws(self) -> frozenset[str]:

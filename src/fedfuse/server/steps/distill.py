@@ -102,7 +102,7 @@ class Distill:
     @property
     def needs(self) -> frozenset[str]:
         """What its lessons need."""
-        return self.lessons.needs
+        return self.lessons.needs | {"network"}
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """The state with the student in the place of its teachers."""

@@ -20,6 +20,7 @@ from fedfuse.core.settings import LocalSettings, Settings
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.server.judge import log_probabilities
 from fedfuse.server.labels import Unheard, divergence, everybody, heard, pooled
+from fedfuse.server.training import common_training
 
 Need: TypeAlias = Literal["complement", "inverse"]
 
@@ -97,7 +98,7 @@ class DynamicUpdate:
     least: float = 1e-3
     explode: float = 3.0
     unheard: Unheard = "uniform"
-    needs: ClassVar[frozenset[str]] = frozenset({"counts", "server_rows"})
+    needs: ClassVar[frozenset[str]] = frozenset({"counts", "server_rows", "training", "network"})
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """Walk on the server's rows, as far as they are to be trusted."""
@@ -106,7 +107,7 @@ class DynamicUpdate:
         share, facts = self._share(state, cohort, bench, rows, accuracy)
         if share <= self.least:
             return state.noting(server_step={**facts, "taken": False})
-        trained = learned(Work(self._settings(bench)), _brief(state, bench), "server", rows, seed=bench.seed)
+        trained = learned(Work(self._settings(cohort, bench)), _brief(state, bench), "server", rows, seed=bench.seed)
         moved = state.fused(interpolated(state.single.posterior.mean, trained.params, share))
         after = exam(moved.single, rows)[1]
         taken = after <= self.explode * loss
@@ -125,9 +126,11 @@ class DynamicUpdate:
         facts = {"alpha": share, "accuracy": accuracy, "cohort_divergence": theirs, "server_divergence": ours}
         return share, facts
 
-    def _settings(self, bench: Bench) -> LocalSettings:
+    def _settings(self, cohort: Cohort, bench: Bench) -> LocalSettings:
+        """How the server trains: as the clients did, but for what it was told."""
         said: Mapping[str, int | None] = {"epochs": self.epochs, "batch_size": self.batch_size}
-        return bench.local.model_copy(update={key: value for key, value in said.items() if value is not None})
+        given = {key: value for key, value in said.items() if value is not None}
+        return common_training(cohort, bench, "FedDU", given).model_copy(update=given)
 
 
 class ServerUpdate(Settings):

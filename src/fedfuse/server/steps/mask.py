@@ -202,7 +202,7 @@ class Reconfigure:
     evidence: SquaredGradients = field(default_factory=SquaredGradients)
     exchange: Exchange = field(default_factory=Exchange)
     half_life: int = 10_000
-    needs: ClassVar[frozenset[str]] = frozenset({"gradients"})
+    needs: ClassVar[frozenset[str]] = frozenset({"gradients", "network"})
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """Trade, if it is time; tell how dense the network is."""
@@ -237,7 +237,7 @@ class PruneFirst:
     patience: int = 5
     most: int = 50
     batches: int = 5
-    needs: ClassVar[frozenset[str]] = frozenset({"server_rows"})
+    needs: ClassVar[frozenset[str]] = frozenset({"server_rows", "training", "network"})
 
     def __call__(self, state: ServerState, bench: Bench) -> ServerState:
         """The state with a pruned network to begin with."""

@@ -122,7 +122,7 @@ class Prune:
     @property
     def needs(self) -> frozenset[str]:
         """What its rate needs, and rows to look at."""
-        return self.rate.needs | {"server_rows"}
+        return self.rate.needs | {"server_rows", "network"}
 
     def fits(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
         """Say before training if the network has nothing to prune, or the round never comes.
