@@ -14,7 +14,7 @@ from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
-from fedfuse.core.settings import LocalSettings, checked
+from fedfuse.core.settings import LocalSettings
 from fedfuse.engines.flower_client import check_work, client_reply, reply_with
 from fedfuse.engines.flower_records import BRIEF, Order, read_brief, to_tensors
 from fedfuse.errors import ConfigError
@@ -124,7 +124,7 @@ def _agreed(order: Order, said: dict[str, Any]) -> LocalSettings:
     mine = settings_from(said)
     if not order.local:
         return mine
-    theirs = checked(LocalSettings, json.loads(order.local), "local")
+    theirs = LocalSettings.from_json(json.loads(order.local))
     if odd := sorted(_differences(mine, theirs)):
         raise ConfigError(
             f"the server says how to train and this client says {odd[0]} otherwise; leave it out here, or give "

@@ -6,6 +6,7 @@ client that is refused is logged and left out; below the quorum the model stays 
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -75,7 +76,7 @@ class FuseStrategy(Strategy):
         align: how hidden units are moved to common places first: a name, a table with its options, or one made.
         guard: a robust filter before the aggregator: likewise.
         local: how clients train (`lr`, `momentum`, `epochs`, …), for methods whose server must know it. Plain clients
-            are believed to do so; clients="fedfuse" are told to.
+            are believed to do so; clients="fedfuse" are told to, and without it say how they did.
         fraction_train: the share of the connected nodes that trains in a round, at least one.
         fraction_evaluate: the share that evaluates the model after it.
         min_available_nodes: how many nodes a round waits for; Flower's own timeout ends the wait for replies.
@@ -324,7 +325,7 @@ class FuseStrategy(Strategy):
         return content
 
     def _order(self, recipe: Recipe, client: str) -> Order:
-        local = "" if self.local is None else self.local.model_dump_json(exclude={"device", "augment"})
+        local = "" if self.local is None else json.dumps(self.local.to_json(), sort_keys=True)
         work = fingerprint(recipe.work(LocalSettings()))  # how to train is said apart, or is the client's own choice
         return Order(self.recipe.label or self.recipe.name, self.bench.seed, client, work, self._method, local)
 
