@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("flwr")
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "flower_quickstart"
-for folder in (EXAMPLE, ROOT / "tests" / "engines"):
+for folder in (EXAMPLE, ROOT / "tests" / "flower"):
     sys.path.insert(0, str(folder))
 
 import client_app  # noqa: E402

@@ -25,10 +25,10 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.base import InProcess, Population
-from fedfuse.engines.flower_records import FAILED, MEMORY, PARAMS, REPLY
 from fedfuse.errors import QuorumLost
 from fedfuse.flower import FuseStrategy, evaluate, train
 from fedfuse.flower.network import Network
+from fedfuse.flower.records import FAILED, MEMORY, PARAMS, REPLY
 from fedfuse.server.loop import Plan, run
 from fedfuse.server.steps.dynamic import exam
 

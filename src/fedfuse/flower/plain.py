@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedfuse.core.messages import Brief, Envelope
-from fedfuse.engines.flower import printable
-from fedfuse.engines.flower_records import to_tensors
+from fedfuse.flower.engine import printable
+from fedfuse.flower.records import to_tensors
 from fedfuse.wire.codec import Malformed, encode
 from fedfuse.wire.messages import reply_header
 
-from flwr.app import MetricRecord, RecordDict  # isort: skip - after flower_records has checked that it is there
+from flwr.app import MetricRecord, RecordDict  # isort: skip - after records has checked that it is there
 
 MASS, STEPS = "num-examples", "num-steps"
 

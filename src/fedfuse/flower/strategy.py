@@ -24,12 +24,12 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.base import Spoken
-from fedfuse.engines.flower import HELD, Inbox, content_or_reason, printable
-from fedfuse.engines.flower_records import BriefRecords, Order, fingerprint, to_arrays, to_tensors
 from fedfuse.errors import ConfigError, QuorumLost, RecipeError, Refused
+from fedfuse.flower.engine import HELD, Inbox, content_or_reason, printable
 from fedfuse.flower.network import Network, spec_of
 from fedfuse.flower.parts import OURS, Clients, named_recipe, refuse_unfit, refuse_unknown_training, stages
 from fedfuse.flower.plain import MASS, averaged, numbers_in, plain_envelope
+from fedfuse.flower.records import BriefRecords, Order, fingerprint, to_arrays, to_tensors
 from fedfuse.server.admit import Admission, Rules, admit_all
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
 from fedfuse.server.gather import first_difference
