@@ -39,12 +39,14 @@ def moved(array: Array, shift: float) -> Array:
     return Array(np.asarray(array.numpy() + step, dtype=array.dtype))
 
 
-def client(shift: float, examples: float, steps: float = 2, **odd: Array) -> App:
+def client(shift: float, examples: float, steps: float | None = 2, **odd: Array) -> App:
     """Somebody's own ClientApp: it adds a number to every weight."""
 
     def answer(message: Message, _: Context) -> Message:
         arrays = {n: moved(a, shift) for n, a in message.content["arrays"].items()}
-        metrics = MetricRecord({"num-examples": examples, "loss": shift, "num-steps": steps})
+        metrics = MetricRecord({"num-examples": examples, "loss": shift})
+        if steps is not None:
+            metrics["num-steps"] = steps
         return Message(RecordDict({"mine": ArrayRecord({**arrays, **odd}), "metrics": metrics}), reply_to=message)
 
     return answer
@@ -300,6 +302,17 @@ def test_momentum_is_what_the_user_says_and_never_assumed() -> None:
     assert much != pytest.approx(none)
     told = {"name": "fednova", "momentum": 0.9}  # the method's own option says it too
     assert fused(FuseStrategy(told), grid_with(*apps))["w"][0, 0] == pytest.approx(much)
+
+
+def test_steps_that_nobody_said_follow_from_how_clients_train_and_are_never_guessed() -> None:
+    silent, told = (client(1.0, 10, None), client(4.0, 90, None)), (client(1.0, 10, 3), client(4.0, 90, 27))
+    local = {"epochs": 3, "batch_size": 10}
+    by_settings, by_word = (fused(FuseStrategy("fednova", local=local), grid_with(*c))["w"] for c in (silent, told))
+    assert by_settings == pytest.approx(by_word)
+    assert by_word[0, 0] != pytest.approx(0.1 * 1 + 0.9 * 4)  # FedAvg
+    with pytest.raises(QuorumLost, match="steps is 0"):
+        fused(FuseStrategy({"name": "fednova", "momentum": 0.0}), grid_with(*silent))
+    assert fused(FuseStrategy("fedavg"), grid_with(*silent))["w"][0, 0] == pytest.approx(0.1 * 1 + 0.9 * 4)
 
 
 def test_a_guard_and_an_alignment_stand_before_the_aggregator() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedfuse.core.messages import Brief, Envelope
+from fedfuse.core.settings import LocalSettings
 from fedfuse.flower.engine import printable
 from fedfuse.flower.records import to_tensors
 from fedfuse.wire.codec import Malformed, encode
@@ -15,6 +16,7 @@ from fedfuse.wire.messages import reply_header
 from flwr.app import MetricRecord, RecordDict  # isort: skip - after records has checked that it is there
 
 MASS, STEPS = "num-examples", "num-steps"
+_MANY = 10**9
 
 
 def numbers_in(content: RecordDict) -> dict[str, float]:
@@ -23,18 +25,39 @@ def numbers_in(content: RecordDict) -> dict[str, float]:
     return {key: value for key, value in found.items() if isinstance(value, int | float)}
 
 
-def plain_envelope(client: str, content: RecordDict, said: Mapping[str, float], brief: Brief) -> Envelope:
-    """The reply of a client that is not ours, as the door wants it."""
+def plain_envelope(client: str, content: RecordDict, said: Mapping[str, float], brief: Brief, unsaid: int) -> Envelope:
+    """The reply of a client that is not ours, as the door wants it.
+
+    Args:
+        client: who sent it.
+        content: what it sent.
+        said: the numbers in it.
+        brief: what it was asked.
+        unsaid: how many steps it took, where it does not say so.
+    """
     facts = {key: value for key, value in said.items() if key not in (MASS, STEPS)}
-    mass, steps = said.get(MASS, math.nan), said.get(STEPS, 1)
+    mass = said.get(MASS, math.nan)
     try:
-        header = reply_header(brief, mass=mass, steps=int(steps), facts=facts)
+        header = reply_header(brief, mass=mass, steps=int(said.get(STEPS, unsaid)), facts=facts)
         if not math.isfinite(mass):
             header["mass"] = str(mass)  # the door refuses it by name
         (arrays,) = content.array_records.values()
         return Envelope(client, encode(to_tensors(arrays), header))
     except (Malformed, ValueError, OverflowError) as why:
         return Envelope(client, None, dropped=f"malformed: {printable(why)}")
+
+
+def steps_by(local: LocalSettings, mass: float) -> int:
+    """How many steps a client takes that trains so on so many examples; 0, which no door lets in, for an odd number.
+
+    Example:
+        >>> steps_by(LocalSettings(epochs=3, batch_size=32), 100)
+        12
+    """
+    if not 0 < mass < _MANY:
+        return 0
+    batches = mass // local.batch_size if local.drop_last else math.ceil(mass / local.batch_size)
+    return min(local.epochs * int(batches), local.max_steps or _MANY)
 
 
 def averaged(numbers: Mapping[str, Mapping[str, float]], shares: Mapping[str, float], left_out: int) -> MetricRecord:

@@ -27,8 +27,16 @@ from fedfuse.engines.base import Spoken
 from fedfuse.errors import ConfigError, QuorumLost, RecipeError, Refused
 from fedfuse.flower.engine import HELD, Inbox, content_or_reason, printable
 from fedfuse.flower.network import Network, spec_of
-from fedfuse.flower.parts import OURS, Clients, named_recipe, refuse_unfit, refuse_unknown_training, stages
-from fedfuse.flower.plain import MASS, averaged, numbers_in, plain_envelope
+from fedfuse.flower.parts import (
+    OURS,
+    Clients,
+    counts_steps,
+    named_recipe,
+    refuse_unfit,
+    refuse_unknown_training,
+    stages,
+)
+from fedfuse.flower.plain import MASS, averaged, numbers_in, plain_envelope, steps_by
 from fedfuse.flower.records import BriefRecords, Order, fingerprint, to_arrays, to_tensors
 from fedfuse.server.admit import Admission, Rules, admit_all
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
@@ -61,9 +69,9 @@ class FuseStrategy(Strategy):
     """Any method as a Flower strategy.
 
     With plain clients, each answers with one `ArrayRecord` (the names, shapes and dtypes it was sent) and one
-    `MetricRecord` with `num-examples`, as for Flower's own FedAvg; `num-steps` is read by methods that normalise by
-    local steps. A method that asks more of clients is refused here, before anything is sent, unless they train with
-    `fedfuse.flower.train`.
+    `MetricRecord` with `num-examples`, as for Flower's own FedAvg. Methods that normalise by local steps read
+    `num-steps`, which follows from `local` where a client does not say it. A method that asks more of clients is
+    refused here, before anything is sent, unless they train with `fedfuse.flower.train`.
 
     A client's id, which orders clients and names its random streams, is the name its SuperNode was registered with,
     or else "node-" and Flower's number of it.
@@ -337,7 +345,8 @@ class FuseStrategy(Strategy):
         if isinstance(heard, str):
             return Envelope(client, None, dropped=heard)
         numbers[client] = said = numbers_in(heard.content)
-        return plain_envelope(client, heard.content, said, turn.brief)
+        unsaid = steps_by(self.local, said.get(MASS, 0.0)) if self.local else int(not counts_steps(turn.recipe))
+        return plain_envelope(client, heard.content, said, turn.brief, unsaid)
 
     def _check_shape(self, turn: _Turn) -> None:
         """A plain client could not load a network of other shapes than its own."""
