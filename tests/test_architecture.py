@@ -39,9 +39,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         *{"api", "pictures"},
     },
     "console": {"core", "experiment", "report", "errors"},
-    "flower": {"api", "core", "wire", "client", "server", "engines", "experiment", "errors"},
+    "flower": {"api", "core", "wire", "client", "server", "engines", "data", "experiment", "report", "errors"},
     "cli_options": set(),
-    "cli_flower": {"cli_options", "console", "engines.flower_version", "experiment", "report", "errors"},
+    "cli_flower": {"cli_options", "console", "experiment", "flower", "report", "errors"},
     "cli_files": {"cli_options", "console", "experiment", "errors"},
     "cli": {
         "core",

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fedfuse import cli
-from fedfuse.engines import flower_version
 from fedfuse.errors import ConfigError
+from fedfuse.flower import version as flower_version
 
 FILE = 'name = "small"\n[data]\nclients = 3\n[[methods]]\nname = "fedavg"\n'
 

@@ -28,8 +28,8 @@ def flower(
 
     FILE is an experiment, a TOML file.
     """
-    from fedfuse.engines.flower_version import need_flower
     from fedfuse.experiment.config import load_experiment
+    from fedfuse.flower.version import need_flower
 
     need_flower()
     experiment = load_experiment(file, sets or [])
@@ -40,7 +40,7 @@ def flower(
 
 
 def _write(experiment: Experiment, folder: Path, as_json: bool) -> None:
-    from fedfuse.experiment.flower_app import write_app
+    from fedfuse.flower.app import write_app
 
     made = [str(path) for path in write_app(experiment, folder)]
     if as_json:
@@ -53,7 +53,7 @@ def _simulate(
     experiment: Experiment, out: Path | None, resume: bool, deadline: float, workers: int | None, as_json: bool
 ) -> None:
     from fedfuse.experiment.execute import free_folder
-    from fedfuse.experiment.flower import simulate
+    from fedfuse.flower.run import simulate
     from fedfuse.report.tables import rich_table, summary
 
     if resume and out is None:

@@ -20,9 +20,9 @@ from deployment import HOST, Deployment, descendants, ours
 from fedfuse.data import load
 from fedfuse.engines.base import InProcess, Population
 from fedfuse.experiment.config import Experiment
-from fedfuse.experiment.flower_app import write_app
 from fedfuse.experiment.ledger import Ledger
 from fedfuse.experiment.prepare import prepare
+from fedfuse.flower.app import write_app
 from fedfuse.server.loop import run
 from fedfuse.wire.files import save_model
 
@@ -37,8 +37,8 @@ import numpy as np
 from flwr.app import Array, MetricRecord
 from pathlib import Path
 
-from fedfuse.engines.flower_records import BRIEF, PARAMS, REPLY
-from fedfuse.experiment.flower_site import site_app
+from fedfuse.flower.records import BRIEF, PARAMS, REPLY
+from fedfuse.flower.site import site_app
 
 app = site_app(Path(__file__).with_name("experiment.toml"))
 

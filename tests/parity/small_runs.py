@@ -19,7 +19,7 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.base import Population
 from fedfuse.errors import ConfigError
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "flower"))
 
 from fake_grid import rows
 

@@ -14,6 +14,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.layerwise import MatchedLayers
 from fedfuse.server.aggregate.matched import MatchedUnits
+from fedfuse.server.aggregate.mean import NormalisedMean
 from fedfuse.server.steps.prune import Prune
 
 Clients: TypeAlias = Literal["plain", "fedfuse"]
@@ -102,6 +103,16 @@ def refuse_unknown_training(recipe: Recipe, clients: Clients, local: LocalSettin
                 f"method {now.name!r} must know how clients train and was not told; say it, as in "
                 "local={'lr': 0.1, 'momentum': 0.9, 'epochs': 1}"
             )
+
+
+def counts_steps(recipe: Recipe) -> bool:
+    """Whether it weighs clients by how many steps they took, so that a number nobody said must not be guessed.
+
+    Example:
+        >>> counts_steps(find_method("fednova").recipe()), counts_steps(find_method("fedavg").recipe())
+        (True, False)
+    """
+    return any(isinstance(part, NormalisedMean) for part in _server_parts(recipe))
 
 
 def _server_parts(recipe: Recipe) -> Iterator[object]:

@@ -8,7 +8,7 @@ import pytest
 
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment, load_experiment
-from fedfuse.experiment.flower_app import write_app
+from fedfuse.flower.app import write_app
 
 Tiny = Callable[..., Experiment]
 

@@ -8,7 +8,7 @@ pytest.importorskip("flwr")
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from fedfuse.engines.flower_records import BRIEF, REPLY, read_brief, read_reply, reply_content, to_arrays, to_tensors
+from fedfuse.flower.records import BRIEF, REPLY, read_brief, read_reply, reply_content, to_arrays, to_tensors
 from fedfuse.wire.codec import DTYPES, Malformed, encode
 
 

@@ -1,8 +1,9 @@
-"""A site's side of an experiment on a Flower federation: its copy of the file, and rows of its own.
+"""A site's side of an experiment on a Flower federation: say who you are, then do a client's rounds.
 
-A site makes the clients' work from its own copy of the file. In a deployment its rows are its own: a source named by
-the node's config (`data`) or by `$FEDFUSE_SITE_DATA`, and never the file's. Only inside Flower's simulation engine,
-where every node is a part of one data set on one machine, are rows dealt out as the file says.
+The work is never sent: a site makes it from its own copy of the file, and the brief only says which one is meant. In a
+deployment its rows are its own: a source named by the node's config (`data`) or by `$FEDFUSE_SITE_DATA`, and never the
+file's. Only inside Flower's simulation engine, where every node is a part of one data set on one machine, are rows
+dealt out as the file says.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from fedfuse.core.messages import Brief
 from fedfuse.core.recipe import Recipe
@@ -21,16 +23,78 @@ from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.data import augmentation, load
-from fedfuse.engines.flower_client import Enrolment, client_app
-from fedfuse.engines.flower_records import Order
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment, load_experiment
 from fedfuse.experiment.prepare import Setting, prepare
+from fedfuse.flower.client import check_work, client_reply, reply_with
+from fedfuse.flower.engine import ENROL, SITE
+from fedfuse.flower.records import Order, read_brief
 
-from flwr.app import Context  # isort: skip - after flower_records has checked that it is there
+from flwr.app import ConfigRecord, Context, Message, RecordDict  # isort: skip - after records has checked
 from flwr.clientapp import ClientApp  # isort: skip
 
 SITE_DATA, SITE_NAME = "FEDFUSE_SITE_DATA", "FEDFUSE_SITE_NAME"
+
+
+class Enrolment(NamedTuple):
+    """What a site says of itself: a name, how many rows it has, and its number if it is part of a simulation."""
+
+    name: str
+    rows: int
+    partition: int = -1
+
+
+class Site(Protocol):
+    """What a site has of its own: rows, and a copy of the experiment."""
+
+    @property
+    def trusted(self) -> frozenset[str]:
+        """Networks that are not fedfuse's and may be built because the site's own file names them."""
+        ...
+
+    def enrol(self, context: Context) -> Enrolment:
+        """Who this site is."""
+        ...
+
+    def rows(self, context: Context, brief: Brief, order: Order) -> Rows:
+        """The rows to train on."""
+        ...
+
+    def work(self, order: Order, round_: int) -> Work:
+        """The client half of the method in force."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Clerk:
+    """Answers the server's messages for a site; whatever goes wrong is told, and the site stays."""
+
+    site: Site
+
+    def enrol(self, message: Message, context: Context) -> Message:
+        """Say who this site is."""
+        return reply_with(message, lambda: self._enrolment(context))
+
+    def train(self, message: Message, context: Context) -> Message:
+        """Do a client's round."""
+        return reply_with(message, lambda: self._round(message, context))
+
+    def _enrolment(self, context: Context) -> RecordDict:
+        return RecordDict({SITE: ConfigRecord(dict(self.site.enrol(context)._asdict()))})
+
+    def _round(self, message: Message, context: Context) -> RecordDict:
+        brief, order = read_brief(message.content, self.site.trusted)
+        work = self.site.work(order, brief.round)
+        check_work(work, order)
+        return client_reply(work, brief, order, self.site.rows(context, brief, order), context)
+
+
+def client_app(site: Site) -> ClientApp:
+    """Flower's `ClientApp` for a site."""
+    app, clerk = ClientApp(), Clerk(site)
+    app.query(ENROL.partition(".")[2])(clerk.enrol)
+    app.train()(clerk.train)
+    return app
 
 
 def site_app(path: str | Path) -> ClientApp:

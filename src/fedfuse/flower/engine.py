@@ -23,7 +23,8 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.engines.base import OnClient, Spoken
-from fedfuse.engines.flower_records import (
+from fedfuse.errors import ConfigError, QuorumLost
+from fedfuse.flower.records import (
     BRIEF,
     FAILED,
     BriefRecords,
@@ -32,11 +33,10 @@ from fedfuse.engines.flower_records import (
     read_reply,
     seconds_in,
 )
-from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.wire.codec import Malformed, encode, forms_of, forms_size, write
 from fedfuse.wire.messages import VERSION
 
-from flwr.app import ConfigRecord, Message, MessageType, RecordDict  # isort: skip - after flower_records has checked
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict  # isort: skip - after records has checked
 from flwr.common.constant import ErrorCode  # isort: skip
 from flwr.serverapp import Grid  # isort: skip
 

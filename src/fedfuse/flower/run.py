@@ -17,17 +17,17 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.seams import Work
 from fedfuse.core.state import Bench
 from fedfuse.data import client_ids
-from fedfuse.engines.flower import Federation, FlowerEngine
-from fedfuse.engines.flower_records import fingerprint
 from fedfuse.errors import ConfigError, FuseError
 from fedfuse.experiment.config import Experiment, load_experiment
 from fedfuse.experiment.execute import Results, execute_with
-from fedfuse.experiment.flower_site import site_app
 from fedfuse.experiment.prepare import Prepared, Setting
 from fedfuse.experiment.watch import Watcher
+from fedfuse.flower.engine import Federation, FlowerEngine
+from fedfuse.flower.records import fingerprint
+from fedfuse.flower.site import site_app
 from fedfuse.report import write_page
 
-from flwr.app import Context  # isort: skip - after engines.flower_records has checked that it is there
+from flwr.app import Context  # isort: skip - after records has checked that it is there
 from flwr.serverapp import Grid, ServerApp  # isort: skip
 
 DEADLINE = 3600.0

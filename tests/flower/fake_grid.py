@@ -22,8 +22,8 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.engines.base import Population
-from fedfuse.engines.flower_client import Enrolment
-from fedfuse.engines.flower_records import Order
+from fedfuse.flower.records import Order
+from fedfuse.flower.site import Enrolment
 
 App = Callable[[Message, Context], Message]
 

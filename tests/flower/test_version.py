@@ -5,9 +5,9 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from fedfuse.engines import flower_version
-from fedfuse.engines.flower_version import QUIET, need_flower
 from fedfuse.errors import ConfigError
+from fedfuse.flower import version as flower_version
+from fedfuse.flower.version import QUIET, need_flower
 
 
 def test_without_flower_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

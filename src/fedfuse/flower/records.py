@@ -24,8 +24,8 @@ from fedfuse.core.messages import Brief, Form
 from fedfuse.core.params import Params
 from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
-from fedfuse.engines.flower_version import need_flower
 from fedfuse.errors import ConfigError
+from fedfuse.flower.version import need_flower
 from fedfuse.wire.codec import Malformed, decode
 from fedfuse.wire.messages import VERSION
 

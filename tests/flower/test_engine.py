@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 pytest.importorskip("flwr")
-sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_grid import FakeGrid, TestSite, grid_of, rows
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
@@ -22,12 +20,12 @@ from fedfuse.core.registry import find_method
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.engines import flower
 from fedfuse.engines.base import InProcess, Population
-from fedfuse.engines.flower import ENROL, SITE, Federation, FlowerEngine
-from fedfuse.engines.flower_client import client_app
-from fedfuse.engines.flower_records import PARAMS, REPLY
 from fedfuse.errors import ConfigError, QuorumLost
+from fedfuse.flower import engine as flower
+from fedfuse.flower.engine import ENROL, SITE, Federation, FlowerEngine
+from fedfuse.flower.records import PARAMS, REPLY
+from fedfuse.flower.site import client_app
 from fedfuse.server.admit import Admission, admit_all
 
 LOCAL = LocalSettings(batch_size=8, optimizer={"lr": 0.1})

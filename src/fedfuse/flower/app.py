@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fedfuse.core.spec import Spec
-from fedfuse.engines.flower_version import TESTED
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment, file_name
 from fedfuse.experiment.toml import to_toml
+from fedfuse.flower.version import TESTED
 
 PACKAGE = "federation"
 SERVER = '''"""The server: the experiment beside this file, on whatever grid Flower hands over."""
 
 from pathlib import Path
 
-from fedfuse.experiment.flower import server_app
+from fedfuse.flower import server_app
 
 app = server_app(Path(__file__).with_name("experiment.toml"))
 '''
@@ -26,7 +26,7 @@ CLIENT = '''"""A site: it makes its work from the experiment beside this file, a
 
 from pathlib import Path
 
-from fedfuse.experiment.flower_site import site_app
+from fedfuse.flower import site_app
 
 app = site_app(Path(__file__).with_name("experiment.toml"))
 '''

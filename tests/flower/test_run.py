@@ -1,4 +1,4 @@
-"""An experiment file over a grid of real messages, without Flower's processes; those are in tests/flower."""
+"""An experiment file over a grid of real messages, and none of Flower's own processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 import torch
 
 pytest.importorskip("flwr")
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 
 from fake_grid import FakeGrid, grid_of
 from flwr.app import Context, RecordDict
@@ -22,9 +21,9 @@ from fedfuse.data import load
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.execute import Results, execute
-from fedfuse.experiment.flower import Conductor
-from fedfuse.experiment.flower_site import FileSite, site_app
 from fedfuse.experiment.ledger import Ledger
+from fedfuse.flower.run import Conductor
+from fedfuse.flower.site import FileSite, site_app
 
 Tiny = Callable[..., Experiment]
 TIMES = ("train_seconds", "server_seconds")
