@@ -20,8 +20,8 @@ from fedfuse.client.evidence.control import ControlDelta
 from fedfuse.core.messages import Brief, Cohort, Envelope
 from fedfuse.core.seams import Evidence
 from fedfuse.core.spec import Spec
-from fedfuse.server.admit import Admission, admit_all
 from fedfuse.server.aggregate.mean import mean_of, weighted_mean
+from fedfuse.server.door.admit import Admission, admit_all
 from fedfuse.wire.messages import encode_reply
 
 

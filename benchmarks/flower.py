@@ -265,10 +265,10 @@ class PlainTrainer:
         """Train and answer."""
         from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
-        from fedfuse.client.work import client_round
         from fedfuse.core.messages import Brief
         from fedfuse.core.recipe import Work
         from fedfuse.flower.site import _setting
+        from fedfuse.training.round import client_round
         from fedfuse.wire.codec import decode
 
         setting, place = _setting(self.path, 0), int(context.node_config["partition-id"])
@@ -323,7 +323,7 @@ PLAIN_CLIENT = """
 from pathlib import Path
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from fedfuse.client.work import client_round
+from fedfuse.training.round import client_round
 from fedfuse.core.messages import Brief
 from fedfuse.core.seams import Work
 from fedfuse.data import load

@@ -27,7 +27,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
-from fedfuse.engines.base import InProcess, LocalEngine, Population
+from fedfuse.engines.local import InProcess, LocalEngine, Population
 from fedfuse.engines.pool import Pool
 
 MODELS = {"lenet": Spec("lenet"), "mlp 784-100-10": Spec("mlp", {"inputs": 784, "hidden": [100]})}

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfuse.client.elbo import Elbo, Variational, kl_diagonal
-from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Single
 from fedfuse.core.rows import Rows
@@ -23,6 +22,7 @@ from fedfuse.errors import RecipeError
 from fedfuse.linalg.divergence import kl_normal
 from fedfuse.models.bayes import BayesianLayers
 from fedfuse.server.aggregate.charts import RKLB, MeanIn
+from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode
 
 MLP = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": 3})

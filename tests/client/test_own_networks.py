@@ -12,7 +12,6 @@ from own_networks import CLASSES, OWN, Own
 from torch import Tensor, nn
 
 import fedfuse
-from fedfuse.client.work import client_round
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.model import Single
@@ -22,12 +21,13 @@ from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.engines.pool import Pool
 from fedfuse.errors import ConfigError, QuorumLost
-from fedfuse.server.admit import Contract, admit
+from fedfuse.server.door.admit import Contract, admit
 from fedfuse.server.judge import Judge
 from fedfuse.server.loop import Plan, Record, run
+from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode
 
 METHODS = ("fedavg", "scaffold", "moon", "fedprox", "fednova", "fedlpa", "laplace")

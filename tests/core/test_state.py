@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from fedfuse.core.combine import MeanProbability
 from fedfuse.core.messages import Brief, Start
-from fedfuse.core.model import Apart, Mixture, Single
+from fedfuse.core.model import Apart, Single
 from fedfuse.core.posterior import Diag
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState, filed, live_names, part, representation
 from fedfuse.errors import RecipeError
+from fedfuse.nets.combine import MeanProbability
+from fedfuse.nets.mixture import Mixture
 
 SPEC = Spec("mlp", {"inputs": 3, "hidden": [4], "classes": 2})
 

@@ -21,8 +21,8 @@ from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import InProcess, Population
-from fedfuse.server.admit import Contract, admit_all
+from fedfuse.engines.local import InProcess, Population
+from fedfuse.server.door.admit import Contract, admit_all
 from fedfuse.server.loop import Plan, run
 from fedfuse.wire.codec import decode, encode
 from fedfuse.wire.messages import encode_reply

@@ -3,13 +3,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedfuse.core.channels import channel_groups, narrowed
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.site import fuse_files, site_update
-from fedfuse.server.gather import fingerprint
+from fedfuse.nets.channels import channel_groups, narrowed
+from fedfuse.server.door.files import fingerprint
 from fedfuse.wire.codec import decode, read
 from fedfuse.wire.files import load_model, save_model
 

@@ -21,7 +21,7 @@ from fedfuse.core.registry import Method
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
-from fedfuse.engines.base import Population
+from fedfuse.engines.local import Population
 from fedfuse.flower.records import Order
 from fedfuse.flower.site import Enrolment
 

@@ -24,7 +24,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import QuorumLost
 from fedfuse.flower import FuseStrategy, evaluate, train
 from fedfuse.flower.network import Network

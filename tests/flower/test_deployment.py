@@ -18,7 +18,7 @@ from credentials import write_keys
 from deployment import HOST, Deployment, descendants, ours
 
 from fedfuse.data import load
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.ledger import Ledger
 from fedfuse.experiment.prepare import prepare

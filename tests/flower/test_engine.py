@@ -20,13 +20,13 @@ from fedfuse.core.registry import find_method
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.flower import engine as flower
 from fedfuse.flower.engine import ENROL, SITE, Federation, FlowerEngine
 from fedfuse.flower.records import PARAMS, REPLY
 from fedfuse.flower.site import client_app
-from fedfuse.server.admit import Admission, admit_all
+from fedfuse.server.door.admit import Admission, admit_all
 
 LOCAL = LocalSettings(batch_size=8, optimizer={"lr": 0.1})
 SPEC = Spec("mlp", {"inputs": 6, "hidden": [4], "classes": 3})

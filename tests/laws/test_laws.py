@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 import fedfuse.client.evidence
 import fedfuse.server.aggregate
-from fedfuse.client.work import client_round
 from fedfuse.core.messages import ClientUpdate, Cohort, Envelope
-from fedfuse.core.model import Apart, Mixture, Single
+from fedfuse.core.model import Apart, Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
@@ -36,10 +35,12 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.server.admit import admit_all
+from fedfuse.nets.mixture import Mixture
 from fedfuse.server.aggregate.mean import ALL_LAWS, Mean
-from fedfuse.server.guard import GUARDS
+from fedfuse.server.door.admit import admit_all
+from fedfuse.server.robust import GUARDS
 from fedfuse.server.round import filter_cohort
+from fedfuse.training.round import client_round
 
 CLIENTS, FEATURES, CLASSES = 5, 6, 3
 few = settings(max_examples=6, deadline=None, derandomize=True)

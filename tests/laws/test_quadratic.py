@@ -24,7 +24,7 @@ from fedfuse.core.seams import Batch, Objective
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.server.loop import Plan, run
 
 DIMENSION, RATE = 3, 0.1

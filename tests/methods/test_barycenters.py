@@ -17,7 +17,7 @@ from fedfuse.client.elbo import Elbo
 from fedfuse.client.objectives import Proximal
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
-from fedfuse.engines.base import InProcess
+from fedfuse.engines.local import InProcess
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.execute import execute

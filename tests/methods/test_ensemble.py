@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from fedfuse.api import Update, fuse, local_update, method
-from fedfuse.core.combine import Combine, FirstLayer, MeanLogit, MeanProbability, OpenSetVote, TopLogit
-from fedfuse.core.model import Mixture, Single
+from fedfuse.core.model import Single
 from fedfuse.core.rng import seeded
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError, QuorumLost, RecipeError
+from fedfuse.nets.combine import Combine, FirstLayer, MeanLogit, MeanProbability, OpenSetVote, TopLogit
+from fedfuse.nets.mixture import Mixture
 from fedfuse.server.steps.disturb import measured
 from fedfuse.server.steps.lessons import common_form
 from fedfuse.wire.codec import read, write

@@ -6,13 +6,14 @@ import torch
 
 from fedfuse.api import fuse, local_update, method
 from fedfuse.client.openset import OpenSet
-from fedfuse.core.combine import OpenSetVote
-from fedfuse.core.model import Mixture, Single, outputs
+from fedfuse.core.model import Single, outputs
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
+from fedfuse.nets.combine import OpenSetVote
+from fedfuse.nets.mixture import Mixture
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.loop import Plan, run
 from fedfuse.server.outputs import UnknownClass

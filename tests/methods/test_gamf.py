@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fedfuse.api import fuse, method
-from fedfuse.core.channels import channel_groups, placed
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
+from fedfuse.nets.channels import channel_groups, placed
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.align.alignment import Aligned
 from fedfuse.server.align.graph import ByGraph

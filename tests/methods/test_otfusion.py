@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fedfuse.api import fuse, local_update, method
-from fedfuse.core.channels import channel_groups, placed
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, QuorumLost
+from fedfuse.nets.channels import channel_groups, placed
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.align.alignment import Aligned
 from fedfuse.server.align.transport import ByTransport

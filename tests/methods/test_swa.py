@@ -10,7 +10,6 @@ import torch
 import fedfuse
 from fedfuse.client.evidence.control import Remember
 from fedfuse.client.objectives import Contrastive
-from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
@@ -21,14 +20,15 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.data import Dataset
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Named, load_experiments
 from fedfuse.experiment.prepare import prepare
-from fedfuse.server.admit import admit_all
 from fedfuse.server.aggregate.gaussianity import HigherOrder, NonGaussianMean, Renyi
 from fedfuse.server.aggregate.mean import Mean
+from fedfuse.server.door.admit import admit_all
 from fedfuse.server.loop import Plan, one_round, run
+from fedfuse.training.round import client_round
 
 ONE_STEP = LocalSettings(max_steps=1, batch_size=4, optimizer={"lr": 0.01, "momentum": 0.9})
 

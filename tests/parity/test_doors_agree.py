@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 import fedfuse
-from fedfuse.core.model import Apart, Mixture, Model, Single
+from fedfuse.core.model import Apart, Model, Single
 from fedfuse.core.registry import all_methods, find_method
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError, FuseError, RecipeError
+from fedfuse.nets.mixture import Mixture
 from fedfuse.server.loop import Plan, run
 
 CLIENTS, CLASSES, SEED = 4, 3, 3

@@ -11,7 +11,7 @@ import pytest
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import all_methods
 from fedfuse.core.seams import Engine
-from fedfuse.engines.base import InProcess
+from fedfuse.engines.local import InProcess
 from fedfuse.errors import ConfigError
 from fedfuse.server.judge import Judge
 from fedfuse.server.loop import Plan, Record, run

@@ -18,14 +18,15 @@ from torchmetrics.functional.classification import (
     multiclass_confusion_matrix,
 )
 
-from fedfuse.core.combine import MeanProbability
 from fedfuse.core.messages import ClientUpdate, Cohort
-from fedfuse.core.model import Apart, Mixture, Single
+from fedfuse.core.model import Apart, Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.errors import RecipeError
-from fedfuse.server.admit import Admission
+from fedfuse.nets.combine import MeanProbability
+from fedfuse.nets.mixture import Mixture
+from fedfuse.server.door.admit import Admission
 from fedfuse.server.judge import Judge, log_probabilities, measure, spread
 from fedfuse.wire.spool import Spool
 

@@ -18,10 +18,10 @@ from fedfuse.core.seams import Engine, Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import QuorumLost
-from fedfuse.server.admit import Admission, Rules
 from fedfuse.server.aggregate.mean import Mean
+from fedfuse.server.door.admit import Admission, Rules
 from fedfuse.server.loop import Plan, Record, choose, run
 from fedfuse.wire.codec import decode
 from fedfuse.wire.messages import encode_brief

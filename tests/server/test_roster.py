@@ -15,7 +15,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.terms import terms_of
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.engines.memo import Memo
 from fedfuse.engines.pool import Pool
 from fedfuse.errors import ConfigError, RecipeError

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import fedfuse
-from fedfuse.client.work import learned
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Single
@@ -19,13 +18,14 @@ from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, part
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.server.aggregate.adaptive import ServerOptimiser
 from fedfuse.server.loop import Plan, run
 from fedfuse.server.steps.distill import Distill
 from fedfuse.server.steps.dynamic import DynamicUpdate
 from fedfuse.server.steps.lessons import ServerRows
 from fedfuse.server.training import train_on
+from fedfuse.training.round import learned
 
 MLP = Spec("mlp", {"inputs": 6, "hidden": [8], "classes": 3})
 LOCAL = LocalSettings(batch_size=4, optimizer={"lr": 0.2, "momentum": 0.5})

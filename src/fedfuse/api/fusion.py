@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedfuse.api.runs import method
 from fedfuse.api.update import Update, check_honoured, dressed_start, start_of
-from fedfuse.core.model import Model, Single, networks
+from fedfuse.core.model import Answering, Model, Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
@@ -20,9 +20,9 @@ from fedfuse.core.seams import Plain
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.server.admit import Rules
+from fedfuse.server.door.admit import Rules
+from fedfuse.server.door.files import Item, gather
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
-from fedfuse.server.gather import Item, gather
 from fedfuse.server.round import fuse_round
 from fedfuse.wire.codec import encode
 from fedfuse.wire.files import save_model
@@ -53,9 +53,9 @@ class Fused:
 
     def logits(self, x: Tensor) -> Tensor:
         """The fused model's answer."""
-        if not hasattr(self.model, "logits"):
+        if not isinstance(self.model, Answering):
             raise RecipeError("models that stay apart have no common answer; ask each of model.members")
-        for member in networks(self.model):
+        for member in self.model.members:
             _runnable(member)
         return self.model.logits(x)
 

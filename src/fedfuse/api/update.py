@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from fedfuse.api.runs import method
-from fedfuse.client.work import client_round
 from fedfuse.core.description import describe
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Single, outputs
@@ -23,9 +22,10 @@ from fedfuse.core.settings import LocalSettings, checked
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
-from fedfuse.engines.base import heard
+from fedfuse.engines.local import heard
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.server.gather import fingerprint, first_difference
+from fedfuse.server.door.files import fingerprint, first_difference
+from fedfuse.training.round import client_round
 from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read, write
 from fedfuse.wire.messages import NOTE, encode_brief
 

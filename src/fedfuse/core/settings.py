@@ -86,6 +86,19 @@ class Optimizer(Settings):
         return self.momentum if self.name == "sgd" else 0.0
 
 
+def effective_steps(steps: int, momentum: float) -> float:
+    """Gradients' worth of a local walk: a = (τ − ρ(1−ρ^τ)/(1−ρ)) / (1−ρ), which is τ without momentum.
+
+    With a constant gradient g, τ steps of momentum SGD move the weights by −η·a·g (FedNova's normaliser).
+
+    Example:
+        >>> effective_steps(5, 0.0), round(effective_steps(2, 0.5), 3)
+        (5.0, 2.5)
+    """
+    rho = momentum
+    return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+
+
 class Decay(Settings):
     """The rate is multiplied by `gamma` every `every` local epochs, or at the `milestones`.
 

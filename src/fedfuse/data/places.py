@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+import platformdirs
+
 from fedfuse.data.official import Official, Part
 from fedfuse.data.stores import Store, open_store
 from fedfuse.errors import ConfigError
@@ -16,9 +18,8 @@ SHARED = Path("/usr/share/datasets")
 
 
 def cache_folder() -> Path:
-    """Where downloads go: `fedfuse` in `$XDG_CACHE_HOME`, or in `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fedfuse"
+    """Where downloads go: the user's cache, as the system has it; on Linux `$XDG_CACHE_HOME` or `~/.cache`."""
+    return platformdirs.user_cache_path("fedfuse")
 
 
 @dataclass(frozen=True, slots=True)

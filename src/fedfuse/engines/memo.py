@@ -21,7 +21,7 @@ import torch
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.params import Params
 from fedfuse.core.seams import Work
-from fedfuse.engines.base import Done, LocalEngine, Spoken, close_round
+from fedfuse.engines.local import Done, LocalEngine, Spoken, close_round
 from fedfuse.engines.naming import Name, Namer, brief_digest, digest
 from fedfuse.errors import ConfigError
 from fedfuse.wire.codec import Malformed, decode, encode, read, write

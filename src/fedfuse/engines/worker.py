@@ -23,7 +23,7 @@ import torch
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
-from fedfuse.engines.base import Done, answer, heard
+from fedfuse.engines.local import Done, answer, heard
 from fedfuse.errors import ConfigError, FuseError, RecipeError
 
 READY = b"ready"

@@ -21,11 +21,11 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec, factory_of
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.data import Dataset, Iid, Partition, Standardise, augmentation, load, partition, standardise
-from fedfuse.engines.base import Population
+from fedfuse.engines.local import Population
 from fedfuse.errors import ConfigError, FuseError
 from fedfuse.experiment.config import Experiment, Named
 from fedfuse.experiment.rehearse import rehearse, some_rows
-from fedfuse.server.admit import Rules
+from fedfuse.server.door.admit import Rules
 from fedfuse.server.judge import Judge
 from fedfuse.server.loop import Plan
 

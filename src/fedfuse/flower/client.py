@@ -22,7 +22,7 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
-from fedfuse.engines.base import Done, answer
+from fedfuse.engines.local import Done, answer
 from fedfuse.errors import ConfigError
 from fedfuse.flower.network import Network, own_network, spec_of
 from fedfuse.flower.parts import recipe_from

@@ -22,7 +22,7 @@ from fedfuse.core.params import Params
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
-from fedfuse.engines.base import OnClient, Spoken
+from fedfuse.engines.local import OnClient, Spoken
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.flower.records import (
     BRIEF,

@@ -22,7 +22,7 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import Spoken
+from fedfuse.engines.local import Spoken
 from fedfuse.errors import ConfigError, QuorumLost, RecipeError, Refused
 from fedfuse.flower.engine import HELD, Inbox, content_or_reason, printable
 from fedfuse.flower.network import Network, spec_of
@@ -37,9 +37,9 @@ from fedfuse.flower.parts import (
 )
 from fedfuse.flower.plain import MASS, averaged, numbers_in, plain_envelope, steps_by
 from fedfuse.flower.records import BriefRecords, Order, fingerprint, to_arrays, to_tensors
-from fedfuse.server.admit import Admission, Rules, admit_all
+from fedfuse.server.door.admit import Admission, Rules, admit_all
+from fedfuse.server.door.files import first_difference
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
-from fedfuse.server.gather import first_difference
 from fedfuse.server.loop import check_quorum, choose
 from fedfuse.server.round import fuse_round
 from fedfuse.wire.codec import forms_of

@@ -7,9 +7,9 @@ from typing import Literal
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from fedfuse.client.openset import OpenSet
-from fedfuse.core.combine import OpenSetVote
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
+from fedfuse.nets.combine import OpenSetVote
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.outputs import UnknownClass
 from fedfuse.server.steps.distill import From, distillation

@@ -14,7 +14,7 @@ from fedfuse.core.seams import Alignment, Guard
 from fedfuse.core.settings import explain
 from fedfuse.errors import ConfigError
 from fedfuse.server.align.alignment import ALIGNMENTS, Aligned, Reference, Way
-from fedfuse.server.guard import GUARDS
+from fedfuse.server.robust import GUARDS
 from fedfuse.server.steps.renorm import RestateNorms
 
 GuardChoice: TypeAlias = "Guard | str | Mapping[str, Any] | None"

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedfuse.core.model import Apart, Model, Single
+from fedfuse.core.model import Answering, Apart, Model, Single
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.errors import RecipeError
-from fedfuse.server.admit import Admission
-from fedfuse.server.gather import fingerprint
+from fedfuse.server.door.admit import Admission
+from fedfuse.server.door.files import fingerprint
 from fedfuse.server.uncertainty import ask
 
 SCORES = ("accuracy", "nll", "ece", "brier")
@@ -108,7 +108,7 @@ def log_probabilities(model: Model, x: Tensor, batch: int = 1000) -> Tensor:
     Raises:
         RecipeError: for models that stay apart, which have no common answer.
     """
-    if isinstance(model, Apart):
+    if not isinstance(model, Answering):
         raise RecipeError("models that stay apart have no common answer; ask each of its members")
     with torch.no_grad():
         return torch.cat([model.logits(part).double().log_softmax(-1).cpu() for part in x.split(batch)])

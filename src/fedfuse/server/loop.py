@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 
-from fedfuse.core.cost import cohort_flops, spared
 from fedfuse.core.messages import Brief, client_order
 from fedfuse.core.model import Model
 from fedfuse.core.recipe import Recipe
@@ -18,7 +17,8 @@ from fedfuse.core.seams import Engine
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.terms import Terms, terms_of
 from fedfuse.errors import QuorumLost
-from fedfuse.server.admit import Admission, Rules, admit_all
+from fedfuse.nets.cost import cohort_flops, spared
+from fedfuse.server.door.admit import Admission, Rules, admit_all
 from fedfuse.server.round import fuse_round
 from fedfuse.wire.messages import brief_size
 

@@ -8,8 +8,6 @@ from typing import ClassVar
 
 import torch
 
-from fedfuse.client.views import WithShared
-from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Engine, Work
@@ -17,6 +15,8 @@ from fedfuse.core.state import Bench
 from fedfuse.core.terms import Terms, terms_of
 from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError
+from fedfuse.training.round import client_round
+from fedfuse.training.views import WithShared
 from fedfuse.wire.messages import decode_brief, encode_brief
 
 SERVER = "server"

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from fedfuse.client.evidence.counts import LabelCounts
-from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
-from fedfuse.server.admit import Contract, admit
+from fedfuse.server.door.admit import Contract, admit
+from fedfuse.training.round import client_round
 
 SPEC = Spec("mlp", {"inputs": 2, "hidden": [], "classes": 4})
 BRIEF = Brief(0, SPEC, SPEC.build().state_dict(), classes=4)

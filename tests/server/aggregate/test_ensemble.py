@@ -8,20 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedfuse.core.calibrate import calibration
-from fedfuse.core.combine import FirstLayer, MeanProbability, OpenSetVote, TopLogit
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import ClientUpdate, Cohort
-from fedfuse.core.model import Mixture, Single
+from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
+from fedfuse.nets.calibrate import calibration
+from fedfuse.nets.combine import FirstLayer, MeanProbability, OpenSetVote, TopLogit
+from fedfuse.nets.mixture import Mixture
 from fedfuse.server.aggregate.cover import CoverClasses
 from fedfuse.server.aggregate.ensemble import KeepAll
-from fedfuse.server.guard import Krum
+from fedfuse.server.robust import Krum
 
 SHALLOW = Spec("mlp", {"inputs": 6, "hidden": [5], "classes": 3})
 DEEP = Spec("mlp", {"inputs": 6, "hidden": [5, 5, 5], "classes": 3})

@@ -26,7 +26,7 @@ from fedfuse.linalg.divergence import renyi_to_gaussian
 from fedfuse.server.aggregate import gaussianity
 from fedfuse.server.aggregate.gaussianity import HigherOrder, NonGaussianMean, Renyi
 from fedfuse.server.aggregate.mean import ALL_LAWS, mean_of
-from fedfuse.server.guard import NormClip
+from fedfuse.server.robust import NormClip
 from fedfuse.server.round import fuse_round
 from fedfuse.wire.codec import LazyParams, decode, encode, read
 

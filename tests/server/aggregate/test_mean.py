@@ -14,17 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedfuse.client.evidence.control import walked
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
-from fedfuse.core.settings import LocalSettings
+from fedfuse.core.settings import LocalSettings, effective_steps
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.server.admit import Admission, Rules, admit_all
 from fedfuse.server.aggregate import mean as means
 from fedfuse.server.aggregate.mean import Mean, NormalisedMean, largest, mean_of, weighted_mean
+from fedfuse.server.door.admit import Admission, Rules, admit_all
 from fedfuse.wire.codec import decode, encode, read, write
 from fedfuse.wire.messages import encode_reply
 
@@ -178,7 +177,7 @@ def test_normalised_mean_is_the_published_formula(momentum: float) -> None:
     told = LocalSettings(optimizer={"momentum": momentum})
     cohort = Cohort(tuple(replace(u, training=told) for u in cohort_of(states, masses, spec, steps)))
     after = NormalisedMean()(cohort, ServerState(0, Single(spec, Posterior(start))), Bench())
-    f, a = [0.1, 0.3, 0.6], [walked(t, momentum) for t in steps]
+    f, a = [0.1, 0.3, 0.6], [effective_steps(t, momentum) for t in steps]
     reach = sum(fi * ai for fi, ai in zip(f, a, strict=True))
     for n in ("0.weight", "0.bias", "1.weight", "1.bias"):
         w0 = start[n].double()
@@ -198,7 +197,9 @@ def test_momentum_is_each_clients_own_unless_it_is_given_and_adam_has_none() -> 
         trained = Cohort(tuple(replace(u, training=told) for u in cohort))
         return float(aggregate(trained, server, Bench()).facts["effective_steps"])
 
-    assert reach(NormalisedMean(), momentum=0.5) == pytest.approx((walked(2, 0.5) + walked(4, 0.5)) / 2)
+    assert reach(NormalisedMean(), momentum=0.5) == pytest.approx(
+        (effective_steps(2, 0.5) + effective_steps(4, 0.5)) / 2
+    )
     assert reach(NormalisedMean(0.5)) == pytest.approx(reach(NormalisedMean(), momentum=0.5))
     assert reach(NormalisedMean(), name="adam", momentum=0.5) == pytest.approx(3.0)
 

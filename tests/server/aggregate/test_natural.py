@@ -3,7 +3,6 @@ import torch
 from torch import Tensor, nn
 
 from fedfuse.client.evidence.kfac import KroneckerFactors
-from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Kron, Posterior
@@ -16,9 +15,10 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, NotConverged, RecipeError
 from fedfuse.linalg.kron import damp
 from fedfuse.linalg.psd import unpack
-from fedfuse.server.admit import admit_all
 from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.server.aggregate.natural import NaturalKron, ShareFactors
+from fedfuse.server.door.admit import admit_all
+from fedfuse.training.round import client_round
 
 
 def net() -> nn.Module:

@@ -10,7 +10,6 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from fedfuse.core.channels import channel_groups, placed
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Diag, Posterior
@@ -19,6 +18,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
+from fedfuse.nets.channels import channel_groups, placed
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.align.alignment import Aligned
 from fedfuse.server.align.nets import Coupling, Net, blended

@@ -17,9 +17,9 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import RecipeError
-from fedfuse.server.admit import Contract, admit
+from fedfuse.server.door.admit import Contract, admit
 from fedfuse.server.loop import Plan, run
 from fedfuse.server.steps.dynamic import DynamicUpdate, balance, exam, interpolated, need_of
 from fedfuse.wire.messages import encode_reply

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.channels import Group
 from fedfuse.core.messages import Cohort, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.registry import find_method
@@ -18,9 +17,10 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError, RecipeError, Refused
-from fedfuse.server.admit import Contract, admit
+from fedfuse.nets.channels import Group
+from fedfuse.server.door.admit import Contract, admit
 from fedfuse.server.loop import Plan, Record, run
 from fedfuse.server.steps.prune import Prune, filters_of, kept_units, layer_rates, shrunk
 from fedfuse.server.steps.rates import FixedRate

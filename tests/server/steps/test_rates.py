@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.spectrum import Curvature
 from fedfuse.linalg.lanczos import Spectrum
+from fedfuse.nets.curvature import Curvature
 from fedfuse.server.steps.rates import (
     SpectralRate,
     combined_rate,

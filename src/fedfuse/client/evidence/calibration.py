@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import torch
 
-from fedfuse.core.calibrate import Calibration, calibration
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry
 from fedfuse.core.state import Local
+from fedfuse.nets.calibrate import Calibration, calibration
 
 
 @dataclass(frozen=True, slots=True)

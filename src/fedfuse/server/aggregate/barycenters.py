@@ -14,7 +14,6 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.kfac import Block, blocks_of
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Diag
@@ -22,6 +21,7 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, NotConverged
 from fedfuse.linalg.kron import damp
 from fedfuse.linalg.psd import inv_sqrtm, inverse, sqrtm, symmetrise
+from fedfuse.nets.blocks import Block, blocks_of
 from fedfuse.server.aggregate.charts import Pair
 from fedfuse.server.aggregate.mean import ALL_LAWS, mean_by_examples
 from fedfuse.server.aggregate.natural import factors_of

@@ -10,13 +10,13 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.channels import EMPTY, Group, channel_groups, placed
 from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Layer, Params
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.linalg.atoms import Belief, Odds, Shared, Units, share_atoms
+from fedfuse.nets.channels import EMPTY, Group, channel_groups, placed
 from fedfuse.server.steps.lessons import input_form
 
 Scale: TypeAlias = Literal["absolute", "layer"]

@@ -9,15 +9,16 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedfuse.core.calibrate import Affine, Calibration, calibration
-from fedfuse.core.combine import Combine, FirstLayer, MeanProbability, OpenSetVote, TopLogit
 from fedfuse.core.messages import ClientUpdate, Cohort
-from fedfuse.core.model import Mixture, Single, networks
+from fedfuse.core.model import Answering, Single
 from fedfuse.core.seams import Result
 from fedfuse.core.spec import Spec
-from fedfuse.core.stack import cost_of
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.nets.calibrate import Affine, Calibration, calibration
+from fedfuse.nets.combine import Combine, FirstLayer, MeanProbability, OpenSetVote, TopLogit
+from fedfuse.nets.mixture import Mixture
+from fedfuse.nets.stack import cost_of
 from fedfuse.server.aggregate.cover import Cover
 from fedfuse.server.aggregate.mean import ALL_LAWS
 from fedfuse.server.steps.lessons import input_form
@@ -111,9 +112,9 @@ def _brought(cohort: Cohort) -> list[Affine]:
     return [Affine(*(float(u.notes[f"logit_scale/{n}"]) for n in Affine._fields)) for u in cohort]
 
 
-def costs(model: Single | Mixture, everybody: Sequence[Spec], bench: Bench) -> dict[str, Any]:
+def costs(model: Answering, everybody: Sequence[Spec], bench: Bench) -> dict[str, Any]:
     """How many networks answer, and what share of everybody's multiplications an answer takes."""
-    kept = networks(model)
+    kept = model.members
     facts: dict[str, Any] = {"members": len(kept), "clients": len(everybody)}
     try:
         shapes = {spec: input_form(bench, spec).shape for spec in everybody}  # each reads inputs of its own form

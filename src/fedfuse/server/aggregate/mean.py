@@ -14,9 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.control import walked
 from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Params
+from fedfuse.core.settings import effective_steps
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
 from fedfuse.server.training import training_of
@@ -104,9 +104,9 @@ class Mean:
 class NormalisedMean:
     """FedNova: average the clients' walks per gradient, then go as far as they went on average.
 
-    w = w₀ − τ_eff Σ_k f_k (w₀ − w_k)/a_k with a_k = `walked`(τ_k, ρ_k) and τ_eff = Σ_k f_k a_k (Wang et al. 2020).
-    With equal a_k this is FedAvg. Each client says which momentum ρ_k it trained with, and at which rate: where rates
-    differ, a_k is measured in steps of the first client's rate.
+    w = w₀ − τ_eff Σ_k f_k (w₀ − w_k)/a_k with a_k = `effective_steps`(τ_k, ρ_k) and τ_eff = Σ_k f_k a_k
+    (Wang et al. 2020). With equal a_k this is FedAvg. Each client says which momentum ρ_k it trained with, and at
+    which rate: where rates differ, a_k is measured in steps of the first client's rate.
 
     Attributes:
         momentum: ρ of the clients' SGD, to be taken instead of what they say; their rates are then taken to agree.
@@ -140,11 +140,12 @@ class NormalisedMean:
     def _walks(self, cohort: Cohort, round_: int) -> list[float]:
         """a_k of every client."""
         if self.momentum is not None:
-            return [walked(u.steps, self.momentum) for u in cohort]
+            return [effective_steps(u.steps, self.momentum) for u in cohort]
         told = [training_of(u, "FedNova") for u in cohort]
         first = told[0].rate(round_, 0)
         return [
-            walked(u.steps, t.optimizer.own_momentum) * (t.rate(round_, 0) / first)  # exactly 1 where rates agree
+            effective_steps(u.steps, t.optimizer.own_momentum)
+            * (t.rate(round_, 0) / first)  # exactly 1 where rates agree
             for u, t in zip(cohort, told, strict=True)
         ]
 

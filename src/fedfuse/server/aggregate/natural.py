@@ -10,7 +10,6 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.kfac import Block, Factors, blocks_of
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.posterior import Kron
 from fedfuse.core.state import Bench, ServerState
@@ -18,6 +17,7 @@ from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.linalg.cg import Solution
 from fedfuse.linalg.kron import Solver, Split, damp, natural_mean
 from fedfuse.linalg.psd import pack
+from fedfuse.nets.blocks import Block, Factors, blocks_of
 from fedfuse.server.aggregate.mean import ALL_LAWS, mean_by_examples
 
 Damping = float | Literal["evidence"]

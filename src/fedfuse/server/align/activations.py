@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedfuse.core.channels import Group
 from fedfuse.core.spec import one_name_each
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
+from fedfuse.nets.channels import Group
 from fedfuse.server.align.board import best_order
 from fedfuse.server.align.nets import Moves, Net, input_shape
 from fedfuse.server.align.weights import PAIRWISE_LAWS

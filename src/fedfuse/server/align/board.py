@@ -9,8 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fedfuse.core.channels import Group, Place
 from fedfuse.linalg.assign import match_each
+from fedfuse.nets.channels import Group, Place
 from fedfuse.server.align.nets import reordered
 
 Stand: TypeAlias = tuple[Place, str]  # a place, and the name of the group whose units stand there

@@ -9,14 +9,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fedfuse.core.channels import Group, Here, Place, by_axis, channel_groups, placed, placed_geometry
+from fedfuse.core.inputs import shape_read
 from fedfuse.core.messages import ClientUpdate
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Flat, Posterior
-from fedfuse.core.reading import shape_read
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
+from fedfuse.nets.channels import Group, Here, Place, by_axis, channel_groups, placed, placed_geometry
 from fedfuse.wire.codec import LazyParams, forms_of
 
 

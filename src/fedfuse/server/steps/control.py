@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedfuse.core.carry import carry_over
 from fedfuse.core.messages import Cohort
 from fedfuse.core.state import Bench, ServerState, filed, part
+from fedfuse.nets.carry import carry_over
 from fedfuse.server.aggregate.mean import weighted_mean
 from fedfuse.server.steps.lessons import input_form
 

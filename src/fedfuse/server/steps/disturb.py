@@ -8,12 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedfuse.core.combine import TopLogit, disturbed
 from fedfuse.core.messages import Cohort
-from fedfuse.core.model import Mixture, Single
+from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
+from fedfuse.nets.combine import TopLogit, disturbed
+from fedfuse.nets.mixture import Mixture
 from fedfuse.server.steps.lessons import held_inputs
 from fedfuse.server.steps.synthesise import Impressions
 

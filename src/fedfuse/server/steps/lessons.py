@@ -10,14 +10,13 @@ from typing import ClassVar, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.inputs import InputForm
-from fedfuse.core.model import Mixture, Single
-from fedfuse.core.reading import own_form, shape_read
+from fedfuse.core.inputs import InputForm, own_form, shape_read
+from fedfuse.core.model import Answering
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import RecipeError
 
-Teacher: TypeAlias = Single | Mixture
+Teacher: TypeAlias = Answering
 
 
 class Lessons(Protocol):

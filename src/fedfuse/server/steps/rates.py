@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.spectrum import Curvature, Look, curvature_in
 from fedfuse.core.messages import Cohort
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
 from fedfuse.linalg.lanczos import Spectrum
+from fedfuse.nets.curvature import Curvature, Look, curvature_in
 from fedfuse.server.labels import Unheard, divergence, everybody, heard
 from fedfuse.server.training import common_training, train_on
 
