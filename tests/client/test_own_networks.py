@@ -285,16 +285,25 @@ def test_the_curvature_of_attention_has_second_derivatives() -> None:
     assert (facts["dropped"], facts["refused"]) == ([], [])
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float64", "viewed"])
+def test_channels_of_any_network_can_be_pruned(name: str) -> None:
+    record = one_round(name, "hrank", at=1, rate=0.5, images=8)
+    first = record.state.single.posterior.mean["conv.weight" if name == "viewed" else "0.weight"]
+    assert (len(first), first.dtype) == (2, next(built(OWN[name]).parameters()).dtype)
+    assert record.state.single.logits(rows_for(OWN[name]).x).shape == (10, CLASSES)
+
+
 @pytest.mark.parametrize(
     ("name", "method", "sentence"),
     [
+        ("transposed", "fedma", "is not one plain layer after another"),
         ("tokens", "dense", "reads whole numbers, so no inputs can be made for it"),
         ("tokens", "fedov", "these rows are whole numbers, which have none"),
         ("encoder", "fedov", "mixed features cannot join the batch"),
     ],
 )
 def test_what_a_method_cannot_do_for_a_network_is_one_sentence(name: str, method: str, sentence: str) -> None:
-    with pytest.raises(RecipeError, match=sentence):
+    with pytest.raises((RecipeError, ConfigError), match=sentence):
         one_round(name, method)
 
 
