@@ -23,7 +23,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.engines.pool import Pool
-from fedfuse.errors import ConfigError, QuorumLost
+from fedfuse.errors import ConfigError, QuorumLost, RecipeError
 from fedfuse.server.door.admit import Contract, admit
 from fedfuse.server.judge import Judge
 from fedfuse.server.loop import Plan, Record, run
@@ -267,3 +267,56 @@ def test_every_network_is_aligned_and_still_answers(name: str, way: str) -> None
     assert fused.logits(rows.x).shape == (9, CLASSES)
     alone = fedfuse.fuse(sites[:1], model=model, align=way, server_rows=rows)
     assert all(alone.state_dict()[n].equal(t) for n, t in sites[0].state_dict().items())
+
+
+def one_round(name: str, method: str, **options: Any) -> Record:
+    """One round with server rows and inputs without labels."""
+    which = OWN[name]
+    net = built(which)
+    people = Population.of({client: rows_for(which, seed=i) for i, client in enumerate("ab")})
+    held = {"rows": rows_for(which, 12, seed=8), "unlabelled": rows_for(which, 12, seed=9).x}
+    bench = Bench(**held, population=2, classes=CLASSES, local=SETTINGS, inputs=InputForm(which.shape))  # type: ignore[arg-type]
+    start = ServerState(0, Single.of(net, Spec.of(net, which.output)))
+    return next(run(fedfuse.method(method, **options), InProcess(people), bench, None, start, Plan()))
+
+
+def test_the_curvature_of_attention_has_second_derivatives() -> None:
+    facts = one_round("encoder", "imc", at=1, every=1, times=1, lanczos=3).facts
+    assert (facts["dropped"], facts["refused"]) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float64", "viewed"])
+def test_channels_of_any_network_can_be_pruned(name: str) -> None:
+    record = one_round(name, "hrank", at=1, rate=0.5, images=8)
+    first = record.state.single.posterior.mean["conv.weight" if name == "viewed" else "0.weight"]
+    assert (len(first), first.dtype) == (2, next(built(OWN[name]).parameters()).dtype)
+    assert record.state.single.logits(rows_for(OWN[name]).x).shape == (10, CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "sentence"),
+    [
+        ("transposed", "fedma", "is not one plain layer after another"),
+        ("tokens", "dense", "reads whole numbers, so no inputs can be made for it"),
+        ("tokens", "fedov", "these rows are whole numbers, which have none"),
+        ("encoder", "fedov", "mixed features cannot join the batch"),
+    ],
+)
+def test_what_a_method_cannot_do_for_a_network_is_one_sentence(name: str, method: str, sentence: str) -> None:
+    with pytest.raises((RecipeError, ConfigError), match=sentence):
+        one_round(name, method)
+
+
+def test_a_network_that_reads_tokens_can_be_distilled_on_rows() -> None:
+    facts = one_round("tokens", "ensemble", distil="server", epochs=1).facts["facts"]
+    assert facts["distilled"]["inputs"] == 12
+
+
+def test_a_student_keeps_what_its_author_froze() -> None:
+    state = one_round("backbone", "ensemble", distil="server", epochs=2).state
+    begun = built(OWN["backbone"]).state_dict()
+    moved = {n for n, t in state.single.posterior.mean.items() if not t.equal(begun[n])}
+    assert moved == {"head.weight", "head.bias", *(f"backbone.1.{n}" for n in STATISTICS)}
+
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedfuse.core.params import Params
 from fedfuse.core.precision import as_floats_of, in_full
@@ -52,7 +53,10 @@ class Look:
         B(Δ) = H Δ − ∇L(W′ + Δ) measures what a quadratic does not see; its Lipschitz constant is estimated between
         Δ and 0: ‖H Δ − ∇L(W) + ∇L(W′)‖ / ‖Δ‖.
         """
-        module.eval()
+        with sdpa_kernel(SDPBackend.MATH):  # the fast kernels of attention have no second derivative
+            return self._measure(module.eval(), start, rows, generator)
+
+    def _measure(self, module: nn.Module, start: Params, rows: Rows, generator: torch.Generator) -> Curvature:
         some = rows.take(torch.randperm(len(rows), generator=generator)[: self.rows].to(rows.y.device))
         params = {n: p.detach() for n, p in module.named_parameters() if n in start}
         loss = _Loss(module, Rows(as_floats_of(params.values(), some.x), some.y))

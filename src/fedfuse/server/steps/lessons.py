@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.inputs import InputForm, own_form, shape_read
+from fedfuse.core.inputs import InputForm, own_form, reads_tokens, shape_read
 from fedfuse.core.model import Answering
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
@@ -93,6 +93,21 @@ def common_form(bench: Bench, specs: Sequence[Spec]) -> InputForm:
         shapes = " and ".join(sorted({"×".join(map(str, form.shape)) for form in forms}))
         raise RecipeError(f"networks that read inputs of {shapes} have none in common; fuse those that read the same")
     return max(forms, key=lambda form: (len(form.shape), form.shape))
+
+
+def made_form(bench: Bench, specs: Sequence[Spec]) -> InputForm:
+    """What an input looks like that is to be made for several networks.
+
+    Raises:
+        RecipeError: also if one of them reads whole numbers, which cannot be found by following a slope.
+    """
+    form = common_form(bench, specs)
+    if tokens := [spec for spec in specs if reads_tokens(spec, form.shape)]:
+        raise RecipeError(
+            f"model {tokens[0].factory!r} reads whole numbers, so no inputs can be made for it; "
+            "learn on the server's rows or on inputs without labels"
+        )
+    return form
 
 
 def _known_form(bench: Bench) -> InputForm | None:

@@ -44,7 +44,7 @@ class RestateNorms:
         x = bench.need_rows("estimating BatchNorm's statistics").x
         with torch.no_grad():
             for part in x.tensor_split(max(1, round(len(x) / self.batch))):
-                module(part.to(next(module.parameters())))
+                module(single.spec.cast(part).to(next(module.parameters()).device))
         told = dict(module.state_dict())
         floats = {n for n, role in single.spec.layout.roles.items() if role == "statistic"}
         mean = {n: told[n].clone() if n in floats else t for n, t in single.posterior.mean.items()}

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedfuse.core.inputs import InputForm
+from fedfuse.core.inputs import InputForm, reads_tokens
 from fedfuse.core.model import Single
 from fedfuse.core.precision import answer_in_full
 from fedfuse.core.rng import seeded
 from fedfuse.core.settings import Optimizer
 from fedfuse.core.state import Bench
 from fedfuse.nets.mixture import Mixture
-from fedfuse.server.steps.lessons import Teacher, common_form
+from fedfuse.server.steps.lessons import Teacher, made_form
 from fedfuse.training.optimizers import stepper
 
 _NOWHERE: frozenset[str] = frozenset()
@@ -59,7 +59,7 @@ class Impressions:
 
     def __call__(self, epoch: int, teacher: Teacher, student: nn.Module | None, bench: Bench) -> Tensor:  # noqa: ARG002
         """All of them, before the first epoch."""
-        form = common_form(bench, [m.spec for m in teacher.members])
+        form = made_form(bench, [m.spec for m in teacher.members])
         if epoch > 0:
             return torch.empty(0, *form.shape)
         draw, classes = bench.stream("impressions"), answered(teacher, form)
@@ -84,9 +84,11 @@ class Impressions:
 
 def answered(teacher: Teacher, form: InputForm) -> int:
     """How many classes a teacher tells apart."""
-    place = next(iter(teacher.members[0].posterior.mean.values())).device
+    first = teacher.members[0]
+    place = next(iter(first.posterior.mean.values())).device
+    x = torch.zeros(1, *form.shape, device=place)
     with torch.no_grad():
-        return int(teacher.logits(torch.zeros(1, *form.shape, device=place)).shape[-1])
+        return int(teacher.logits(x.long() if reads_tokens(first.spec, form.shape) else x).shape[-1])
 
 
 def class_similarity(members: Sequence[Single], classes: int) -> Tensor:
@@ -155,7 +157,7 @@ class Generate:
 
     def __call__(self, epoch: int, teacher: Teacher, student: nn.Module, bench: Bench) -> Tensor:
         """One batch, the best of its training."""
-        form = common_form(bench, [m.spec for m in teacher.members])
+        form = made_form(bench, [m.spec for m in teacher.members])
         draw, device = bench.stream("generate", epoch), bench.local.device
         with seeded(bench.seed, "generator", epoch):
             paint = renewed(generator(form, self.latent, self.width), draw).to(device)
