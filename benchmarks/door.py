@@ -65,7 +65,7 @@ def reply(brief: Brief, evidence: tuple[Evidence, ...], seed: int) -> bytes:
 
     mean = {n: drawn(tuple(t.shape), t.dtype) for n, t in brief.params.items()}
     notes = {n: drawn(*form) for kind in evidence for n, form in kind.expects(brief).items()}
-    return encode_reply(brief, mean, notes, mass=1.0 + seed, steps=1, facts={"loss": 1.0})
+    return encode_reply(brief, mean, notes, num_examples=1.0 + seed, steps=1, facts={"loss": 1.0})
 
 
 def seconds(work: Callable[[], object]) -> float:

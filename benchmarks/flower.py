@@ -129,7 +129,7 @@ def prepare_replies(folder: Path, parameters: int) -> None:
     from fedfuse.flower.records import reply_content
     from fedfuse.wire.messages import encode_reply
 
-    payload = encode_reply(brief, module.state_dict(), {}, mass=10.0, steps=1, facts={})
+    payload = encode_reply(brief, module.state_dict(), {}, num_examples=10.0, steps=1, facts={})
     message = Message(reply_content(payload, 1.0), 1, "train")
     for name in ("up", "down"):
         (folder / name).mkdir()

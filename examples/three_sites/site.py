@@ -33,7 +33,8 @@ def main(folder: Path) -> None:
     )
     path = update.save(folder / "update.safetensors")
     print(
-        f"{folder.name}: {update.mass:.0f} rows stay, {path.stat().st_size:,} bytes go; they reveal {update.reveals[0]}"
+        f"{folder.name}: {update.num_examples:.0f} rows stay, {path.stat().st_size:,} bytes go; "
+        f"they reveal {update.reveals[0]}"
     )
 
 

@@ -65,7 +65,7 @@ def draw_features(folder: Path) -> list[Path]:
     test = shown.data.test.take(range(min(SHOWN, len(shown.data.test))))
     recipes = {title: find_method(title.lower()).recipe() for title in ("FedAvg", "FedLPA")}
     state, admission = _exchange(shown, recipes["FedLPA"])
-    largest = max(admission.cohort, key=lambda u: u.mass)
+    largest = max(admission.cohort, key=lambda u: u.num_examples)
     models = {f"one client ({largest.client})": Single(shown.spec, Posterior(largest.posterior.mean))}
     for title, recipe in recipes.items():
         models[title] = recipe.aggregate(admission.cohort, state, Bench(classes=10, seed=SEED)).single

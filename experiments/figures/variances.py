@@ -52,11 +52,13 @@ class Federation:
     start: ServerState
 
     @classmethod
-    def of(cls, spread_lr: float = 0.05) -> Federation:
+    def of(cls, log_variance_lr: float = 0.05) -> Federation:
         """Everybody in place, before the first round."""
         digits, spec = load("digits"), Spec("mlp", {"inputs": 64, "hidden": [64, 32], "classes": 10})
         parts = partition(digits.train.y, Dirichlet(alpha=0.5), 6, 0).clients
-        local = LocalSettings(epochs=5, batch_size=16, optimizer=Optimizer(lr=0.02, momentum=0.9), spread_lr=spread_lr)
+        local = LocalSettings(
+            epochs=5, batch_size=16, optimizer=Optimizer(lr=0.02, momentum=0.9), log_variance_lr=log_variance_lr
+        )
         with seeded(0, "picture"):
             first = Single.of(spec.build(), spec)
         bench = Bench(population=6, classes=10, local=local)
@@ -73,7 +75,7 @@ class Federation:
         engine, state = InProcess(self.population), self.start
         for record in run(recipe, engine, self.bench, None, state, Plan(rounds)):
             state = record.state
-        brief = recipe.dressed(state, self.bench).brief(recipe.publishes, 10)
+        brief = recipe.prepare_models(state, self.bench).brief(recipe.publishes, 10)
         answers = engine.exchange(brief, recipe.work(self.bench.local), engine.clients)
         return admit_all(answers, brief, recipe.evidence, engine.clients).cohort, brief.params
 
@@ -85,7 +87,7 @@ def draw_deviations(folder: Path) -> list[Path]:
         "started and clamped as released": find_method("rklb").recipe(last=3, released=True),
         "learned by natural gradients": find_method("rklb").recipe(last=3),
     }
-    federation = Federation.of(spread_lr=0.2)
+    federation = Federation.of(log_variance_lr=0.2)
     plt = _pyplot()
     figure, axes = plt.subplots(3, 2, figsize=(9.6, 7.0), sharex=True, sharey="col", layout="constrained")
     for column, (title, recipe) in enumerate(sides.items()):
@@ -192,7 +194,7 @@ def _panel(axis: Any, rules: Mapping[str, Mapping[int, Sequence[float]]], title:
 def _spreads(cohort: Cohort) -> list[tuple[str, str]]:
     """The Bayesian layers and the names of their log-variances."""
     layout = cohort.updates[0].spec.layout
-    return [(layer.name, layer.spreads[0]) for layer in layout.layers if layer.spreads]
+    return [(layer.name, layer.log_variances[0]) for layer in layout.layers if layer.log_variances]
 
 
 def _sigma(log_variance: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:

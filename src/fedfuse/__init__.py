@@ -2,7 +2,7 @@
 
 Example:
     >>> import torch, fedfuse
-    >>> fedfuse.fuse([{"w": torch.zeros(1)}, {"w": torch.ones(1)}], "fedavg", masses=[1, 1]).state_dict()
+    >>> fedfuse.fuse([{"w": torch.zeros(1)}, {"w": torch.ones(1)}], "fedavg", num_examples=[1, 1]).state_dict()
     {'w': tensor([0.5000])}
 """
 

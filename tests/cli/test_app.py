@@ -425,7 +425,7 @@ def test_doctor_tells_of_software_machine_and_data(fedfuse: Fedfuse) -> None:
 
 
 def commands() -> dict[str, click.Command]:
-    group = cli.typer.main.get_command(cli.app)
+    group = cli.app.typer.main.get_command(cli.app.app)
     assert isinstance(group, click.Group)
     return group.commands
 

@@ -189,7 +189,7 @@ def test_what_cannot_be_is_one_sentence(fedfuse: Fedfuse, sites: Path, files: li
         ("fuse", files[0], "--method", "fedlpaa", "-o", "x"): "did you mean 'fedlpa'?",
         ("fuse", files[0], "--set", "dampin=3", "--method", "fedlpa", "-o", "x"): "did you mean 'damping'?",
         ("fuse", files[0], "--method", "fednova", "-o", "x"): "needs the weights the sites started from",
-        ("fuse", *files, "--mass", "3", "-o", "x"): "1 masses were given for 3 updates",
+        ("fuse", *files, "--num-examples", "3", "-o", "x"): "1 num_examples were given for 3 updates",
         ("update", "--data", "digits", "--set", "epochs=3", "-o", "x"): "must begin with model., local. or method.",
         ("update", "--data", "digits", "--set", "local.epoch=3", "-o", "x"): "did you mean 'epochs'?",
         ("update", "--data", "digits", "--start", "mine.py", "-o", "x"): "mine.py is no file of weights to start from",
@@ -205,7 +205,9 @@ def test_what_cannot_be_is_one_sentence(fedfuse: Fedfuse, sites: Path, files: li
 
 
 def test_masses_can_be_given(fedfuse: Fedfuse, files: list[Path]) -> None:
-    said = fedfuse("fuse", *files, "--mass", "1", "--mass", "1", "--mass", "2", "-o", "global.safetensors")
+    said = fedfuse(
+        "fuse", *files, "--num-examples", "1", "--num-examples", "1", "--num-examples", "2", "-o", "global.safetensors"
+    )
     assert said.code == 0, said.err
     each = [read(path).tensors["fc1.bias"] for path in files]
     found = safetensors.torch.load_file("global.safetensors")["fc1.bias"]
@@ -223,13 +225,15 @@ def peak_of(*words: str | Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("masses", [(), ("--mass", "1", "--mass", "2", "--mass", "3", "--mass", "4")])
-def test_memory_is_that_of_the_result_however_many_files(tmp_path: Path, masses: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "num_examples", [(), ("--num-examples", "1", "--num-examples", "2", "--num-examples", "3", "--num-examples", "4")]
+)
+def test_memory_is_that_of_the_result_however_many_files(tmp_path: Path, num_examples: tuple[str, ...]) -> None:
     """Four files of 100 MB: beyond what the command needs anyway, only the fused model is held."""
     size = 100 * 2**20
     for k in range(4):
         write(tmp_path / f"{k}.safetensors", {"w": torch.full((size // 4,), float(k))}, {})
         write(tmp_path / f"small-{k}.safetensors", {"w": torch.zeros(1)}, {})
-    plain = peak_of("fuse", *tmp_path.glob("small-*"), "-o", tmp_path / "small", *masses)
-    large = peak_of("fuse", *tmp_path.glob("?.safetensors"), "-o", tmp_path / "large", *masses)
+    plain = peak_of("fuse", *tmp_path.glob("small-*"), "-o", tmp_path / "small", *num_examples)
+    large = peak_of("fuse", *tmp_path.glob("?.safetensors"), "-o", tmp_path / "large", *num_examples)
     assert large - plain < 1.5 * size

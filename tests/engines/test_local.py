@@ -13,10 +13,10 @@ from fedfuse.core.messages import Brief, Start
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
-from fedfuse.engines.local import InProcess, Population, Spoken, heard, one_thread
+from fedfuse.engines.local import InProcess, Population, Spoken, one_thread
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.training.round import client_round
-from fedfuse.wire.messages import encode_brief
+from fedfuse.wire.messages import encode_brief, receive_brief
 
 
 def answers(engine: InProcess, brief: Brief, work: Work) -> dict[str, object]:
@@ -124,7 +124,7 @@ def test_a_brief_is_made_into_something_once_for_all_who_hear_the_same(brief: Br
 def test_a_heard_brief_has_the_bytes_and_the_prototype(brief: Brief) -> None:
     own = Spec.of(odd_parts.Net(5))
     said = replace(brief, spec=own, params=own.build().state_dict(), memory={"mask/w": torch.ones(2)})
-    got = heard(encode_brief(said), own)
+    got = receive_brief(encode_brief(said), own)
     assert got.spec.prototype is own.prototype
     assert got.memory["mask/w"].tolist() == [1, 1]
     assert all(torch.equal(t, said.params[n]) for n, t in got.params.items())

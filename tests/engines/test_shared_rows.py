@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedfuse.core.rows import Rows
-from fedfuse.engines import shelf as shelf_module
+from fedfuse.engines import shared_rows as shelf_module
 from fedfuse.engines.shared_rows import Placed, Shelf
 from fedfuse.errors import ConfigError
 

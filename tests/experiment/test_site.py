@@ -24,7 +24,7 @@ def test_settings_of_model_training_and_method_reach_the_site() -> None:
     assert header["spec"]["options"]["hidden"] == [3]
     assert header["steps"] == 2 * 4
     assert header["method"] == "fedprox(mu=0.5)"
-    assert (header["client"], header["classes"], made.mass) == ("here", 10, 60.0)
+    assert (header["client"], header["classes"], made.num_examples) == ("here", 10, 60.0)
 
 
 def test_the_network_fits_the_rows_and_augmentation_is_named() -> None:

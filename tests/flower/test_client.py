@@ -245,7 +245,7 @@ def test_a_reply_that_was_spoilt_is_refused_at_the_door() -> None:
     def spoil(message: Message, context: Context) -> Message:
         reply = honest(message, context)
         if REPLY + ".numbers" in reply.content:
-            reply.content.metric_records[f"{REPLY}.numbers"]["mass"] = -1.0
+            reply.content.metric_records[f"{REPLY}.numbers"]["num_examples"] = -1.0
             assert reply.content.array_records[PARAMS]
         return reply
 
@@ -253,7 +253,7 @@ def test_a_reply_that_was_spoilt_is_refused_at_the_door() -> None:
     fuses = strategy("scaffold")
     fuses.start(grid, begun(), num_rounds=1)
     assert fuses.admission is not None
-    assert [(r["client"], r["field"]) for r in fuses.admission.refused] == [("client-0", "mass")]
+    assert [(r["client"], r["field"]) for r in fuses.admission.refused] == [("client-0", "num_examples")]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "eaa", {"name": "hrank", "at": 1, "rate": 0.5}], ids=str)

@@ -253,9 +253,9 @@ def numbers(**values: float) -> Spoil:
         (put({"fc1.bias": torch.zeros(5)}), "fc1.bias", "5 float32"),
         (put({"fc1.bias": torch.zeros(4, dtype=torch.float64)}), "fc1.bias", "4 float64"),
         (put({"more": torch.zeros(1)}), "more", "sent unasked"),
-        (numbers(mass=1e11), "mass", "100000000000.0"),
-        (numbers(mass=float("nan")), "mass", "'nan'"),
-        (numbers(mass=-3.0), "mass", "-3.0"),
+        (numbers(num_examples=1e11), "num_examples", "100000000000.0"),
+        (numbers(num_examples=float("nan")), "num_examples", "'nan'"),
+        (numbers(num_examples=-3.0), "num_examples", "-3.0"),
         (numbers(steps=0), "steps", "0"),
     ],
 )

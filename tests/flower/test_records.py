@@ -58,7 +58,7 @@ def test_whatever_a_header_holds_travels_whole() -> None:
         "version": 1,
         "round": 3,
         "spec": {"factory": "mlp", "options": {"hidden": [3, 4]}},
-        "mass": 7.0,
+        "num_examples": 7.0,
         "steps": 4,
         "facts": {"loss": 0.5},
         "share": 0.25,
@@ -71,7 +71,7 @@ def test_whatever_a_header_holds_travels_whole() -> None:
 
 
 def test_a_header_that_is_no_json_is_malformed() -> None:
-    content = reply_content(encode({}, {"mass": 1.0, "steps": 1, "facts": {}, "spec": {}}), 0.0)
+    content = reply_content(encode({}, {"num_examples": 1.0, "steps": 1, "facts": {}, "spec": {}}), 0.0)
     content.config_records[f"{REPLY}.tables"]["spec"] = "[" * 100_000
     with pytest.raises(Malformed, match="its records are not a reply"):
         read_reply(content, encode)

@@ -107,7 +107,11 @@ def test_sites_train_on_their_own_rows_and_the_partition_is_theirs(tiny: Tiny, t
     files = site_files(tmp_path, {"north": 40, "east": 25, "south": 70})
     results = conduct(deployed(path, files), path, tmp_path / "run")
     clients = results.rows[-1]["clients"]
-    assert {name: told["mass"] for name, told in clients.items()} == {"east": 25.0, "north": 40.0, "south": 70.0}
+    assert {name: told["num_examples"] for name, told in clients.items()} == {
+        "east": 25.0,
+        "north": 40.0,
+        "south": 70.0,
+    }
     assert not (tmp_path / "run" / "partition.json").exists()  # nobody knows who holds which labels
     again = conduct(deployed(path, dict(reversed(files.items())), registered=False), path, tmp_path / "again")
     assert plain(again) == plain(results)  # names decide, not node ids nor the order of arrival

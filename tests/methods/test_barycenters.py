@@ -103,7 +103,7 @@ def test_all_rules_train_the_same_way_and_then_differ() -> None:
 
 def test_variances_learn_and_the_record_tells_how_wide_they_are() -> None:
     at = setting()
-    bench = replace(at.bench, local=at.bench.local.model_copy(update={"spread_lr": 0.5}))
+    bench = replace(at.bench, local=at.bench.local.model_copy(update={"log_variance_lr": 0.5}))
     recipe = find_method("rklb").recipe(last=2)
     *_, last = run(recipe, InProcess(at.population, at.seed), bench, at.judge, at.start, replace(at.plan, rounds=4))
     sigma = last.facts["facts"]["sigma"]["net.classifier"]
@@ -137,7 +137,7 @@ def test_a_method_can_take_over_and_dress_what_it_finds() -> None:
 
 def test_recipes_and_dressed_networks_travel_between_processes() -> None:
     recipe = find_method("alpha").recipe(last=2, alpha=0.3)
-    dressed = recipe.dressed(setting().start, setting().bench).single
+    dressed = recipe.prepare_models(setting().start, setting().bench).single
     work, spec = ForkingPickler.loads(ForkingPickler.dumps((recipe.work(setting().bench.local), dressed.spec)))
     assert work == recipe.work(setting().bench.local)
     assert spec == dressed.spec
@@ -205,8 +205,8 @@ def test_sites_with_files_and_a_network_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_recipe_of_ones_own_can_be_composed() -> None:
-    """FedProx's pull on a Bayesian network fused by FedNova: spreads are one more role, and nothing breaks."""
-    recipe = Recipe(objective=Proximal(0.1, Elbo()), aggregate=NormalisedMean(), dress=BayesianLayers(last=2))
+    """FedProx's pull on a Bayesian network fused by FedNova: log_variances are one more role, and nothing breaks."""
+    recipe = Recipe(objective=Proximal(0.1, Elbo()), aggregate=NormalisedMean(), prepare_model=BayesianLayers(last=2))
     at = setting()
     *_, last = run(recipe, InProcess(at.population, at.seed), at.bench, at.judge, at.start, at.plan)
     assert last.facts["accuracy"] > 0.3

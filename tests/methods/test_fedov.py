@@ -33,7 +33,7 @@ def test_published_settings() -> None:
     recipe = method("fedov")
     assert recipe.objective == OpenSet(steps=5, stride=0.002, reach=0.5, mix=0.01)
     assert recipe.aggregate == KeepAll(OpenSetVote("all"))
-    assert recipe.dress == UnknownClass()
+    assert recipe.prepare_model == UnknownClass()
     assert recipe.result == "mixture"
 
 

@@ -49,7 +49,7 @@ def test_a_convolutions_weight_is_used_once_per_pixel() -> None:
 def test_a_round_costs_what_its_clients_saw() -> None:
     spec, shape = SHAPES["lenet"]
     each = training_flops(spec, shape)
-    one = ClientUpdate("a", Posterior({}), mass=25.0, steps=6, spec=spec)
+    one = ClientUpdate("a", Posterior({}), num_examples=25.0, steps=6, spec=spec)
     settings = LocalSettings(epochs=2, batch_size=10)
     assert cohort_flops([one], settings, shape) == 50 * each
     stopped = replace(one, client="b", steps=3)

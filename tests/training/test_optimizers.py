@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedfuse.core.settings import LocalSettings, Optimizer
-from fedfuse.training.optimizers import shape_gradients, spread_step, stepper
+from fedfuse.training.optimizers import log_variance_step, shape_gradients, stepper
 
 OURS_AND_THEIRS: list[tuple[dict[str, Any], Callable[[list[Tensor]], torch.optim.Optimizer]]] = [
     ({"lr": 0.1}, lambda p: torch.optim.SGD(p, lr=0.1)),
@@ -110,7 +110,7 @@ def test_log_variances_take_natural_gradient_steps_of_bounded_length() -> None:
     loss = (h * rho.exp() / 2 + (rho.exp() - 1 - rho) / (2 * n)).sum()
     (grad,) = torch.autograd.grad(loss, [rho])
     moved = rho.detach().clone()
-    spread_step([moved], [grad], rate, n)
+    log_variance_step([moved], [grad], rate, n)
     expected = -rate * (rho.detach().exp() * (n * h + 1) - 1)
     assert torch.allclose(moved - rho.detach(), expected.clamp(-1, 1), atol=1e-6)
     assert (moved - rho.detach()).tolist() == pytest.approx(

@@ -114,7 +114,7 @@ def test_a_round_is_a_pure_function_of_its_arguments() -> None:
 def test_a_reply_counts_examples_and_steps() -> None:
     work = Work(LocalSettings(epochs=3, batch_size=8))
     told = header(client_round(work, brief_of(MLP), "a", rows(20)))
-    assert (told["mass"], told["steps"]) == (20.0, 9)
+    assert (told["num_examples"], told["steps"]) == (20.0, 9)
 
 
 @pytest.mark.parametrize(("limit", "steps"), [(1, 1), (4, 4), (5, 5), (100, 6)])

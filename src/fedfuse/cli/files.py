@@ -49,11 +49,16 @@ def update(
     with console.err.status(f"training on {data}"):
         made = site_update(data, model, method, sets or [], start, client or output.stem, train_limit, seed)
     made.save(output)
-    facts = {"file": str(output), "examples": made.mass, "bytes": output.stat().st_size, "reveals": list(made.reveals)}
+    facts = {
+        "file": str(output),
+        "examples": made.num_examples,
+        "bytes": output.stat().st_size,
+        "reveals": list(made.reveals),
+    }
     if as_json:
         console.say_json(facts)
         return
-    console.say(f"{output}: {facts['bytes']:,} bytes, {made.mass:,.0f} examples behind it")
+    console.say(f"{output}: {facts['bytes']:,} bytes, {made.num_examples:,.0f} examples behind it")
     console.say(f"it reveals: {'; '.join(made.reveals) or 'nothing beside the trained weights'}")
 
 
@@ -66,7 +71,7 @@ def fuse(
         typer.Option("--set", help="An option of the method, or guard.key=…, align.key=…; may be repeated."),
     ] = None,
     start: Annotated[Path | None, typer.Option(help="The weights all started from, where a method needs them.")] = None,
-    mass: Annotated[list[float] | None, typer.Option(help="Examples behind each file, in order.")] = None,
+    num_examples: Annotated[list[float] | None, typer.Option(help="Examples behind each file, in order.")] = None,
     quorum: Annotated[float, typer.Option(min=0.0, max=1.0, help="The share that must be admitted.")] = 0.5,
     model: Annotated[
         list[str] | None,
@@ -97,7 +102,7 @@ def fuse(
             method,
             sets or [],
             start=start,
-            masses=mass,
+            num_examples=num_examples,
             quorum=quorum,
             models=model or [],
             guard=guard,

@@ -123,8 +123,8 @@ class Decay(Settings):
 class LocalSettings(Settings):
     """Everything about local training that is not the method's business.
 
-    `spread_lr` is the rate of the natural-gradient step that log-variances of Bayesian layers take; it decays with
-    the optimizer's.
+    `log_variance_lr` is the rate of the natural-gradient step that log-variances of Bayesian layers take; it decays
+    with the optimizer's.
 
     Example:
         >>> LocalSettings(epochs=2, optimizer={"lr": 0.1}).optimizer.lr
@@ -138,7 +138,7 @@ class LocalSettings(Settings):
     optimizer: Optimizer = Optimizer()
     decay: Decay | None = None
     round_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    spread_lr: NonNegativeFloat = 0.05
+    log_variance_lr: NonNegativeFloat = 0.05
     l1: NonNegativeFloat = 0.0
     clip: PositiveFloat | None = None
     augment: Any = None

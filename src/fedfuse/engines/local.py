@@ -6,8 +6,8 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,12 +16,12 @@ from fedfuse.core.messages import Brief, Envelope, client_order
 from fedfuse.core.params import Params
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
-from fedfuse.core.spec import Spec
+from fedfuse.core.terms import Terms
 from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode, encode
-from fedfuse.wire.messages import decode_brief, encode_brief
+from fedfuse.wire.messages import encode_brief, receive_brief
 
 T = TypeVar("T")
 OnClient: TypeAlias = Callable[[str, float, bool], None]  # client, seconds, whether nothing was trained
@@ -86,6 +86,11 @@ class LocalEngine(Protocol):
     on_client: OnClient | None
 
     @property
+    def terms(self) -> Terms:
+        """What a roster has arranged: nothing yet."""
+        ...
+
+    @property
     def clients(self) -> tuple[str, ...]:
         """Client ids in client order."""
         ...
@@ -122,12 +127,6 @@ class Done(NamedTuple):
     seconds: float = 0.0
     remembered: bool = False
     dropped: str = ""
-
-
-def heard(data: bytes, spec: Spec) -> Brief:
-    """A brief as it arrives at a client on this machine; the spec comes beside it, for a prototype has no bytes."""
-    brief = decode_brief(data, spec.factories)
-    return replace(brief, spec=spec, params=dict(brief.params), memory=dict(brief.memory))
 
 
 def answer(
@@ -172,6 +171,7 @@ class InProcess:
     seed: int = 0
     memories: dict[str, Params] = field(default_factory=dict)
     on_client: OnClient | None = None
+    terms: ClassVar[Terms] = Terms()
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ class InProcess:
         self, brief: Brief, work: Work, asked: tuple[str, ...], trained: Trained | None = None
     ) -> Iterator[Envelope]:
         """Train the asked clients one by one; a client that fails is dropped with its reason."""
-        spoken = Spoken(brief, lambda told: heard(encode_brief(told), told.spec))
+        spoken = Spoken(brief, lambda told: receive_brief(encode_brief(told), told.spec))
         for client in asked:
             rows, memory = self.population.rows_of(client), encode(self.memories.get(client, {}), {})
             known = trained(client) if trained else None

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from fedfuse.core.messages import Brief, Envelope, client_order
 from fedfuse.core.params import Params
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
+from fedfuse.core.terms import Terms
 from fedfuse.engines import local as local_engine
 from fedfuse.engines.local import Done, InProcess, LocalEngine, OnClient, Population, Spoken, Trained
 from fedfuse.engines.shared_rows import Placed, Shelf
@@ -172,6 +173,7 @@ class PoolEngine:
     seed: int = 0
     memories: dict[str, Params] = field(default_factory=dict)
     on_client: OnClient | None = None
+    terms: ClassVar[Terms] = Terms()
 
     @property
     def clients(self) -> tuple[str, ...]:

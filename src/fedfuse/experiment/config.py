@@ -133,10 +133,10 @@ class JudgeConfig(Settings):
 
 
 class ServerConfig(Settings):
-    """What the server insists on: quorum, the largest mass, memory for updates in MiB."""
+    """What the server insists on: quorum, the largest num_examples, memory for updates in MiB."""
 
     quorum: Annotated[float, Field(ge=0, le=1)] = 0.5
-    mass_ratio: Annotated[float, Field(gt=1)] = 100.0
+    examples_ratio: Annotated[float, Field(gt=1)] = 100.0
     memory_mib: PositiveInt = 2048
 
 

@@ -127,7 +127,7 @@ def _heard_brief(content: RecordDict, model: Network, recipe: Recipe | None) -> 
     """The recipe in force, the brief with this client's own network in it, and the order."""
     brief, order = read_brief(content, None)  # its spec is compared with our own network's, and not built
     now = (recipe or _told_recipe(order)).at(brief.round)
-    return now, replace(brief, spec=own_network(model, brief.spec, now.dress, brief.classes)), order
+    return now, replace(brief, spec=own_network(model, brief.spec, now.prepare_model, brief.classes)), order
 
 
 def _told_recipe(order: Order) -> Recipe:

@@ -15,13 +15,14 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from fedfuse.core.messages import Brief, Envelope, client_order
 from fedfuse.core.params import Params
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
+from fedfuse.core.terms import Terms
 from fedfuse.engines.local import OnClient, Spoken
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.flower.records import (
@@ -209,6 +210,7 @@ class FlowerEngine:
     among: tuple[str, ...] | None = None
     memories: dict[str, Params] = field(default_factory=dict)
     on_client: OnClient | None = None
+    terms: ClassVar[Terms] = Terms()
     _inbox: Inbox | None = field(default=None, repr=False)
 
     @property

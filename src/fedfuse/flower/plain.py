@@ -36,27 +36,27 @@ def plain_envelope(client: str, content: RecordDict, said: Mapping[str, float], 
         unsaid: how many steps it took, where it does not say so.
     """
     facts = {key: value for key, value in said.items() if key not in (MASS, STEPS)}
-    mass = said.get(MASS, math.nan)
+    num_examples = said.get(MASS, math.nan)
     try:
-        header = reply_header(brief, mass=mass, steps=int(said.get(STEPS, unsaid)), facts=facts)
-        if not math.isfinite(mass):
-            header["mass"] = str(mass)  # the door refuses it by name
+        header = reply_header(brief, num_examples=num_examples, steps=int(said.get(STEPS, unsaid)), facts=facts)
+        if not math.isfinite(num_examples):
+            header["num_examples"] = str(num_examples)  # the door refuses it by name
         (arrays,) = content.array_records.values()
         return Envelope(client, encode(to_tensors(arrays), header))
     except (Malformed, ValueError, OverflowError) as why:
         return Envelope(client, None, dropped=f"malformed: {printable(why)}")
 
 
-def steps_by(local: LocalSettings, mass: float) -> int:
+def steps_by(local: LocalSettings, num_examples: float) -> int:
     """How many steps a client takes that trains so on so many examples; 0, which no door lets in, for an odd number.
 
     Example:
         >>> steps_by(LocalSettings(epochs=3, batch_size=32), 100)
         12
     """
-    if not 0 < mass < _MANY:
+    if not 0 < num_examples < _MANY:
         return 0
-    batches = mass // local.batch_size if local.drop_last else math.ceil(mass / local.batch_size)
+    batches = num_examples // local.batch_size if local.drop_last else math.ceil(num_examples / local.batch_size)
     return min(local.epochs * int(batches), local.max_steps or _MANY)
 
 

@@ -206,7 +206,7 @@ def reply_content(payload: bytes, seconds: float) -> RecordDict:
     """A client's reply, taken apart into records: numbers, words, and as JSON whatever of its header is neither."""
     packet = decode(payload)
     header = dict(packet.header)
-    numbers = {"mass": header.pop("mass"), "steps": header.pop("steps"), **header.pop("facts")}
+    numbers = {"num_examples": header.pop("num_examples"), "steps": header.pop("steps"), **header.pop("facts")}
     words: dict[str, Any] = {key: value for key, value in header.items() if isinstance(value, str | int | float)}
     tables: dict[str, Any] = {
         key: json.dumps(value, sort_keys=True) for key, value in header.items() if key not in words
@@ -237,7 +237,13 @@ def read_reply(content: RecordDict, put: Callable[[Params, Mapping[str, Any]], A
         words = dict(content.config_records[f"{REPLY}.words"])
         numbers = {key: _finite(value) for key, value in content.metric_records[f"{REPLY}.numbers"].items()}
         tables = {key: json.loads(str(text)) for key, text in content.config_records[f"{REPLY}.tables"].items()}
-        header = {**words, **tables, "mass": numbers.pop("mass"), "steps": numbers.pop("steps"), "facts": numbers}
+        header = {
+            **words,
+            **tables,
+            "num_examples": numbers.pop("num_examples"),
+            "steps": numbers.pop("steps"),
+            "facts": numbers,
+        }
         return put(to_tensors(content.array_records[PARAMS]), header)
     except (KeyError, ValueError, TypeError, RecursionError) as why:
         raise Malformed(f"its records are not a reply ({type(why).__name__}: {why})"[:200]) from why

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.seams import Work
 from fedfuse.core.state import Bench
+from fedfuse.core.terms import Terms
 from fedfuse.data import client_ids
 from fedfuse.errors import ConfigError, FuseError
 from fedfuse.experiment.config import Experiment, load_experiment
@@ -72,6 +73,7 @@ class _Probe:
 
     clients: tuple[str, ...]
     seen: list[Work] = field(default_factory=list)
+    terms: ClassVar[Terms] = Terms()
 
     def exchange(self, _: Brief, work: Work, __: tuple[str, ...]) -> Iterator[Envelope]:
         self.seen.append(work)
@@ -91,7 +93,7 @@ def _check_work(label: str, recipe: Recipe, setting: Setting) -> None:
     bench: Bench = setting.bench
     probe, work = _Probe(setting.population.clients), recipe.work(bench.local)
     recipe.check(1, bench)
-    brief = recipe.dressed(setting.start, bench).brief(recipe.publishes, bench.classes)
+    brief = recipe.prepare_models(setting.start, bench).brief(recipe.publishes, bench.classes)
     list(recipe.roster(probe, bench).exchange(brief, work, ()))
     fingerprint(work)
     if any(seen != work for seen in probe.seen):

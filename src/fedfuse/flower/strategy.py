@@ -197,7 +197,7 @@ class FuseStrategy(Strategy):
         nodes, now = self._nodes(grid), self.recipe.at(server_round - 1)
         before = self._standing(server_round, arrays)
         bench = self._bench(before, len(nodes))
-        state = now.opened(now.dressed(before, bench), bench)
+        state = now.begin_round(before, bench)
         self._state = state
         self._arrays = arrays if state.model is before.model else to_arrays(state.single.posterior.mean)
         brief, asked = state.brief(now.publishes, bench.classes), self._chosen(MessageType.TRAIN, server_round, nodes)
@@ -258,9 +258,9 @@ class FuseStrategy(Strategy):
             if isinstance(heard, str):
                 _log.warning("round %s: %s could not evaluate: %s", server_round, name, heard)
             numbers[name] = {} if isinstance(heard, str) else numbers_in(heard.content)
-        masses = {name: said.get(MASS, 0.0) for name, said in numbers.items()}
-        good = {name: mass for name, mass in masses.items() if 0 < mass < 1e12}
-        shares = {name: mass / sum(good.values()) for name, mass in good.items()}
+        num_examples = {name: said.get(MASS, 0.0) for name, said in numbers.items()}
+        good = {name: n for name, n in num_examples.items() if 0 < n < 1e12}
+        shares = {name: num_examples / sum(good.values()) for name, num_examples in good.items()}
         return averaged(numbers, shares, len(numbers) - len(shares)) if shares else None
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:  # noqa: ARG002 - Flower's own signature

@@ -48,7 +48,7 @@ def fedov(
     """
     return Recipe(
         objective=OpenSet(steps, stride, reach, mix),
-        dress=UnknownClass(),
+        prepare_model=UnknownClass(),
         aggregate=KeepAll(OpenSetVote(voters)),
         steps=distillation(distil, inputs, temperature, epochs, lr),
     )

@@ -50,5 +50,5 @@ def prunefl(
         aggregate=Mean(),
         steps=(Reconfigure(every, trade, half_life),),
         publishes=("mask",),
-        opening=PruneFirst(steps, trade, change, patience, most, batches),
+        before_first_round=PruneFirst(steps, trade, change, patience, most, batches),
     )

@@ -82,7 +82,7 @@ def cohort_flops(updates: Iterable[ClientUpdate], settings: LocalSettings, shape
         return None
     total = 0
     for u in updates:
-        seen = min(settings.epochs * u.mass, u.steps * settings.batch_size)
+        seen = min(settings.epochs * u.num_examples, u.steps * settings.batch_size)
         try:
             total += int(seen) * training_flops(u.spec, shape)
         except ConfigError:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.params import Params, squared_distance
-from fedfuse.core.seams import Guard
+from fedfuse.core.seams import Guard, ServerPart
 from fedfuse.core.state import ServerState
 from fedfuse.errors import RecipeError
 from fedfuse.server.aggregate.mean import BLOCK, mean_by_examples
@@ -29,7 +29,7 @@ _NOTHING: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class NormClip:
+class NormClip(ServerPart):
     """No client may move further than `limit`, or than `ratio` times the median move: w_k ← w₀ + s_k (w_k − w₀)."""
 
     limit: float | None = None
@@ -47,7 +47,7 @@ class NormClip:
 
 
 @dataclass(frozen=True, slots=True)
-class Krum:
+class Krum(ServerPart):
     """Keep the `keep` clients whose n − f − 2 nearest neighbours are nearest (Blanchard et al. 2017; Multi-Krum)."""
 
     byzantine: int = 1
@@ -69,7 +69,7 @@ class Krum:
 
 
 @dataclass(frozen=True, slots=True)
-class CoordinateMedian:
+class CoordinateMedian(ServerPart):
     """Every coordinate is the median over clients (Yin et al. 2018)."""
 
     needs: ClassVar[frozenset[str]] = _NOTHING
@@ -81,7 +81,7 @@ class CoordinateMedian:
 
 
 @dataclass(frozen=True, slots=True)
-class TrimmedMean:
+class TrimmedMean(ServerPart):
     """Every coordinate is the mean over clients without the `trim` share of largest and of smallest values."""
 
     trim: float = 0.1

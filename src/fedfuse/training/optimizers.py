@@ -82,7 +82,7 @@ class Adam:
         torch._foreach_addcdiv_(params, self._first, root, -lr / (1 - b1**self._step))
 
 
-def spread_step(spreads: Tensors, grads: Tensors, rate: float, rows: int) -> None:
+def log_variance_step(log_variances: Tensors, grads: Tensors, rate: float, rows: int) -> None:
     """Natural-gradient step of log-variances ρ = log σ², in place: ρ ← ρ − η · 2n ∂L/∂ρ, at most 1 up or down.
 
     A Gaussian's Fisher information about ρ is ½, so 2n ∂L/∂ρ is the natural gradient of the objective n L of all n
@@ -92,14 +92,14 @@ def spread_step(spreads: Tensors, grads: Tensors, rate: float, rows: int) -> Non
 
     Example:
         >>> rho = torch.tensor([-6.0])
-        >>> spread_step([rho], [torch.tensor([-1e-4])], rate=0.1, rows=5000)  # nothing but the prior: up by the rate
+        >>> log_variance_step([rho], [torch.tensor([-1e-4])], rate=0.1, rows=5000)  # the prior alone: up by the rate
         >>> rho
         tensor([-5.9000])
     """
     torch._foreach_mul_(grads, -2.0 * rows * rate)
     torch._foreach_clamp_min_(grads, -1.0)
     torch._foreach_clamp_max_(grads, 1.0)
-    torch._foreach_add_(spreads, grads)
+    torch._foreach_add_(log_variances, grads)
 
 
 def stepper(optimizer: Optimizer) -> Stepper:

@@ -20,7 +20,7 @@ from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError
 from fedfuse.training.memory import fit_memory, with_channels
 from fedfuse.training.memory_format import suits_channels_last
-from fedfuse.training.optimizers import shape_gradients, spread_step, stepper
+from fedfuse.training.optimizers import log_variance_step, shape_gradients, stepper
 from fedfuse.wire.codec import decode
 from fedfuse.wire.messages import encode_reply, split
 
@@ -97,7 +97,7 @@ def client_round(
     mean = {n: t.detach() for n, t in local.module.state_dict().items()}
     facts = {"loss": local.loss, **facts}
     reply = encode_reply(
-        brief, mean, notes, mass=float(len(rows)), steps=local.steps, facts=facts, training=work.settings
+        brief, mean, notes, num_examples=float(len(rows)), steps=local.steps, facts=facts, training=work.settings
     )
     return Answer(reply, {n: t.detach().cpu().clone() for n, t in with_channels(local.memory, brief).items()})
 
@@ -106,14 +106,14 @@ def train(local: Local, work: Work) -> None:
     """The loop: for each epoch, for each batch, a gradient of the objective, a step, a projection."""
     settings, project = work.settings, work.project
     roles = local.brief.spec.layout.roles
-    names = sorted(local.live, key=lambda name: roles.get(name) == "spread")
+    names = sorted(local.live, key=lambda name: roles.get(name) == "log_variance")
     if not names:
         raise ConfigError(
             f"model {local.brief.spec.factory!r} has nothing to train: all its parameters are frozen; "
             "let requires_grad be true for those that should learn"
         )
     params = list[Tensor](local.live[name] for name in names)
-    weights = sum(roles.get(name) != "spread" for name in names)
+    weights = sum(roles.get(name) != "log_variance" for name in names)
     step = stepper(settings.optimizer)
     _rouse(local)
     for epoch in range(settings.epochs):
@@ -126,8 +126,8 @@ def train(local: Local, work: Work) -> None:
                 shape_gradients(params[:weights], grads[:weights], settings)
                 step(params[:weights], grads[:weights], local.lr)
                 if weights < len(params):
-                    rate = settings.spread_lr * local.lr / settings.optimizer.lr
-                    spread_step(params[weights:], grads[weights:], rate, len(local.rows))
+                    rate = settings.log_variance_lr * local.lr / settings.optimizer.lr
+                    log_variance_step(params[weights:], grads[weights:], rate, len(local.rows))
                 if not isinstance(project, Free):
                     for name, value in zip(names, params, strict=True):
                         value.copy_(project(name, value, local.brief))

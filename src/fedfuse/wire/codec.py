@@ -149,8 +149,8 @@ def encode(tensors: Params, header: Mapping[str, Any]) -> bytes:
     """Tensors and header as one message.
 
     Example:
-        >>> packet = decode(encode({"w": torch.tensor([1.0, 2.0])}, {"mass": 3}))
-        >>> packet.header["mass"], packet.tensors["w"].tolist()
+        >>> packet = decode(encode({"w": torch.tensor([1.0, 2.0])}, {"num_examples": 3}))
+        >>> packet.header["num_examples"], packet.tensors["w"].tolist()
         (3, [1.0, 2.0])
     """
     head, ordered = _head(tensors, header)

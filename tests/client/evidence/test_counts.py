@@ -22,7 +22,7 @@ def test_counts_are_whole_numbers_that_sum_to_the_mass() -> None:
     answer = client_round(Work(evidence=(LabelCounts(),)), BRIEF, "a", rows)
     update = admit(Envelope("a", answer.payload), Contract.of(BRIEF, (LabelCounts(),)))
     assert update.notes["counts/labels"].tolist() == [2, 0, 3, 0]
-    assert update.mass == 5.0
+    assert update.num_examples == 5.0
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,10 @@ DEEP = Spec("mlp", {"inputs": 6, "hidden": [5, 5, 5], "classes": 3})
 BENCH = Bench(inputs=InputForm((6,)), classes=3)
 
 
-def update(client: str, spec: Spec = SHALLOW, mass: float = 1.0, **notes: Tensor) -> ClientUpdate:
+def update(client: str, spec: Spec = SHALLOW, num_examples: float = 1.0, **notes: Tensor) -> ClientUpdate:
     torch.manual_seed(sum(map(ord, client)))
     named = {n.replace("__", "/"): t for n, t in notes.items()}
-    return ClientUpdate(client, Posterior(spec.build().state_dict()), mass, 1, spec, named)
+    return ClientUpdate(client, Posterior(spec.build().state_dict()), num_examples, 1, spec, named)
 
 
 def state(spec: Spec = SHALLOW) -> ServerState:

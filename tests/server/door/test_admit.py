@@ -32,7 +32,7 @@ CONTRACT = Contract.of(BRIEF, ())
 
 def reply(brief: Brief = BRIEF, notes: Params | None = None, **header: Any) -> bytes:
     """An honest reply but for what is said otherwise; a keyword set to `...` is left out."""
-    told = reply_header(brief, mass=10.0, steps=3, facts={"loss": 0.5}) | header
+    told = reply_header(brief, num_examples=10.0, steps=3, facts={"loss": 0.5}) | header
     plain = {k: v for k, v in told.items() if v is not ...}
     return encode({**brief.params, **noted(notes or {})}, plain)
 
@@ -46,7 +46,7 @@ def refusal(payload: bytes | Path | None, contract: Contract = CONTRACT) -> Refu
 
 def test_an_honest_reply_becomes_an_update() -> None:
     update = admit(Envelope("site-3", reply()), CONTRACT)
-    assert (update.client, update.mass, update.steps, update.spec) == ("site-3", 10.0, 3, SPEC)
+    assert (update.client, update.num_examples, update.steps, update.spec) == ("site-3", 10.0, 3, SPEC)
     assert update.facts == {"loss": 0.5}
     assert all(update.posterior.mean[n].equal(PARAMS[n]) for n in PARAMS)
     assert update.posterior.geometry == Flat()
@@ -71,7 +71,7 @@ HEADERS: list[tuple[dict[str, Any], str]] = [
     ({"spec": SPEC.to_json() | {"options": {"bias": False}}}, "spec"),
     ({"spec": SPEC.to_json() | {"surgery": {"0.weight": [1, 3]}}}, "spec"),
     ({"spec": SPEC.to_json() | {"prototype": 1}}, "spec"),
-    *[({"mass": m}, "mass") for m in (0, -9, 0.0, -0.0, 1e13, 10**400, True, "10", None, [], {}, ...)],
+    *[({"num_examples": m}, "num_examples") for m in (0, -9, 0.0, -0.0, 1e13, 10**400, True, "10", None, [], {}, ...)],
     *[({"steps": s}, "steps") for s in (0, -1, 1.0, 10**10, 10**400, True, "3", None, [3], ...)],
 ]
 
@@ -85,12 +85,12 @@ def test_a_header_that_breaks_the_contract(header: dict[str, Any], field: str) -
 
 @pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_masses_that_only_python_calls_json(word: str) -> None:
-    assert refusal(reply(mass=1234567.5).replace(b"1234567.5", word.ljust(9).encode())).field == "mass"
+    assert refusal(reply(num_examples=1234567.5).replace(b"1234567.5", word.ljust(9).encode())).field == "num_examples"
 
 
 def mutated(name: str, value: Tensor | None, **more: Tensor) -> bytes:
     tensors = {n: t for n, t in {**PARAMS, name: value, **more}.items() if t is not None}
-    return encode(tensors, reply_header(BRIEF, mass=10.0, steps=3, facts={}))
+    return encode(tensors, reply_header(BRIEF, num_examples=10.0, steps=3, facts={}))
 
 
 def filled(name: str, value: float) -> Tensor:
@@ -186,7 +186,7 @@ def test_evidence_is_checked_by_the_evidence_that_asked_for_it() -> None:
     assert good.notes["counts/labels"].tolist() == [4, 6]
     assert refusal(reply(), contract).field == "counts/labels"
     why = refusal(reply(notes={"counts/labels": torch.tensor([4, 7])}), contract)
-    assert (why.field, why.got, why.expected) == ("counts/labels", "a sum of 11", "the mass 10")
+    assert (why.field, why.got, why.expected) == ("counts/labels", "a sum of 11", "the num_examples 10")
     assert refusal(reply(notes={"counts/labels": torch.tensor([4, 6])})).got == "sent unasked"
 
 
@@ -197,7 +197,7 @@ class Fragile(LabelCounts):
     error: type[Exception] = RuntimeError
     name: ClassVar[str] = "counts"
 
-    def check(self, notes: Params, mass: float) -> Flaw | None:
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:
         raise self.error("no good")
 
 
@@ -208,7 +208,7 @@ class Spread(LabelCounts):
     def expects(self, brief: Brief) -> Mapping[str, Any]:
         return {}
 
-    def check(self, notes: Params, mass: float) -> Flaw | None:
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:
         return None
 
     def geometry(self, notes: Params) -> Geometry | None:
@@ -238,24 +238,24 @@ def told(admission: Any) -> list[tuple[str, str]]:
 def test_one_clients_fault_never_ends_a_round() -> None:
     admission = door(
         Envelope("b", reply(), seconds=1.0),
-        Envelope("a", reply(mass=-1), seconds=2.0),
+        Envelope("a", reply(num_examples=-1), seconds=2.0),
         Envelope("c", None, dropped="no answer"),
         Envelope("d", reply(), remembered=True),
         Envelope("b", reply()),
         Envelope("zoe", reply()),
     )
     assert admission.cohort.clients == ("b", "d")
-    assert told(admission) == [("a", "mass"), ("b", "reply"), ("zoe", "client")]
+    assert told(admission) == [("a", "num_examples"), ("b", "reply"), ("zoe", "client")]
     assert admission.dropped == [{"client": "c", "reason": "no answer"}]
     assert (admission.seconds, admission.trained, admission.remembered) == (3.0, 4, 1)
-    assert admission.bytes_up == 4 * len(reply()) + len(reply(mass=-1))
+    assert admission.bytes_up == 4 * len(reply()) + len(reply(num_examples=-1))
     assert admission.refused[0]["got"] == "-1"
 
 
 def test_a_client_that_began_elsewhere_has_a_contract_of_its_own() -> None:
     other = Spec("mlp", {"inputs": 2, "hidden": [], "classes": 2})
     brief = replace(BRIEF, own={"a": Start(other, other.build().state_dict())})
-    mine = encode_reply(brief.to("a"), brief.to("a").params, {}, mass=1.0, steps=1, facts={})
+    mine = encode_reply(brief.to("a"), brief.to("a").params, {}, num_examples=1.0, steps=1, facts={})
     admission = admit_all([Envelope("a", mine), Envelope("b", reply())], brief, (), ("a", "b"))
     assert [u.spec for u in admission.cohort] == [other, SPEC]
     swapped = admit_all([Envelope("b", mine), Envelope("a", reply())], brief, (), ("a", "b"))
@@ -265,20 +265,22 @@ def test_a_client_that_began_elsewhere_has_a_contract_of_its_own() -> None:
 def test_an_enrolled_count_is_the_most_a_client_may_claim() -> None:
     enrolled = {"a": 10, "b": 9, "c": 10**6}
     admission = door(*(Envelope(c, reply()) for c in "abc"), enrolled=enrolled)
-    assert told(admission) == [("b", "mass")]
-    huge = door(Envelope("a", reply()), Envelope("c", reply(mass=10**6, steps=300_000)), enrolled=enrolled)
+    assert told(admission) == [("b", "num_examples")]
+    huge = door(Envelope("a", reply()), Envelope("c", reply(num_examples=10**6, steps=300_000)), enrolled=enrolled)
     assert huge.cohort.clients == ("a", "c"), "who enrolled with much may claim much, and the steps that go with it"
 
 
 def test_without_an_enrolled_count_the_median_is_the_measure() -> None:
-    masses = {"a": 10, "b": 12, "c": 14, "d": 1199, "e": 1401}
-    admission = door(*(Envelope(c, reply(mass=m)) for c, m in masses.items()))
+    num_examples = {"a": 10, "b": 12, "c": 14, "d": 1199, "e": 1401}
+    admission = door(*(Envelope(c, reply(num_examples=m)) for c, m in num_examples.items()))
     assert admission.cohort.clients == ("a", "b", "c", "d")
     assert admission.refused == [
-        {"client": "e", "field": "mass", "got": "1401.0", "expected": "at most 1400, 100 times the median"}
+        {"client": "e", "field": "num_examples", "got": "1401.0", "expected": "at most 1400, 100 times the median"}
     ]
-    strict = door(*(Envelope(c, reply(mass=m)) for c, m in masses.items()), rules=Rules(mass_ratio=10))
-    assert told(strict) == [("d", "mass"), ("e", "mass")]
+    strict = door(
+        *(Envelope(c, reply(num_examples=m)) for c, m in num_examples.items()), rules=Rules(examples_ratio=10)
+    )
+    assert told(strict) == [("d", "num_examples"), ("e", "num_examples")]
 
 
 def test_steps_far_above_the_others_are_refused() -> None:
@@ -293,11 +295,11 @@ def test_nobody_answered() -> None:
 
 
 def test_beyond_the_memory_limit_updates_wait_in_files_and_are_the_same() -> None:
-    envelopes = [Envelope(c, reply(mass=m)) for c, m in (("a", 1), ("b", 2), ("c", 3))]
+    envelopes = [Envelope(c, reply(num_examples=m)) for c, m in (("a", 1), ("b", 2), ("c", 3))]
     held, filed = door(*envelopes), door(*envelopes, rules=Rules(memory=len(reply())))
     assert filed.spool._folder is not None
     for mine, theirs in zip(held.cohort, filed.cohort, strict=True):
-        assert (mine.client, mine.mass) == (theirs.client, theirs.mass)
+        assert (mine.client, mine.num_examples) == (theirs.client, theirs.num_examples)
         assert all(mine.posterior.mean[n].equal(theirs.posterior.mean[n]) for n in PARAMS)
 
 

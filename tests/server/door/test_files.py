@@ -16,8 +16,8 @@ def method(name: str) -> Recipe:
     return find_method(name).recipe()
 
 
-def item(client: str, tensors: dict[str, Tensor], mass: float | None = None, **header: object) -> Item:
-    return Item(client, encode(tensors, header), mass)
+def item(client: str, tensors: dict[str, Tensor], num_examples: float | None = None, **header: object) -> Item:
+    return Item(client, encode(tensors, header), num_examples)
 
 
 def weights(value: float, size: int = 2) -> dict[str, Tensor]:

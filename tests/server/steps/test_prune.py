@@ -191,7 +191,7 @@ def test_labels_heard_before_count_too() -> None:
 def test_a_reply_of_the_old_shape_is_refused_by_name() -> None:
     records = federate("hrank", at=1, rate=0.5)
     old, new = (replace(r.state, round=1).brief((), 3) for r in (federate("fedavg", rounds=1)[0], records[0]))
-    late = encode_reply(old, old.params, {}, mass=12.0, steps=2, facts={})
+    late = encode_reply(old, old.params, {}, num_examples=12.0, steps=2, facts={})
     words = r"c1: spec is lenet.*, expected the network briefed, lenet.*with 5 resized tensors"
     with pytest.raises(Refused, match=words):
         admit(Envelope("c1", late), Contract.of(new, ()))

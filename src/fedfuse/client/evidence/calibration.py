@@ -35,7 +35,7 @@ class LogitScale:
         """Two numbers."""
         return {f"{self.name}/{n}": Form((), torch.float64) for n in ("shift", "scale")}
 
-    def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """A scale is above zero, and neither number is beyond what logits can be."""
         shift, scale = (float(notes[f"{self.name}/{n}"]) for n in ("shift", "scale"))
         if not 1e-6 <= scale <= 1e6:

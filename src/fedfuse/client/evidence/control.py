@@ -60,7 +60,7 @@ class ControlDelta:
         forms = forms_of(brief.params)
         return {f"{self.name}/{n}": forms[n] for n in live_names(brief)}
 
-    def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Any finite value will do."""
         return None
 
@@ -86,7 +86,7 @@ class Remember:
         """No notes."""
         return {}
 
-    def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Nothing to check."""
         return None
 

@@ -50,7 +50,7 @@ class SquaredGradients:
         wanted = {n: Form(forms[n].shape, full_dtype(forms[n].dtype)) for n in maskable(brief.spec)}
         return {f"{self.name}/{n}": form for n, form in wanted.items()}
 
-    def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Squares are not negative."""
         for name in notes:
             if name.startswith(f"{self.name}/") and (notes[name] < 0).any():

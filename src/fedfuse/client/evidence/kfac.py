@@ -225,7 +225,7 @@ class KroneckerFactors:
         chosen = {f"kron/{what}": Form((3,), torch.float64) for what in ("damping", "evidence")}
         return wanted | (chosen if self.choose else {})
 
-    def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Factors are positive semi-definite with a bounded trace; a chosen damping is positive."""
         for name in (f"kron/{layer}/{side}" for layer in layers_in(notes) for side in ("in", "out")):
             matrices = unpacked(notes[name])

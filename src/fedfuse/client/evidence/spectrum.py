@@ -51,7 +51,7 @@ class CurvatureSpectrum:
         row = Form((self.look.probes, self.look.found(size)), torch.float64)
         return {"spectrum/values": row, "spectrum/weights": row, "spectrum/lipschitz": Form((), torch.float64)}
 
-    def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Values ascend, weights are a distribution, and a Lipschitz constant is not negative."""
         if "spectrum/values" not in notes:
             return None

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Diag
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, NotConverged
 from fedfuse.linalg.kron import damp
@@ -113,7 +114,7 @@ def alpha_barycenter(
 
 
 @dataclass(frozen=True, slots=True)
-class FullBarycenter:
+class FullBarycenter(ServerPart):
     """Fuse small layers with their full covariances; tensors without one, and larger layers, take the plain mean.
 
     A client's covariance of a layer's rows [W | b] is (B ⊗ A)⁻¹, from its damped Kronecker factors. The reverse-KL

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Answering, Single
-from fedfuse.core.seams import Result
+from fedfuse.core.seams import Result, ServerPart
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
@@ -27,7 +27,7 @@ _NOTHING: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class KeepAll:
+class KeepAll(ServerPart):
     """Keep the clients' networks, of whatever architecture, and let them answer together by a rule.
 
     Attributes:

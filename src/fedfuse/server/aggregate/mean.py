@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Params
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.settings import effective_steps
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
@@ -45,7 +46,7 @@ def weighted_mean(
 
 def mean_by_examples(cohort: Cohort, name: str) -> Tensor:
     """The mean of one tensor, every client weighing as its examples: what `mean_of` gives of it, to the last bit."""
-    weights, total = _exact_weights(cohort.masses)
+    weights, total = _exact_weights(cohort.num_examples)
     return weighted_mean([u.posterior.mean for u in cohort], weights, name, total)
 
 
@@ -64,7 +65,7 @@ def mean_of(cohort: Cohort, weights: Sequence[float] | Tensor | None = None) -> 
     divided once, at the end, so the result does not depend on who stands first; rounded shares n_k / n would.
     """
     sources = [u.posterior.mean for u in cohort]
-    shares, total = _exact_weights(cohort.masses if weights is None else weights)
+    shares, total = _exact_weights(cohort.num_examples if weights is None else weights)
     means: dict[str, Tensor] = {}
     for run in _runs(sources):
         means |= _run_mean(sources, shares, run, total)
@@ -83,7 +84,7 @@ def _exact_weights(weights: Sequence[float] | Tensor) -> tuple[list[float], floa
 
 
 @dataclass(frozen=True, slots=True)
-class Mean:
+class Mean(ServerPart):
     """FedAvg: w = Σ_k (n_k / n) w_k, the mean where every client's geometry is flat.
 
     Attributes:
@@ -101,7 +102,7 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True)
-class NormalisedMean:
+class NormalisedMean(ServerPart):
     """FedNova: average the clients' walks per gradient, then go as far as they went on average.
 
     w = w₀ − τ_eff Σ_k f_k (w₀ − w_k)/a_k with a_k = `effective_steps`(τ_k, ρ_k) and τ_eff = Σ_k f_k a_k

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.posterior import Kron
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.linalg.cg import Solution
@@ -25,7 +26,7 @@ Balance = Split | Literal["evidence"]
 
 
 @dataclass(frozen=True, slots=True)
-class NaturalKron:
+class NaturalKron(ServerPart):
     """Solve Σ f_k B_k M A_k = Σ f_k B_k M_k A_k for every layer M = [W | b], f_k being the share of examples.
 
     This is the mode of Π_k N(M_k, (A_k ⊗ B_k)⁻¹)^f_k (arXiv:2310.00339, eqs. 7 and 11–14), with damped factors
@@ -110,7 +111,7 @@ class NaturalKron:
 
 
 @dataclass(frozen=True, slots=True)
-class ShareFactors:
+class ShareFactors(ServerPart):
     """Keep the cohort's mean factors Σ f_k A_k and Σ f_k B_k in server memory, for `PosteriorPull` to read."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"kron"})

@@ -152,7 +152,7 @@ def carried(update: ClientUpdate, groups: Sequence[Group], moves: Moves, spec: S
             f"{update.client}: {' and '.join(tied[0])} are one tensor, whose units can be moved but not blended; "
             "align by weights or activations"
         )
-    mean = blended(dict(posterior.mean), groups, moves, frozenset(update.spec.layout.with_role("spread")))
+    mean = blended(dict(posterior.mean), groups, moves, frozenset(update.spec.layout.with_role("log_variance")))
     return replace(update, posterior=Posterior(mean), spec=spec)
 
 
@@ -224,7 +224,7 @@ def reordered(t: Tensor, place: Place, order: Tensor) -> Tensor:
 
 
 def blended(
-    params: Params, groups: Sequence[Group], moves: Moves, spreads: frozenset[str] = frozenset()
+    params: Params, groups: Sequence[Group], moves: Moves, log_variances: frozenset[str] = frozenset()
 ) -> dict[str, Tensor]:
     """The weights with every moved unit a blend of old ones.
 
@@ -235,7 +235,7 @@ def blended(
     for (name, axis), here in by_axis([g for g in groups if g.name in moves]):
         if name not in result:
             continue
-        t, is_spread = result[name], name in spreads
+        t, is_spread = result[name], name in log_variances
         wide = t.exp().float() if is_spread else t.float()
         mixed = _mixed(
             wide, axis, here, {g.name: _squared(moves[g.name]) if is_spread else moves[g.name] for g, _ in here}

@@ -1,9 +1,9 @@
 """The door: everything a client sends is judged here, once, and nobody behind it checks again.
 
-In order: size before anything is read → the table of contents before anything is allocated → round, network,
-names, shapes and dtypes equal to the brief's → mass and steps in range → values finite → each piece of evidence by
-its own check → one reply per client, nobody far above the others in mass or steps. A refusal names client, field,
-what came and what was expected; the round goes on.
+In order: size before anything is read → the table of contents before anything is allocated → round, network, names,
+shapes and dtypes equal to the brief's → numbers of examples and steps in range → values finite → each piece of evidence
+by its own check → one reply per client, nobody far above the others in examples or steps. A refusal names client,
+field, what came and what was expected; the round goes on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedfuse.wire.spool import Spool
 
 _HEADER_BYTES = 65_536  # our own header, generously
 _ENTRY_BYTES = 512  # a tensor's line in the table of contents, generously
-_MAX_MASS = 10**12  # more examples than anybody has, and far below where a sum of masses could overflow
+_MAX_EXAMPLES = 10**12  # more examples than anybody has, and far below where a sum of num_examples could overflow
 _MAX_STEPS = 10**9
 _MAX_COUNT = 2**53  # a counter that others can still count on from
 LEAST_LOG_VARIANCE = -30.0  # smaller variances are raised to this one: their precisions would drown everybody else's
@@ -44,14 +44,14 @@ class Rules:
 
     Attributes:
         quorum: the share of asked clients that must be admitted for the round to count.
-        mass_ratio: without an enrolled count, a mass may be at most this multiple of the round's median;
-            so may a number of local steps, which grows with an enrolled mass.
+        examples_ratio: without an enrolled count, a num_examples may be at most this multiple of the round's median;
+            so may a number of local steps, which grows with an enrolled num_examples.
         memory: bytes of admitted updates held in memory; the rest is kept in files.
         trusted: model factories outside fedfuse that the user named.
     """
 
     quorum: float = 0.5
-    mass_ratio: float = 100.0
+    examples_ratio: float = 100.0
     memory: int = 2 * 2**30
     trusted: frozenset[str] = frozenset()
 
@@ -109,18 +109,18 @@ def admit(envelope: Envelope, contract: Contract, packet: Packet | None = None) 
     packet = packet or _open(envelope, contract)
     _check_header(client, packet.header, contract)
     _check_forms(client, packet.tensors.forms, contract.forms)
-    mass, steps = _mass(client, packet.header, contract), _steps(client, packet.header)
+    num_examples, steps = _mass(client, packet.header, contract), _steps(client, packet.header)
     training = _training(client, packet.header, contract)
     mean, notes = split(packet)
     try:
         _check_values(client, packet.tensors, contract.roles)
     except Malformed as why:
         raise Refused(client, "reply", str(why), "a file that stays as it is") from why
-    geometry = _check_evidence(client, notes, mass, contract)
+    geometry = _check_evidence(client, notes, num_examples, contract)
     mean, raised = _floored(mean, contract.roles)
     posterior = Posterior(mean, geometry) if geometry is not None else Posterior(mean)
     facts = _facts(packet.header) | ({"raised_variances": float(raised)} if raised else {})
-    return ClientUpdate(client, posterior, mass, steps, contract.spec, notes, facts, training)
+    return ClientUpdate(client, posterior, num_examples, steps, contract.spec, notes, facts, training)
 
 
 def admit_all(
@@ -167,7 +167,7 @@ def admit_all(
             updates[envelope.client] = admit(kept, contract, packet)
         except Refused as why:
             seen.refused.append(why.facts())
-    seen.cohort = Cohort.of(_fair(list(updates.values()), rules.mass_ratio, enrolled, seen.refused))
+    seen.cohort = Cohort.of(_fair(list(updates.values()), rules.examples_ratio, enrolled, seen.refused))
     return seen
 
 
@@ -238,12 +238,20 @@ def form_words(form: Form) -> str:
 
 
 def _mass(client: str, header: Mapping[str, Any], contract: Contract) -> float:
-    mass = header.get("mass")
-    if not isinstance(mass, int | float) or isinstance(mass, bool) or not 0 < mass <= _MAX_MASS:
-        raise Refused(client, "mass", repr(mass), f"a number of examples above 0 and up to {_MAX_MASS:,}")
-    if contract.enrolled is not None and mass > contract.enrolled:
-        raise Refused(client, "mass", mass, f"at most {contract.enrolled}, the examples it enrolled with")
-    return float(mass)
+    num_examples = header.get("num_examples")
+    if (
+        not isinstance(num_examples, int | float)
+        or isinstance(num_examples, bool)
+        or not 0 < num_examples <= _MAX_EXAMPLES
+    ):
+        raise Refused(
+            client, "num_examples", repr(num_examples), f"a number of examples above 0 and up to {_MAX_EXAMPLES:,}"
+        )
+    if contract.enrolled is not None and num_examples > contract.enrolled:
+        raise Refused(
+            client, "num_examples", num_examples, f"at most {contract.enrolled}, the examples it enrolled with"
+        )
+    return float(num_examples)
 
 
 def _steps(client: str, header: Mapping[str, Any]) -> int:
@@ -288,12 +296,12 @@ def _check_values(client: str, tensors: LazyParams, roles: Mapping[str, str]) ->
             raise Refused(client, culprit.removeprefix(NOTE), "not finite", "finite numbers")
     for name in tensors:
         role = roles.get(name)
-        if role not in ("statistic", "spread", "counter"):
+        if role not in ("statistic", "log_variance", "counter"):
             continue
         tensor = tensors[name]
         if role == "statistic" and name.endswith("running_var") and bool((tensor < 0).any()):
             raise Refused(client, name, float(tensor.min()), "variances ≥ 0")
-        if role == "spread" and tensor.numel() and float(tensor.max()) > _MOST_LOG_VARIANCE:
+        if role == "log_variance" and tensor.numel() and float(tensor.max()) > _MOST_LOG_VARIANCE:
             raise Refused(client, name, float(tensor.max()), f"log-variances up to {_MOST_LOG_VARIANCE:g}")
         if role == "counter" and tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) <= _MAX_COUNT:
             raise Refused(client, name, [int(tensor.min()), int(tensor.max())], f"counts from 0 to {_MAX_COUNT:,}")
@@ -301,14 +309,14 @@ def _check_values(client: str, tensors: LazyParams, roles: Mapping[str, str]) ->
 
 def _floored(mean: Params, roles: Mapping[str, str]) -> tuple[Params, int]:
     """The tensors with every log-variance raised to the least one allowed, and how many had to be."""
-    spreads = frozenset(name for name, role in roles.items() if role == "spread" and name in mean)
-    raised = sum(int((mean[name] < LEAST_LOG_VARIANCE).sum()) for name in spreads)
+    log_variances = frozenset(name for name, role in roles.items() if role == "log_variance" and name in mean)
+    raised = sum(int((mean[name] < LEAST_LOG_VARIANCE).sum()) for name in log_variances)
     if not raised:
         return mean, 0
 
     def fetch(name: str, begin: int, end: int) -> Tensor:
         piece = piece_of(mean, name, begin, end)
-        return piece.clamp(min=LEAST_LOG_VARIANCE) if name in spreads else piece
+        return piece.clamp(min=LEAST_LOG_VARIANCE) if name in log_variances else piece
 
     return LazyParams(forms_of(mean), fetch), raised
 
@@ -325,11 +333,13 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())  # a sum of large numbers may overflow where none of them is infinite
 
 
-def _check_evidence(client: str, notes: LazyParams | Params, mass: float, contract: Contract) -> Geometry | None:
+def _check_evidence(
+    client: str, notes: LazyParams | Params, num_examples: float, contract: Contract
+) -> Geometry | None:
     found: Geometry | None = None
     for kind in contract.evidence:
         try:
-            if flaw := kind.check(notes, mass):
+            if flaw := kind.check(notes, num_examples):
                 raise Refused(client, flaw.field, flaw.got, flaw.expected)
             found = kind.geometry(notes) or found
         except Refused:
@@ -342,13 +352,13 @@ def _check_evidence(client: str, notes: LazyParams | Params, mass: float, contra
 def _fair(
     updates: list[ClientUpdate], ratio: float, enrolled: Mapping[str, int], refused: list[dict[str, str]]
 ) -> list[ClientUpdate]:
-    """Nobody may claim far more than the others: in mass unless it enrolled with it, and in steps for its mass."""
+    """Nobody may claim far more than the others: in examples unless it enrolled with them, and in steps for them."""
     if not updates:
         return updates
-    typical = {claim: statistics.median(getattr(u, claim) for u in updates) for claim in ("mass", "steps")}
+    typical = {claim: statistics.median(getattr(u, claim) for u in updates) for claim in ("num_examples", "steps")}
     fair = []
     for u in updates:
-        room = ratio * max(1.0, u.mass / typical["mass"] if u.client in enrolled else 1.0)
+        room = ratio * max(1.0, u.num_examples / typical["num_examples"] if u.client in enrolled else 1.0)
         over = [claim for claim, median in typical.items() if getattr(u, claim) > room * median]
         if over:
             words = f"at most {room * typical[over[0]]:g}, {room:g} times the median"

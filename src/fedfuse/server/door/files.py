@@ -34,13 +34,13 @@ class Item:
     Attributes:
         client: who it is from.
         payload: its bytes or file.
-        mass: how many examples stand behind it, if the user says so.
+        num_examples: how many examples stand behind it, if the user says so.
         spec: its network, for an update that was made in this process.
     """
 
     client: str
     payload: bytes | Path
-    mass: float | None = None
+    num_examples: float | None = None
     spec: Spec | None = None
 
 
@@ -223,7 +223,7 @@ def _lack(o: _Opened, brief: Brief, recipe: Recipe) -> Refused | None:
         which = f"{named[0]!r}, whose code was not named here" if named else "unknown: plain tensors do not say"
         way = f"one that {recipe.name!r} can run: name it (--model{' ' + named[0] if named else ''}, model=)"
         return Refused(client, "network", which, way)
-    if what := recipe.dress.missing(brief.spec.layout, o.forms, brief.classes):
+    if what := recipe.prepare_model.missing(brief.spec.layout, o.forms, brief.classes):
         return Refused(client, "network", f"one without {what}", how)
     if "training" in recipe.needs and "training" not in o.packet.header:
         return Refused(client, "training", "missing", f"how it was trained: {how}")
@@ -266,11 +266,11 @@ def _reply(opened: _Opened, brief: Brief, recipe: Recipe) -> Packet:
     """The item as a reply to the brief: with a header where it has none, and only the evidence asked for."""
     header, tensors = opened.packet.header, opened.packet.tensors
     asked = {NOTE + name for kind in recipe.evidence for name in kind.expects(brief)}
-    facts: dict[str, Any] = reply_header(brief, mass=1.0, steps=1, facts={})
+    facts: dict[str, Any] = reply_header(brief, num_examples=1.0, steps=1, facts={})
     if not opened.is_plain:
-        facts |= {k: header[k] for k in ("version", "mass", "steps", "facts", "training") if k in header}
-    if opened.item.mass is not None:
-        facts["mass"] = opened.item.mass
+        facts |= {k: header[k] for k in ("version", "num_examples", "steps", "facts", "training") if k in header}
+    if opened.item.num_examples is not None:
+        facts["num_examples"] = opened.item.num_examples
     return Packet(facts, tensors.part(lambda n: not n.startswith(NOTE) or n in asked), opened.packet.size)
 
 

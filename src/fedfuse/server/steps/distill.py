@@ -14,7 +14,7 @@ from fedfuse.core.messages import Cohort, Start
 from fedfuse.core.model import Answering
 from fedfuse.core.precision import answer_in_full
 from fedfuse.core.rng import seeded
-from fedfuse.core.seams import Result, ServerStep
+from fedfuse.core.seams import Result, ServerPart, ServerStep
 from fedfuse.core.settings import Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, part
@@ -106,7 +106,7 @@ class _Pupil:
 
 
 @dataclass(frozen=True, slots=True)
-class Distill:
+class Distill(ServerPart):
     """Train one network to answer as the fused model does, by KL divergence at a temperature.
 
     The student has the network that clients begin with, so after this step rounds can go on from it. Inputs come from

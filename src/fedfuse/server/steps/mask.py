@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Params
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, filed, part
 from fedfuse.errors import ConfigError
@@ -75,7 +76,7 @@ def iterated_rate(target: float, done: int, times: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class MagnitudeMask:
+class MagnitudeMask(ServerPart):
     """IMC: iterative magnitude pruning towards the rate that the inertial manifold's dimension suggests.
 
     The rate is found once, at the first pruning, as FedAP finds it; then the smallest weights of the fused model go in
@@ -98,7 +99,7 @@ class MagnitudeMask:
         """What its rate needs."""
         return self.rate.needs
 
-    def fits(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:  # noqa: ARG002 - the seam's signature
+    def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:  # noqa: ARG002 - the seam's signature
         """Say before training if the last pruning never comes.
 
         Raises:
@@ -201,7 +202,7 @@ def _path(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Reconfigure:
+class Reconfigure(ServerPart):
     """PruneFL's second stage: every so many rounds the mask is traded, by everybody's squared gradients.
 
     Attributes:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedfuse.core.messages import Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, filed, part
 from fedfuse.errors import ConfigError
@@ -95,7 +96,7 @@ def group_scores(model: Single, filters: tuple[Filters, ...], x: Tensor, toleran
 
 
 @dataclass(frozen=True, slots=True)
-class Prune:
+class Prune(ServerPart):
     """Removes whole channels at the end of one round: the network narrows, and clients get the smaller one.
 
     One rate for all becomes a rate per group of channels, and of each group the channels with the lowest mean
@@ -120,7 +121,7 @@ class Prune:
         """What its rate needs, and rows to look at."""
         return self.rate.needs | {"server_rows", "network"}
 
-    def fits(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
+    def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
         """Say before training if the network has nothing to prune, or the round never comes.
 
         Raises:

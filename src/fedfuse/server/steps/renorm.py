@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from fedfuse.core.messages import Cohort
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 
 @dataclass(frozen=True, slots=True)
-class RestateNorms:
+class RestateNorms(ServerPart):
     """Replace every BatchNorm's running mean and variance by those over the server's rows.
 
     A mean of weights has other activations than its parents: their variances shrink, and the parents' statistics no
