@@ -73,7 +73,7 @@ def test_in_one_exchange_it_is_far_above_the_plain_mean_on_skewed_digits() -> No
             {"name": "fedlpa"},
             data={"clients": 5, "partition": {"kind": "dirichlet", "alpha": 0.1}},
             model={"name": "mlp", "hidden": [32]},
-            local={"epochs": 3, "batch_size": 16, "optimizer": {"lr": 0.05, "momentum": 0.9}},
+            local={"epochs": 3, "batch_size": 16, "optimizer": {"lr": 0.05, "momentum": 0.9}, "kernel": "torch"},
         )
     )
     setting, recipe = prepared.setting(0), fedlpa(damping="evidence")

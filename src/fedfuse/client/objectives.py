@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -81,3 +82,36 @@ class Contrastive:
         similar = torch.stack([F.cosine_similarity(z, near), F.cosine_similarity(z, far)], 1)
         first = torch.zeros(len(y), dtype=torch.int64, device=y.device)
         return loss + self.mu * F.cross_entropy(similar / self.temperature, first)
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """What an objective adds to the cross entropy, where that is μ/2 ‖w − w_global‖² + ⟨linear, w⟩."""
+
+    mu: float = 0.0
+    linear: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def pull_of(objective: Objective, local: Local) -> Pull | None:
+    """The terms of an objective that is a cross entropy with pulls; None for any other, subclasses included.
+
+    Example:
+        >>> pull_of(Proximal(0.1, Proximal(0.2)), local=None).mu  # doctest: +ELLIPSIS
+        0.3...
+    """
+    if type(objective) is CrossEntropy:
+        return Pull()
+    if type(objective) not in (Proximal, Controlled, Contrastive):
+        return None
+    base = pull_of(objective.base, local)  # type: ignore[attr-defined]
+    match objective:
+        case _ if base is None:
+            return None
+        case Proximal(mu=mu):
+            return replace(base, mu=base.mu + mu)
+        case Controlled():
+            pull = local.once("control", _control_gap)
+            return replace(base, linear={n: base.linear.get(n, 0) + pull[n] for n in pull})
+        case Contrastive(mu=mu):
+            return None if mu and local.recall("last") else base  # in a first round its term is zero
+    return None

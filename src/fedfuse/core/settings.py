@@ -104,7 +104,8 @@ class LocalSettings(Settings):
     """Everything about local training that is not the method's business.
 
     `spread_lr` is the rate of the natural-gradient step that log-variances of Bayesian layers take; it decays with
-    the optimizer's.
+    the optimizer's. `kernel` says who does the arithmetic: "torch", "compiled" (see `fedfuse.kernels`), or "auto" for
+    the compiled one where it knows the network and is faster. They differ in rounding alone.
 
     Example:
         >>> LocalSettings(epochs=2, optimizer={"lr": 0.1}).optimizer.lr
@@ -123,6 +124,7 @@ class LocalSettings(Settings):
     clip: PositiveFloat | None = None
     augment: Any = None
     device: str = "cpu"
+    kernel: Literal["auto", "torch", "compiled"] = "auto"
 
     def rate(self, round_: int, epoch: int) -> float:
         """The learning rate in force: lr · round_decay^round · decay."""

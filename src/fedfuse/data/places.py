@@ -8,17 +8,12 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from fedfuse.core.folders import cache_folder
 from fedfuse.data.official import Official, Part
 from fedfuse.data.stores import Store, open_store
 from fedfuse.errors import ConfigError
 
 SHARED = Path("/usr/share/datasets")
-
-
-def cache_folder() -> Path:
-    """Where downloads go: `fedfuse` in `$XDG_CACHE_HOME`, or in `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fedfuse"
 
 
 @dataclass(frozen=True, slots=True)

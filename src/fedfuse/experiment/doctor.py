@@ -12,6 +12,7 @@ import torch
 from fedfuse.data import cache_folder, find, source_names
 from fedfuse.errors import FuseError
 from fedfuse.experiment.environment import versions
+from fedfuse.kernels import why_not
 
 
 def examine() -> dict[str, dict[str, str]]:
@@ -21,7 +22,7 @@ def examine() -> dict[str, dict[str, str]]:
 
 def _software() -> dict[str, str]:
     found = {"python": platform.python_version(), **versions()}
-    extras = {"flwr": "flower", "POT": "match", "pygmtools": "match"}
+    extras = {"numba": "fast", "flwr": "flower", "POT": "match", "pygmtools": "match"}
     for package, extra in extras.items():
         found.setdefault(package, f"not installed: pip install 'fedfuse[{extra}]'")
     return found
@@ -41,6 +42,7 @@ def _machine() -> dict[str, str]:
         "free disk here": f"{shutil.disk_usage(here).free / 2**30:.1f} GiB",
         "this folder": "can be written" if os.access(here, os.W_OK) else "cannot be written: use --out elsewhere",
         "cache": str(cache_folder()),
+        "kernels": why_not() or "compiled where they are faster; the first use of each takes some seconds",
     }
 
 
