@@ -140,7 +140,7 @@ def _order(local: Local, epoch: int) -> Tensor:
 def _drawn(local: Local, epoch: int, order: Tensor) -> Iterator[Batch]:
     """Index batches, augmented where that is asked for."""
     settings, rows, draw = local.settings, local.rows, local.stream("augment", epoch)
-    for index in order.to(rows.y.device).split(settings.batch_size):
+    for index in order.to(rows.y.device).split(settings.batch_size) if len(order) else ():
         x = _picked(rows.x, index)
         if settings.augment is not None:
             x = settings.augment(x, draw)

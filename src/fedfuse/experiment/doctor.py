@@ -13,11 +13,19 @@ from fedfuse.data import cache_folder, find, source_names
 from fedfuse.errors import FuseError
 from fedfuse.experiment.environment import versions
 from fedfuse.kernels import why_not
+from fedfuse.kernels.place import is_cold
 
 
 def examine() -> dict[str, dict[str, str]]:
     """Findings by topic, in words."""
     return {"software": _software(), "machine": _machine(), "data": {name: _data(name) for name in source_names()}}
+
+
+def compile_notice(kernel: str) -> str:
+    """What to tell a person before a run whose first clients may wait for a compiler; usually nothing."""
+    if kernel == "torch" or why_not() or not is_cold():
+        return ""
+    return "compiled kernels are made at their first use: some twenty seconds, once on this machine"
 
 
 def _software() -> dict[str, str]:

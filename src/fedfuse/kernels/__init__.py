@@ -5,6 +5,7 @@ Nothing here imports numba until a chain is made; without numba every network is
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Set
 from functools import cache, lru_cache
@@ -18,11 +19,13 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError
 from fedfuse.kernels.choice import is_faster
+from fedfuse.kernels.place import is_cold
 from fedfuse.kernels.trace import Layer, Shape, Uncovered, chain_of, shape_after
 
 if TYPE_CHECKING:
     from fedfuse.kernels.chain import Chain
 
+_log = logging.getLogger(__name__)
 _INSTALL = "pip install 'fedfuse[fast]'"
 
 
@@ -84,6 +87,8 @@ def chain_for(module: nn.Module, rows: Rows, settings: LocalSettings, live: Set[
     if why_not():
         _insist(settings, f"needs numba, which is {why_not()}")
         return None
+    if is_cold():
+        _log.info("compiling the kernels for this machine: some seconds, once")
     from fedfuse.kernels.chain import Chain
 
     batch = min(settings.batch_size, 1 << (len(rows) - 1).bit_length())
@@ -124,8 +129,8 @@ def _check(
         )
     for layer in layers:
         shape = shape_after(layer, shape)
-    if len(shape) != 1 or rows.y.ndim != 1 or rows.y.dtype != torch.int64:
-        raise Uncovered(f"scores of shape {shape} for labels of {rows.y.dtype} and {rows.y.ndim} axes")
+    if len(shape) != 1:
+        raise Uncovered(f"scores of shape {shape}")
     if int(rows.y.min()) < 0 or int(rows.y.max()) >= shape[0]:
         raise Uncovered(f"labels outside 0 to {shape[0] - 1}")
 

@@ -44,7 +44,7 @@ def relu_back(y: Floats, dy: Floats, dx: Floats, runs: Runs, slope: float) -> No
 
 @compiled
 def tanh(x: Floats, y: Floats, runs: Runs) -> None:
-    """Write y = tanh x, by a quotient of polynomials that is exact to the last two bits and has no branch."""
+    """Write y = tanh x, by a quotient of polynomials without branches, exact to five units of 2⁻²⁴."""
     groups, rows, length, xo, xg, xr, yo, yg, yr = runs
     for g in range(groups):
         for r in range(rows):

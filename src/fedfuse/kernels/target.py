@@ -5,13 +5,8 @@ Importing this module imports numba; `fedfuse.kernels` itself does not.
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import binding
 
-from fedfuse.core.folders import cache_folder
+from fedfuse.kernels.place import code_folder
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -33,7 +28,6 @@ LANES, STEP = (32, 16) if _WIDE else (16, 8)
 
 # Sums may be taken in another order and a product rounded with its sum; NaN and infinity stay what they are.
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
-_log = logging.getLogger(__name__)
 
 
 def padded(count: int) -> int:
@@ -67,25 +61,3 @@ def _cache_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         numba.config.CACHE_DIR = before
-
-
-@cache
-def code_folder() -> Path:
-    """A folder for the code of exactly these sources: numba looks at a function's own file only, not at others."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
-    for root in (
-        cache_folder(),
-        Path(tempfile.gettempdir()) / f"fedfuse-{os.getuid() if hasattr(os, 'getuid') else 0}",
-    ):
-        folder = root / "kernels" / f"{digest}-{LANES}"
-        try:
-            cold = not folder.is_dir()
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(folder, os.W_OK):
-            if cold:
-                _log.info("compiling the kernels for this machine into %s: some seconds, once", folder)
-            return folder
-    return Path(tempfile.mkdtemp(prefix="fedfuse-kernels-"))

@@ -183,7 +183,7 @@ def _single(value: Any) -> int | None:
 def _conv(name: str, m: Any, shape: Shape) -> Found:
     kernel, stride, padding = _single(m.kernel_size), _single(m.stride), _single(m.padding)
     odd = None in (kernel, stride, padding) or m.dilation != (1, 1) or m.groups != 1 or m.padding_mode != "zeros"
-    if odd or len(shape) != 3 or padding >= kernel:  # type: ignore[operator]
+    if odd or len(shape) != 3 or m.in_channels != shape[0] or padding >= kernel:  # type: ignore[operator]
         return Uncovered(f"Conv2d {name!r} with {_oddity(m)}")
     return Conv(name, m.out_channels, kernel, stride, padding, m.bias is not None)  # type: ignore[arg-type]
 
@@ -198,15 +198,21 @@ def _oddity(m: Any) -> str:
 
 
 def _linear(name: str, m: Any, shape: Shape) -> Found:
-    if len(shape) != 1:
+    if shape != (m.in_features,):
         return Uncovered(f"Linear {name!r} on inputs of shape {shape}")
     return Linear(name, m.out_features, m.bias is not None)
 
 
 def _norm(name: str, m: Any, shape: Shape) -> Found:
     axes = 3 if isinstance(m, nn.BatchNorm2d) else 1
-    if len(shape) != axes or not m.affine or not m.track_running_stats or m.momentum is None:
-        return Uncovered(f"{type(m).__name__} {name!r} without weights, running statistics or a momentum")
+    if (
+        len(shape) != axes
+        or m.num_features != shape[0]
+        or not m.affine
+        or not m.track_running_stats
+        or m.momentum is None
+    ):
+        return Uncovered(f"{type(m).__name__} {name!r} on {shape} without weights, statistics or momentum")
     return Norm(name, float(m.eps), float(m.momentum))
 
 
