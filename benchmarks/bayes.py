@@ -22,9 +22,9 @@ from fedfuse.client.work import train
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
-from fedfuse.core.recipe import CrossEntropy, Work
 from fedfuse.core.rng import seeded
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import CrossEntropy, Work
 from fedfuse.core.settings import LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedfuse.client.evidence.control import ControlDelta
 from fedfuse.core.messages import Brief, Cohort, Envelope
-from fedfuse.core.recipe import Evidence
+from fedfuse.core.seams import Evidence
 from fedfuse.core.spec import Spec
 from fedfuse.server.admit import Admission, admit_all
 from fedfuse.server.aggregate.mean import mean_of, weighted_mean

@@ -31,9 +31,9 @@ from fedfuse.client.evidence.kfac import KroneckerFactors, blocks_of, kronecker_
 from fedfuse.client.work import client_round, train
 from fedfuse.core.messages import Cohort, Envelope
 from fedfuse.core.model import Single
-from fedfuse.core.recipe import Work
 from fedfuse.core.rng import seeded
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState

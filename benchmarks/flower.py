@@ -325,7 +325,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief
-from fedfuse.core.recipe import Work
+from fedfuse.core.seams import Work
 from fedfuse.data import load
 from fedfuse.experiment.config import load_experiment
 from fedfuse.experiment.prepare import prepare

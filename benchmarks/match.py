@@ -29,7 +29,7 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import NotConverged
 from fedfuse.linalg import assign
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.align.aligned import ALIGNMENTS, Aligned
+from fedfuse.server.align.alignment import ALIGNMENTS, Aligned
 
 MEANS = 10.0
 """Beside the assignments' own time, aligning LeNets may cost so many plain means."""
@@ -97,7 +97,7 @@ def several(
     cases: dict[str, Callable[[], object]] = {"plain mean": lambda: Mean()(cohort, state, bench)}
     for way in ways:
         rule = Aligned(ALIGNMENTS[way]())
-        cases[way] = lambda rule=rule: rule(cohort, state, bench)
+        cases[way] = lambda rule=rule: Mean()(rule(cohort, bench)[0], state, bench)
     best = measured(cases, repeats)
     plain = best["plain mean"][0]
     rows = [

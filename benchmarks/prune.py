@@ -25,8 +25,8 @@ from fedfuse.core.channels import channel_groups, narrowed
 from fedfuse.core.cost import training_flops
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Single
-from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.server.steps.prune import filters_of, group_scores, kept_units

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedfuse.core.messages import Brief
 from fedfuse.core.params import Params
-from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.engines.base import InProcess, LocalEngine, Population

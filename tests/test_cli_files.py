@@ -140,13 +140,17 @@ def test_a_network_of_the_users_own(fedfuse: Fedfuse, sites: Path) -> None:
     for site in range(2):
         words = ("--data", sites / f"site-{site}.npz", "--model", "mine:Net", "--set", "model.width=5")
         assert fedfuse("update", *words, "--method", "fedlpa", "-o", f"{site}.safetensors").code == 0
-    unnamed = fedfuse("fuse", "0.safetensors", "1.safetensors", "--method", "fedlpa", "-o", "g.safetensors")
-    assert unnamed.code == 2
-    assert "'mine:Net' is not one of fedfuse's and was not named here" in unnamed.err
-    named = ("--model", "mine:Net")
+    unnamed = fedfuse("fuse", "0.safetensors", "1.safetensors", "--method", "ensemble", "-o", "g.safetensors")
+    assert unnamed.code == 3
     assert (
-        fedfuse("fuse", "0.safetensors", "1.safetensors", "--method", "fedlpa", *named, "-o", "g.safetensors").code == 0
+        "0: network is 'mine:Net', whose code was not named here, expected one that 'ensemble' can run" in unnamed.err
     )
+    named = ("--model", "mine:Net")
+    fused = ("fuse", "0.safetensors", "1.safetensors", "--method", "fedlpa", "-o", "g.safetensors")
+    assert fedfuse(*fused).code == 0
+    without = Path("g.safetensors").read_bytes()
+    assert fedfuse(*fused, *named).code == 0
+    assert Path("g.safetensors").read_bytes() == without, "fusing needs no code"
     scored = fedfuse("evaluate", "g.safetensors", "--data", "digits", *named, "--json")
     assert 0 <= json.loads(scored.out)["g.safetensors"]["accuracy"] <= 1
     assert safetensors.torch.load_file("g.safetensors")["body.1.weight"].shape == (5, 64)

@@ -4,8 +4,8 @@ from torch import Tensor, nn
 from fedfuse.client.curvature import PosteriorPull
 from fedfuse.client.evidence.kfac import blocks_of
 from fedfuse.core.messages import Brief
-from fedfuse.core.recipe import CrossEntropy
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import CrossEntropy
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local

@@ -14,8 +14,8 @@ from fedfuse.client.elbo import Elbo, Variational, kl_diagonal
 from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Single
-from fedfuse.core.recipe import Batch, CrossEntropy, Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Batch, CrossEntropy, Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local

@@ -13,8 +13,8 @@ from fedfuse.client.objectives import Contrastive, Controlled, Proximal, pull_of
 from fedfuse.client.projections import Masked
 from fedfuse.client.work import Answer, client_round
 from fedfuse.core.messages import Brief
-from fedfuse.core.recipe import Batch, CrossEntropy, Objective, Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Batch, CrossEntropy, Objective, Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local, filed

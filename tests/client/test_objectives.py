@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fedfuse.client.objectives import Contrastive, Controlled, Proximal
 from fedfuse.core.messages import Brief
-from fedfuse.core.recipe import CrossEntropy, Objective
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import CrossEntropy, Objective
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local, filed

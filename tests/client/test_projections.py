@@ -7,8 +7,8 @@ import torch
 from fedfuse.client.projections import Masked
 from fedfuse.client.work import learned
 from fedfuse.core.messages import Brief
-from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.wire.messages import decode_brief, encode_brief

@@ -6,8 +6,8 @@ import torch
 
 from fedfuse.client.views import WithShared
 from fedfuse.core.messages import Brief
-from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.engines.naming import Namer

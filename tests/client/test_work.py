@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.client.work import Answer, client_round
 from fedfuse.core.messages import Brief
-from fedfuse.core.recipe import Batch, Work
 from fedfuse.core.rng import stream
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Batch, Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local

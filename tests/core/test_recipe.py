@@ -15,9 +15,10 @@ from fedfuse.client.objectives import Proximal
 from fedfuse.core.messages import Cohort, Start
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
-from fedfuse.core.recipe import ClientsOnly, CrossEntropy, Free, OwnRows, Plain, Recipe, Work
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.rng import seed_for
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import ClientsOnly, CrossEntropy, Free, OwnRows, Plain, Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState

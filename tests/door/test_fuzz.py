@@ -32,8 +32,8 @@ from fedfuse.client.work import client_round
 from fedfuse.core import spec as spec_module
 from fedfuse.core.messages import Brief, Cohort, Envelope
 from fedfuse.core.model import Single
-from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState

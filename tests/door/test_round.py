@@ -15,9 +15,9 @@ import torch
 
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.model import Single
-from fedfuse.core.recipe import Work
 from fedfuse.core.registry import find_method
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState

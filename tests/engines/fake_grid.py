@@ -16,9 +16,10 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedfuse.core.messages import Brief
-from fedfuse.core.recipe import Recipe, Work
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import Method
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.engines.base import Population
 from fedfuse.engines.flower_client import Enrolment
@@ -103,6 +104,17 @@ class FakeGrid(Grid):
 
     def send_and_receive(self, *_: object, **__: object) -> Iterable[Message]:
         raise AssertionError("it gathers all replies before the first is used")
+
+
+@dataclass
+class Gathering(FakeGrid):
+    """A grid as Flower's own loop uses it: everything is sent, then everything comes back, the last first."""
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        sent = [through_bytes(message) for message in messages]
+        nodes = [self.nodes[message.metadata.dst_node_id] for message in sent]
+        replies = [node.app(m, node.context) for m, node in zip(sent, nodes, strict=True) if not node.silent]
+        return [through_bytes(reply) for reply in reversed(replies)]
 
 
 @dataclass(frozen=True)

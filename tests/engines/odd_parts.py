@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fedfuse.core.messages import Brief
-from fedfuse.core.recipe import Batch, CrossEntropy, Objective, Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Batch, CrossEntropy, Objective, Work
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
 from fedfuse.engines.base import InProcess, Population

@@ -11,8 +11,8 @@ from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.client.objectives import Proximal
 from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief, Start
-from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
 from fedfuse.engines.base import InProcess, Population, Spoken, heard, one_thread
 from fedfuse.errors import ConfigError, RecipeError

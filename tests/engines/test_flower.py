@@ -17,8 +17,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricR
 
 from fedfuse.client.objectives import Proximal
 from fedfuse.core.messages import Brief, Envelope
-from fedfuse.core.recipe import Recipe, Work
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.engines import flower
@@ -335,7 +336,7 @@ def test_what_a_node_says_cannot_reach_a_terminal() -> None:
 
 def test_large_replies_wait_in_files_that_go_with_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(flower, "_HELD", 200)
+    monkeypatch.setattr(flower, "HELD", 200)
     _, engine = a_federation()
     got = exchanged(engine)
     paths = [e.payload for e in got.values() if isinstance(e.payload, Path)]

@@ -8,8 +8,8 @@ pytest.importorskip("flwr")
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from fedfuse.engines.flower_records import BRIEF, read_brief, to_arrays, to_tensors
-from fedfuse.wire.codec import DTYPES, Malformed
+from fedfuse.engines.flower_records import BRIEF, REPLY, read_brief, read_reply, reply_content, to_arrays, to_tensors
+from fedfuse.wire.codec import DTYPES, Malformed, encode
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
@@ -50,3 +50,28 @@ def test_a_strided_tensor_is_sent_as_its_values() -> None:
 def test_what_is_no_brief_is_said(words: dict[str, object], why: str) -> None:
     with pytest.raises(Malformed, match=why):
         read_brief(RecordDict({BRIEF: ConfigRecord(words)}))  # type: ignore[arg-type]
+
+
+def test_whatever_a_header_holds_travels_whole() -> None:
+    header = {
+        "kind": "reply",
+        "version": 1,
+        "round": 3,
+        "spec": {"factory": "mlp", "options": {"hidden": [3, 4]}},
+        "mass": 7.0,
+        "steps": 4,
+        "facts": {"loss": 0.5},
+        "share": 0.25,
+        "nothing": None,
+        "names": ["a", "b"],
+        "training": {"optimizer": "sgd", "lr": 0.1, "decay": None, "nested": {"betas": [0.9, 0.99]}},
+    }
+    payload = encode({"w": torch.ones(2), "~note/w": torch.zeros(1)}, header)
+    assert read_reply(reply_content(payload, 1.0), encode) == payload
+
+
+def test_a_header_that_is_no_json_is_malformed() -> None:
+    content = reply_content(encode({}, {"mass": 1.0, "steps": 1, "facts": {}, "spec": {}}), 0.0)
+    content.config_records[f"{REPLY}.tables"]["spec"] = "[" * 100_000
+    with pytest.raises(Malformed, match="its records are not a reply"):
+        read_reply(content, encode)

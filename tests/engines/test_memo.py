@@ -15,7 +15,8 @@ import torch
 from fedfuse.client.evidence.control import ControlDelta, Remember
 from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.core.messages import Brief, Envelope
-from fedfuse.core.recipe import Recipe, Work
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import Decay
 from fedfuse.core.spec import Spec
 from fedfuse.engines.base import InProcess, LocalEngine, Population

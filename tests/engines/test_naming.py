@@ -14,8 +14,8 @@ import torch
 from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.client.objectives import Proximal
 from fedfuse.core.messages import Brief
-from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import Decay, LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.engines import naming

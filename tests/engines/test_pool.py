@@ -15,7 +15,8 @@ from torch import nn
 from fedfuse.core.messages import Brief, Envelope, Start
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
-from fedfuse.core.recipe import Recipe, Work
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState

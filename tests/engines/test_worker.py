@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fedfuse.core.messages import Brief
-from fedfuse.core.recipe import Work
+from fedfuse.core.seams import Work
 from fedfuse.engines import worker
 from fedfuse.engines.base import InProcess, Population
 from fedfuse.engines.shelf import Shelf
@@ -62,7 +62,7 @@ from pathlib import Path
 sys.path.insert(0, {here!r})
 import odd_parts, torch
 from conftest import make_brief
-from fedfuse.core.recipe import Work
+from fedfuse.core.seams import Work
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.engines.base import Population

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fedfuse.core.recipe import Recipe
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.experiment.config import Experiment, load_experiment
 from fedfuse.experiment.execute import execute
@@ -15,41 +16,39 @@ from fedfuse.experiment.prepare import prepare
 from fedfuse.server.aggregate.gaussianity import NonGaussianMean
 from fedfuse.server.aggregate.natural import NaturalKron
 from fedfuse.server.align.activations import ByActivations
-from fedfuse.server.align.aligned import ALIGNMENTS, Aligned
+from fedfuse.server.align.alignment import ALIGNMENTS, Aligned
 from fedfuse.server.align.transport import ByTransport
 from fedfuse.server.align.weights import ByWeights
-from fedfuse.server.guard import Guarded, Krum
+from fedfuse.server.guard import Krum
+from fedfuse.server.steps.renorm import RestateNorms
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def aggregate(**said: Any) -> tuple[str, Any]:
+def recipe_of(**said: Any) -> tuple[str, Recipe]:
     [(label, recipe)] = Experiment(methods=[said]).recipes().items()
-    return label, recipe.aggregate
+    return label, recipe
 
 
 def test_one_word_aligns_before_any_method() -> None:
-    label, found = aggregate(name="swa", align="weights")
+    label, recipe = recipe_of(name="swa", align="weights")
     assert label == "swa+weights"
-    assert found == Aligned(ByWeights(), NonGaussianMean())
+    assert (recipe.align, recipe.aggregate) == (Aligned(ByWeights()), NonGaussianMean())
 
 
-def test_a_table_gives_options_to_the_way_and_to_the_wrapper() -> None:
+def test_a_table_gives_options_to_the_way_and_to_the_alignment() -> None:
     said = {"name": "transport", "reg": 0.05, "reference": "mean", "renorm": True}
-    _, found = aggregate(name="fedlpa", align=said)
-    assert isinstance(found, Aligned)
-    assert found.by == ByTransport(reg=0.05)
-    assert (found.reference, found.renorm) == ("mean", True)
-    assert isinstance(found.then, NaturalKron)
-    assert {"kron", "server_rows"} <= found.needs
+    _, recipe = recipe_of(name="fedlpa", align=said)
+    assert recipe.align == Aligned(ByTransport(reg=0.05), "mean")
+    assert isinstance(recipe.aggregate, NaturalKron)
+    assert recipe.steps[0] == RestateNorms()
+    assert {"kron", "server_rows"} <= recipe.needs
 
 
 def test_units_are_aligned_before_a_guard_measures_distances() -> None:
-    label, found = aggregate(name="fedavg", align="activations", guard={"name": "krum"})
+    label, recipe = recipe_of(name="fedavg", align="activations", guard={"name": "krum"})
     assert label == "fedavg+krum+activations"
-    assert found.by == ByActivations()
-    assert isinstance(found.then, Guarded)
-    assert found.then.by == Krum()
+    assert (recipe.align, recipe.guard) == (Aligned(ByActivations()), Krum())
 
 
 def test_a_resolved_file_says_the_same(tiny: Callable[..., Experiment], tmp_path: Path) -> None:
@@ -74,7 +73,7 @@ def test_a_resolved_file_says_the_same(tiny: Callable[..., Experiment], tmp_path
 )
 def test_what_is_wrong_is_said_in_one_sentence(align: Any, words: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=".") as caught:
-        aggregate(name="fedavg", align=align)
+        recipe_of(name="fedavg", align=align)
     assert words in str(caught.value)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fedfuse.core.recipe import Recipe
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment, assign, file_name, load_experiment, load_experiments
-from fedfuse.server.guard import Guarded, Krum
+from fedfuse.server.guard import Krum
 
 FILE = """
 rounds = 3
@@ -156,8 +156,9 @@ def test_a_guard_stands_before_the_aggregator_and_is_told(file: Path) -> None:
     sets = ['methods=[{name="fedavg", guard={name="krum", byzantine=2}}]']
     [(label, recipe)] = load_experiment(file, sets).recipes().items()
     assert label == "fedavg+krum"
-    assert isinstance(recipe.aggregate, Guarded)
-    assert recipe.aggregate.by == Krum(byzantine=2)
+    assert recipe.guard == Krum(byzantine=2)
+    [(_, short)] = load_experiment(file, ['methods=[{name="fedavg", guard="krum"}]']).recipes().items()
+    assert short.guard == Krum()
 
 
 def test_then_hands_over_after_its_rounds(file: Path) -> None:

@@ -99,7 +99,10 @@ def test_a_network_of_ones_own(tiny: Tiny) -> None:
         ({"name": "my_net:Net"}, "model 'my_net:Net' cannot be imported (No module named 'my_net')"),
         ({"name": "my_typo:Net"}, "cannot be imported (SyntaxError: invalid syntax"),
         ({"name": "my_nets:Silent"}, "cannot read rows of shape 1×8×8: KeyError: no reason given"),
-        ({"name": "my_nets:Pair"}, "gives a tuple, expected a tensor of 10 logits"),
+        (
+            {"name": "my_nets:Pair"},
+            "gives a tuple of (Tensor, Tensor), expected logits; say which: output = 0 or output = 1",
+        ),
         ({"name": "my_nets:anything", "outputs": 4}, "gives outputs of shape (2, 4)"),
         ({"name": "builtins:dict"}, "gave a dict, expected a torch.nn.Module"),
     ],

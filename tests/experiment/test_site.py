@@ -3,9 +3,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedfuse.core.channels import channel_groups, narrowed
+from fedfuse.core.model import Single
+from fedfuse.core.posterior import Posterior
+from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.site import fuse_files, site_update
+from fedfuse.server.gather import fingerprint
 from fedfuse.wire.codec import decode, read
+from fedfuse.wire.files import load_model, save_model
 
 
 def update(*sets: str, method: str = "fedavg", seed: int = 0, start: Path | None = None, model: str = "mlp"):
@@ -56,10 +62,70 @@ def test_unknown_words_are_told() -> None:
 
 def test_files_are_fused_with_the_methods_options(tmp_path: Path) -> None:
     paths = [update(f"local.epochs={k + 1}", method="fedlpa").save(tmp_path / f"{k}.safetensors") for k in range(2)]
-    weak, strong = (fuse_files(paths, "fedlpa", [f"damping={d}", "pi=one"], None, None, 0.5, None) for d in (1e-6, 1e9))
-    mean = fuse_files(paths, "fedavg", [], None, None, 0.5, None).state_dict()
+    weak, strong = (fuse_files(paths, "fedlpa", [f"damping={d}", "pi=one"]) for d in (1e-6, 1e9))
+    mean = fuse_files(paths, "fedavg", []).state_dict()
     assert torch.allclose(strong.state_dict()["fc1.weight"], mean["fc1.weight"], atol=1e-5)
     assert not torch.allclose(weak.state_dict()["fc1.weight"], mean["fc1.weight"], atol=1e-4)
     with pytest.raises(ConfigError, match="there is no file"):
-        fuse_files([tmp_path / "nobody"], "fedavg", [], None, None, 0.5, None)
+        fuse_files([tmp_path / "nobody"], "fedavg", [])
     assert read(paths[0]).header["method"] == "fedlpa"
+
+
+LENET = ("model.maps=[4,5]", "model.hidden=[6]")
+
+
+def pruned_file(folder: Path, **options: object) -> Path:
+    """A model file of the network that `LENET` names, two of its channels gone."""
+    spec = Spec("lenet", {"classes": 10, "channels": 1, "size": 8, "maps": [4, 5], "hidden": [6], **options})
+    params = dict(spec.build().state_dict())
+    keep = {group: [0, 3] for group in channel_groups(spec, (1, 8, 8)) if group.name == "conv1"}
+    small, weights = narrowed(spec, params, keep)
+    save_model(Single(small, Posterior(weights)), folder / "pruned.safetensors")
+    return folder / "pruned.safetensors"
+
+
+def test_a_pruned_start_brings_its_shape(tmp_path: Path) -> None:
+    path = pruned_file(tmp_path)
+    sites = [update(*LENET, model="lenet", start=path, seed=seed) for seed in (0, 1)]
+    header = decode(sites[0].payload).header
+    assert header["spec"]["kept"] == {"conv1": [0, 3]}
+    assert header["start"] == fingerprint(dict(read(path).tensors))
+    paths = [site.save(tmp_path / f"{k}.safetensors") for k, site in enumerate(sites)]
+    fused = fuse_files(paths, "fedavg", [], None, None, 0.5, None)
+    assert tuple(fused.state_dict()["conv1.weight"].shape) == (2, 1, 3, 3)
+    assert fused.logits(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
+    again = update(*LENET, model="lenet", start=fused.save(tmp_path / "fused.safetensors"))
+    assert decode(again.payload).header["spec"]["kept"] == {"conv1": [0, 3]}
+
+
+def test_a_pruned_start_of_another_network_does_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the start does not fit the network 'lenet'"):
+        update(*LENET, model="lenet", start=pruned_file(tmp_path, hidden=[7]))
+    with pytest.raises(ConfigError, match="the start does not fit the network 'mlp'"):
+        update(start=pruned_file(tmp_path))
+
+
+def test_a_site_says_which_output_are_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "his_nets.py").write_text(PAIR)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="gives a dict with 'size', 'logits', expected logits; say which: output = "):
+        update(model="his_nets:Pair")
+    path = update("model.output=logits", model="his_nets:Pair").save(tmp_path / "a.safetensors")
+    assert read(path).header["spec"] == {"factory": "his_nets:Pair", "options": {}, "output": "logits"}
+    fused = fuse_files([path], "fedavg", [], None, None, 0.5, "his_nets:Pair")
+    assert fused.logits(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
+    saved, _ = load_model(fused.save(tmp_path / "f.safetensors"), ["his_nets:Pair"])
+    assert saved.spec.output == "logits"
+
+
+PAIR = """
+from torch import nn
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.top = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return {"size": x.size(0), "logits": self.top(x.flatten(1))}
+"""

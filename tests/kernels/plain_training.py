@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief
-from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.kernels.chain import Chain

@@ -88,6 +88,26 @@ class Twice(Added):
         return self.fc(torch.relu(self.fc(x)))  # type: ignore[no-any-return]
 
 
+class Counting(Added):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.fc(x)  # type: ignore[no-any-return]
+
+
+class Buffered(Added):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.fc(x)  # type: ignore[no-any-return]
+
+
 class Mixing(Added):
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(x).view(-1, 2)  # type: ignore[no-any-return]
@@ -103,6 +123,8 @@ UNCOVERED: list[tuple[Callable[[], nn.Module], tuple[int, ...], str]] = [
     (Added, (4,), "reads more than the one before it: add"),
     (Branching, (4,), "cannot be traced"),
     (Twice, (4,), "a layer used twice"),
+    (Counting, (4,), "changes the network's attributes"),
+    (Buffered, (4,), "the buffer 'calls'"),
     (Mixing, (4,), "view"),
     (hooked, (4,), "hooks"),
     (lambda: nn.Sequential(nn.Linear(4, 3), nn.GELU()), (4,), "GELU '1'"),
@@ -127,10 +149,14 @@ UNCOVERED: list[tuple[Callable[[], nn.Module], tuple[int, ...], str]] = [
 def test_the_first_part_that_is_not_known_is_named(
     make: Callable[[], nn.Module], shape: tuple[int, ...], word: str
 ) -> None:
+    net = make().train()
+    before = {n: t.clone() for n, t in net.state_dict().items()}
     with pytest.raises(Uncovered) as told:
-        chain_of(make().train(), shape)
+        chain_of(net, shape)
     assert word in str(told.value)
     assert str(told.value)
+    assert getattr(net, "calls", 0) == 0
+    assert all(t.equal(before[n]) for n, t in net.state_dict().items())  # to look at it changed nothing
 
 
 def test_dropout_at_rest_is_no_layer() -> None:

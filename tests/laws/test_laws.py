@@ -28,16 +28,18 @@ from fedfuse.core.messages import ClientUpdate, Cohort, Envelope
 from fedfuse.core.model import Apart, Mixture, Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
-from fedfuse.core.recipe import Aggregator, Evidence, Recipe
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import all_methods
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Aggregator, Evidence
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.admit import admit_all
 from fedfuse.server.aggregate.mean import ALL_LAWS, Mean
-from fedfuse.server.guard import GUARDS, Guarded
+from fedfuse.server.guard import GUARDS
+from fedfuse.server.round import filter_cohort
 
 CLIENTS, FEATURES, CLASSES = 5, 6, 3
 few = settings(max_examples=6, deadline=None, derandomize=True)
@@ -84,8 +86,14 @@ def cases() -> dict[str, Recipe]:
             made: Aggregator = cls()
             found[cls.__name__] = Recipe(aggregate=made, evidence=evidence_for(made.needs))
     for name, guard in GUARDS.items():
-        found[f"{name} before mean"] = Recipe(aggregate=Guarded(guard(), Mean()))
+        found[f"{name} before mean"] = Recipe(aggregate=Mean(), guard=guard())
     return found
+
+
+def fuse(recipe: Recipe, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
+    """A round without the server's steps: what the laws are about."""
+    filtered, _ = filter_cohort(recipe, cohort, state, bench)
+    return recipe.aggregate(filtered, state, bench)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +107,7 @@ class Trial:
 
     def fuse(self, cohort: Cohort | None = None) -> dict[str, Tensor]:
         """What the aggregator makes of a cohort, as tensors one can compare."""
-        return outcome(self.recipe.aggregate(cohort or self.cohort, self.state, self.bench))
+        return outcome(fuse(self.recipe, cohort or self.cohort, self.state, self.bench))
 
 
 def rows(seed: int, n: int) -> Rows:
@@ -125,7 +133,7 @@ def trial(name: str, network: str, seed: int = 0) -> Trial | None:
         ]
         admission = admit_all(envelopes, brief, recipe.evidence, asked)
         assert not admission.refused
-        recipe.aggregate(admission.cohort, state, bench)
+        fuse(recipe, admission.cohort, state, bench)
     except (RecipeError, ConfigError):
         return None
     return Trial(recipe, admission.cohort, state, bench)
@@ -163,7 +171,7 @@ def compared(state: ServerState, update: ClientUpdate) -> dict[str, Tensor]:
 
 def claims(law: str) -> pytest.MarkDecorator:
     """Every case that claims a law, on every network."""
-    who = [(n, net) for n, recipe in cases().items() if law in recipe.aggregate.laws for net in NETWORKS]
+    who = [(n, net) for n, recipe in cases().items() if law in recipe.laws for net in NETWORKS]
     return pytest.mark.parametrize(("name", "network"), who, ids=[f"{n}, {net}" for n, net in who])
 
 
@@ -189,7 +197,7 @@ def test_one_client_is_that_client(name: str, network: str, who: int, mass: floa
     if (it := trial(name, network)) is None:
         return
     update = replace(it.cohort.updates[who], mass=mass)
-    state = it.recipe.aggregate(Cohort((update,)), it.state, it.bench)
+    state = fuse(it.recipe, Cohort((update,)), it.state, it.bench)
     assert close(outcome(state), compared(state, update))
 
 
@@ -201,7 +209,7 @@ def test_agreeing_clients_change_nothing(name: str, network: str, who: int, weig
         return
     update = it.cohort.updates[who]
     cohort = Cohort(tuple(replace(update, client=f"c{i}", mass=m) for i, m in enumerate(weights)))
-    state = it.recipe.aggregate(cohort, it.state, it.bench)
+    state = fuse(it.recipe, cohort, it.state, it.bench)
     assert close(outcome(state), compared(state, update))
 
 
@@ -250,7 +258,7 @@ def test_what_comes_in_one_dtype_goes_out_in_it(name: str, network: str, dtype: 
     start = it.state.single
     state = replace(it.state, model=Single(start.spec, Posterior(cast(start.posterior.mean, dtype))))
     updates = [replace(u, posterior=replace(u.posterior, mean=cast(u.posterior.mean, dtype))) for u in it.cohort]
-    model = it.recipe.aggregate(Cohort.of(updates), state, it.bench).model
+    model = fuse(it.recipe, Cohort.of(updates), state, it.bench).model
     members = [model] if isinstance(model, Single) else model.members
     for member in members:
         forms = {n: t.dtype for n, t in member.posterior.mean.items()}
@@ -278,7 +286,7 @@ def test_the_same_seed_gives_the_same_bytes(name: str, network: str) -> None:
 
 @pytest.mark.parametrize("name", cases())
 def test_laws_are_known_and_every_case_runs_somewhere(name: str) -> None:
-    assert cases()[name].aggregate.laws <= ALL_LAWS
+    assert cases()[name].laws <= ALL_LAWS
     assert any(trial(name, network) is not None for network in NETWORKS)
 
 
@@ -296,5 +304,5 @@ def test_no_aggregator_escapes_the_laws() -> None:
 def test_models_that_stay_apart_are_compared_member_by_member() -> None:
     it = trial("local", "plain")
     assert it is not None
-    assert isinstance(it.recipe.aggregate(it.cohort, it.state, it.bench).model, Apart)
+    assert isinstance(fuse(it.recipe, it.cohort, it.state, it.bench).model, Apart)
     assert len(it.fuse()) == CLIENTS * len(it.state.single.posterior.mean)

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from fedfuse.client.objectives import Controlled, Proximal
 from fedfuse.core.model import Single
-from fedfuse.core.recipe import Batch, Objective, Recipe
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Batch, Objective
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState

@@ -8,7 +8,7 @@ from fedfuse.api import method
 from fedfuse.client.evidence.calibration import LogitScale
 from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.core.combine import FirstLayer, MeanProbability, TopLogit
-from fedfuse.core.recipe import CrossEntropy
+from fedfuse.core.seams import CrossEntropy
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.cover import CoverAnswers, CoverClasses
@@ -58,7 +58,7 @@ def test_distillation_brings_one_network_back() -> None:
     distilled = method("ams", distil="impressions", epochs=3)
     assert distilled.result == "single"
     assert isinstance(distilled.steps[-1], Distill)
-    assert method("ensemble", distil="unlabelled").needs == {"unlabelled"}
+    assert method("ensemble", distil="unlabelled").needs == {"unlabelled", "network"}
 
 
 @pytest.mark.parametrize(

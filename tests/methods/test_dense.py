@@ -19,5 +19,5 @@ def test_published_settings() -> None:
         Distill(generate, temperature=20.0, epochs=200, batch=256, optimizer=student, begin="fresh"),
     )
     assert recipe.result == "single"
-    assert recipe.needs == frozenset()
+    assert recipe.needs == {"network"}
     assert recipe.reveals == ()

@@ -53,8 +53,8 @@ def test_methods_of_one_network_still_refuse_the_odd_one() -> None:
 
 def test_plain_weights_say_nothing_of_their_network() -> None:
     weights = [SHALLOW.build().state_dict() for _ in range(2)]
-    with pytest.raises(RecipeError, match="say nothing of their network; pass model= to run"):
-        fuse(weights, "ams").logits(X)
+    with pytest.raises(QuorumLost, match=r"model-1: network is unknown: plain tensors do not say, .* 'ams' can run"):
+        fuse(weights, "ams")
     assert fuse(weights, "ams", model=SHALLOW).logits(X).shape == (30, 3)
 
 

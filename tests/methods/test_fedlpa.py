@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from fedfuse.client.evidence.kfac import KroneckerFactors
-from fedfuse.core.recipe import Aggregator, CrossEntropy, Recipe
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
+from fedfuse.core.seams import Aggregator, CrossEntropy
 from fedfuse.engines.base import InProcess
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.experiment.config import Experiment

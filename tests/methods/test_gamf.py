@@ -10,8 +10,9 @@ from fedfuse.core.channels import channel_groups, placed
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.align.aligned import Aligned
+from fedfuse.server.align.alignment import Aligned
 from fedfuse.server.align.graph import ByGraph
+from fedfuse.server.steps.renorm import RestateNorms
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [6, 5], "classes": 3})
 
@@ -27,7 +28,8 @@ def test_shuffled_copies_are_one_network() -> None:
 
 
 def test_options_reach_the_parts() -> None:
-    made = method("gamf", hot=1.0, sweeps=3, uniform=False, renorm=True).aggregate
-    assert made == Aligned(ByGraph(hot=1.0, sweeps=3), Mean(), renorm=True)
+    made = method("gamf", hot=1.0, sweeps=3, uniform=False, renorm=True)
+    assert (made.align, made.aggregate) == (Aligned(ByGraph(hot=1.0, sweeps=3)), Mean())
+    assert made.steps == (RestateNorms(),)
     with pytest.raises(ConfigError, match="0 < cold ≤ hot"):
         method("gamf", hot=0.01)

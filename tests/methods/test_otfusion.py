@@ -10,9 +10,9 @@ import torch
 from fedfuse.api import fuse, local_update, method
 from fedfuse.core.channels import channel_groups, placed
 from fedfuse.core.spec import Spec
-from fedfuse.errors import ConfigError
+from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.align.aligned import Aligned
+from fedfuse.server.align.alignment import Aligned
 from fedfuse.server.align.transport import ByTransport
 from fedfuse.wire.files import load_model
 
@@ -55,12 +55,13 @@ def test_a_shuffled_copy_is_recognised_by_name_or_by_value() -> None:
 
 def test_weights_without_a_network_cannot_be_followed() -> None:
     weights = WIDE.build().state_dict()
-    with pytest.raises(ConfigError, match="cannot be followed"):
+    with pytest.raises(QuorumLost, match="model-1: network is unknown: plain tensors do not say"):
         fuse([weights, weights], "fedavg", align="weights")
 
 
 def test_options_reach_the_parts() -> None:
-    made = method("otfusion", reg=0.1, ground="activations", reading="average", uniform=False).aggregate
-    assert made == Aligned(ByTransport(0.1, "activations", "average"), Mean(), "largest")
+    made = method("otfusion", reg=0.1, ground="activations", reading="average", uniform=False)
+    assert made.align == Aligned(ByTransport(0.1, "activations", "average"), "largest")
+    assert made.aggregate == Mean()
     with pytest.raises(ConfigError, match="option reg is -1"):
         method("otfusion", reg=-1)

@@ -13,9 +13,10 @@ from fedfuse.client.objectives import Contrastive
 from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.model import Single
-from fedfuse.core.recipe import CrossEntropy, Recipe
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import CrossEntropy
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState

@@ -10,7 +10,7 @@ import pytest
 
 from fedfuse.client.evidence.kfac import KroneckerFactors
 from fedfuse.core.messages import Cohort
-from fedfuse.core.recipe import Aggregator, Work
+from fedfuse.core.seams import Aggregator, Work
 from fedfuse.engines.base import InProcess
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import Setting, prepare

@@ -13,17 +13,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fedfuse.core.recipe import Aggregator
+from fedfuse.core.recipe import Recipe
 from fedfuse.engines.base import InProcess
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import Prepared, Setting, prepare
 from fedfuse.server.admit import Admission, admit_all
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.align.activations import ByActivations
-from fedfuse.server.align.aligned import ALIGNMENTS, Aligned, Way
+from fedfuse.server.align.alignment import ALIGNMENTS, Aligned, Way
 from fedfuse.server.align.line import Line, straight_line
 from fedfuse.server.align.nets import Net
 from fedfuse.server.align.weights import ByWeights
+from fedfuse.server.round import fuse_round
 
 pytestmark = pytest.mark.paper
 
@@ -38,8 +39,9 @@ class Trained(NamedTuple):
     setting: Setting
     admission: Admission
 
-    def accuracy(self, aggregate: Aggregator) -> float:
-        fused = aggregate(self.admission.cohort, self.setting.start, self.setting.bench)
+    def accuracy(self, align: Aligned | None = None) -> float:
+        recipe = Recipe(align=align, aggregate=Mean())
+        fused = fuse_round(recipe, self.admission.cohort, self.setting.start, self.setting.bench)
         return 100 * float(self.setting.judge.evaluate(fused.model)["accuracy"])
 
     def line(self, way: Way | None, restated: bool) -> Line:
@@ -84,14 +86,14 @@ def cifar(network: str) -> Trained:
 @pytest.mark.parametrize("way", ALIGNMENTS)
 def test_where_the_naive_mean_is_at_chance_the_aligned_one_is_not(real_data: Path, way: str) -> None:
     clients = mnist("iid")
-    assert clients.accuracy(Mean()) < 25
+    assert clients.accuracy() < 25
     assert clients.accuracy(Aligned(ALIGNMENTS[way]())) > 75
 
 
 def test_skewed_clients_gain_too(real_data: Path) -> None:
     both = [mnist("dirichlet", seed) for seed in (0, 1)]
     for way in (ByWeights(), ByActivations()):
-        gains = [each.accuracy(Aligned(way)) - each.accuracy(Mean()) for each in both]
+        gains = [each.accuracy(Aligned(way)) - each.accuracy() for each in both]
         assert sum(gains) / 2 > 8, gains
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.core.messages import Cohort
-from fedfuse.core.recipe import Aggregator, Work
 from fedfuse.core.registry import find_method
+from fedfuse.core.seams import Aggregator, Work
 from fedfuse.core.state import ServerState
 from fedfuse.engines.base import InProcess
 from fedfuse.experiment.config import Experiment

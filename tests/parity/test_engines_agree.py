@@ -3,70 +3,29 @@
 from __future__ import annotations
 
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from fedfuse.core.inputs import InputForm
-from fedfuse.core.model import Mixture, Single, networks
-from fedfuse.core.recipe import Engine, Recipe
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import all_methods
-from fedfuse.core.rows import Rows
-from fedfuse.core.settings import LocalSettings
-from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.core.seams import Engine
+from fedfuse.engines.base import InProcess
 from fedfuse.errors import ConfigError
 from fedfuse.server.judge import Judge
 from fedfuse.server.loop import Plan, Record, run
 
 pytest.importorskip("flwr")
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_grid import FakeGrid, TestSite, grid_of, rows, small_options
+from small_runs import CLASSES, LOCAL, SEED, SIZES, bench, images, population, rounds_of, start, tensors  # noqa: I001
+from fake_grid import FakeGrid, TestSite, grid_of, small_options
 
 from fedfuse.engines.flower import Federation, FlowerEngine
 from fedfuse.engines.flower_client import client_app
 
-CLASSES, SIZES, SEED = 3, (14, 9, 22), 5
-LOCAL = LocalSettings(batch_size=8, epochs=1, optimizer={"lr": 0.1, "momentum": 0.5})
-MLP = Spec("mlp", {"inputs": 64, "hidden": [5], "classes": CLASSES})
-CONV = Spec("lenet", {"size": 8, "maps": [4, 6], "hidden": [8], "classes": CLASSES})
 TIMES = ("train_seconds", "server_seconds")
-
-
-def images(seed: int, n: int) -> Rows:
-    made = rows(seed, n, 64, CLASSES)
-    return Rows(made.x.view(n, 1, 8, 8), made.y)
-
-
-@cache
-def population() -> Population:
-    return Population.of({f"client-{i}": images(i, n) for i, n in enumerate(SIZES)})
-
-
-def bench() -> Bench:
-    server = images(99, 30)
-    return Bench(server, server.x, len(SIZES), CLASSES, LOCAL, SEED, InputForm((1, 8, 8)))
-
-
-def rounds_of(recipe: Recipe) -> int:
-    return 2 if recipe.result != "mixture" else 1
-
-
-def start(recipe: Recipe) -> ServerState:
-    """A small network that the recipe can work on."""
-    torch.manual_seed(0)
-    dense, conv = (ServerState(0, Single.of(spec.build(), spec)) for spec in (MLP, CONV))
-    try:
-        recipe.check(rounds_of(recipe), bench(), dense)
-    except ConfigError:  # there are no channels to remove
-        return conv
-    return dense
 
 
 def records(recipe: Recipe, engine: Engine) -> list[Record]:
@@ -79,16 +38,6 @@ def over_flower(recipe: Recipe) -> FlowerEngine:
     federation = Federation(grid, len(SIZES), deadline=60, names=population().clients)
     federation.gather()
     return FlowerEngine(federation, recipe.label, recipe, LOCAL, SEED)
-
-
-def tensors(record: Record) -> dict[str, Tensor]:
-    state = record.state
-    found = {f"memory/{n}": t for n, t in state.memory.items()}
-    for place, network in enumerate(networks(state.model)):
-        found |= {f"{place}/{n}": t for n, t in network.posterior.mean.items()}
-    if isinstance(state.model, Mixture):
-        found["weights"] = state.model.weights
-    return found
 
 
 def told(record: Record) -> dict[str, Any]:
@@ -108,7 +57,7 @@ def test_in_process_and_flower_agree_to_the_last_bit(name: str) -> None:
     theirs = records(recipe, engine)
     assert len(ours) == len(theirs) == rounds_of(recipe)
     for one, other in zip(ours, theirs, strict=True):
-        a, b = tensors(one), tensors(other)
+        a, b = tensors(one.state), tensors(other.state)
         assert a.keys() == b.keys()
         assert all(a[n].dtype == b[n].dtype and a[n].equal(b[n]) for n in a)
         assert told(one) == told(other)

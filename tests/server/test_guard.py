@@ -15,11 +15,15 @@ from torch import Tensor, nn
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Diag, Posterior
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.seams import Guard
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.guard import GUARDS, CoordinateMedian, Guard, Guarded, Krum, NormClip, TrimmedMean, guard
+from fedfuse.server.filters import find_guard
+from fedfuse.server.guard import GUARDS, CoordinateMedian, Krum, NormClip, TrimmedMean
+from fedfuse.server.round import fuse_round
 from fedfuse.wire.codec import decode, encode
 
 NET = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
@@ -52,7 +56,7 @@ START = ServerState(0, Single(SPEC, Posterior(drawn(99))))
 
 
 def mean_after(by: Guard, states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return dict(Guarded(by, Mean())(cohort(states), START, Bench()).single.posterior.mean)
+    return dict(fuse_round(Recipe(aggregate=Mean(), guard=by), cohort(states), START, Bench()).single.posterior.mean)
 
 
 def test_the_median_is_scipys() -> None:
@@ -106,7 +110,9 @@ def test_one_liar_cannot_carry_the_mean_away(name: str) -> None:
         {n: t + 0.01 * drawn(k)[n] if t.is_floating_point() else t for n, t in drawn(99).items()} for k in range(5)
     ]
     liar = drawn(50, scale=1e6)
-    got = vector(mean_after(guard(name, **({"trim": 0.2} if name == "trimmed" else {})), [*honest, liar]))
+    got = vector(
+        mean_after(find_guard({"name": name, **({"trim": 0.2} if name == "trimmed" else {})})[1], [*honest, liar])
+    )
     assert np.abs(got - vector(drawn(99))).max() < 0.2
 
 
@@ -116,23 +122,25 @@ def test_a_guard_keeps_geometry_and_evidence() -> None:
         for u in cohort(STATES)
     ]
     for name in GUARDS:
-        for u in guard(name)(Cohort(tuple(updates)), START):
+        for u in GUARDS[name]()(Cohort(tuple(updates)), START):
             assert isinstance(u.posterior.geometry, Diag)
             assert list(u.notes) == ["counts/x"]
 
 
 def test_the_record_says_who_was_dropped() -> None:
     far = [*STATES[:5], drawn(7, scale=100.0)]
-    facts = Guarded(Krum(), Mean())(cohort(far), START, Bench()).facts
+    facts = fuse_round(Recipe(aggregate=Mean(), guard=Krum()), cohort(far), START, Bench()).facts
     assert facts["guard_dropped"] == ["c5"]
     assert "Krum" in facts["guard"]
 
 
 def test_impossible_guards_say_so() -> None:
     with pytest.raises(ConfigError, match="no guard 'krumm'; did you mean 'krum'"):
-        guard("krumm")
-    with pytest.raises(ConfigError, match="cannot be made"):
-        guard("krum", bizantine=1)
+        find_guard("krumm")
+    with pytest.raises(ConfigError, match="no option 'bizantine'; did you mean 'byzantine'"):
+        find_guard({"name": "krum", "bizantine": 1})
+    with pytest.raises(ConfigError, match="guard krum.byzantine is 'two'"):
+        find_guard({"name": "krum", "byzantine": "two"})
     with pytest.raises(RecipeError, match="needs at least 4 updates, got 3"):
         Krum()(cohort(STATES[:3]), START)
     with pytest.raises(RecipeError, match=r"\[0, 0.5\)"):

@@ -11,9 +11,10 @@ import torch
 
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.model import Apart, Model, Single
-from fedfuse.core.recipe import Engine, Recipe, Work
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Engine, Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from fedfuse.client.evidence.kfac import Block, blocks_of, unpacked
-from fedfuse.core.recipe import Batch, CrossEntropy, Objective
+from fedfuse.core.precision import in_full
+from fedfuse.core.seams import Batch, CrossEntropy, Objective
 from fedfuse.core.state import Local, part
+from fedfuse.linalg.psd import packed_size
+from fedfuse.wire.codec import forms_of
 
 
 class _Gap(NamedTuple):
@@ -49,17 +52,27 @@ class PosteriorPull:
 
 
 def _pull(gap: _Gap, local: Local) -> Tensor:
-    away = gap.block.matrices(local.live) - gap.start
+    away = in_full(gap.block.matrices(local.live)) - gap.start
     return (away * (gap.B @ away @ gap.A)).sum()
 
 
 def _gaps(local: Local) -> list[_Gap]:
     theirs, mine = part(local.brief.memory, "kron"), local.recall("kron")
-    known = [b for b in blocks_of(local.brief.spec) if f"{b.layer.name}/in" in theirs.keys() & mine.keys()]
+    known = [b for b in blocks_of(local.brief.spec) if _is_known(b, theirs, local) and _is_known(b, mine, local)]
     return [_gap(block, theirs, mine, local) for block in known]
+
+
+def _is_known(block: Block, factors: dict[str, Tensor], local: Local) -> bool:
+    """Whether there are factors of this layer as it is now: after a pruning there are none of its size."""
+    if block.layer.weight not in local.live:
+        return False
+    sizes = zip(("in", "out"), block.sizes(forms_of(local.brief.params)), strict=True)
+    told = {side: factors.get(f"{block.layer.name}/{side}") for side in ("in", "out")}
+    return all((t := told[side]) is not None and t.shape[-1] == packed_size(size) for side, size in sizes)
 
 
 def _gap(block: Block, theirs: dict[str, Tensor], mine: dict[str, Tensor], local: Local) -> _Gap:
     names = (f"{block.layer.name}/in", f"{block.layer.name}/out")
-    A, B = (unpacked((theirs[n].double() - mine[n].double()).to(local.anchor[block.layer.weight])) for n in names)
-    return _Gap(block, A, B, block.matrices(local.anchor))
+    start = in_full(block.matrices(local.anchor))
+    A, B = (unpacked((theirs[n].double() - mine[n].double()).to(start)) for n in names)
+    return _Gap(block, A, B, start)

@@ -10,7 +10,9 @@ import torch
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedfuse.core.recipe import Aggregator, Batch, CrossEntropy, Objective, Recipe
+from fedfuse.core.precision import in_full
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.seams import Aggregator, Batch, CrossEntropy, Objective
 from fedfuse.core.settings import Settings
 from fedfuse.core.state import Local
 from fedfuse.errors import RecipeError
@@ -94,12 +96,13 @@ class Elbo:
 
 
 def kl_diagonal(mean: Tensor, log_variance: Tensor, m: Tensor | float, log_v: Tensor | float) -> Tensor:
-    """KL(N(mean, e^log_variance) ‖ N(m, e^log_v)) summed over all elements, in their own dtype.
+    """KL(N(mean, e^log_variance) ‖ N(m, e^log_v)) summed over all elements, in their own dtype or float32.
 
     Example:
         >>> kl_diagonal(torch.tensor([2.0]), torch.zeros(1), 0.0, 0.0)
         tensor(2.)
     """
+    mean, log_variance = in_full(mean), in_full(log_variance)
     gap = log_variance - log_v
     away = (mean - m).square() * (-torch.as_tensor(log_v)).exp()
     return (gap.exp() + away - 1 - gap).sum() / 2

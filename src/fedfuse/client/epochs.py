@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedfuse.client.objectives import pull_of
 from fedfuse.client.optimise import Stepper, shape_gradients, spread_step, stepper
-from fedfuse.core.recipe import Batch, Free, Work
+from fedfuse.core.seams import Batch, Free, Work
 from fedfuse.core.state import Local
 from fedfuse.errors import ConfigError
 from fedfuse.kernels import chain_for

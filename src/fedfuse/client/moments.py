@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedfuse.core.precision import in_full
+
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -28,6 +30,7 @@ def input_moments(module: nn.Module, x: Tensor) -> Tensor:
         >>> input_moments(nn.Conv1d(1, 1, 2), torch.tensor([[[1.0, 2.0, 3.0]]])).tolist()
         [[[5.0, 8.0, 3.0], [8.0, 13.0, 5.0], [3.0, 5.0, 2.0]]]
     """
+    x = in_full(x)
     if isinstance(module, CONVOLUTIONS):
         gram, total, count = _patch_moments(module, x)
     else:
@@ -38,6 +41,7 @@ def input_moments(module: nn.Module, x: Tensor) -> Tensor:
 
 def output_moments(module: nn.Module, grad: Tensor) -> tuple[Tensor, int]:
     """Σ g gᵀ over examples and positions, (groups × out × out) in float64, and how many those are."""
+    grad = in_full(grad)
     if isinstance(module, CONVOLUTIONS):
         columns = grad.transpose(0, 1).reshape(module.groups, module.out_channels // module.groups, -1)
     else:

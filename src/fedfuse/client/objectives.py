@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedfuse.core.recipe import Batch, CrossEntropy, Objective
+from fedfuse.core.precision import in_full
+from fedfuse.core.seams import Batch, CrossEntropy, Objective
 from fedfuse.core.state import Local, part, representation
 
 
@@ -26,7 +27,7 @@ class Proximal:
         if self.mu == 0:
             return loss
         away = torch._foreach_sub(list(local.live.values()), list(local.anchor.values()))
-        return loss + self.mu / 2 * torch.stack([(d * d).sum() for d in away]).sum()
+        return loss + self.mu / 2 * torch.stack([(d * d).sum() for d in map(in_full, away)]).sum()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +43,15 @@ class Controlled:
         """The base loss and the linear term; nothing is added while both variates are zero."""
         loss = self.base(local, batch)
         pull = local.once("control", _control_gap)
-        return loss + sum((pull[n] * w).sum() for n, w in local.live.items() if n in pull)
+        return loss + sum((pull[n] * in_full(w)).sum() for n, w in local.live.items() if n in pull)
 
 
 def _control_gap(local: Local) -> dict[str, Tensor]:
     theirs, mine = part(local.brief.memory, "control"), local.recall("control")
     names = theirs.keys() | mine.keys()
     zero = torch.zeros(())
-    return {n: (theirs.get(n, zero) - mine.get(n, zero)).to(local.settings.device) for n in local.live if n in names}
+    gaps = {n: in_full(theirs.get(n, zero)) - in_full(mine.get(n, zero)) for n in local.live if n in names}
+    return {n: gap.to(local.settings.device) for n, gap in gaps.items()}
 
 
 @dataclass(frozen=True, slots=True)

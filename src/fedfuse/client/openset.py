@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from fedfuse.client.outliers import destroyed
 from fedfuse.core.model import Single, outputs
 from fedfuse.core.posterior import Posterior
-from fedfuse.core.recipe import Batch
+from fedfuse.core.precision import in_full
+from fedfuse.core.seams import Batch
 from fedfuse.core.state import Local
 from fedfuse.errors import RecipeError
 
@@ -107,7 +108,7 @@ def with_mixed(module: nn.Module, x: Tensor, count: int, order: Tensor, share: f
 
     hook = place.register_forward_pre_hook(join)
     try:
-        out: Tensor = module(x)
+        out = in_full(module(x))
     finally:
         hook.remove()
     return out[: len(x)], out[len(x) :]

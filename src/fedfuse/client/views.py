@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from fedfuse.core.messages import Brief
-from fedfuse.core.recipe import OwnRows, View
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import OwnRows, View
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from fedfuse.client.epochs import TorchEpochs, compiled_epochs
+from fedfuse.client.layout import suits_channels_last
+from fedfuse.client.memory import fit_memory, with_channels
 from fedfuse.core.messages import Brief
 from fedfuse.core.params import Params
-from fedfuse.core.recipe import Work
 from fedfuse.core.rng import seeded
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
 from fedfuse.core.threads import one_thread
@@ -79,7 +81,8 @@ def client_round(
     rows = work.view(rows, brief)
     if not len(rows):
         raise ConfigError(f"{client} has no rows to train on; give it data or leave it out")
-    local = _sit_down(work, brief, client, rows, dict(memory or {}), seed)
+    known, facts = fit_memory(memory or {}, brief, tuple(rows.x.shape[1:]))
+    local = _sit_down(work, brief, client, rows, known, seed)
     with seeded(seed, brief.round, client, "torch"):
         if trained is None:
             train(local, work)
@@ -91,14 +94,21 @@ def client_round(
         for bring in work.evidence:
             notes.update(bring(local))
     mean = {n: t.detach() for n, t in local.module.state_dict().items()}
-    facts = {"loss": local.loss} | ({"compiled": 1.0} if local.compiled else {})
-    reply = encode_reply(brief, mean, notes, mass=float(len(rows)), steps=local.steps, facts=facts)
-    return Answer(reply, {n: t.detach().cpu().clone() for n, t in local.memory.items()})
+    facts = {"loss": local.loss, **facts} | ({"compiled": 1.0} if local.compiled else {})
+    reply = encode_reply(
+        brief, mean, notes, mass=float(len(rows)), steps=local.steps, facts=facts, training=work.settings
+    )
+    return Answer(reply, {n: t.detach().cpu().clone() for n, t in with_channels(local.memory, brief).items()})
 
 
 def train(local: Local, work: Work) -> None:
     """The loop: for each epoch, for each batch, a gradient of the objective, a step, a projection."""
     settings = work.settings
+    if not local.live:
+        raise ConfigError(
+            f"model {local.brief.spec.factory!r} has nothing to train: all its parameters are frozen; "
+            "let requires_grad be true for those that should learn"
+        )
     _rouse(local)
     epochs = compiled_epochs(local, work) or TorchEpochs(local, work)
     for epoch in range(settings.epochs):
@@ -110,35 +120,41 @@ def train(local: Local, work: Work) -> None:
 
 
 def _rouse(local: Local) -> None:
-    """Set the network to training; a part whose parameters are all held rests, its statistics too."""
-    local.module.train().requires_grad_(True)
+    """Set the network to training; a part whose parameters are all held rests, its statistics too.
+
+    What its author froze stays frozen, and a frozen norm goes on counting its rows, as it would in the author's loop.
+    """
+    local.module.train()
+    _thaw(local.module, local.brief.spec)
     for path, part in local.module.named_modules():
         own = {f"{path}.{name}" if path else name for name, _ in part.named_parameters(recurse=False)}
         if own and own <= local.held:
             part.eval().requires_grad_(False)
 
 
+def _thaw(module: nn.Module, spec: Spec) -> None:
+    """Let those parameters train that their author lets train."""
+    free = set(spec.layout.trainable)
+    for name, param in module.named_parameters():
+        param.requires_grad_(name in free)
+
+
 def _sit_down(work: Work, brief: Brief, client: str, rows: Rows, memory: dict[str, Tensor], seed: int) -> Local:
     device = work.settings.device
-    module = _workbench(brief.spec, device)
+    x, y = brief.spec.cast(rows.x).to(device), rows.y.to(device)
+    last = suits_channels_last(brief.spec, tuple(x.shape[1:]), x.dtype, device)
+    module = _workbench(brief.spec, device, last)
     module.load_state_dict(dict(brief.params))
-    module.requires_grad_(True)
-    x, y = rows.x.to(device), rows.y.to(device)
-    if x.ndim == 4 and _has_images(module):
-        x = x.contiguous(memory_format=torch.channels_last)
+    _thaw(module, brief.spec)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
     return Local(client, brief, Rows(x, y), work.settings, module, memory, seed)
 
 
 @lru_cache(maxsize=4)
-def _workbench(spec: Spec, device: str) -> nn.Module:
+def _workbench(spec: Spec, device: str, last: bool) -> nn.Module:
     """One module per network and process; weights come and go by copy."""
     module = spec.build().to(device)
-    return module.to(memory_format=torch.channels_last) if _has_images(module) else module  # type: ignore[call-overload]
-
-
-def _has_images(module: nn.Module) -> bool:
-    """Whether it convolves, which is faster with a pixel's channels side by side."""
-    return any(isinstance(m, nn.Conv2d) for m in module.modules())
+    return module.to(memory_format=torch.channels_last) if last else module  # type: ignore[call-overload]
 
 
 def _resume_trained(local: Local, trained: bytes) -> None:

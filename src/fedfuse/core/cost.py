@@ -8,14 +8,15 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from fedfuse.core.messages import Brief, ClientUpdate
 from fedfuse.core.params import Params
+from fedfuse.core.reading import run_once
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import part
+from fedfuse.errors import ConfigError
 
 _TRAINING = 3  # passes: forward, the gradient of what goes in, the gradient of the weights
 MASK = "mask"  # the kind of memory that says which weights a network has
@@ -52,16 +53,11 @@ def layer_costs(spec: Spec, shape: tuple[int, ...]) -> Mapping[str, LayerCost]:
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     hooks = [m.register_forward_hook(count) for m in paths if isinstance(m, kinds)]
     try:
-        with torch.no_grad():
-            module(torch.zeros(1, *shape, dtype=_dtype(module)))
+        run_once(spec, shape)
     finally:
         for hook in hooks:
             hook.remove()
     return MappingProxyType(found)
-
-
-def _dtype(module: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
 def training_flops(spec: Spec, shape: tuple[int, ...]) -> int:
@@ -80,14 +76,17 @@ def cohort_flops(updates: Iterable[ClientUpdate], settings: LocalSettings, shape
     """FLOPs of a round's local training; a client has seen each of its rows once per epoch, unless it was stopped.
 
     A weight that a mask holds at zero is multiplied like any other, so masks save none. Nobody knows (None) where
-    nobody knows what an input looks like.
+    nobody knows what an input looks like, or a network reads none of that shape.
     """
     if shape is None:
         return None
     total = 0
     for u in updates:
         seen = min(settings.epochs * u.mass, u.steps * settings.batch_size)
-        total += int(seen) * training_flops(u.spec, shape)
+        try:
+            total += int(seen) * training_flops(u.spec, shape)
+        except ConfigError:
+            return None
     return total
 
 
@@ -105,6 +104,7 @@ def spared(brief: Brief) -> Spared:
     come the weights it leaves, for both sides know the mask. Without masks nothing is saved.
 
     Example:
+        >>> import torch
         >>> brief = Brief(0, Spec("mlp"), {"w": torch.zeros(16)}, {"mask/w": torch.arange(16) < 4})
         >>> spared(brief)
         Spared(up=48, down=62)
@@ -119,6 +119,7 @@ def density(params: Params, memory: Params) -> float:
     """Which share of a network's weights its masks leave; 1 without masks.
 
     Example:
+        >>> import torch
         >>> density({"w": torch.zeros(4), "b": torch.zeros(1)}, {"mask/w": torch.tensor([1, 0, 0, 0]).bool()})
         0.4
     """

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
+from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 
 
@@ -26,6 +27,10 @@ class Form(NamedTuple):
     def of(cls, tensor: Tensor) -> Form:
         """The form of a tensor at hand."""
         return cls(tuple(tensor.shape), tensor.dtype)
+
+    def blank(self) -> Tensor:
+        """A tensor of this form without numbers: however large, it takes no memory."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 class Flaw(NamedTuple):
@@ -97,6 +102,7 @@ class ClientUpdate:
         notes: further evidence, by name.
         spec: the network the weights belong to.
         facts: small numbers for the ledger (loss, …).
+        training: how it was trained, if it says so.
     """
 
     client: str
@@ -106,6 +112,7 @@ class ClientUpdate:
     spec: Spec
     notes: Params = field(default_factory=dict)
     facts: Mapping[str, float] = field(default_factory=dict)
+    training: LocalSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedfuse.core.combine import Combine, Route, TopLogit
 from fedfuse.core.posterior import Posterior
+from fedfuse.core.reading import as_read
 from fedfuse.core.spec import Spec
 from fedfuse.core.stack import Stack, cost_of, first_output
 from fedfuse.errors import ConfigError
@@ -33,7 +34,7 @@ class Single:
 
     def logits(self, x: Tensor) -> Tensor:
         """The network's output at the posterior's mean."""
-        return self.spec.forward(self.posterior.mean, x)
+        return self.spec.forward(self.posterior.mean, as_read(self.spec, x))
 
     def to(self, device: str) -> Single:
         """The same network with its weights elsewhere."""

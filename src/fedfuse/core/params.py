@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 Params: TypeAlias = Mapping[str, Tensor]
 Role: TypeAlias = Literal["weight", "bias", "norm", "spread", "statistic", "counter"]
+LayerKind: TypeAlias = Literal["linear", "conv", "other"]
+
+PARAMETERS: tuple[Role, ...] = ("weight", "bias", "norm", "spread")  # the roles of what can be trained
 
 _NORMS = (
     nn.modules.batchnorm._BatchNorm,
@@ -34,14 +37,16 @@ class Layer:
         bias: the bias's name, if there is one.
         followers: normalisation parameters and statistics that act on this layer's output.
         spreads: log-variances of its weight and bias, for a Bayesian layer.
+        groups: into how many independent layers a grouped convolution falls.
     """
 
     name: str
-    kind: Literal["linear", "conv", "other"]
+    kind: LayerKind
     weight: str
     bias: str | None = None
     followers: tuple[str, ...] = ()
     spreads: tuple[str, ...] = ()
+    groups: int = 1
 
     def under(self, path: str) -> Layer:
         """The same layer of a network that is a part of a larger one, at this path."""
@@ -53,6 +58,7 @@ class Layer:
             None if self.bias is None else f"{path}.{self.bias}",
             tuple(f"{path}.{name}" for name in self.followers),
             tuple(f"{path}.{name}" for name in self.spreads),
+            self.groups,
         )
 
     def matrix(self, params: Params) -> Tensor:
@@ -79,6 +85,12 @@ class Layout:
     and a norm's tensors follow the layer they act on, whatever the order of the state dict. A spread holds the
     log-variances of a mean: parameters called `log_variance` and `bias_log_variance` beside `weight` and `bias`.
 
+    Attributes:
+        roles: what each tensor is for, by its name.
+        layers: the weights, each with what lives off it.
+        tied: sets of names that stand for one tensor, in the order of the state dict.
+        frozen: parameters that their author does not train.
+
     Example:
         >>> layout = Layout.of(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)))
         >>> layout.roles["1.running_mean"], layout.roles["1.num_batches_tracked"]
@@ -89,6 +101,8 @@ class Layout:
 
     roles: Mapping[str, Role]
     layers: tuple[Layer, ...]
+    tied: tuple[tuple[str, ...], ...] = ()
+    frozen: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, module: nn.Module) -> Layout:
@@ -100,14 +114,16 @@ class Layout:
             return said
         roles: dict[str, Role] = {}
         owners: dict[str, nn.Module] = {}
-        for path, part in module.named_modules():
+        for path, part in module.named_modules(remove_duplicate=False):
             for name, tensor in _own_tensors(part):
                 full = f"{path}.{name}" if path else name
                 roles[full] = _role(part, name, tensor)
                 owners[full] = part
         paths = {id(part): path for path, part in module.named_modules()}
         source = _norm_sources(module)
-        return cls(roles, tuple(_layers(roles, owners, paths, source)))
+        named = list(module.named_parameters(remove_duplicate=False))
+        frozen = frozenset(name for name, p in named if not p.requires_grad)
+        return cls(roles, tuple(_layers(roles, owners, paths, source)), _tied(named), frozen)
 
     @classmethod
     def guess(cls, params: Params) -> Layout:
@@ -121,7 +137,7 @@ class Layout:
             parent = name.rpartition(".")[0]
             if role == "weight":
                 bias = f"{parent}.bias" if parent else "bias"
-                kind: Literal["linear", "conv"] = "conv" if params[name].ndim > 2 else "linear"
+                kind: LayerKind = "conv" if params[name].ndim > 2 else "linear"
                 has_bias = bias if roles.get(bias) == "bias" else None
                 layers.append(Layer(parent or name, kind, name, has_bias, spreads=_spreads_at(parent, roles)))
             elif layers and role not in ("bias", "spread"):
@@ -140,6 +156,17 @@ class Layout:
         """For every mean of a Bayesian layer the name of its log-variances."""
         return {_mean_of(name): name for name in self.with_role("spread")}
 
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """The parameters that are trained, in the order of the state dict, one name for each tensor.
+
+        Example:
+            >>> Layout.of(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))).trainable
+            ('0.weight', '0.bias', '1.weight', '1.bias')
+        """
+        again = {name for names in self.tied for name in names[1:]}
+        return tuple(n for n in self.with_role(*PARAMETERS) if n not in self.frozen and n not in again)
+
     def under(self, path: str) -> Layout:
         """The layout of the same network as a part of a larger one, at this path.
 
@@ -148,7 +175,9 @@ class Layout:
             {'net.weight': 'weight', 'net.bias': 'bias'}
         """
         roles = {f"{path}.{name}": role for name, role in self.roles.items()}
-        return Layout(roles, tuple(layer.under(path) for layer in self.layers))
+        tied = tuple(tuple(f"{path}.{name}" for name in names) for names in self.tied)
+        layers = tuple(layer.under(path) for layer in self.layers)
+        return Layout(roles, layers, tied, frozenset(f"{path}.{name}" for name in self.frozen))
 
     def with_role(self, *wanted: Role) -> tuple[str, ...]:
         """The names of all tensors with one of these roles."""
@@ -229,9 +258,9 @@ def _layers(
     for name, role in roles.items():
         if role != "weight":
             continue
-        part, path = owners[name], paths[id(owners[name])]
+        part, path = owners[name], name.rpartition(".")[0]  # a shared module has one layer under each of its names
         plain = isinstance(part, _LINEAR) and name.endswith("weight")
-        kind: Literal["linear", "conv", "other"] = "other"
+        kind: LayerKind = "other"
         if plain:
             kind = "linear" if isinstance(part, nn.Linear) else "conv"
         bias = f"{path}.bias" if path else "bias"
@@ -243,7 +272,16 @@ def _layers(
             bias if has_bias else None,
             tuple(followers.get(path, ())) if plain else (),
             _spreads_at(path, roles),
+            part.groups if isinstance(part, _CONVS) else 1,
         )
+
+
+def _tied(named: Iterable[tuple[str, nn.Parameter]]) -> tuple[tuple[str, ...], ...]:
+    """The names that stand for one parameter, where there are several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in named:
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(same) for same in names.values() if len(same) > 1)
 
 
 class _Tracer(torch.fx.Tracer):

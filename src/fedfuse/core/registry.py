@@ -8,7 +8,7 @@ import inspect
 import json
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import entry_points
@@ -213,3 +213,18 @@ def suggest(word: str, known: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ";"
+
+
+def check_options(who: str, given: Collection[str], known: Collection[str]) -> None:
+    """Refuse the first option nobody reads, with the nearest one that somebody does.
+
+    Example:
+        >>> check_options("model 'mlp'", ["hiden"], ["hidden", "classes"])
+        Traceback (most recent call last):
+        ...
+        fedfuse.errors.ConfigError: model 'mlp' has no option 'hiden'; did you mean 'hidden'? it has hidden, classes
+    """
+    for key in given:
+        if key not in known:
+            has = ", ".join(known) or "none"
+            raise ConfigError(f"{who} has no option {key!r}{suggest(key, known)} it has {has}")

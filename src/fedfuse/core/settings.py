@@ -12,6 +12,8 @@ from fedfuse.errors import ConfigError
 
 S = TypeVar("S", bound=BaseModel)
 
+_MOST = 10**9  # more epochs, steps or rows in a batch than anybody trains with
+
 
 class Settings(BaseModel):
     """Frozen, and an unknown key is an error."""
@@ -78,6 +80,11 @@ class Optimizer(Settings):
     weight_decay: NonNegativeFloat = 0.0
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
 
+    @property
+    def own_momentum(self) -> float:
+        """The momentum in force: Adam has none of this kind."""
+        return self.momentum if self.name == "sgd" else 0.0
+
 
 class Decay(Settings):
     """The rate is multiplied by `gamma` every `every` local epochs, or at the `milestones`.
@@ -125,6 +132,29 @@ class LocalSettings(Settings):
     augment: Any = None
     device: str = "cpu"
     kernel: Literal["auto", "torch", "compiled"] = "auto"
+
+    def to_json(self) -> dict[str, Any]:
+        """How a client trained, as plain data for a message: whatever a method could need, and not where it ran.
+
+        Example:
+            >>> LocalSettings(epochs=2).to_json()["optimizer"]["momentum"]
+            0.0
+        """
+        return self.model_dump(mode="json", exclude={"augment", "device", "kernel"}, exclude_none=True)
+
+    @classmethod
+    def from_json(cls, data: object) -> LocalSettings:
+        """Read what a client says of its training.
+
+        Raises:
+            ConfigError: in the words of the first thing that is wrong.
+        """
+        if not isinstance(data, dict) or data.keys() & {"augment", "device", "kernel"}:
+            raise ConfigError("it must be a table of training settings")
+        told = checked(cls, data)
+        if max(told.epochs, told.max_steps or 1, told.batch_size) > _MOST:
+            raise ConfigError(f"epochs, steps and batches must be at most {_MOST:,}")
+        return told
 
     def rate(self, round_: int, epoch: int) -> float:
         """The learning rate in force: lr · round_decay^round · decay."""

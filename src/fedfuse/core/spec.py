@@ -9,13 +9,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedfuse.core.answers import Output, checked_output, choose_output, chosen_output, logits_in
 from fedfuse.core.params import Layout, Params
+from fedfuse.core.precision import as_floats_of
 from fedfuse.core.rng import seeded
 from fedfuse.errors import ConfigError
 
@@ -30,6 +32,9 @@ class Spec:
         surgery: the shape of every tensor that was pruned or grown since the factory built it.
         kept: per pruned or grown layer, which of its original output channels remain.
         prototype: a module the user built, copied instead of calling the factory; it does not travel.
+        description: what updates say of a network whose code is not here: it can be fused, not run.
+        output: which of several outputs are the logits: a place in a tuple, a key or an attribute; None for a network
+            that gives its logits and nothing else.
 
     Example:
         >>> spec = Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2})
@@ -44,6 +49,8 @@ class Spec:
     surgery: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     prototype: nn.Module | None = field(default=None, repr=False)
+    description: Layout | None = field(default=None, repr=False)
+    output: Output | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -51,19 +58,37 @@ class Spec:
         except (TypeError, ValueError) as why:
             raise ConfigError(f"model {self.factory!r}: options must be plain data ({why})") from why
         object.__setattr__(self, "options", plain)
+        checked_output(self.output)
 
     def __hash__(self) -> int:
         return hash(self.to_text())
 
     @classmethod
-    def of(cls, module: nn.Module) -> Spec:
-        """The spec of a module the user built: here it is copied, elsewhere its class is called without arguments."""
-        return cls(f"{type(module).__module__}:{type(module).__qualname__}", prototype=copy.deepcopy(module))
+    def of(cls, module: nn.Module, output: Output | None = None) -> Spec:
+        """The spec of a module the user built: here it is copied, elsewhere its class is called without arguments.
+
+        Args:
+            module: the network.
+            output: which of its outputs are the logits, where it gives several.
+        """
+        name = f"{type(module).__module__}:{type(module).__qualname__}"
+        own = chosen_output(module) if output is None else output
+        return cls(name, prototype=copy.deepcopy(module), output=own)
+
+    @classmethod
+    def of_tensors(cls, params: Params) -> Spec:
+        """The spec of plain tensors without a network, their roles guessed from names and shapes."""
+        return cls("state-dict", description=Layout.guess(params))
 
     @property
     def factories(self) -> frozenset[str]:
         """Every factory it names: its own, and those of the networks its options wrap."""
         return frozenset({self.factory, *_factories(self.options)})
+
+    @staticmethod
+    def factories_in(data: object) -> frozenset[str]:
+        """Every factory that plain data name, without building anything."""
+        return frozenset(_factories(data))
 
     @property
     def foreign(self) -> frozenset[str]:
@@ -77,8 +102,11 @@ class Spec:
 
     def build(self) -> nn.Module:
         """A new module with fresh random weights."""
+        if self.description is not None:
+            raise ConfigError(self._unknown)
         own = self.prototype
         module = _call(self.factory, self.options) if own is None else copy.deepcopy(own)
+        module = module if self.output is None else choose_output(module, self.output)
         return _resize(module, self.surgery) if self.surgery else module
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -97,17 +125,35 @@ class Spec:
 
     def skeleton(self) -> nn.Module:
         """One module per spec and process, to run with borrowed weights; nobody may change it."""
-        return _skeleton(self)
+        return _built(self).module
 
     @property
     def layout(self) -> Layout:
         """The role of every tensor."""
-        return _layout(self)
+        return _built(self).layout if self.description is None else self.description
+
+    @property
+    def can_run(self) -> bool:
+        """Whether the network's code is here."""
+        return self.description is None
+
+    @property
+    def _unknown(self) -> str:
+        if not self.foreign:
+            return "plain tensors say nothing of their network and this must run it; pass the network (model=, --model)"
+        return (
+            f"the network {self.factory!r} is known here by its description only and this must run it; "
+            f"pass it (model=, --model {sorted(self.foreign)[0]}) if you trust its code"
+        )
 
     def forward(self, params: Params, x: Tensor) -> Tensor:
-        """The network's output with these weights, in evaluation mode."""
-        out: Tensor = functional_call(self.skeleton(), dict(params), (x,))
-        return out
+        """The network's logits with these weights, in evaluation mode."""
+        weights = one_name_each(self, params)
+        return logits_in(functional_call(self.skeleton(), weights, (self.cast(x),)), self.factory)
+
+    def cast(self, x: Tensor) -> Tensor:
+        """Inputs in the network's own floating dtype; whole numbers stay as they are."""
+        return as_floats_of(self.skeleton().parameters(), x)
 
     def resized(self, params: Params, kept: Mapping[str, tuple[int, ...]] | None = None) -> Spec:
         """The spec of the same network with the shapes these weights have."""
@@ -117,13 +163,27 @@ class Spec:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a header."""
-        plain = {"factory": self.factory, "options": dict(self.options)}
+        plain: dict[str, Any] = {"factory": self.factory, "options": dict(self.options)}
         extra = {"surgery": self.surgery, "kept": self.kept}
+        plain |= {} if self.output is None else {"output": self.output}
         return plain | {key: {n: list(v) for n, v in part.items()} for key, part in extra.items() if part}
 
     def to_text(self) -> str:
         """Canonical text, equal for equal specs."""
         return json.dumps(self.to_json(), sort_keys=True)
+
+    @classmethod
+    def described(cls, data: object, layout: Layout) -> Spec:
+        """Read a spec that came from outside and is not to be built here: its names are kept, nothing is imported.
+
+        Raises:
+            ConfigError: if it is no spec at all.
+
+        Example:
+            >>> Spec.described({"factory": "somebody:Net"}, Layout({}, ())).can_run
+            False
+        """
+        return replace(cls.from_json(data, cls.factories_in(data)), description=layout)
 
     @classmethod
     def from_json(cls, data: object, trusted: Collection[str] = ()) -> Spec:
@@ -133,16 +193,17 @@ class Spec:
         """
         if not isinstance(data, dict) or not isinstance(data.get("factory"), str):
             raise ConfigError(f"a model's spec must be a table with a factory, got {type(data).__name__}")
-        if unknown := data.keys() - {"factory", "options", "surgery", "kept"}:
+        if unknown := data.keys() - {"factory", "options", "surgery", "kept", "output"}:
             raise ConfigError(f"a model's spec has the unknown entries {sorted(unknown)}")
         options = data.get("options", {})
         if not isinstance(options, dict):
             raise ConfigError("a spec's options must be a table")
-        spec = cls(data["factory"], options, _shapes(data.get("surgery", {})), _shapes(data.get("kept", {})))
+        shapes = _shapes(data.get("surgery", {})), _shapes(data.get("kept", {}))
+        spec = cls(data["factory"], options, *shapes, output=data.get("output"))
         if strange := sorted(spec.foreign.difference(trusted)):
             raise ConfigError(
                 f"the model {strange[0]!r} is not one of fedfuse's and was not named here; "
-                "pass the same name yourself (--model, the config or `trusted`) if you trust it"
+                "name it yourself (--model or --trust, model= in Python, [model] in a file) if you trust its code"
             )
         return spec
 
@@ -201,12 +262,18 @@ def _resize(module: nn.Module, surgery: Mapping[str, tuple[int, ...]]) -> nn.Mod
     """Give the named tensors their new shapes and tell their modules."""
     if unknown := sorted(surgery.keys() - module.state_dict().keys()):
         raise ConfigError(f"a spec's surgery names {unknown[0]!r:.80}, which the network does not have")
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, so that its id is not given to another
     for name, shape in surgery.items():
         path, _, leaf = name.rpartition(".")
         part = module.get_submodule(path)
         old = getattr(part, leaf)
+        if (known := made.get(id(old))) is not None and known[0].shape == shape:  # a tied weight stays one tensor
+            setattr(part, leaf, known[0])
+            continue
         new = torch.zeros(shape, dtype=old.dtype, device=old.device)
-        setattr(part, leaf, nn.Parameter(new) if isinstance(old, nn.Parameter) else new)
+        new = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+        made[id(old)] = new, old
+        setattr(part, leaf, new)
         if leaf in ("weight", "running_mean"):
             _tell(part, shape)
     return module
@@ -228,12 +295,28 @@ def _tell(part: nn.Module, shape: tuple[int, ...]) -> None:
         part.normalized_shape = shape
 
 
+class _Built(NamedTuple):
+    """A network built once, and its layout: the module itself forgets which parameters its author froze."""
+
+    module: nn.Module
+    layout: Layout
+
+
 @lru_cache(maxsize=16)
-def _skeleton(spec: Spec) -> nn.Module:
+def _built(spec: Spec) -> _Built:
     with seeded(0, "skeleton"):  # whether a process has built it before must not move anybody's random stream
-        return spec.build().eval().requires_grad_(False)
+        module = spec.build().eval()
+        layout = Layout.of(module)
+    return _Built(module.requires_grad_(False), layout)
 
 
-@lru_cache(maxsize=16)
-def _layout(spec: Spec) -> Layout:
-    return Layout.of(spec.skeleton())
+def one_name_each(spec: Spec, params: Params) -> dict[str, Tensor]:
+    """The weights without the further names of tied ones, as a network can be called with them."""
+    further = {name for same in spec.layout.tied for name in same[1:]}
+    return {name: t for name, t in params.items() if name not in further}
+
+
+def tie(spec: Spec, params: Params) -> Params:
+    """The weights, those that are one tensor made equal: as the first of their names has it."""
+    first = {name: same[0] for same in spec.layout.tied for name in same[1:]}
+    return {n: params[first.get(n, n)] for n in params} if first else params

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedfuse.core.params import Params
-from fedfuse.core.spec import Spec
+from fedfuse.core.reading import as_read, run_once
+from fedfuse.core.spec import Spec, one_name_each
 from fedfuse.errors import ConfigError
 
 _POINTWISE = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Softplus, nn.Tanh, nn.Sigmoid, nn.Identity)
@@ -121,7 +122,7 @@ class Cost(NamedTuple):
 
 @lru_cache(maxsize=64)
 def cost_of(spec: Spec, shape: tuple[int, ...]) -> Cost:
-    """What one input of this shape costs a network, found by running it once on zeros.
+    """What one input of this shape costs a network, found by running it once.
 
     Example:
         >>> cost_of(Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2}), (4,))
@@ -137,8 +138,7 @@ def cost_of(spec: Spec, shape: tuple[int, ...]) -> Cost:
     module = spec.skeleton()
     hooks = [m.register_forward_hook(watch) for m in module.modules() if not any(m.children())]
     try:
-        with torch.no_grad():
-            outputs = module(torch.zeros(1, *shape)).shape[-1]
+        outputs = run_once(spec, shape).shape[-1]
     finally:
         for hook in hooks:
             hook.remove()
@@ -176,7 +176,7 @@ def first_output(spec: Spec, params: Params, x: Tensor) -> Tensor:
 
     hook = module.get_submodule(name).register_forward_hook(stop)
     try:
-        functional_call(module, dict(params), (x,))
+        functional_call(module, one_name_each(spec, params), (spec.cast(as_read(spec, x)),))
     except _Seen as seen:
         return seen.out
     finally:

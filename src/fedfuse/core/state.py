@@ -15,10 +15,11 @@ from fedfuse.core.messages import Brief, Start
 from fedfuse.core.model import Model, Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry, Posterior
+from fedfuse.core.precision import in_full
 from fedfuse.core.rng import stream
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
-from fedfuse.core.spec import Spec
+from fedfuse.core.spec import Spec, one_name_each, tie
 from fedfuse.errors import RecipeError
 
 T = TypeVar("T")
@@ -61,9 +62,11 @@ class ServerState:
         return Brief(self.round, *self.start, told, self.starts, classes)
 
     def fused(self, mean: Params, geometry: Geometry | None = None, spec: Spec | None = None) -> ServerState:
-        """The state with a new single network; every client starts from it again."""
+        """The state with a new single network; every client starts from it again. Tied weights stay one tensor."""
+        network = spec or self.single.spec
+        mean = tie(network, mean)
         posterior = Posterior(mean) if geometry is None else Posterior(mean, geometry)
-        return replace(self, model=Single(spec or self.single.spec, posterior), starts={})
+        return replace(self, model=Single(network, posterior), starts={})
 
     def noting(self, **facts: Any) -> ServerState:
         """The state with more facts for the reader."""
@@ -114,8 +117,9 @@ class Local:
     """A client at work: the live network, the brief, its own rows, and what it remembers.
 
     `live` are the parameters in training, `held` the names of those that stay as they are because the brief's memory
-    has them under "held/…", `anchor` the live ones' values in the brief, `memory` what this client keeps from round to
-    round under "kind/tensor" names, `compiled` whether compiled kernels did the training.
+    has them under "held/…" (those the network's author froze stay too), `anchor` the live ones' values in the brief,
+    `memory` what this client keeps from round to round under "kind/tensor" names, `compiled` whether compiled kernels
+    did the training.
     """
 
     client: str
@@ -136,7 +140,8 @@ class Local:
 
     def __post_init__(self) -> None:
         self.held = frozenset(part(self.brief.memory, "held"))
-        self.live = {n: p for n, p in self.module.named_parameters() if n not in self.held}
+        own = dict(self.module.named_parameters())
+        self.live = {n: own[n] for n in live_names(self.brief)}
         self.anchor = {n: self.brief.params[n].to(self.settings.device) for n in self.live}
 
     def stream(self, *purpose: str | int) -> torch.Generator:
@@ -144,9 +149,10 @@ class Local:
         return stream(self.seed, self.brief.round, self.client, *purpose)
 
     def predict(self, x: Tensor, params: Params | None = None) -> Tensor:
-        """The live network's output, or the same network's with other weights."""
-        out: Tensor = self.module(x) if params is None else functional_call(self.module, dict(params), (x,))
-        return out
+        """The live network's logits, or the same network's with other weights; in float32 at least."""
+        if params is None:
+            return in_full(self.module(x))
+        return in_full(functional_call(self.module, one_name_each(self.brief.spec, params), (x,)))
 
     def recall(self, kind: str) -> dict[str, Tensor]:
         """What this client remembers under a kind, e.g. all of "last/…" by tensor name."""
@@ -170,6 +176,18 @@ class Local:
         return self.once(f"frozen/{key}", load)
 
 
+def live_names(brief: Brief) -> tuple[str, ...]:
+    """The parameters that a client of this brief trains: neither frozen by their author nor held by the server.
+
+    Example:
+        >>> spec = Spec("mlp", {"inputs": 2, "hidden": [], "classes": 2})
+        >>> live_names(Brief(0, spec, {}, {"held/classifier.weight": torch.ones(())}))
+        ('classifier.bias',)
+    """
+    held = part(brief.memory, "held")
+    return tuple(name for name in brief.spec.layout.trainable if name not in held)
+
+
 def part(memory: Params, kind: str) -> dict[str, Tensor]:
     """The entries named "kind/…", without the kind.
 
@@ -187,7 +205,7 @@ def filed(kind: str, params: Params) -> dict[str, Tensor]:
 
 
 def representation(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """A network's logits and the input of its last linear layer, in one forward pass.
+    """A network's logits and the input of its last linear layer, in one forward pass; in float32 at least.
 
     Example:
         >>> logits, z = representation(nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 3)), torch.ones(1, 2))
@@ -197,10 +215,27 @@ def representation(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     linear = [m for m in module.modules() if isinstance(m, nn.Linear)]
     if not linear:
         raise RecipeError("the network has no linear layer, so it has no representation; give it a linear classifier")
-    seen: list[Tensor] = []
-    handle = linear[-1].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    seen: dict[nn.Module, Tensor] = {}
+    handles = [m.register_forward_pre_hook(_Note(seen), with_kwargs=True) for m in linear]
     try:
         logits = module(x)
     finally:
-        handle.remove()
-    return logits, seen[-1].flatten(1)
+        for handle in handles:
+            handle.remove()
+    read = [seen[m] for m in linear if m in seen]  # a layer within an attention block is never called itself
+    if not read or len(read[-1]) != len(x):
+        raise RecipeError(
+            "the network's last linear layer does not read one vector per row, so it has no representation; "
+            "give it a linear classifier"
+        )
+    return in_full(logits), in_full(read[-1].flatten(1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Note:
+    """A hook that notes what a layer reads."""
+
+    seen: dict[nn.Module, Tensor]
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.seen[module] = args[0] if args else kwargs["input"]

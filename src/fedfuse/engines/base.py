@@ -15,8 +15,8 @@ from torch import Tensor
 from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief, Envelope, client_order
 from fedfuse.core.params import Params
-from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
 from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError, RecipeError

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from fedfuse.core.messages import Brief, Envelope, client_order
 from fedfuse.core.params import Params
-from fedfuse.core.recipe import Recipe, Work
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.engines.base import OnClient, Spoken
 from fedfuse.engines.flower_records import (
@@ -41,7 +42,7 @@ from flwr.serverapp import Grid  # isort: skip
 
 ENROL = "query.enrol"
 SITE = "site"
-_HELD = 64 * 2**20  # bytes of one round's replies kept in memory; the rest waits in files
+HELD = 64 * 2**20  # bytes of one round's replies kept in memory; the rest waits in files
 _WENT_AWAY = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 _HEAVY = 16 * 2**20  # bytes of a brief from which on it pays to look for what nobody uses
 _PAUSE, _LONGEST_PAUSE, _SLOWER = 0.02, 1.0, 1.3  # seconds between two looks for answers
@@ -118,7 +119,7 @@ class Federation:
             if reply := next(iter(self.grid.pull_messages([message_id])), None):
                 del self._asked[node]
                 if not (reply.has_error() and reply.error.code in _WENT_AWAY):  # else it is asked again when it is back
-                    self._enrol(node, online.get(node, ""), _content_or_reason(reply), online)
+                    self._enrol(node, online.get(node, ""), content_or_reason(reply), online)
         return online
 
     def _complete(self) -> bool:
@@ -154,7 +155,7 @@ class Federation:
             for key, message_id in list(sent.items()):
                 if reply := next(iter(self.grid.pull_messages([message_id])), None):
                     del sent[key]
-                    yield key, _content_or_reason(reply)
+                    yield key, content_or_reason(reply)
                     reply = None
             pause = _PAUSE if len(sent) < before else min(pause * _SLOWER, _LONGEST_PAUSE)
             if sent:
@@ -208,7 +209,7 @@ class FlowerEngine:
     among: tuple[str, ...] | None = None
     memories: dict[str, Params] = field(default_factory=dict)
     on_client: OnClient | None = None
-    _inbox: _Inbox | None = field(default=None, repr=False)
+    _inbox: Inbox | None = field(default=None, repr=False)
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -235,7 +236,7 @@ class FlowerEngine:
         for node, why in self.federation.strangers.items():
             yield Envelope(f"node {node}", None, dropped=why)
         yield from (Envelope(client, None, dropped="it is not connected") for client in asked if client not in here)
-        self._inbox = _Inbox(_HELD)  # it stays until the next round: models are fused from its files
+        self._inbox = Inbox(HELD)  # it stays until the next round: models are fused from its files
         for client, reply in self.federation.ask(messages, deadline, forms_size(forms_of(brief.params))):
             yield self._close(self._inbox.open(client, reply))
             del reply
@@ -257,7 +258,7 @@ class FlowerEngine:
         return envelope
 
 
-def _content_or_reason(reply: Message) -> Message | str:
+def content_or_reason(reply: Message) -> Message | str:
     """The reply, or in words why the node or the site has none."""
     if reply.has_error():
         return f"Flower reports error {reply.error.code}: {printable(reply.error.reason or 'no reason given')}"
@@ -266,7 +267,7 @@ def _content_or_reason(reply: Message) -> Message | str:
     return reply
 
 
-class _Inbox:
+class Inbox:
     """Opens a round's replies: small ones stay in memory, the others in files that go when the inbox does."""
 
     def __init__(self, room: int) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from fedfuse.core.messages import Brief
-from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.engines.base import Done, answer
 from fedfuse.engines.flower import ENROL, SITE
 from fedfuse.engines.flower_records import (
@@ -73,37 +73,52 @@ class Clerk:
 
     def enrol(self, message: Message, context: Context) -> Message:
         """Say who this site is."""
-        return self._reply(message, context, self._enrolment)
+        return reply_with(message, lambda: self._enrolment(context))
 
     def train(self, message: Message, context: Context) -> Message:
         """Do a client's round."""
-        return self._reply(message, context, self._round)
+        return reply_with(message, lambda: self._round(message, context))
 
-    def _reply(self, message: Message, context: Context, do: Callable[[Message, Context], RecordDict]) -> Message:
-        try:
-            content = do(message, context)
-        except Exception as why:
-            _log.warning("this site could not answer: %s", why, exc_info=True)
-            content = failed_content(f"{type(why).__name__}: {why}")
-        return Message(content, reply_to=message)
-
-    def _enrolment(self, _: Message, context: Context) -> RecordDict:
+    def _enrolment(self, context: Context) -> RecordDict:
         return RecordDict({SITE: ConfigRecord(dict(self.site.enrol(context)._asdict()))})
 
     def _round(self, message: Message, context: Context) -> RecordDict:
         brief, order = read_brief(message.content, self.site.trusted)
         work = self.site.work(order, brief.round)
-        if fingerprint(work) != order.work:
-            raise ConfigError(
-                f"the server's {order.label!r} is another than this site's; install the same fedfuse on both sides and "
-                "run the same app"
-            )
-        rows = self.site.rows(context, brief, order)
-        done = answer(work, brief, order.client, rows, _recalled(context, order), seed=order.seed)
-        if done.payload is None:
-            return failed_content(done.dropped)
-        _remember(context, order, done)
-        return reply_content(done.payload, done.seconds)
+        check_work(work, order)
+        return client_reply(work, brief, order, self.site.rows(context, brief, order), context)
+
+
+def reply_with(message: Message, do: Callable[[], RecordDict]) -> Message:
+    """The reply to a message: what is done for it, or in words why it could not be done."""
+    try:
+        content = do()
+    except Exception as why:
+        _log.warning("this site could not answer: %s", why, exc_info=True)
+        content = failed_content(f"{type(why).__name__}: {why}")
+    return Message(content, reply_to=message)
+
+
+def check_work(work: Work, order: Order) -> None:
+    """Go on only if this is the work the server means.
+
+    Raises:
+        ConfigError: if the two sides have different code or files.
+    """
+    if fingerprint(work) != order.work:
+        raise ConfigError(
+            f"the server's {order.label!r} is another than this site's; install the same fedfuse on both sides and "
+            "run the same app"
+        )
+
+
+def client_reply(work: Work, brief: Brief, order: Order, rows: Rows, context: Context) -> RecordDict:
+    """One client's round as every app of ours does it; what the client remembers stays in Flower's state."""
+    done = answer(work, brief, order.client, rows, _recalled(context, order), seed=order.seed)
+    if done.payload is None:
+        return failed_content(done.dropped)
+    _remember(context, order, done)
+    return reply_content(done.payload, done.seconds)
 
 
 def client_app(site: Site) -> ClientApp:

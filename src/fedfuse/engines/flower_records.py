@@ -11,7 +11,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedfuse.core.messages import Brief, Form
 from fedfuse.core.params import Params
-from fedfuse.core.recipe import Work
+from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
 from fedfuse.engines.flower_version import need_flower
 from fedfuse.errors import ConfigError
@@ -45,12 +45,23 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a client is told beside the brief: which course this is, who it is, and which work is meant."""
+    """What a client is told beside the brief.
+
+    Attributes:
+        label: which course this is; what a client remembers belongs to one course.
+        seed: the course's seed.
+        client: who it is, which names its random streams.
+        work: the fingerprint of the work that is meant.
+        method: the method's name and options as JSON, for a client that has no copy of an experiment file.
+        local: how to train, as JSON, if the server decides it.
+    """
 
     label: str
     seed: int
     client: str
     work: str
+    method: str = ""
+    local: str = ""
 
 
 def fingerprint(work: Work) -> str:
@@ -157,12 +168,14 @@ class BriefRecords:
 
     def to(self, order: Order) -> RecordDict:
         """The content of one client's message."""
-        words: dict[str, Any] = {"label": order.label, "seed": order.seed, "client": order.client, "work": order.work}
-        return RecordDict({PARAMS: self.params, MEMORY: self.memory, BRIEF: ConfigRecord({**self.words, **words})})
+        words = ConfigRecord({**self.words, **asdict(order)})
+        return RecordDict({PARAMS: self.params, MEMORY: self.memory, BRIEF: words})
 
 
-def read_brief(content: RecordDict, trusted: Collection[str] = ()) -> tuple[Brief, Order]:
+def read_brief(content: RecordDict, trusted: Collection[str] | None = ()) -> tuple[Brief, Order]:
     """A brief and its order as a client hears them; a network that is not ours must be named in `trusted`.
+
+    With None for `trusted` any network may be named, and whoever reads the brief must not build it unseen.
 
     Raises:
         Malformed: if it is no brief of this version.
@@ -176,22 +189,33 @@ def read_brief(content: RecordDict, trusted: Collection[str] = ()) -> tuple[Brie
         raise Malformed(
             f"the server speaks version {words['version']} and this site version {VERSION}; install the same fedfuse"
         )
-    spec = Spec.from_json(json.loads(words["spec"]), trusted)
+    said = json.loads(words["spec"])
+    spec = Spec.from_json(said, _named_in(said) if trusted is None else trusted)
     params, memory = (to_tensors(content.array_records.get(key, {})) for key in (PARAMS, MEMORY))
-    order = Order(words["label"], words["seed"], words["client"], words["work"])
+    more = {key: str(words.get(key, "")) for key in ("method", "local")}
+    order = Order(words["label"], words["seed"], words["client"], words["work"], **more)
     return Brief(words["round"], spec, params, memory, classes=words["classes"]), order
 
 
+def _named_in(spec: Any) -> frozenset[str]:
+    """Every factory that a spec from outside names."""
+    return Spec(str(spec.get("factory")), {"all": spec}).factories if isinstance(spec, dict) else frozenset()
+
+
 def reply_content(payload: bytes, seconds: float) -> RecordDict:
-    """A client's reply, taken apart into records."""
+    """A client's reply, taken apart into records: numbers, words, and as JSON whatever of its header is neither."""
     packet = decode(payload)
     header = dict(packet.header)
     numbers = {"mass": header.pop("mass"), "steps": header.pop("steps"), **header.pop("facts")}
-    words = {**header, "spec": json.dumps(header["spec"], sort_keys=True)}
+    words: dict[str, Any] = {key: value for key, value in header.items() if isinstance(value, str | int | float)}
+    tables: dict[str, Any] = {
+        key: json.dumps(value, sort_keys=True) for key, value in header.items() if key not in words
+    }
     return RecordDict(
         {
             PARAMS: to_arrays(packet.tensors),
             f"{REPLY}.words": ConfigRecord(words),
+            f"{REPLY}.tables": ConfigRecord(tables),
             f"{REPLY}.numbers": MetricRecord(numbers),
             TIME: MetricRecord({"seconds": seconds}),
         }
@@ -212,8 +236,8 @@ def read_reply(content: RecordDict, put: Callable[[Params, Mapping[str, Any]], A
     try:
         words = dict(content.config_records[f"{REPLY}.words"])
         numbers = {key: _finite(value) for key, value in content.metric_records[f"{REPLY}.numbers"].items()}
-        header = {**words, "spec": json.loads(str(words["spec"])), "mass": numbers.pop("mass")}
-        header |= {"steps": numbers.pop("steps"), "facts": numbers}
+        tables = {key: json.loads(str(text)) for key, text in content.config_records[f"{REPLY}.tables"].items()}
+        header = {**words, **tables, "mass": numbers.pop("mass"), "steps": numbers.pop("steps"), "facts": numbers}
         return put(to_tensors(content.array_records[PARAMS]), header)
     except (KeyError, ValueError, TypeError, RecursionError) as why:
         raise Malformed(f"its records are not a reply ({type(why).__name__}: {why})"[:200]) from why

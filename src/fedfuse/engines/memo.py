@@ -20,7 +20,7 @@ import torch
 
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.params import Params
-from fedfuse.core.recipe import Work
+from fedfuse.core.seams import Work
 from fedfuse.engines.base import Done, LocalEngine, Spoken, close_round
 from fedfuse.engines.naming import Name, Namer, brief_digest, digest
 from fedfuse.errors import ConfigError

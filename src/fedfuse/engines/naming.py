@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from fedfuse.core.messages import Brief
-from fedfuse.core.recipe import Work
+from fedfuse.core.seams import Work
 from fedfuse.kernels import signature
 from fedfuse.wire.codec import encode
 from fedfuse.wire.messages import VERSION, encode_brief

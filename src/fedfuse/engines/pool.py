@@ -27,8 +27,8 @@ import torch
 
 from fedfuse.core.messages import Brief, Envelope, client_order
 from fedfuse.core.params import Params
-from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.engines import base
 from fedfuse.engines.base import Done, InProcess, LocalEngine, OnClient, Population, Spoken, Trained
 from fedfuse.engines.shelf import Placed, Shelf

@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import torch
 
 from fedfuse.core.messages import Brief
-from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.engines.base import Done, answer, heard
 from fedfuse.errors import ConfigError, FuseError, RecipeError
 

@@ -7,8 +7,8 @@ import hashlib
 import itertools
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -17,20 +17,17 @@ from pydantic import (
     ConfigDict,
     Field,
     PositiveInt,
-    TypeAdapter,
-    ValidationError,
     field_validator,
     model_validator,
 )
 
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.registry import find_method, suggest
-from fedfuse.core.settings import LocalSettings, Settings, checked, explain
+from fedfuse.core.registry import check_options, find_method, suggest
+from fedfuse.core.settings import LocalSettings, Settings, checked
 from fedfuse.data import Iid, Scheme, ServerRows
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.toml import to_toml
-from fedfuse.server.align.aligned import ALIGNMENTS, Aligned, Reference, options_of
-from fedfuse.server.guard import GUARDS, Guard, Guarded, guard
+from fedfuse.server.filters import with_filters
 from fedfuse.server.steps.disturb import measured
 
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -97,10 +94,10 @@ class MethodConfig(Named):
     rounds: PositiveInt | None = None
     then: MethodConfig | None = None
 
-    @field_validator("align", mode="before")
+    @field_validator("align", "guard", mode="before")
     @classmethod
     def _by_name(cls, said: Any) -> Any:
-        """`align = "weights"` is short for a table with that name."""
+        """`align = "weights"` and `guard = "krum"` are short for a table with that name."""
         return {"name": said} if isinstance(said, str) else said
 
     @model_validator(mode="after")
@@ -114,14 +111,10 @@ class MethodConfig(Named):
         method = find_method(self.name)
         check_options(f"method {self.name!r}", self.options, [*method.schema.model_fields, *type(self).model_fields])
         made = method.recipe(**self.options)
-        if self.guard is not None:
-            by = _guard(self.guard)
-            made = _labelled(made, f"{made.label}+{self.guard.name}", aggregate=Guarded(by, made.aggregate))
-        if self.align is not None:  # before the guard, which measures distances between weights
-            made = _labelled(made, f"{made.label}+{self.align.name}", aggregate=_aligned(self.align, made))
+        made = with_filters(made, align=_choice(self.align), guard=_choice(self.guard))
         if self.then is not None and self.rounds is not None:
             made = made.then(self.rounds, self.then.recipe())
-        return _labelled(made, self.label) if self.label else made
+        return replace(made, label=self.label) if self.label else made
 
 
 class JudgeConfig(Settings):
@@ -280,21 +273,6 @@ def _word(value: Any) -> str:
     return str(value)
 
 
-def check_options(who: str, given: Collection[str], known: Collection[str]) -> None:
-    """Refuse the first option nobody reads, with the nearest one that somebody does.
-
-    Example:
-        >>> check_options("model 'mlp'", ["hiden"], ["hidden", "classes"])
-        Traceback (most recent call last):
-        ...
-        fedfuse.errors.ConfigError: model 'mlp' has no option 'hiden'; did you mean 'hidden'? it has hidden, classes
-    """
-    for key in given:
-        if key not in known:
-            has = ", ".join(known) or "none"
-            raise ConfigError(f"{who} has no option {key!r}{suggest(key, known)} it has {has}")
-
-
 def file_name(label: str) -> str:
     """A label as part of a file's name.
 
@@ -308,42 +286,8 @@ def file_name(label: str) -> str:
     return f"{name[:80]}{hashlib.sha256(label.encode()).hexdigest()[:12]}"
 
 
-def _guard(said: Named) -> Guard:
-    guard(said.name)  # knows which there are
-    kind = GUARDS[said.name]
-    check_options(f"guard {said.name!r}", said.options, [f.name for f in fields(kind)])
-    made: Guard = _validated(kind, said.options, f"guard {said.name}")
-    return made
-
-
-def _aligned(said: Named, recipe: Recipe) -> Aligned:
-    check_options(f"alignment {said.name!r}", said.options, options_of(said.name))
-    own = {f.name for f in fields(ALIGNMENTS[said.name])}
-    mine = {k: v for k, v in said.options.items() if k in own}
-    whose = f"alignment {said.name}"
-    way = _validated(ALIGNMENTS[said.name], mine, whose)
-    rest = _validated(_Wrapping, {k: v for k, v in said.options.items() if k not in own}, whose)
-    return Aligned(way, recipe.aggregate, rest.reference, rest.renorm)
-
-
-@dataclass(frozen=True, slots=True)
-class _Wrapping:
-    """What an alignment may be told beside its own options."""
-
-    reference: Reference = "first"
-    renorm: bool = False
-
-
-def _validated(kind: type, options: Mapping[str, Any], whose: str) -> Any:
-    """A part made of a file's options, each of the type it should have."""
-    try:
-        return TypeAdapter(kind).validate_python(options)
-    except ValidationError as why:
-        raise ConfigError(explain(why, BaseModel, whose)) from why
-
-
-def _labelled(recipe: Recipe, label: str, **changes: Any) -> Recipe:
-    return replace(recipe, label=label, **changes)
+def _choice(said: Named | None) -> dict[str, Any] | None:
+    return None if said is None else {"name": said.name, **said.options}
 
 
 def assign(values: dict[str, Any], text: str) -> None:

@@ -17,7 +17,8 @@ from fedfuse.core.cost import density
 from fedfuse.core.lock import alone
 from fedfuse.core.model import Apart, Model, Single, networks
 from fedfuse.core.params import Params
-from fedfuse.core.recipe import Engine, Recipe
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.seams import Engine
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import ServerState
 from fedfuse.core.threads import one_thread

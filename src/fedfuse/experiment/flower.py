@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fedfuse.core.messages import Brief, Envelope
-from fedfuse.core.recipe import Recipe, Work
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.seams import Work
 from fedfuse.core.state import Bench
 from fedfuse.data import client_ids
 from fedfuse.engines.flower import Federation, FlowerEngine

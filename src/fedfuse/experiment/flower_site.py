@@ -15,8 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from fedfuse.core.messages import Brief
-from fedfuse.core.recipe import Recipe, Work
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.data import augmentation, load

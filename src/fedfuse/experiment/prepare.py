@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from fedfuse.core.answers import logits_in
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Start
 from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
+from fedfuse.core.registry import check_options
 from fedfuse.core.rng import seeded
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
@@ -21,8 +23,9 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.data import Dataset, Iid, Partition, Standardise, augmentation, load, partition, standardise
 from fedfuse.engines.base import Population
 from fedfuse.errors import ConfigError, FuseError
-from fedfuse.experiment.config import Experiment, Named, check_options
-from fedfuse.server.admit import Contract, Rules
+from fedfuse.experiment.config import Experiment, Named
+from fedfuse.experiment.rehearse import rehearse, some_rows
+from fedfuse.server.admit import Rules
 from fedfuse.server.judge import Judge
 from fedfuse.server.loop import Plan
 
@@ -82,18 +85,18 @@ class Prepared:
         return Setting(seed, parts, population, bench, judge, self._start(seed, population), plan)
 
     def check(self, sites: Mapping[str, int] | None = None) -> None:
-        """Everything that can be known before training, for every seed and method."""
+        """Everything that can be known before training, for every seed and method; each takes one step on two rows."""
         _check_device(self.local.device)
         _check_alike({_check_fit(spec, self.dataset) for spec in {self.spec, *(s for _, _, s in self.groups)}})
         for seed in self.experiment.seeds:
             setting = self.setting(seed, sites)
             for recipe in self.recipes.values():
                 recipe.check(self.experiment.rounds, setting.bench, setting.start)
+        rows = some_rows(self.dataset, self.inputs)
         for recipe in self.recipes.values():
             self._check_networks(recipe)
             brief = recipe.dressed(setting.start, setting.bench).brief(recipe.publishes, setting.bench.classes)
-            for client in ("", *brief.own):  # evidence that a network cannot give says so here
-                Contract.of(brief.to(client), recipe.evidence)
+            rehearse(recipe, brief, rows, self.local, self.experiment.rounds)
         if self.experiment.select == "best-on-server":
             setting.bench.need_rows("select = 'best-on-server'")
 
@@ -103,7 +106,7 @@ class Prepared:
                 f"method {recipe.name!r} measures how far clients moved from a common start and start = 'separate' "
                 "gives each its own; use start = 'shared' or leave the method out"
             )
-        if self.groups and not getattr(recipe.aggregate, "mixes_networks", False):
+        if self.groups and not recipe.mixes_networks:
             raise ConfigError(
                 f"method {recipe.name!r} needs one network for all clients and the file gives groups their own; "
                 "leave out [[models]] or use a method that fuses predictions"
@@ -209,20 +212,26 @@ def _like_ours(x: torch.Tensor, whose: str, dataset: Dataset, scale: Standardise
 
 
 def spec_for(model: Named, dataset: Dataset) -> Spec:
-    """The network's spec, with what the data decide (classes, channels, size, inputs) filled in where it can be."""
+    """The network's spec, with what the data decide (classes, channels, size, inputs) filled in where it can be.
+
+    `output` says which of a network's outputs are the logits, unless its factory has an option of that name.
+    """
     make = _imported(model.name)
+    said, output = dict(model.options), None
     try:
         parameters = inspect.signature(make).parameters
     except (TypeError, ValueError):  # a callable that hides its signature is called with the user's options alone
-        return Spec(model.name, model.options)
+        return Spec(model.name, said, output=said.pop("output", None))
+    if "output" not in parameters:
+        output = said.pop("output", None)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        check_options(f"model {model.name!r}", model.options, list(parameters))
+        check_options(f"model {model.name!r}", said, list(parameters))
     shape = dataset.train.x.shape[1:]
     facts: dict[str, Any] = {"classes": len(dataset.classes), "inputs": shape.numel()}
     if len(shape) == 3:
         facts |= {"channels": shape[0], "size": shape[1]}
-    fill = {k: v for k, v in facts.items() if k in parameters and k not in model.options}
-    return Spec(model.name, {**fill, **model.options})
+    fill = {k: v for k, v in facts.items() if k in parameters and k not in said}
+    return Spec(model.name, {**fill, **said}, output=output)
 
 
 def _imported(factory: str) -> Callable[..., object]:
@@ -256,9 +265,7 @@ def _check_alike(outputs: set[int]) -> None:
 
 def _check_fit(spec: Spec, dataset: Dataset) -> int:
     """How many logits a network gives, once it is sure that they fit the data."""
-    out, classes = _answer(spec, dataset.train.x[:2]), len(dataset.classes)
-    if not isinstance(out, torch.Tensor):
-        raise ConfigError(f"model {spec.factory!r} gives a {type(out).__name__}, expected a tensor of {classes} logits")
+    out, classes = logits_in(_answer(spec, dataset.train.x[:2]), spec.factory), len(dataset.classes)
     if tuple(out.shape) not in ((2, classes), (2, classes + 1)):  # open-set networks have one more: none of them
         raise ConfigError(
             f"model {spec.factory!r} gives outputs of shape {tuple(out.shape)} for two rows, expected (2, {classes}): "
@@ -277,7 +284,9 @@ def _answer(spec: Spec, rows: torch.Tensor) -> object:
         raise ConfigError(f"model {spec.factory!r} cannot be built with {dict(spec.options)}: {_words(why)}") from why
     try:
         with torch.no_grad():
-            return network(rows)
+            return network(spec.cast(rows))
+    except FuseError:
+        raise
     except Exception as why:
         shape = "×".join(map(str, rows.shape[1:]))
         raise ConfigError(f"model {spec.factory!r} cannot read rows of shape {shape}: {_words(why)}") from why

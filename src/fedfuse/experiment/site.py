@@ -48,18 +48,58 @@ def site_update(
 def fuse_files(
     updates: Sequence[Path],
     method: str,
-    sets: Sequence[str],
-    start: Path | None,
-    masses: Sequence[float] | None,
-    quorum: float,
-    model: str | None,
+    sets: Sequence[str] = (),
+    *,
+    start: Path | None = None,
+    masses: Sequence[float] | None = None,
+    quorum: float = 0.5,
+    models: Sequence[str] = (),
+    guard: str | None = None,
+    align: str | None = None,
+    server_data: str | None = None,
+    unlabelled: str | None = None,
+    seed: int = 0,
 ) -> Fused:
-    """Fuse update files by a method with its options."""
+    """Fuse update files by a method with its options.
+
+    Args:
+        updates: the files.
+        method: the method's name.
+        sets: `key=value` for an option of the method, `guard.key=value` and `align.key=value` for one of theirs.
+        start: the weights all started from.
+        masses: examples behind each file.
+        quorum: the share that must be admitted.
+        models: networks that may be run, as names of `fedfuse.models` or package.module:Class.
+        guard: a robust filter's name.
+        align: an alignment's name.
+        server_data: a source whose training rows the server holds.
+        unlabelled: a source whose training inputs the server holds, their labels unseen.
+        seed: fixes every random draw of the server.
+    """
     options: dict[str, Any] = {}
     for text in sets:
         assign(options, text)
+    filters = {kind: _with_options(kind, name, options) for kind, name in (("guard", guard), ("align", align))}
     for path in updates:
         if not path.is_file():
             raise ConfigError(f"there is no file {path}")
-    spec = None if model is None else Spec(model)
-    return fuse(updates, recipe_of(method, **options), masses=masses or None, start=start, model=spec, quorum=quorum)
+    return fuse(
+        updates,
+        recipe_of(method, **options),
+        masses=masses or None,
+        start=start,
+        model=[Spec(name) for name in models] or None,
+        server_rows=None if server_data is None else load(server_data).train,
+        unlabelled=None if unlabelled is None else load(unlabelled).train.x,
+        quorum=quorum,
+        seed=seed,
+        **filters,
+    )
+
+
+def _with_options(kind: str, name: str | None, options: dict[str, Any]) -> dict[str, Any] | None:
+    """A filter's name with the options given under its kind, which are taken out of the method's."""
+    own = options.pop(kind, {})
+    if name is None and own:
+        raise ConfigError(f"--set {kind}.{next(iter(own))} is an option of a filter; name it with --{kind}")
+    return None if name is None else {"name": name, **own}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -93,15 +94,32 @@ def chain_of(module: nn.Module, shape: Shape) -> tuple[Layer, ...]:
     """
     if any(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks for part in module.modules()):
         raise Uncovered("a module with hooks")
-    try:
-        graph = fx.Tracer().trace(module)
-    except Exception as why:  # tracing runs the user's own forward, which may raise anything
-        raise Uncovered(f"a forward that cannot be traced ({type(why).__name__})") from why
-    layers = list(_follow(graph, dict(module.named_modules()), shape))
+    layers = list(_follow(_graph(module), dict(module.named_modules()), shape))
     names = [layer.name for layer in layers if isinstance(layer, Conv | Linear | Norm)]
     if len(set(names)) < len(names):
         raise Uncovered("a layer used twice")
+    norms = {layer.name for layer in layers if isinstance(layer, Norm)}
+    if odd := [name for name, _ in module.named_buffers() if name.rpartition(".")[0] not in norms]:
+        raise Uncovered(f"the buffer {odd[0]!r}, which a forward may change")
     return tuple(_pool_first(layers))
+
+
+def _graph(module: nn.Module) -> fx.Graph:
+    """The steps of a forward, taken on a copy: it is the user's own code, and may leave something in the network."""
+    tried = copy.deepcopy(module)
+    try:
+        graph = fx.Tracer().trace(tried)
+    except Exception as why:  # it may raise anything, too
+        raise Uncovered(f"a forward that cannot be traced ({type(why).__name__})") from why
+    if _attributes(tried) != _attributes(module):
+        raise Uncovered("a forward that changes the network's attributes")
+    return graph
+
+
+def _attributes(module: nn.Module) -> list[dict[str, object]]:
+    """The plain values that the parts of a network hold."""
+    plain = (bool, int, float, str, type(None))
+    return [{k: v for k, v in vars(part).items() if isinstance(v, plain)} for part in module.modules()]
 
 
 def _pool_first(layers: list[Layer]) -> list[Layer]:

@@ -9,8 +9,9 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from fedfuse.client.evidence.calibration import LogitScale
 from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.core.combine import FirstLayer, TopLogit
-from fedfuse.core.recipe import Evidence, Recipe
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
+from fedfuse.core.seams import Evidence
 from fedfuse.server.aggregate.cover import CoverAnswers, CoverClasses
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.steps.distill import From, distillation

@@ -8,8 +8,9 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from fedfuse.client.curvature import PosteriorPull
 from fedfuse.client.evidence.kfac import Fisher, KroneckerFactors
-from fedfuse.core.recipe import CrossEntropy, Recipe
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
+from fedfuse.core.seams import CrossEntropy
 from fedfuse.linalg.kron import Solver
 from fedfuse.server.aggregate.natural import Balance, NaturalKron, ShareFactors
 

@@ -7,8 +7,9 @@ from pydantic import PositiveFloat, PositiveInt
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.align.aligned import Aligned
+from fedfuse.server.align.alignment import Aligned
 from fedfuse.server.align.graph import ByGraph
+from fedfuse.server.steps.renorm import RestateNorms
 
 
 @method("gamf", paper="Liu et al., ICML 2022")
@@ -30,4 +31,8 @@ def gamf(
         uniform: weigh every client alike, as the paper does; else by its examples.
         renorm: estimate BatchNorm's statistics anew on the server's rows.
     """
-    return Recipe(aggregate=Aligned(ByGraph(hot, cold, cooling, sweeps), Mean(uniform), renorm=renorm))
+    return Recipe(
+        align=Aligned(ByGraph(hot, cold, cooling, sweeps)),
+        aggregate=Mean(uniform),
+        steps=(RestateNorms(),) * renorm,
+    )

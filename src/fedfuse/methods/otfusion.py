@@ -8,8 +8,9 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.align.activations import Inputs
-from fedfuse.server.align.aligned import Aligned, Reference
+from fedfuse.server.align.alignment import Aligned, Reference
 from fedfuse.server.align.transport import ByTransport, Ground, Reading
+from fedfuse.server.steps.renorm import RestateNorms
 
 
 @method("otfusion", paper="arXiv:1910.05653")
@@ -38,4 +39,4 @@ def otfusion(
         renorm: estimate BatchNorm's statistics anew on the server's rows.
     """
     way = ByTransport(reg, ground, reading, inputs, rows)
-    return Recipe(aggregate=Aligned(way, Mean(uniform), reference, renorm))
+    return Recipe(align=Aligned(way, reference), aggregate=Mean(uniform), steps=(RestateNorms(),) * renorm)

@@ -8,8 +8,9 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from fedfuse.client.evidence.control import Remember
 from fedfuse.client.objectives import Contrastive
-from fedfuse.core.recipe import CrossEntropy, Recipe
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
+from fedfuse.core.seams import CrossEntropy
 from fedfuse.errors import ConfigError
 from fedfuse.linalg.divergence import Density
 from fedfuse.server.aggregate.gaussianity import Distance, HigherOrder, Level, NonGaussianMean, Normalise, Renyi

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedfuse.core.messages import Form
 from fedfuse.core.model import Single
 from fedfuse.core.params import Layout
 from fedfuse.core.rng import seeded, stream
@@ -256,6 +257,10 @@ class BayesianLayers:
         prototype = module if start.spec.prototype is not None else None
         spec = Spec("bayesian", {"of": start.spec.to_json(), **options}, prototype=prototype)
         return Single.of(module, spec)
+
+    def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:  # noqa: ARG002
+        """Log-variances beside the means of some layer."""
+        return None if layout.spreads else "layers with log-variances beside their weights"
 
 
 def mean_fields(model: nn.Module) -> list[tuple[str, MeanField]]:

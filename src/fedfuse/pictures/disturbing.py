@@ -14,9 +14,9 @@ from torch import Tensor
 from fedfuse.core.combine import Combine, TopLogit
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Mixture, Single
-from fedfuse.core.recipe import Work
 from fedfuse.core.rng import seeded, stream
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import Decay, LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.data import load

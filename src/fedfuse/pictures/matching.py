@@ -12,9 +12,9 @@ import torch
 
 from fedfuse.core.messages import Cohort, Start
 from fedfuse.core.model import Single
-from fedfuse.core.recipe import Work
 from fedfuse.core.rng import seeded
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
@@ -23,7 +23,7 @@ from fedfuse.engines.base import InProcess, Population
 from fedfuse.pictures import picture
 from fedfuse.server.admit import admit_all
 from fedfuse.server.align.activations import ByActivations, cross_moments
-from fedfuse.server.align.aligned import Aligned, Way
+from fedfuse.server.align.alignment import Aligned, Way
 from fedfuse.server.align.line import Line, straight_line
 from fedfuse.server.align.nets import Net
 from fedfuse.server.align.transport import ByTransport

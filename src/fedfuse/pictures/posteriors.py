@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from fedfuse.client.evidence.kfac import blocks_of, kronecker_factors
 from fedfuse.client.work import train
 from fedfuse.core.model import Single
-from fedfuse.core.recipe import Work
 from fedfuse.core.rng import seeded
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local, ServerState

@@ -20,7 +20,8 @@ from torch import Tensor
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry, Posterior
-from fedfuse.core.recipe import Evidence
+from fedfuse.core.seams import Evidence
+from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError, FuseError, Refused
@@ -66,15 +67,16 @@ class Contract:
     roles: Mapping[str, str]
     limits: Limits
     enrolled: int | None = None
+    training: LocalSettings | None = None
 
     @classmethod
-    def of(cls, brief: Brief, evidence: tuple[Evidence, ...], enrolled: int | None = None) -> Contract:
-        """The contract that follows from a brief as a client hears it."""
+    def of(cls, brief: Brief, evidence: tuple[Evidence, ...], training: LocalSettings | None = None) -> Contract:
+        """The contract that follows from a brief as a client hears it, and from how it was told to train."""
         forms = dict(forms_of(brief.params))
         for kind in evidence:
             forms |= {NOTE + n: form for n, form in kind.expects(brief).items()}
         limits = _limits(forms, brief.spec)
-        return cls(brief.round, brief.spec, forms, evidence, brief.spec.layout.roles, limits, enrolled)
+        return cls(brief.round, brief.spec, forms, evidence, brief.spec.layout.roles, limits, training=training)
 
 
 def _limits(forms: Mapping[str, Form], spec: Spec) -> Limits:
@@ -108,6 +110,7 @@ def admit(envelope: Envelope, contract: Contract, packet: Packet | None = None) 
     _check_header(client, packet.header, contract)
     _check_forms(client, packet.tensors.forms, contract.forms)
     mass, steps = _mass(client, packet.header, contract), _steps(client, packet.header)
+    training = _training(client, packet.header, contract)
     mean, notes = split(packet)
     try:
         _check_values(client, packet.tensors, contract.roles)
@@ -117,7 +120,7 @@ def admit(envelope: Envelope, contract: Contract, packet: Packet | None = None) 
     mean, raised = _floored(mean, contract.roles)
     posterior = Posterior(mean, geometry) if geometry is not None else Posterior(mean)
     facts = _facts(packet.header) | ({"raised_variances": float(raised)} if raised else {})
-    return ClientUpdate(client, posterior, mass, steps, contract.spec, notes, facts)
+    return ClientUpdate(client, posterior, mass, steps, contract.spec, notes, facts, training)
 
 
 def admit_all(
@@ -128,6 +131,7 @@ def admit_all(
     rules: Rules | None = None,
     enrolled: Mapping[str, int] | None = None,
     opened: Mapping[str, Packet] | None = None,
+    training: LocalSettings | None = None,
 ) -> Admission:
     """Judge a round's replies as they arrive; beyond the memory limit they wait in files.
 
@@ -139,10 +143,11 @@ def admit_all(
         rules: what the server insists on.
         enrolled: how many examples each client has declared beforehand.
         opened: replies that somebody had to open before, by client; their payloads are not read again.
+        training: how clients were told to train, where they were told.
     """
     rules, enrolled, opened = rules or Rules(), enrolled or {}, opened or {}
     seen, updates = Admission(Cohort(()), Spool(rules.memory)), dict[str, ClientUpdate]()
-    expected, common = frozenset(asked), Contract.of(brief.to(""), evidence)
+    expected, common = frozenset(asked), Contract.of(brief.to(""), evidence, training)
     for envelope in envelopes:
         seen.seconds += envelope.seconds
         if envelope.payload is None:
@@ -153,7 +158,8 @@ def admit_all(
         seen.trained += not envelope.remembered
         try:
             _check_turn(envelope.client, expected, updates)
-            contract = Contract.of(brief.to(envelope.client), evidence) if envelope.client in brief.own else common
+            own = envelope.client in brief.own
+            contract = Contract.of(brief.to(envelope.client), evidence, training) if own else common
             if envelope.client in enrolled:
                 contract = replace(contract, enrolled=enrolled[envelope.client])
             packet = opened.get(envelope.client)
@@ -245,6 +251,23 @@ def _steps(client: str, header: Mapping[str, Any]) -> int:
     if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= _MAX_STEPS:
         raise Refused(client, "steps", repr(steps), f"a whole number from 1 to {_MAX_STEPS:,}")
     return steps
+
+
+def _training(client: str, header: Mapping[str, Any], contract: Contract) -> LocalSettings | None:
+    """How the client says it trained; where the server told it how, it must have trained so."""
+    if "training" not in header:
+        return contract.training
+    try:
+        said = LocalSettings.from_json(header["training"])
+    except ConfigError as why:
+        raise Refused(client, "training", str(why), "the settings it trained with") from why
+    if contract.training is None:
+        return said
+    theirs, ours = said.to_json(), contract.training.to_json()
+    for key in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(key) != ours.get(key):
+            raise Refused(client, f"training.{key}", theirs.get(key), f"{ours.get(key)}, as it was told")
+    return contract.training
 
 
 def _facts(header: Mapping[str, Any]) -> dict[str, float]:

@@ -10,56 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.params import Params, squared_distance
-from fedfuse.core.recipe import Aggregator, ChangesResult, Result
-from fedfuse.core.registry import suggest
-from fedfuse.core.state import Bench, ServerState
-from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.server.aggregate.mean import BLOCK, weighted_mean
+from fedfuse.core.seams import Guard
+from fedfuse.core.state import ServerState
+from fedfuse.errors import RecipeError
+from fedfuse.server.aggregate.mean import BLOCK, mean_by_examples
 from fedfuse.wire.codec import LazyParams, forms_of
 
-
-class Guard(Protocol):
-    """A cohort goes in, a safer one comes out."""
-
-    def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:
-        """The cohort the aggregator sees."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Guarded:
-    """A guard before an aggregator."""
-
-    by: Guard
-    then: Aggregator
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """What the aggregator needs, and a known start to measure distances from."""
-        return self.then.needs | {"start"}
-
-    @property
-    def laws(self) -> frozenset[str]:
-        """What still holds behind a filter."""
-        return self.then.laws & {"order", "agree", "pure", "dtype", "finite", "repeat"}
-
-    @property
-    def result(self) -> Result:
-        """The kind of model the aggregator leaves."""
-        return self.then.result if isinstance(self.then, ChangesResult) else "single"
-
-    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
-        """Filter, then fuse; the record says who was kept."""
-        safer = self.by(cohort, state)
-        dropped = [c for c in cohort.clients if c not in safer.clients]
-        return self.then(safer, state, bench).noting(guard=repr(self.by), guard_dropped=dropped)
+# What still holds behind a filter: one client may be moved, and examples no longer weigh as they did.
+_LAWS = frozenset({"order", "agree", "pure", "dtype", "finite", "repeat"})
+_NOTHING: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +34,8 @@ class NormClip:
 
     limit: float | None = None
     ratio: float = 1.0
+    needs: ClassVar[frozenset[str]] = frozenset({"start"})
+    laws: ClassVar[frozenset[str]] = _LAWS
 
     def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:
         """Shorten the long moves; weights are rescaled as they are read, so nothing is copied."""
@@ -84,6 +52,8 @@ class Krum:
 
     byzantine: int = 1
     keep: int | None = None
+    needs: ClassVar[frozenset[str]] = _NOTHING
+    laws: ClassVar[frozenset[str]] = _LAWS
 
     def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:  # noqa: ARG002 - the seam's signature
         """Drop whoever stands far from everybody."""
@@ -102,6 +72,9 @@ class Krum:
 class CoordinateMedian:
     """Every coordinate is the median over clients (Yin et al. 2018)."""
 
+    needs: ClassVar[frozenset[str]] = _NOTHING
+    laws: ClassVar[frozenset[str]] = _LAWS
+
     def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:  # noqa: ARG002 - the seam's signature
         """Hand the median to everybody."""
         return _all_at(cohort, lambda values: torch.quantile(values, 0.5, dim=0))
@@ -112,6 +85,8 @@ class TrimmedMean:
     """Every coordinate is the mean over clients without the `trim` share of largest and of smallest values."""
 
     trim: float = 0.1
+    needs: ClassVar[frozenset[str]] = _NOTHING
+    laws: ClassVar[frozenset[str]] = _LAWS
 
     def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:  # noqa: ARG002 - the seam's signature
         """Hand the trimmed mean to everybody."""
@@ -121,28 +96,12 @@ class TrimmedMean:
         return _all_at(cohort, lambda values: values.sort(0).values[cut : len(values) - cut].mean(0))
 
 
-GUARDS: Mapping[str, type] = {
+GUARDS: Mapping[str, type[Guard]] = {
     "clip": NormClip,
     "krum": Krum,
     "median": CoordinateMedian,
     "trimmed": TrimmedMean,
 }
-
-
-def guard(name: str, **options: Any) -> Guard:
-    """A guard by name: clip, krum, median or trimmed.
-
-    Example:
-        >>> guard("krum", byzantine=2)
-        Krum(byzantine=2, keep=None)
-    """
-    if name not in GUARDS:
-        raise ConfigError(f"there is no guard {name!r}{suggest(name, GUARDS)} there are {', '.join(GUARDS)}")
-    try:
-        made: Guard = GUARDS[name](**options)
-    except TypeError as why:
-        raise ConfigError(f"guard {name!r} cannot be made with {options}: {why}") from why
-    return made
 
 
 def _floats(params: Params) -> Iterator[str]:
@@ -169,12 +128,11 @@ def _pairwise(cohort: Cohort) -> Tensor:
 
 
 def _all_at(cohort: Cohort, centre: Any) -> Cohort:
-    sources = [u.posterior.mean for u in cohort]
     common = {}
     for name in cohort.names:
         stack = cohort.stack(name)
         if not stack.is_floating_point():
-            common[name] = weighted_mean(sources, cohort.weights, name)
+            common[name] = mean_by_examples(cohort, name)
             continue
         flat, out = stack.flatten(1), torch.empty_like(stack[0]).flatten()
         for begin in range(0, flat.shape[1], BLOCK):

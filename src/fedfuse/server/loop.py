@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -12,12 +12,14 @@ import torch
 from fedfuse.core.cost import cohort_flops, spared
 from fedfuse.core.messages import Brief, client_order
 from fedfuse.core.model import Model
-from fedfuse.core.recipe import Engine, Recipe
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.rng import stream
+from fedfuse.core.seams import Engine
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.terms import Terms, terms_of
 from fedfuse.errors import QuorumLost
 from fedfuse.server.admit import Admission, Rules, admit_all
+from fedfuse.server.round import fuse_round
 from fedfuse.wire.messages import brief_size
 
 
@@ -81,14 +83,12 @@ def one_round(
     brief = state.brief(recipe.publishes, bench.classes)
     began = time.perf_counter()
     answers = engine.exchange(brief, recipe.work(bench.local), asked)
-    admission = admit_all(answers, brief, recipe.evidence, asked, plan.rules, terms.enrolled(plan.enrolled))
+    enrolled = terms.enrolled(plan.enrolled)
+    admission = admit_all(answers, brief, recipe.evidence, asked, plan.rules, enrolled=enrolled, training=bench.local)
     waited = time.perf_counter() - began
     check_quorum(admission, asked, plan.rules.quorum, state.round)
     began = time.perf_counter()
-    after = recipe.aggregate(admission.cohort, replace(state, facts={}), bench)
-    for step in recipe.steps:
-        after = step(after, admission.cohort, bench)
-    after = replace(after, round=state.round + 1)
+    after = fuse_round(recipe, admission.cohort, state, bench)
     spent = time.perf_counter() - began
     scores = judge.score(after.model, admission, after.round == plan.rounds) if judge else {}
     facts = _facts(recipe, admission, brief, asked, bench, terms)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from fedfuse.core.messages import Start
+from fedfuse.core.messages import Form, Start
 from fedfuse.core.model import Single, outputs
+from fedfuse.core.params import Layout
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.rng import stream
 from fedfuse.errors import ConfigError
@@ -58,3 +60,10 @@ class UnknownClass:
         wanted = classes + 1 if classes else have if start.spec.surgery else have + 1
         spec, params = with_outputs(Start(start.spec, start.posterior.mean), wanted, seed)
         return start if spec is start.spec else Single(spec, Posterior(params))
+
+    def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:
+        """The output that means "none of them", beside one for each class."""
+        linear = [forms[layer.weight].shape[0] for layer in layout.layers if layer.kind == "linear"]
+        if classes and linear and linear[-1] == classes + 1:
+            return None
+        return 'an output that means "none of the classes" beside one for each class'

@@ -11,8 +11,8 @@ import torch
 from fedfuse.client.views import WithShared
 from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief, Envelope
-from fedfuse.core.recipe import Engine, Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Engine, Work
 from fedfuse.core.state import Bench
 from fedfuse.core.terms import Terms, terms_of
 from fedfuse.core.threads import one_thread

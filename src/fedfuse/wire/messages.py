@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedfuse.core.messages import Brief
 from fedfuse.core.params import Params
+from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.wire.codec import Malformed, Packet, decode, encode, encoded_size
 
@@ -56,15 +57,25 @@ def decode_brief(data: bytes, trusted: Collection[str] = ()) -> Brief:
 
 
 def encode_reply(
-    brief: Brief, mean: Params, notes: Params, *, mass: float, steps: int, facts: Mapping[str, float]
+    brief: Brief,
+    mean: Params,
+    notes: Params,
+    *,
+    mass: float,
+    steps: int,
+    facts: Mapping[str, float],
+    training: LocalSettings | None = None,
 ) -> bytes:
     """A client's answer to a brief."""
-    return encode({**mean, **noted(notes)}, reply_header(brief, mass=mass, steps=steps, facts=facts))
+    header = reply_header(brief, mass=mass, steps=steps, facts=facts, training=training)
+    return encode({**mean, **noted(notes)}, header)
 
 
-def reply_header(brief: Brief, *, mass: float, steps: int, facts: Mapping[str, float]) -> dict[str, Any]:
-    """The header every reply and every update file carries."""
-    return {
+def reply_header(
+    brief: Brief, *, mass: float, steps: int, facts: Mapping[str, float], training: LocalSettings | None = None
+) -> dict[str, Any]:
+    """The header every reply and every update file carries; `training` says how the client trained."""
+    header = {
         "kind": "reply",
         "version": VERSION,
         "round": brief.round,
@@ -73,6 +84,7 @@ def reply_header(brief: Brief, *, mass: float, steps: int, facts: Mapping[str, f
         "steps": steps,
         "facts": {name: value for name, value in facts.items() if math.isfinite(value)},
     }
+    return header | ({} if training is None else {"training": training.to_json()})
 
 
 def noted(notes: Params) -> dict[str, Tensor]:

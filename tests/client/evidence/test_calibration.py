@@ -9,8 +9,8 @@ from fedfuse.client.evidence.calibration import LogitScale
 from fedfuse.client.work import client_round
 from fedfuse.core.calibrate import calibration
 from fedfuse.core.messages import Brief
-from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.wire.codec import decode

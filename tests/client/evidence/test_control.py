@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from fedfuse.client.evidence.control import ControlDelta, Remember, carried, walked
 from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief, Envelope
-from fedfuse.core.recipe import Batch, Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Batch, Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local, filed

@@ -9,8 +9,8 @@ from fedfuse.client.evidence.gradients import SquaredGradients, maskable, square
 from fedfuse.client.projections import Masked
 from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief, Envelope
-from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.server.admit import Contract, admit

@@ -9,8 +9,8 @@ from fedfuse.client.evidence.kfac import KroneckerFactors, blocks_of, kronecker_
 from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief, Envelope, Form
 from fedfuse.core.posterior import Kron
-from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.linalg.psd import is_psd, unpack

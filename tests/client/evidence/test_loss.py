@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from fedfuse.client.evidence.loss import StartLoss
 from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief, Envelope
-from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
 from fedfuse.server.admit import Contract, admit
 

@@ -11,8 +11,8 @@ from torch.func import functional_call
 from fedfuse.client.evidence.spectrum import CurvatureSpectrum, Look, curvature_in
 from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief, Envelope
-from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.server.admit import Contract, admit

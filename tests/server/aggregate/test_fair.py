@@ -26,10 +26,18 @@ def drawn(seed: int) -> dict[str, Tensor]:
 
 def fused(q: float) -> dict[str, Tensor]:
     updates = tuple(
-        ClientUpdate(f"c{k}", Posterior(drawn(k)), 1.0 + k, 1, SPEC, {"start_loss/mean": torch.tensor(f).double()})
+        ClientUpdate(
+            f"c{k}",
+            Posterior(drawn(k)),
+            1.0 + k,
+            1,
+            SPEC,
+            {"start_loss/mean": torch.tensor(f).double()},
+            training=LocalSettings(optimizer={"lr": RATE}),
+        )
         for k, f in enumerate(LOSSES)
     )
-    bench = Bench(local=LocalSettings(optimizer={"lr": RATE}))
+    bench = Bench()
     state = FairMean(q)(Cohort(updates), ServerState(0, Single(SPEC, Posterior(drawn(9)))), bench)
     return dict(state.single.posterior.mean)
 

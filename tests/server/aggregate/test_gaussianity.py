@@ -18,6 +18,7 @@ from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
@@ -25,7 +26,8 @@ from fedfuse.linalg.divergence import renyi_to_gaussian
 from fedfuse.server.aggregate import gaussianity
 from fedfuse.server.aggregate.gaussianity import HigherOrder, NonGaussianMean, Renyi
 from fedfuse.server.aggregate.mean import ALL_LAWS, mean_of
-from fedfuse.server.guard import Guarded, NormClip
+from fedfuse.server.guard import NormClip
+from fedfuse.server.round import fuse_round
 from fedfuse.wire.codec import LazyParams, decode, encode, read
 
 LENET = Spec("lenet", {"channels": 1, "size": 28})
@@ -326,7 +328,8 @@ def test_results_share_no_memory() -> None:
 def test_a_guard_may_stand_before_it() -> None:
     cohort = cohort_of(messages(states(LENET)), LENET)
     start = Single(LENET, Posterior({n: torch.zeros_like(t) for n, t in states(LENET, 1)[0].items()}))
-    state = Guarded(NormClip(), NonGaussianMean())(cohort, ServerState(0, start), Bench())
+    recipe = Recipe(aggregate=NonGaussianMean(), guard=NormClip())
+    state = fuse_round(recipe, cohort, ServerState(0, start), Bench())
     assert state.facts["layer_weights"].keys() == {layer.name for layer in LENET.layout.layers}
 
 

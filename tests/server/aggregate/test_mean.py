@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -174,9 +175,9 @@ def test_normalised_mean_is_the_published_formula(momentum: float) -> None:
     spec = Spec.of(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
     start, states = random_state(spec, 9), [random_state(spec, s) for s in range(3)]
     masses, steps = [10.0, 30.0, 60.0], [2, 5, 11]
-    bench = Bench(local=LocalSettings(optimizer={"momentum": momentum}))
-    server = ServerState(0, Single(spec, Posterior(start)))
-    after = NormalisedMean()(cohort_of(states, masses, spec, steps), server, bench)
+    told = LocalSettings(optimizer={"momentum": momentum})
+    cohort = Cohort(tuple(replace(u, training=told) for u in cohort_of(states, masses, spec, steps)))
+    after = NormalisedMean()(cohort, ServerState(0, Single(spec, Posterior(start))), Bench())
     f, a = [0.1, 0.3, 0.6], [walked(t, momentum) for t in steps]
     reach = sum(fi * ai for fi, ai in zip(f, a, strict=True))
     for n in ("0.weight", "0.bias", "1.weight", "1.bias"):
@@ -187,14 +188,15 @@ def test_normalised_mean_is_the_published_formula(momentum: float) -> None:
     assert after.facts["effective_steps"] == pytest.approx(reach)
 
 
-def test_momentum_is_the_runs_own_unless_it_is_given_and_adam_has_none() -> None:
+def test_momentum_is_each_clients_own_unless_it_is_given_and_adam_has_none() -> None:
     spec = Spec.of(nn.Linear(1, 1))
     cohort = cohort_of([random_state(spec, s) for s in range(2)], [1.0, 1.0], spec, [2, 4])
     server = ServerState(0, Single(spec, Posterior(random_state(spec, 9))))
 
     def reach(aggregate: NormalisedMean, **optimizer: object) -> float:
-        bench = Bench(local=LocalSettings.model_validate({"optimizer": optimizer}))
-        return float(aggregate(cohort, server, bench).facts["effective_steps"])
+        told = LocalSettings.model_validate({"optimizer": optimizer})
+        trained = Cohort(tuple(replace(u, training=told) for u in cohort))
+        return float(aggregate(trained, server, Bench()).facts["effective_steps"])
 
     assert reach(NormalisedMean(), momentum=0.5) == pytest.approx((walked(2, 0.5) + walked(4, 0.5)) / 2)
     assert reach(NormalisedMean(0.5)) == pytest.approx(reach(NormalisedMean(), momentum=0.5))

@@ -7,8 +7,9 @@ from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Kron, Posterior
-from fedfuse.core.recipe import Recipe, Work
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
@@ -186,9 +187,5 @@ def test_without_the_evidence_it_says_what_is_missing() -> None:
 
 def test_briefs_of_plain_tensors_expect_factors_by_name() -> None:
     """A state dict without a network still says which factors are missing."""
-    from fedfuse.server.gather import Bundle
-    from fedfuse.wire.codec import forms_of
-
     params = {"fc.weight": torch.zeros(2, 3), "fc.bias": torch.zeros(2)}
-    spec = Spec("state-dict", prototype=Bundle(forms_of(params)))
-    assert set(KroneckerFactors().expects(Brief(0, spec, params))) == {"kron/fc/in", "kron/fc/out"}
+    assert set(KroneckerFactors().expects(Brief(0, Spec.of_tensors(params), params))) == {"kron/fc/in", "kron/fc/out"}

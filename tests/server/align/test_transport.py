@@ -14,13 +14,16 @@ from fedfuse.core.channels import channel_groups, placed
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Diag, Posterior
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
-from fedfuse.server.align.aligned import Aligned
+from fedfuse.server.aggregate.mean import Mean
+from fedfuse.server.align.alignment import Aligned
 from fedfuse.server.align.nets import Coupling, Net, blended
 from fedfuse.server.align.transport import ByTransport, exact_plan
+from fedfuse.server.round import fuse_round
 
 MLP = Spec("mlp", {"inputs": 6, "hidden": [8, 7], "classes": 3})
 LENET = Spec("lenet", {"size": 8, "maps": [3, 4], "hidden": [6]})
@@ -123,7 +126,12 @@ def test_clients_of_different_widths_fuse_into_the_largest() -> None:
     wide = doubled(one)
     updates = [ClientUpdate(n.client, Posterior(n.params), 1.0, 1, n.spec) for n in (one, wide)]
     state = ServerState(0, Single(MLP, Posterior(one.params)))
-    fused = Aligned(ByTransport(), reference="largest")(Cohort(tuple(updates)), state, Bench()).single
+    fused = fuse_round(
+        Recipe(align=Aligned(ByTransport(), reference="largest"), aggregate=Mean()),
+        Cohort(tuple(updates)),
+        state,
+        Bench(),
+    ).single
     assert fused.spec == wide.spec
     x = torch.randn(20, 6, generator=torch.Generator().manual_seed(2))
     assert torch.allclose(fused.logits(x), MLP.forward(one.params, x), rtol=1e-3, atol=1e-2)
@@ -148,9 +156,8 @@ def test_variances_of_blends_are_those_of_independent_weights() -> None:
 def test_blends_carry_no_geometry() -> None:
     one = net(MLP, 0)
     updates = [ClientUpdate(n.client, Posterior(n.params, Diag({})), 1.0, 1, MLP) for n in (one, net(MLP, 1))]
-    state = ServerState(0, Single(MLP, Posterior(one.params)))
     with pytest.raises(ConfigError, match="c1: units that are blended carry no Diag geometry"):
-        Aligned(ByTransport(reg=0.1))(Cohort(tuple(updates)), state, Bench())
+        Aligned(ByTransport(reg=0.1))(Cohort(tuple(updates)), Bench())
 
 
 def test_what_makes_no_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

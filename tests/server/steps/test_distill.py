@@ -156,7 +156,7 @@ def test_batch_norms_learn_from_no_batch_of_one() -> None:
 def test_rounds_can_go_on_after_distillation() -> None:
     recipe = Recipe(aggregate=KeepAll(), steps=(Distill(ServerRows()),))
     assert recipe.result == "single"
-    assert recipe.needs == {"server_rows"}
+    assert recipe.needs == {"server_rows", "network"}
     recipe.check(5, bench())
     with pytest.raises(RecipeError, match="inputs without labels and there are none"):
         Recipe(name="mine", aggregate=KeepAll(), steps=(Distill(Unlabelled()),)).check(1, Bench())

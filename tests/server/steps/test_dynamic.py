@@ -39,19 +39,24 @@ def start() -> ServerState:
     return ServerState(3, Single.of(SPEC.build(), SPEC))
 
 
-def cohort(*counts: list[int]) -> Cohort:
-    posterior = start().single.posterior
+def settings(**local: object) -> LocalSettings:
+    return LocalSettings.model_validate({"batch_size": 100, "epochs": 5, "optimizer": {"lr": RATE}} | local)
+
+
+def cohort(*counts: list[int], **local: object) -> Cohort:
+    posterior, training = start().single.posterior, settings(**local)
     return Cohort(
         tuple(
-            ClientUpdate(f"c{i}", posterior, float(sum(n)), 1, SPEC, {"counts/labels": torch.tensor(n)})
+            ClientUpdate(
+                f"c{i}", posterior, float(sum(n)), 1, SPEC, {"counts/labels": torch.tensor(n)}, training=training
+            )
             for i, n in enumerate(counts)
         )
     )
 
 
 def bench(server: Rows | None = None, population: int = 4, **local: object) -> Bench:
-    settings = LocalSettings.model_validate({"batch_size": 100, "epochs": 5, "optimizer": {"lr": RATE}} | local)
-    return Bench(rows(24) if server is None else server, None, population, CLASSES, settings, seed=5)
+    return Bench(rows(24) if server is None else server, None, population, CLASSES, settings(**local), seed=5)
 
 
 def test_the_worked_example() -> None:
@@ -108,7 +113,7 @@ def test_nobody_any_way_off_is_settled_by_the_numbers_of_rows() -> None:
 
 def test_a_step_that_explodes_is_taken_back() -> None:
     before = start()
-    after = DynamicUpdate(explode=1.5)(before, cohort([20, 0, 0]), bench(optimizer={"lr": 500.0}))
+    after = DynamicUpdate(explode=1.5)(before, cohort([20, 0, 0], optimizer={"lr": 500.0}), bench())
     facts = after.facts["server_step"]
     assert facts["loss_after"] > 1.5 * facts["loss_before"] or facts["loss_after"] != facts["loss_after"]
     assert not facts["taken"]
@@ -128,8 +133,8 @@ def test_batch_norms_move_with_the_weights() -> None:
     net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, CLASSES))
     spec = Spec.of(net)
     state = ServerState(0, Single.of(net, spec))
-    told = [replace(u, spec=spec) for u in cohort([20, 0, 0])]
-    after = DynamicUpdate()(state, Cohort(tuple(told)), bench(rows(25), batch_size=8)).single.posterior.mean
+    told = [replace(u, spec=spec) for u in cohort([20, 0, 0], batch_size=8)]
+    after = DynamicUpdate()(state, Cohort(tuple(told)), bench(rows(25))).single.posterior.mean
     assert not after["1.running_mean"].equal(state.single.posterior.mean["1.running_mean"])
     assert after["1.num_batches_tracked"].item() == 5 * 3  # the last batch has one row
 

@@ -12,8 +12,9 @@ import torch
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry
-from fedfuse.core.settings import Optimizer
-from fedfuse.core.state import Local, filed, part
+from fedfuse.core.precision import in_full
+from fedfuse.core.state import Local, filed, live_names, part
+from fedfuse.wire.codec import forms_of
 
 
 def walked(steps: int, momentum: float) -> float:
@@ -34,7 +35,7 @@ def carried(local: Local) -> float:
 
     At a constant rate this is η · `walked`(τ, ρ); here the rate may change from epoch to epoch.
     """
-    settings, rho = local.settings, _momentum(local.settings.optimizer)
+    settings, rho = local.settings, local.settings.optimizer.own_momentum
     batches = len(local.rows) / settings.batch_size
     per_epoch = math.floor(batches) if settings.drop_last else math.ceil(batches)
     rates = torch.tensor([settings.rate(local.brief.round, e) for e in range(settings.epochs)], dtype=torch.float64)
@@ -60,16 +61,17 @@ class ControlDelta:
         delta = {}
         for name, weight in local.live.items():
             zero = torch.zeros_like(weight, device="cpu")
-            drift = (local.anchor[name] - weight.detach()).cpu() / scale if scale else theirs.get(name, zero)
-            delta[name] = drift - theirs.get(name, zero)
-            mine[name] = mine.get(name, zero) + delta[name]
+            common, before = (in_full(told.get(name, zero)) for told in (theirs, mine))
+            walk = in_full(local.anchor[name]) - in_full(weight.detach())
+            moved = (walk.cpu() / scale if scale else common) - common
+            delta[name], mine[name] = moved.to(zero.dtype), (before + moved).to(zero.dtype)
         local.memory.update(filed(self.name, mine))
         return filed(self.name, delta)
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
         """One tensor per trainable weight, of its form."""
-        trainable = brief.spec.skeleton().named_parameters()  # one name for tied weights, as in training
-        return {f"{self.name}/{n}": Form.of(brief.params[n]) for n, _ in trainable}
+        forms = forms_of(brief.params)
+        return {f"{self.name}/{n}": forms[n] for n in live_names(brief)}
 
     def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Any finite value will do."""
@@ -78,10 +80,6 @@ class ControlDelta:
     def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature
         """Says nothing about the posterior."""
         return None
-
-
-def _momentum(optimizer: Optimizer) -> float:
-    return optimizer.momentum if optimizer.name == "sgd" else 0.0
 
 
 @dataclass(frozen=True, slots=True)

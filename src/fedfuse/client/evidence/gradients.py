@@ -13,19 +13,22 @@ from torch import Tensor, nn
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry
+from fedfuse.core.precision import answer_in_full, full_dtype, in_full
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local, filed
+from fedfuse.wire.codec import forms_of
 
 
 def maskable(spec: Spec) -> tuple[str, ...]:
-    """The weights that masks may hold at zero: those of linear layers and convolutions.
+    """The weights that masks may hold at zero: those of linear layers and convolutions that train, and under one name.
 
     Example:
         >>> maskable(Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2}))
         ('fc1.weight', 'classifier.weight')
     """
-    return tuple(layer.weight for layer in spec.layout.layers if layer.kind != "other")
+    own = frozenset(spec.layout.trainable).difference(*spec.layout.tied)
+    return tuple(layer.weight for layer in spec.layout.layers if layer.kind != "other" and layer.weight in own)
 
 
 def squared_gradients(
@@ -34,14 +37,15 @@ def squared_gradients(
     """Mean over some batches of (∂L/∂w)², for the named weights, in evaluation mode."""
     module.eval()
     params = dict(module.named_parameters())
-    total = {n: torch.zeros_like(params[n]) for n in names}
+    total = {n: torch.zeros_like(in_full(params[n].detach())) for n in names}
     order = torch.randperm(len(rows), generator=generator).to(rows.y.device).split(batch)[:batches]
     with torch.enable_grad():
         for index in order:
             some = rows.take(index)
-            slopes = torch.autograd.grad(F.cross_entropy(module(some.x), some.y), [params[n] for n in names])
+            loss = F.cross_entropy(answer_in_full(module, some.x), some.y)
+            slopes = torch.autograd.grad(loss, [params[n] for n in names], materialize_grads=True)
             for name, slope in zip(names, slopes, strict=True):
-                total[name] += slope.detach().square() / len(order)
+                total[name] += in_full(slope.detach()).square() / len(order)
     return total
 
 
@@ -73,10 +77,12 @@ class SquaredGradients:
         return filed(self.name, {n: t.cpu() for n, t in found.items()})
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
-        """A tensor of the weight's form, for each; nothing in other rounds."""
+        """A tensor of the weight's shape, in float32 at least, for each; nothing in other rounds."""
         if not self.is_due(brief.round):
             return {}
-        return {f"{self.name}/{n}": Form.of(brief.params[n]) for n in maskable(brief.spec)}
+        forms = forms_of(brief.params)
+        wanted = {n: Form(forms[n].shape, full_dtype(forms[n].dtype)) for n in maskable(brief.spec)}
+        return {f"{self.name}/{n}": form for n, form in wanted.items()}
 
     def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Squares are not negative."""

@@ -23,10 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfuse.client.evidence.marginal import Belief, best_damping
-from fedfuse.client.moments import CONVOLUTIONS, input_moments, output_moments
+from fedfuse.client.moments import input_moments, output_moments
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Layer, Params
 from fedfuse.core.posterior import Geometry, Kron
+from fedfuse.core.precision import in_full
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
@@ -68,24 +69,16 @@ class Block:
 def blocks_of(spec: Spec) -> tuple[Block, ...]:
     """The layers of a network that have Kronecker factors: linear and convolution layers whose weights are their own.
 
+    A tied weight belongs to several layers, and a frozen one is nobody's belief: those layers have none.
+
     Example:
         >>> [b.layer.name for b in blocks_of(Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2}))]
         ['fc1', 'classifier']
     """
-    module = spec.skeleton()
-    named = list(module.named_parameters(remove_duplicate=False))
-    uses = [id(p) for _, p in named]
-    tied = {name for name, p in named if uses.count(id(p)) > 1}
-    plain = [layer for layer in spec.layout.layers if layer.kind != "other" and layer.weight not in tied]
-    return tuple(Block(layer, _groups(module, layer)) for layer in plain)
-
-
-def _groups(module: nn.Module, layer: Layer) -> int:
-    try:
-        part = module.get_submodule(layer.weight.rpartition(".")[0])
-    except AttributeError:  # names and shapes without a network
-        return 1
-    return part.groups if isinstance(part, CONVOLUTIONS) else 1
+    own = frozenset(spec.layout.trainable).difference(*spec.layout.tied)
+    plain = (layer for layer in spec.layout.layers if layer.kind != "other")
+    free = (layer for layer in plain if own >= {layer.weight, layer.bias or layer.weight})
+    return tuple(Block(layer, layer.groups) for layer in free)
 
 
 def kronecker_factors(
@@ -126,7 +119,7 @@ def kronecker_factors(
             x, y = rows.x[begin : begin + batch], rows.y[begin : begin + batch]
             calls.clear()
             with torch.enable_grad():
-                logits = module(x)
+                logits = in_full(module(x))
                 labels = y if fisher == "empirical" else drawn_labels(logits.detach(), generator)
                 loss = F.cross_entropy(logits, labels, reduction="sum")  # a sum, so that each row's gradient is its own
                 grads = torch.autograd.grad(loss, [c.probe for c in calls], materialize_grads=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
@@ -14,9 +15,11 @@ from torch.func import functional_call
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry
+from fedfuse.core.precision import as_floats_of, in_full
 from fedfuse.core.rows import Rows
-from fedfuse.core.state import Local
+from fedfuse.core.state import Local, live_names
 from fedfuse.linalg.lanczos import Spectrum, hessian_vector_product, spectrum
+from fedfuse.wire.codec import forms_of
 
 _WIDE = 2**21  # parameters up to which Lanczos vectors are kept in float64; beyond, they would fill the memory
 
@@ -48,7 +51,7 @@ class Look:
     rows: int = 16
 
     def __call__(self, module: nn.Module, start: Params, rows: Rows, generator: torch.Generator) -> Curvature:
-        """The curvature of a module's mean cross entropy at its own weights, in evaluation mode.
+        """The curvature of a module's mean cross entropy at its own weights, those the start has, in evaluation mode.
 
         H is the Hessian at the weights W′, and Δ = W − W′ leads back to the start W. The map
         B(Δ) = H Δ − ∇L(W′ + Δ) measures what a quadratic does not see; its Lipschitz constant is estimated between
@@ -56,8 +59,8 @@ class Look:
         """
         module.eval()
         some = rows.take(torch.randperm(len(rows), generator=generator)[: self.rows].to(rows.y.device))
-        params = {n: p.detach() for n, p in module.named_parameters()}
-        loss = _Loss(module, some)
+        params = {n: p.detach() for n, p in module.named_parameters() if n in start}
+        loss = _Loss(module, Rows(as_floats_of(params.values(), some.x), some.y))
         hessian = hessian_vector_product(loss, params)
         dtype = torch.float64 if hessian.size <= _WIDE else torch.float32
         seen = spectrum(
@@ -87,7 +90,7 @@ class _Loss:
     rows: Rows
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
-        return F.cross_entropy(functional_call(self.module, dict(params), (self.rows.x,)), self.rows.y)
+        return F.cross_entropy(in_full(functional_call(self.module, dict(params), (self.rows.x,))), self.rows.y)
 
 
 def _lipschitz(loss: _Loss, params: Params, back: Params, pushed: Tensor, slope: Tensor) -> float:
@@ -137,7 +140,8 @@ class CurvatureSpectrum:
         """A row of numbers per probe, and one number; nothing in other rounds."""
         if brief.round != self.round:
             return {}
-        size = sum(p.numel() for p in brief.spec.skeleton().parameters())
+        forms = forms_of(brief.params)
+        size = sum(math.prod(forms[n].shape) for n in live_names(brief))
         row = Form((self.look.probes, self.look.found(size)), torch.float64)
         return {"spectrum/values": row, "spectrum/weights": row, "spectrum/lipschitz": Form((), torch.float64)}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,8 +17,9 @@ from fedfuse.client.evidence.kfac import Fisher, drawn_labels
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Diag, Geometry
+from fedfuse.core.precision import full_dtype, in_full
 from fedfuse.core.rows import Rows
-from fedfuse.core.state import Local
+from fedfuse.core.state import Local, live_names
 from fedfuse.wire.codec import LazyParams, forms_of, piece_of
 
 _GRADIENTS = 1 << 24  # per-row gradients held at a time
@@ -33,8 +36,36 @@ class _OneRow:
         return answer
 
 
+def _answers(module: nn.Module, own: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Every row's answer by its own weights; one after another where a layer cannot do them all at once."""
+    one = _OneRow(module)
+    with _plain_attention():
+        try:
+            return vmap(one)(own, x)
+        except RuntimeError:  # recurrent layers, and whatever asks a tensor for its numbers
+            return torch.stack([one({n: p[row] for n, p in own.items()}, x[row]) for row in range(len(x))])
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Attention by its plain formula: the fast one knows no gradients, and takes weights under vmap for constants."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop")  # slower than elsewhere, and right
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
 def diagonal_fisher(
-    module: nn.Module, rows: Rows, *, fisher: Fisher = "empirical", generator: torch.Generator | None = None
+    module: nn.Module,
+    rows: Rows,
+    *,
+    names: Collection[str] | None = None,
+    fisher: Fisher = "empirical",
+    generator: torch.Generator | None = None,
 ) -> dict[str, Tensor]:
     """Mean over rows of the squared gradient of each trainable weight (arXiv:2310.00339, eq. 19), float64.
 
@@ -43,6 +74,7 @@ def diagonal_fisher(
     Args:
         module: the network, in evaluation mode.
         rows: the examples.
+        names: which weights; by default all.
         fisher: "empirical" takes the rows' own labels, "sampled" draws labels from the network's answer.
         generator: draws the labels.
 
@@ -55,19 +87,19 @@ def diagonal_fisher(
         >>> diagonal_fisher(net, Rows(torch.tensor([[2.0]]), torch.tensor([0])))["weight"].tolist()
         [[1.0], [1.0]]
     """
-    params = {n: p.detach() for n, p in module.named_parameters()}
+    params = {n: p.detach() for n, p in module.named_parameters() if names is None or n in names}
     totals = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in params.items()}
     at_once = max(1, _GRADIENTS // sum(p.numel() for p in params.values()))
     for x, y in zip(rows.x.split(at_once), rows.y.split(at_once), strict=True):
         # every row sees weights of its own, so the gradient of the summed loss is one gradient per row
         own = {n: p.expand(len(x), *p.shape).requires_grad_() for n, p in params.items()}
         with torch.enable_grad():
-            logits = vmap(_OneRow(module))(own, x)
+            logits = in_full(_answers(module, own, x))
             labels = y if fisher == "empirical" else drawn_labels(logits.detach(), generator)
             loss = F.cross_entropy(logits, labels, reduction="sum")
             gradients = torch.autograd.grad(loss, list(own.values()), materialize_grads=True)
         for name, gradient in zip(own, gradients, strict=True):
-            totals[name] += gradient.square().sum(0)
+            totals[name] += in_full(gradient).square().sum(0)
     return {name: total / len(rows) for name, total in totals.items()}
 
 
@@ -85,14 +117,14 @@ class FisherDiagonal:
 
     def __call__(self, local: Local) -> Params:
         """One pass over the rows with the trained weights."""
-        found = diagonal_fisher(local.module, local.rows, fisher=self.fisher, generator=local.stream("fisher"))
-        return {f"fisher/{name}": value.to(local.live[name].dtype).cpu() for name, value in found.items()}
+        draw = local.stream("fisher")
+        found = diagonal_fisher(local.module, local.rows, names=local.live, fisher=self.fisher, generator=draw)
+        return {f"fisher/{n}": value.to(full_dtype(local.live[n].dtype)).cpu() for n, value in found.items()}
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
-        """One tensor per trainable weight, of its form."""
+        """One tensor per trainable weight, of its shape, in float32 at least."""
         forms = forms_of(brief.params)
-        trainable = brief.spec.skeleton().named_parameters()  # one name for tied weights, as in training
-        return {f"fisher/{name}": forms[name] for name, _ in trainable}
+        return {f"fisher/{n}": Form(forms[n].shape, full_dtype(forms[n].dtype)) for n in live_names(brief)}
 
     def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Squares are not negative."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedfuse.core.messages import Cohort
-from fedfuse.core.recipe import Aggregator
+from fedfuse.core.seams import Aggregator
 from fedfuse.core.state import Bench, ServerState, filed, part
 from fedfuse.server.aggregate.mean import Mean
 

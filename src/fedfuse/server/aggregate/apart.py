@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fedfuse.core.messages import Cohort, Start
 from fedfuse.core.model import Apart, Single
-from fedfuse.core.recipe import Result
+from fedfuse.core.seams import Result
 from fedfuse.core.state import Bench, ServerState
 
 

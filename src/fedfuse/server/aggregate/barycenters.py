@@ -23,7 +23,7 @@ from fedfuse.errors import ConfigError, NotConverged
 from fedfuse.linalg.kron import damp
 from fedfuse.linalg.psd import inv_sqrtm, inverse, sqrtm, symmetrise
 from fedfuse.server.aggregate.charts import Pair
-from fedfuse.server.aggregate.mean import ALL_LAWS, weighted_mean
+from fedfuse.server.aggregate.mean import ALL_LAWS, mean_by_examples
 from fedfuse.server.aggregate.natural import factors_of
 from fedfuse.wire.codec import forms_of
 
@@ -143,7 +143,7 @@ class FullBarycenter:
             where, spread = self._layer(cohort, Block(layer))
             mean |= layer.split(where, like)
             variance |= layer.split(spread, like)
-        mean |= {n: weighted_mean(sources, cohort.weights, n) for n in cohort.names if n not in mean}
+        mean |= {n: mean_by_examples(cohort, n) for n in cohort.names if n not in mean}
         after = state.fused({n: mean[n] for n in cohort.names}, Diag(variance), spec)
         return after.noting(full_covariance=[layer.name for layer in fused])
 

@@ -217,6 +217,7 @@ class MeanIn:
         """Fuse tensor by tensor; the facts say how wide the posteriors of Bayesian layers are."""
         sources, spec = [u.posterior.mean for u in cohort], cohort.updates[0].spec
         weights = [1 / len(cohort)] * len(cohort) if self.uniform else cohort.weights.tolist()
+        counts = [1.0] * len(cohort) if self.uniform else cohort.masses.tolist()
         spreads = {} if self.source else spec.layout.spreads
         mean: dict[str, Tensor] = {}
         variance: dict[str, Tensor] = {}
@@ -228,7 +229,7 @@ class MeanIn:
                 logs = [_Logs(_variances(u), name, self.damping) for u in cohort]
                 mean[name], variance[name] = self._fuse(sources, name, logs, weights, _to_variance)
             elif name not in spreads.values():
-                mean[name] = weighted_mean(sources, weights, name)
+                mean[name] = weighted_mean(sources, counts, name, math.fsum(counts))
         geometry = Diag(variance) if variance and self.keep else None
         fused = state.fused({n: mean[n] for n in cohort.names}, geometry, spec)
         return fused.noting(**deviations(cohort, mean)) if spreads else fused

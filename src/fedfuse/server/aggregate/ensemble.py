@@ -13,7 +13,7 @@ from fedfuse.core.calibrate import Affine, Calibration, calibration
 from fedfuse.core.combine import Combine, FirstLayer, MeanProbability, OpenSetVote, TopLogit
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Mixture, Single, networks
-from fedfuse.core.recipe import Result
+from fedfuse.core.seams import Result
 from fedfuse.core.spec import Spec
 from fedfuse.core.stack import cost_of
 from fedfuse.core.state import Bench, ServerState
@@ -61,8 +61,8 @@ class KeepAll:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What choosing and calibrating need."""
-        chosen = self.cover.needs if self.cover is not None else _NOTHING
+        """What choosing and calibrating need, and networks that can answer."""
+        chosen = (self.cover.needs if self.cover is not None else _NOTHING) | {"network"}
         if self.calibrate is None:
             return chosen
         return chosen | {"logit_scale" if self.fitted == "clients" else "server_rows"}

@@ -10,7 +10,8 @@ import torch
 from fedfuse.core.messages import Cohort
 from fedfuse.core.params import squared_distance
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.server.aggregate.mean import weighted_mean
+from fedfuse.server.aggregate.mean import mean_by_examples, weighted_mean
+from fedfuse.server.training import common_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,12 @@ class FairMean:
     """
 
     q: float
-    needs: ClassVar[frozenset[str]] = frozenset({"start", "start_loss"})
+    needs: ClassVar[frozenset[str]] = frozenset({"start", "start_loss", "training"})
     laws: ClassVar[frozenset[str]] = frozenset({"order", "pure", "dtype", "finite", "repeat"})
 
-    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
+    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
         """Weigh the clients' moves by the q-th power of their losses."""
-        start, smooth = state.single.posterior.mean, 1 / bench.local.rate(state.round, 0)
+        start, smooth = state.single.posterior.mean, 1 / common_rate(cohort, state.round, "q-FedAvg")
         loss = torch.tensor([float(u.notes["start_loss/mean"]) for u in cohort], dtype=torch.float64) + 1e-10
         square = (
             torch.tensor([squared_distance(u.posterior.mean, start) for u in cohort], dtype=torch.float64) * smooth**2
@@ -38,7 +39,7 @@ class FairMean:
         stays = torch.cat([1 - shares.sum().reshape(1), shares])
         buffers = state.single.spec.layout.with_role("statistic", "counter")
         mean = {
-            n: weighted_mean(sources, cohort.weights, n) if n in buffers else weighted_mean([start, *sources], stays, n)
+            n: mean_by_examples(cohort, n) if n in buffers else weighted_mean([start, *sources], stays, n)
             for n in cohort.names
         }
         return state.fused(mean).noting(client_shares=dict(zip(cohort.clients, shares.tolist(), strict=True)))

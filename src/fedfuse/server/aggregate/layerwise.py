@@ -25,7 +25,7 @@ from fedfuse.server.aggregate.chain import (
     same_depth,
     spread_out,
 )
-from fedfuse.server.aggregate.mean import largest, weighted_mean
+from fedfuse.server.aggregate.mean import largest, mean_by_examples
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class MatchedLayers:
     """
 
     matcher: Matcher = field(default_factory=partial(Matcher, gamma=7.0))
-    needs: ClassVar[frozenset[str]] = frozenset({"counts"})
+    needs: ClassVar[frozenset[str]] = frozenset({"counts", "network"})
     # one client alone is shrunk by the prior; another order of clients is another search
     laws: ClassVar[frozenset[str]] = frozenset({"scale", "pure", "dtype", "finite", "repeat"})
     mixes_networks: ClassVar[bool] = True
@@ -128,11 +128,11 @@ def _outputs(chain: Sequence[Hidden], clients: Sequence[Params]) -> int:
 
 def _whole(cohort: Cohort, common: Params) -> dict[str, Tensor]:
     """The common network, tensors of no layer averaged, in the order and the dtypes of a client's."""
-    first, sources = cohort.updates[0].posterior.mean, [u.posterior.mean for u in cohort]
+    first = cohort.updates[0].posterior.mean
     return {
         name: common[name].to(first[name].dtype, copy=True).contiguous()
         if name in common
-        else weighted_mean(sources, cohort.weights, name)
+        else mean_by_examples(cohort, name)
         for name in first
     }
 

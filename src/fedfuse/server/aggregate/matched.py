@@ -56,7 +56,7 @@ class MatchedUnits:
     variances: tuple[float, ...] = (1.0, 0.1, 0.5)
     prior_variances: tuple[float, ...] = (1.0, 10.0)
     matcher: Matcher = field(default_factory=Matcher)
-    needs: ClassVar[frozenset[str]] = frozenset({"counts"})
+    needs: ClassVar[frozenset[str]] = frozenset({"counts", "network"})
     # one client alone is shrunk by the prior; another order of clients is another search
     laws: ClassVar[frozenset[str]] = frozenset({"scale", "pure", "dtype", "finite", "repeat"})
     mixes_networks: ClassVar[bool] = True

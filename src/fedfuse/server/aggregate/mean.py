@@ -18,6 +18,7 @@ from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Params
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
+from fedfuse.server.training import training_of
 from fedfuse.wire.codec import LazyParams, piece_of
 
 # Elements per block: long enough that memory is read in long runs, short enough that the float64 sums stay in cache.
@@ -26,8 +27,10 @@ BLOCK = 1 << 18
 ALL_LAWS = frozenset({"order", "one", "agree", "scale", "pure", "dtype", "finite", "repeat"})
 
 
-def weighted_mean(sources: Sequence[Params], weights: Sequence[float] | Tensor, name: str) -> Tensor:
-    """Σ_k w_k x_k of one tensor over clients, accumulated in float64 in the given order, in the tensor's own dtype.
+def weighted_mean(
+    sources: Sequence[Params], weights: Sequence[float] | Tensor, name: str, total: float = 1.0
+) -> Tensor:
+    """Σ_k w_k x_k / total of one tensor over clients, accumulated in float64 in the given order, in its own dtype.
 
     Works block by block, so that beyond the result it needs one block of memory however many clients there are,
     and tensors on disk are never read whole. A counter (whole numbers) takes the largest value instead.
@@ -36,7 +39,13 @@ def weighted_mean(sources: Sequence[Params], weights: Sequence[float] | Tensor, 
         >>> weighted_mean([{"w": torch.tensor([0.0])}, {"w": torch.tensor([4.0])}], [0.25, 0.75], "w")
         tensor([3.])
     """
-    return _run_mean(sources, weights, (name,))[name]
+    return _run_mean(sources, weights, (name,), total)[name]
+
+
+def mean_by_examples(cohort: Cohort, name: str) -> Tensor:
+    """The mean of one tensor, every client weighing as its examples: what `mean_of` gives of it, to the last bit."""
+    masses = cohort.masses
+    return weighted_mean([u.posterior.mean for u in cohort], masses, name, float(masses.sum()))
 
 
 def largest(sources: Sequence[Params], name: str) -> Tensor:
@@ -48,12 +57,16 @@ def largest(sources: Sequence[Params], name: str) -> Tensor:
 
 
 def mean_of(cohort: Cohort, weights: Sequence[float] | Tensor | None = None) -> dict[str, Tensor]:
-    """The weighted mean of every tensor; by default each client weighs as its examples."""
+    """The weighted mean of every tensor, Σ w_k x_k / Σ w_k; by default each client weighs as its examples.
+
+    Whole numbers of examples times float32 weights are exact in float64, and so nearly always is their sum. It is
+    divided once, at the end, so the result does not depend on who stands first; rounded shares n_k / n would.
+    """
     sources = [u.posterior.mean for u in cohort]
-    shares = cohort.weights if weights is None else weights
+    given = cohort.masses if weights is None else torch.as_tensor(weights, dtype=torch.float64)
     means: dict[str, Tensor] = {}
     for run in _runs(sources):
-        means |= _run_mean(sources, shares, run)
+        means |= _run_mean(sources, given, run, float(given.sum()))
     return {name: means[name] for name in cohort.names}
 
 
@@ -71,7 +84,7 @@ class Mean:
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
         """Average weights and running statistics; counters take the largest value."""
-        weights = torch.full((len(cohort),), 1 / len(cohort), dtype=torch.float64) if self.uniform else None
+        weights = [1.0] * len(cohort) if self.uniform else None
         return state.fused(mean_of(cohort, weights), spec=cohort.updates[0].spec)
 
 
@@ -79,23 +92,20 @@ class Mean:
 class NormalisedMean:
     """FedNova: average the clients' walks per gradient, then go as far as they went on average.
 
-    w = w₀ − τ_eff Σ_k f_k (w₀ − w_k)/a_k with a_k = `walked`(τ_k, ρ) and τ_eff = Σ_k f_k a_k (Wang et al. 2020).
-    With equal a_k this is FedAvg.
+    w = w₀ − τ_eff Σ_k f_k (w₀ − w_k)/a_k with a_k = `walked`(τ_k, ρ_k) and τ_eff = Σ_k f_k a_k (Wang et al. 2020).
+    With equal a_k this is FedAvg. Each client says which momentum ρ_k it trained with, and at which rate: where rates
+    differ, a_k is measured in steps of the first client's rate.
 
     Attributes:
-        momentum: ρ of the clients' SGD; None takes it from the run's settings.
+        momentum: ρ of the clients' SGD, to be taken instead of what they say; their rates are then taken to agree.
     """
 
     momentum: float | None = None
-    needs: ClassVar[frozenset[str]] = frozenset({"start"})
     laws: ClassVar[frozenset[str]] = frozenset({"order", "one", "scale", "pure", "dtype", "finite", "repeat"})
 
-    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
+    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
         """Mean of normalised walks, as one weighted mean of the start and the clients."""
-        settings = bench.local.optimizer
-        own = settings.momentum if settings.name == "sgd" else 0.0
-        rho = own if self.momentum is None else self.momentum
-        walks = torch.tensor([walked(u.steps, rho) for u in cohort], dtype=torch.float64)
+        walks = torch.tensor(self._walks(cohort, state.round), dtype=torch.float64)
         reach = float((cohort.weights * walks).sum())
         shares = cohort.weights * reach / walks
         roles = state.single.spec.layout.roles
@@ -103,12 +113,28 @@ class NormalisedMean:
         stays = torch.cat([1 - shares.sum().reshape(1), shares])
         mean = {
             # statistics are no walk: they are averaged as they are
-            n: weighted_mean(sources, cohort.weights, n)
+            n: mean_by_examples(cohort, n)
             if roles.get(n) in ("statistic", "counter")
             else weighted_mean([start, *sources], stays, n)
             for n in cohort.names
         }
         return state.fused(mean, spec=cohort.updates[0].spec).noting(effective_steps=reach)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The start, and how clients trained unless that was given."""
+        return frozenset({"start"} if self.momentum is not None else {"start", "training"})
+
+    def _walks(self, cohort: Cohort, round_: int) -> list[float]:
+        """a_k of every client."""
+        if self.momentum is not None:
+            return [walked(u.steps, self.momentum) for u in cohort]
+        told = [training_of(u, "FedNova") for u in cohort]
+        first = told[0].rate(round_, 0)
+        return [
+            walked(u.steps, t.optimizer.own_momentum) * (t.rate(round_, 0) / first)  # exactly 1 where rates agree
+            for u, t in zip(cohort, told, strict=True)
+        ]
 
 
 def _runs(sources: Sequence[Params]) -> list[tuple[str, ...]]:
@@ -122,7 +148,9 @@ def _runs(sources: Sequence[Params]) -> list[tuple[str, ...]]:
     return lazy[0].runs() if same else [(name,) for name in sources[0]]
 
 
-def _run_mean(sources: Sequence[Params], weights: Sequence[float] | Tensor, run: tuple[str, ...]) -> dict[str, Tensor]:
+def _run_mean(
+    sources: Sequence[Params], weights: Sequence[float] | Tensor, run: tuple[str, ...], total: float
+) -> dict[str, Tensor]:
     """The weighted means of the tensors of a run."""
     means = {name: _empty_like(sources[0], name) for name in run}
     if not means[run[0]].is_floating_point():
@@ -131,7 +159,7 @@ def _run_mean(sources: Sequence[Params], weights: Sequence[float] | Tensor, run:
     count = target.ends[-1]
     size = max(1, min(BLOCK, max(BLOCK >> 6, count // 10), count))  # so that sums weigh little beside the model
     blocks = [(begin, min(begin + size, count)) for begin in range(0, count, size)]
-    fold = partial(_fold, sources, torch.as_tensor(weights, dtype=torch.float64).tolist(), run[0], target)
+    fold = partial(_fold, sources, torch.as_tensor(weights, dtype=torch.float64).tolist(), total, run[0], target)
     threads = torch.get_num_threads() if len(blocks) > 16 else 1
     if threads == 1:
         fold(blocks)
@@ -163,16 +191,21 @@ class _Target:
 
 
 def _fold(
-    sources: Sequence[Params], shares: list[float], name: str, target: _Target, blocks: list[tuple[int, int]]
+    sources: Sequence[Params],
+    weights: list[float],
+    total: float,
+    name: str,
+    target: _Target,
+    blocks: list[tuple[int, int]],
 ) -> None:
     """Sum these blocks of a run, which begins with the tensor `name`, over clients in float64."""
     size = max((end - begin for begin, end in blocks), default=0)
     sums, wide = torch.empty(2, size, dtype=torch.float64, device=target.tensors[0].device)
     for begin, end in blocks:
         block, piece = sums[: end - begin].zero_(), wide[: end - begin]
-        for source, share in zip(sources, shares, strict=True):
-            block.add_(piece.copy_(piece_of(source, name, begin, end)), alpha=share)
-        target.fill(begin, block)
+        for source, weight in zip(sources, weights, strict=True):
+            block.add_(piece.copy_(piece_of(source, name, begin, end)), alpha=weight)
+        target.fill(begin, block if total == 1.0 else block.div_(total))
 
 
 def _empty_like(source: Params, name: str) -> Tensor:

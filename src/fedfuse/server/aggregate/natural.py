@@ -10,14 +10,15 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.kfac import Block, Factors, blocks_of, layers_in
+from fedfuse.client.evidence.kfac import Block, Factors, blocks_of
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.posterior import Kron
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.linalg.cg import Solution
 from fedfuse.linalg.kron import Solver, Split, damp, natural_mean
-from fedfuse.server.aggregate.mean import ALL_LAWS, weighted_mean
+from fedfuse.linalg.psd import pack
+from fedfuse.server.aggregate.mean import ALL_LAWS, mean_by_examples
 
 Damping = float | Literal["evidence"]
 Balance = Split | Literal["evidence"]
@@ -57,7 +58,7 @@ class NaturalKron:
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
         """Solve layer by layer; the facts say how many iterations each took and what residual is left."""
-        spec, weights = cohort.updates[0].spec, cohort.weights
+        spec = cohort.updates[0].spec
         sources = [u.posterior.mean for u in cohort]
         mean: dict[str, Tensor] = {}
         solutions: dict[str, list[Solution]] = {}
@@ -69,7 +70,7 @@ class NaturalKron:
                 mean |= block.layer.split(matrix, like)
                 solutions[block.layer.name] = found
         averaged = [n for n in cohort.names if n not in mean]
-        mean |= {n: weighted_mean(sources, weights, n) for n in averaged}
+        mean |= {n: mean_by_examples(cohort, n) for n in averaged}
         fused = state.fused({n: mean[n] for n in cohort.names}, spec=spec)
         return fused.noting(averaged=averaged, **self._chosen(cohort), **_account(solutions))
 
@@ -115,10 +116,13 @@ class ShareFactors:
     needs: ClassVar[frozenset[str]] = frozenset({"kron"})
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:  # noqa: ARG002
-        """Average the packed triangles."""
-        notes = [u.notes for u in cohort]
-        names = [f"kron/{layer}/{side}" for layer in layers_in(notes[0]) for side in ("in", "out")]
-        means = {n: weighted_mean(notes, cohort.weights, n) for n in names}
+        """Average the factors as the cohort has them now: an alignment has moved them, not what was sent."""
+        means = {}
+        for block in blocks_of(cohort.updates[0].spec):
+            pairs = [factors_of(u, block) for u in cohort]
+            for side, factors in zip(("in", "out"), zip(*pairs, strict=True), strict=True):
+                mean = sum(w * pack(f).double() for w, f in zip(cohort.weights.tolist(), factors, strict=True))
+                means[f"kron/{block.layer.name}/{side}"] = torch.as_tensor(mean).float()
         return replace(state, memory={**state.memory, **means})
 
 

@@ -131,13 +131,14 @@ def _names(net: Net) -> str:
 def carried(update: ClientUpdate, groups: Sequence[Group], moves: Moves, spec: Spec) -> ClientUpdate:
     """The update with its units at their new places, as an update of the network `spec`.
 
-    Orders carry mean, variances and Kronecker factors along; blends carry the mean only.
+    Orders carry mean, variances, Kronecker factors and evidence about single weights along; blends carry the mean only.
     """
     posterior = update.posterior
     here = {g: moves[g.name] for g in groups if g.name in moves}
     orders = {g: m for g, m in here.items() if isinstance(m, Tensor)}
     if len(orders) == len(here):
-        return replace(update, posterior=_reordered(posterior, orders, update.spec), spec=spec)
+        notes = _reordered_notes(update.notes, posterior.mean, orders)
+        return replace(update, posterior=_reordered(posterior, orders, update.spec), spec=spec, notes=notes)
     if not isinstance(posterior.geometry, Flat):
         raise ConfigError(
             f"{update.client}: units that are blended carry no {type(posterior.geometry).__name__} geometry; "
@@ -154,27 +155,48 @@ def _reordered(posterior: Posterior, orders: Mapping[Group, Tensor], spec: Spec)
     return Posterior(LazyParams(forms_of(posterior.mean), _Fetch(posterior.mean, orders)), geometry)
 
 
+def _reordered_notes(notes: Params, mean: Params, orders: Mapping[Group, Tensor]) -> Params:
+    """The evidence with everything that is said of single weights ("kind/tensor", of the tensor's shape) moved too."""
+    forms, moves = forms_of(mean), _moves_by_tensor(orders)
+    moved = dict(notes)
+    for name in notes:
+        about = name.partition("/")[2]
+        if about in moves and tuple(notes[name].shape) == forms[about].shape:
+            moved[name] = _move(notes[name], moves[about])
+    return moved
+
+
+PlaceOrder: TypeAlias = tuple[Place, Tensor]
+
+
+def _moves_by_tensor(orders: Mapping[Group, Tensor]) -> dict[str, list[PlaceOrder]]:
+    moves: dict[str, list[PlaceOrder]] = {}
+    for group, order in orders.items():
+        for place in group.places:
+            moves.setdefault(place.tensor, []).append((place, order))
+    return moves
+
+
+def _move(t: Tensor, moves: Sequence[PlaceOrder]) -> Tensor:
+    for place, order in moves:
+        t = reordered(t, place, order)
+    return t
+
+
 class _Fetch:
     """Fetches pieces of rearranged tensors; the last tensor is kept, since pieces of one are asked in a row."""
 
     __slots__ = ("last", "moves", "params")
 
     def __init__(self, params: Params, orders: Mapping[Group, Tensor]) -> None:
-        self.params = params
-        self.moves: dict[str, list[tuple[Place, Tensor]]] = {}
-        for group, order in orders.items():
-            for place in group.places:
-                self.moves.setdefault(place.tensor, []).append((place, order))
+        self.params, self.moves = params, _moves_by_tensor(orders)
         self.last: tuple[str, Tensor] = ("", torch.empty(0))
 
     def __call__(self, name: str, begin: int, end: int) -> Tensor:
         """Elements [begin, end) of one tensor, laid flat."""
         known, flat = self.last
         if known != name:
-            t = self.params[name]
-            for place, order in self.moves.get(name, []):
-                t = reordered(t, place, order)
-            flat = t.reshape(-1)
+            flat = _move(self.params[name], self.moves.get(name, ())).reshape(-1)
             self.last = (name, flat)
         return flat[begin:end]
 

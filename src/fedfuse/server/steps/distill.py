@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, TypeAlias
 
@@ -11,12 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfuse.client.optimise import stepper
+from fedfuse.core.cost import MASK
 from fedfuse.core.messages import Cohort, Start
 from fedfuse.core.model import Apart
-from fedfuse.core.recipe import Result, ServerStep
+from fedfuse.core.precision import answer_in_full
 from fedfuse.core.rng import seeded
+from fedfuse.core.seams import Result, ServerStep
 from fedfuse.core.settings import Optimizer
-from fedfuse.core.state import Bench, ServerState
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench, ServerState, part
 from fedfuse.errors import RecipeError
 from fedfuse.server.aggregate.ensemble import costs
 from fedfuse.server.aggregate.mean import mean_of
@@ -71,8 +74,35 @@ class _Pool:
     def agreement(self, student: nn.Module) -> float:
         """How often a student's answer is the teacher's."""
         with torch.no_grad():
-            guess = torch.cat([student(part).argmax(-1) for part in self.x.split(1000)])
+            guess = torch.cat([answer_in_full(student, part).argmax(-1) for part in self.x.split(1000)])
         return float((guess == self.z.argmax(-1)).double().mean())
+
+
+@dataclass(frozen=True, slots=True)
+class _Pupil:
+    """A student, those of its parameters that train, and the masks that hold some of them at zero."""
+
+    module: nn.Module
+    params: dict[str, Tensor]
+    masks: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, module: nn.Module, spec: Spec, state: ServerState) -> _Pupil:
+        """The student of a state."""
+        own = dict(module.named_parameters())
+        params: dict[str, Tensor] = {name: own[name] for name in spec.layout.trainable}
+        return cls(module, params, {n: m for n, m in part(state.memory, MASK).items() if n in params})
+
+    def rouse(self) -> None:
+        """Let it learn; what its author froze stays."""
+        self.module.train()
+        for param in self.params.values():
+            param.requires_grad_(True)
+
+    def mask(self) -> None:
+        """Hold at zero what a mask leaves out."""
+        for name, mask in self.masks.items():
+            self.params[name].mul_(mask.to(self.params[name]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +132,7 @@ class Distill:
     @property
     def needs(self) -> frozenset[str]:
         """What its lessons need."""
-        return self.lessons.needs
+        return self.lessons.needs | {"network"}
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """The state with the student in the place of its teachers."""
@@ -113,7 +143,8 @@ class Distill:
             start = self._start(state, cohort, teacher, bench)
             student = start.spec.build()
             student.load_state_dict(dict(start.params))
-            facts = self._teach(student.to(device), teacher, bench, state.round)
+            pupil = _Pupil.of(student.to(device), start.spec, state)
+            facts = self._teach(pupil, teacher, bench, state.round)
         mean = {n: t.detach().cpu() for n, t in student.state_dict().items()}
         fused = state.fused(mean, spec=start.spec)
         return fused.noting(distilled=facts, **costs(fused.single, [u.spec for u in cohort], bench))
@@ -126,19 +157,20 @@ class Distill:
         params = spec.build().state_dict() if fresh else mean_of(Cohort(tuple(alike)))
         return with_outputs(Start(spec, params), answered(teacher, input_form(bench, spec)), bench.seed)
 
-    def _teach(self, student: nn.Module, teacher: Teacher, bench: Bench, round_: int) -> dict[str, float]:
-        params, step, pool = list[Tensor](student.parameters()), stepper(self.optimizer), _Pool()
+    def _teach(self, pupil: _Pupil, teacher: Teacher, bench: Bench, round_: int) -> dict[str, float]:
+        student, params, step, pool = pupil.module, list(pupil.params.values()), stepper(self.optimizer), _Pool()
         loss = torch.zeros(())
         for epoch in range(self.epochs):
             student.eval().requires_grad_(False)  # as the lessons see it: nobody but the loop below trains it
             pool.add(self.lessons(epoch, teacher, student, bench), teacher, bench.local.device)
-            student.train().requires_grad_(True)
+            pupil.rouse()
             total, count = torch.zeros(()), 0
             for x, z in self._views(pool, teacher, bench, round_, epoch):
-                loss = kl_at(self.temperature, student(x), z)
-                slopes = list(torch.autograd.grad(loss, params))
+                loss = kl_at(self.temperature, answer_in_full(student, x), z)
+                slopes = list(torch.autograd.grad(loss, params, materialize_grads=True))
                 with torch.no_grad():
                     step(params, slopes, self.optimizer.lr)
+                    pupil.mask()
                 total, count = total + loss.detach().cpu(), count + 1
             loss = total / max(count, 1)
         student.eval()

@@ -31,7 +31,7 @@ class Disturbance:
     """
 
     count: int = 300
-    needs: ClassVar[frozenset[str]] = frozenset()
+    needs: ClassVar[frozenset[str]] = frozenset({"network"})
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """The state with the score and what it was measured on; unchanged where no input can be had or made."""

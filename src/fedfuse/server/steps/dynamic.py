@@ -10,16 +10,15 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedfuse.client.work import learned
-from fedfuse.core.messages import Brief, Cohort
+from fedfuse.core.messages import Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
-from fedfuse.core.recipe import Work
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings, Settings
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.server.judge import log_probabilities
 from fedfuse.server.labels import Unheard, divergence, everybody, heard, pooled
+from fedfuse.server.training import common_training, train_on
 
 Need: TypeAlias = Literal["complement", "inverse"]
 
@@ -76,7 +75,7 @@ class DynamicUpdate:
     w_s is what the fused model w becomes when the server trains it on its own rows as a client would, in τ steps;
     α = f′(acc) · n₀ D(P̄) / (n₀ D(P̄) + n′ D(P₀)) · C · decayᵗ, at most 1. For plain SGD this is eq. 2,
     w − τ_eff η ḡ with τ_eff = α τ and ḡ the mean gradient of the τ steps. D is the divergence of a label histogram
-    from that of all clients; acc is the accuracy of w on the server's rows.
+    from that of all clients; acc is the accuracy of w on the server's rows. What a mask leaves out stays zero.
 
     Attributes:
         form: f′: 1 − acc, or 1/(acc + ε).
@@ -97,7 +96,7 @@ class DynamicUpdate:
     least: float = 1e-3
     explode: float = 3.0
     unheard: Unheard = "uniform"
-    needs: ClassVar[frozenset[str]] = frozenset({"counts", "server_rows"})
+    needs: ClassVar[frozenset[str]] = frozenset({"counts", "server_rows", "training", "network"})
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """Walk on the server's rows, as far as they are to be trusted."""
@@ -106,7 +105,7 @@ class DynamicUpdate:
         share, facts = self._share(state, cohort, bench, rows, accuracy)
         if share <= self.least:
             return state.noting(server_step={**facts, "taken": False})
-        trained = learned(Work(self._settings(bench)), _brief(state, bench), "server", rows, seed=bench.seed)
+        trained = train_on(rows, state, self._settings(cohort, bench), bench)
         moved = state.fused(interpolated(state.single.posterior.mean, trained.params, share))
         after = exam(moved.single, rows)[1]
         taken = after <= self.explode * loss
@@ -125,9 +124,11 @@ class DynamicUpdate:
         facts = {"alpha": share, "accuracy": accuracy, "cohort_divergence": theirs, "server_divergence": ours}
         return share, facts
 
-    def _settings(self, bench: Bench) -> LocalSettings:
+    def _settings(self, cohort: Cohort, bench: Bench) -> LocalSettings:
+        """How the server trains: as the clients did, but for what it was told."""
         said: Mapping[str, int | None] = {"epochs": self.epochs, "batch_size": self.batch_size}
-        return bench.local.model_copy(update={key: value for key, value in said.items() if value is not None})
+        given = {key: value for key, value in said.items() if value is not None}
+        return common_training(cohort, bench, "FedDU", given).model_copy(update=given)
 
 
 class ServerUpdate(Settings):
@@ -166,8 +167,3 @@ def exam(model: Single, rows: Rows) -> tuple[float, float]:
     log_probs = log_probabilities(model, rows.x)
     right = log_probs.argmax(-1) == rows.y
     return float(right.double().mean()), float(-log_probs.gather(1, rows.y[:, None]).mean())
-
-
-def _brief(state: ServerState, bench: Bench) -> Brief:
-    model = state.single
-    return Brief(state.round, model.spec, model.posterior.mean, classes=bench.classes)

@@ -67,7 +67,7 @@ def input_form(bench: Bench, spec: Spec) -> InputForm:
     seen = bench.rows.x if bench.rows is not None else bench.unlabelled
     if seen is not None:
         return InputForm(tuple(seen.shape[1:]))
-    if spec.prototype is None:
+    if spec.prototype is None and spec.can_run:  # else its factory is a word from a file, and nothing to import
         parameters = inspect.signature(factory_of(spec.factory)).parameters.values()
         said = {p.name: p.default for p in parameters if isinstance(p.default, int)} | dict(spec.options)
         if "channels" in said and "size" in said:

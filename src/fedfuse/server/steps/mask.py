@@ -10,18 +10,16 @@ import torch
 from torch import Tensor
 
 from fedfuse.client.evidence.gradients import SquaredGradients, maskable, squared_gradients
-from fedfuse.client.projections import Masked
-from fedfuse.client.work import learned
 from fedfuse.core.cost import MASK, density, layer_costs
-from fedfuse.core.messages import Brief, Cohort
+from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Params
-from fedfuse.core.recipe import Work
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, filed, part
 from fedfuse.errors import ConfigError
 from fedfuse.server.aggregate.mean import weighted_mean
 from fedfuse.server.steps.lessons import input_form
 from fedfuse.server.steps.rates import ExpectedRate, FixedRate, magnitude_threshold
+from fedfuse.server.training import train_on
 
 _TARGET = "target/rate"
 
@@ -36,6 +34,14 @@ def masked(state: ServerState, masks: Mapping[str, Tensor]) -> ServerState:
 
 def _densities(masks: Mapping[str, Tensor]) -> dict[str, float]:
     return {name.rpartition(".")[0]: float(m.double().mean()) for name, m in masks.items()}
+
+
+def remask(state: ServerState) -> ServerState:
+    """The state with its masks in force again, whatever has moved its weights since."""
+    masks, model = part(state.memory, MASK), state.single
+    if not any(bool(model.posterior.mean[n][~m].any()) for n, m in masks.items()):
+        return state
+    return state.fused({n: t * masks[n].to(t) if n in masks else t for n, t in model.posterior.mean.items()})
 
 
 def masks_of(state: ServerState) -> dict[str, Tensor]:
@@ -110,6 +116,7 @@ class MagnitudeMask:
         state = self.rate.hear(state, cohort)
         done, off = divmod(state.round - self.round, self.every)
         if off or not 0 <= done < self.times:
+            state = remask(state)
             return state.noting(density=density(state.single.posterior.mean, state.memory))
         if done == 0:
             target, facts = self.rate(state, cohort, bench)
@@ -186,7 +193,11 @@ def elected(ratio: Tensor, cost: Tensor, gain: float, time: float) -> Tensor:
 def times_of(spec: Spec, bench: Bench) -> dict[str, int]:
     """How often each weight of a maskable tensor is used per input."""
     costs = layer_costs(spec, input_form(bench, spec).shape)
-    return {n: max(1, costs[n.rpartition(".")[0]].positions) for n in maskable(spec)}
+    return {n: max(1, costs[path].positions) if path in costs else 1 for n in maskable(spec) for path in [_path(n)]}
+
+
+def _path(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +213,12 @@ class Reconfigure:
     evidence: SquaredGradients = field(default_factory=SquaredGradients)
     exchange: Exchange = field(default_factory=Exchange)
     half_life: int = 10_000
-    needs: ClassVar[frozenset[str]] = frozenset({"gradients"})
+    needs: ClassVar[frozenset[str]] = frozenset({"gradients", "network"})
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """Trade, if it is time; tell how dense the network is."""
         if not self.evidence.is_due(state.round):
+            state = remask(state)
             return state.noting(density=density(state.single.posterior.mean, state.memory))
         masks, notes = masks_of(state), [u.notes for u in cohort]
         worth = {n: weighted_mean(notes, cohort.weights, f"{self.evidence.name}/{n}") for n in masks}
@@ -237,7 +249,7 @@ class PruneFirst:
     patience: int = 5
     most: int = 50
     batches: int = 5
-    needs: ClassVar[frozenset[str]] = frozenset({"server_rows"})
+    needs: ClassVar[frozenset[str]] = frozenset({"server_rows", "training", "network"})
 
     def __call__(self, state: ServerState, bench: Bench) -> ServerState:
         """The state with a pruned network to begin with."""
@@ -255,8 +267,7 @@ class PruneFirst:
         spec, rows, who = state.single.spec, bench.need_rows("PruneFL's first stage"), f"server-{turn}"
         masks = masks_of(state)
         settings = bench.local.model_copy(update={"max_steps": self.steps, "epochs": self.steps})
-        brief = Brief(state.round, spec, state.single.posterior.mean, filed(MASK, masks), classes=bench.classes)
-        trained = learned(Work(settings, project=Masked()), brief, who, rows, seed=bench.seed)
+        trained = train_on(rows, state, settings, bench, who)
         module = spec.build()
         module.load_state_dict(trained.params)
         draw, size = bench.stream("gradients", turn), bench.local.batch_size

@@ -17,7 +17,7 @@ from fedfuse.core.channels import Group, channel_groups, narrowed, placed
 from fedfuse.core.messages import Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
-from fedfuse.core.recipe import Evidence
+from fedfuse.core.seams import Evidence
 from fedfuse.core.settings import Settings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, filed, part
@@ -73,7 +73,7 @@ def layer_rates(model: Single, filters: tuple[Filters, ...], rate: float, spread
     params = model.posterior.mean
     if spread == "uniform":
         return {f.group.name: rate for f in filters}
-    trainable = [params[name] for name, _ in model.spec.skeleton().named_parameters()]
+    trainable = [params[name] for name in model.spec.layout.trainable]
     threshold = magnitude_threshold(trainable, rate)
     return {f.group.name: share_of_small([params[w] for w in f.weights], threshold) for f in filters}
 
@@ -122,7 +122,7 @@ class Prune:
     @property
     def needs(self) -> frozenset[str]:
         """What its rate needs, and rows to look at."""
-        return self.rate.needs | {"server_rows"}
+        return self.rate.needs | {"server_rows", "network"}
 
     def fits(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
         """Say before training if the network has nothing to prune, or the round never comes.

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from fedfuse.client.evidence.spectrum import Curvature, Look, curvature_in
-from fedfuse.client.work import learned
-from fedfuse.core.messages import Brief, Cohort
-from fedfuse.core.recipe import Work
+from fedfuse.core.messages import Cohort
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
 from fedfuse.linalg.lanczos import Spectrum
 from fedfuse.server.labels import Unheard, divergence, everybody, heard
+from fedfuse.server.training import common_training, train_on
 
 Rule: TypeAlias = Literal["plateau", "gap"]
 
@@ -184,7 +183,7 @@ class SpectralRate:
     look: Look = field(default_factory=Look)
     eps: float = 1e-4
     unheard: Unheard = "uniform"
-    needs: ClassVar[frozenset[str]] = frozenset({"spectrum", "counts", "server_rows"})
+    needs: ClassVar[frozenset[str]] = frozenset({"spectrum", "counts", "server_rows", "training", "network"})
 
     def hear(self, state: ServerState, cohort: Cohort) -> ServerState:
         """Who has which labels."""
@@ -194,7 +193,7 @@ class SpectralRate:
         """p*, and everybody's own rate and weight."""
         rows = bench.need_rows("FedAP")
         everyone = everybody(state.memory, bench.population, self.unheard)
-        curvatures = {u.client: curvature_in(u.notes) for u in cohort} | {"server": self._server(state, bench)}
+        curvatures = {u.client: curvature_in(u.notes) for u in cohort} | {"server": self._server(state, cohort, bench)}
         rates = {who: self.rate_of(seen) for who, seen in curvatures.items()}
         masses = [*(u.mass for u in cohort), float(len(rows))]
         counts = [*(u.notes["counts/labels"] for u in cohort), rows.counts(bench.classes)]
@@ -206,11 +205,10 @@ class SpectralRate:
         """One participant's rate."""
         return plateau_rate(seen.spectrum) if self.rule == "plateau" else gap_rate(*seen)
 
-    def _server(self, state: ServerState, bench: Bench) -> Curvature:
+    def _server(self, state: ServerState, cohort: Cohort, bench: Bench) -> Curvature:
         model, rows = state.single, bench.need_rows("FedAP")
-        start = model.posterior.mean
-        brief = Brief(state.round, model.spec, start, classes=bench.classes)
-        trained = learned(Work(bench.local), brief, "server", rows, seed=bench.seed)
+        start = {name: model.posterior.mean[name] for name in model.spec.layout.trainable}
+        trained = train_on(rows, state, common_training(cohort, bench, "FedAP"), bench)
         module = model.spec.build()
         module.load_state_dict(trained.params)
         with one_thread():

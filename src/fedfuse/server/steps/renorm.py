@@ -27,7 +27,7 @@ class RestateNorms:
     """
 
     batch: int = 256
-    needs: ClassVar[frozenset[str]] = frozenset({"server_rows"})
+    needs: ClassVar[frozenset[str]] = frozenset({"server_rows", "network"})
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:  # noqa: ARG002
         """One pass over the rows."""

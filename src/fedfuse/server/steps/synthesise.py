@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fedfuse.client.optimise import stepper
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.model import Mixture, Single, networks
+from fedfuse.core.precision import answer_in_full
 from fedfuse.core.rng import seeded
 from fedfuse.core.settings import Optimizer
 from fedfuse.core.state import Bench
@@ -165,7 +166,7 @@ class Generate:
             x = form.squashed(paint(v))
             view = x if bench.local.augment is None else bench.local.augment(x, draw)
             z, gap = answer_and_gap(teacher, view)
-            loss = self.loss(z, student(view), labels, gap)
+            loss = self.loss(z, answer_in_full(student, view), labels, gap)
             if float(loss.detach()) < least:
                 best, least = x.detach(), float(loss.detach())
             slopes = list(torch.autograd.grad(loss, moved))

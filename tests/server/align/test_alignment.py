@@ -9,23 +9,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.kfac import blocks_of, kronecker_factors
+from fedfuse.client.evidence.kfac import KroneckerFactors, blocks_of, kronecker_factors
 from fedfuse.core.channels import channel_groups, placed, placed_posterior
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params, squared_distance
 from fedfuse.core.posterior import Diag, Flat, Geometry, Kron, Posterior
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Aggregator
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.mean import Mean, mean_of
 from fedfuse.server.aggregate.natural import NaturalKron
 from fedfuse.server.align.activations import ByActivations
-from fedfuse.server.align.aligned import ALIGNMENTS, Aligned, Reference, aligned, options_of
+from fedfuse.server.align.alignment import ALIGNMENTS, Aligned, Reference
 from fedfuse.server.align.nets import Net
 from fedfuse.server.align.transport import ByTransport
 from fedfuse.server.align.weights import ByWeights
+from fedfuse.server.filters import find_alignment, with_filters
+from fedfuse.server.guard import NormClip
+from fedfuse.server.round import fuse_round
 from fedfuse.wire.codec import decode, encode
 
 NETWORKS: dict[str, tuple[Spec, tuple[int, ...]]] = {
@@ -76,13 +81,21 @@ def bench(shape: tuple[int, ...], rows: int = 32) -> Bench:
     return Bench(rows=Rows(inputs(shape, rows), torch.zeros(rows, dtype=torch.long)))
 
 
+def fuse_aligned(
+    group: Cohort, spec: Spec, bench_: Bench, align: Any = "weights", aggregate: Aggregator | None = None
+) -> ServerState:
+    evidence = (KroneckerFactors(),) if isinstance(aggregate, NaturalKron) else ()
+    recipe = with_filters(Recipe(aggregate=aggregate or Mean(), evidence=evidence), align=align)
+    return fuse_round(recipe, group, start(spec), bench_)
+
+
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("way", ALIGNMENTS)
 def test_permuted_copies_fuse_to_the_same_function(way: str, network: str) -> None:
     spec, shape = NETWORKS[network]
     one = drawn(spec, 0)
     group = cohort(spec, [one, shuffled(spec, shape, one, 1), shuffled(spec, shape, one, 2)])
-    fused = aligned(way, Mean())(group, start(spec), bench(shape)).single
+    fused = fuse_aligned(group, spec, bench(shape), way).single
     x = inputs(shape, seed=7)
     want = spec.forward(one, x)
     assert float((fused.logits(x) - want).abs().max()) <= 1e-5 * max(1.0, float(want.abs().max()))
@@ -109,8 +122,8 @@ def test_factors_travel_so_that_aligned_natural_fusion_of_copies_is_the_network(
 
     def fused(second: Posterior) -> Params:
         updates = [ClientUpdate(f"c{k}", p, 1.0, 1, spec) for k, p in enumerate((belief, second, other))]
-        solve = Aligned(ByWeights(), NaturalKron(damping=1e-2))
-        return solve(Cohort(tuple(updates)), start(spec), bench(shape)).single.posterior.mean
+        solve = NaturalKron(damping=1e-2)
+        return fuse_aligned(Cohort(tuple(updates)), spec, bench(shape), aggregate=solve).single.posterior.mean
 
     plain, behind = fused(belief), fused(moved)
     assert all(torch.allclose(plain[n], behind[n], atol=1e-5) for n in plain)
@@ -124,36 +137,35 @@ def test_variances_travel_with_their_means() -> None:
     orders = {g: torch.randperm(g.size, generator=draw) for g in channel_groups(spec, shape)}
     moved = placed_posterior(Posterior(one, Diag(variance)), orders, spec.layout)
     updates = [ClientUpdate(c, p, 1.0, 1, spec) for c, p in (("a", Posterior(one, Diag(variance))), ("b", moved))]
-    kept = Kept()
-    Aligned(ByWeights(), kept)(Cohort(tuple(updates)), start(spec), bench(shape))
-    for update in kept.seen[0]:
+    for update in Aligned(ByWeights())(Cohort(tuple(updates)), bench(shape))[0]:
         assert isinstance(update.posterior.geometry, Diag)
         assert all(update.posterior.geometry.variance[n].equal(variance[n]) for n in variance)
         assert all(update.posterior.mean[n].equal(one[n]) for n in one)
 
 
-class Kept:
-    """An aggregator that remembers what it was given."""
+def test_evidence_about_single_weights_travels_too() -> None:
+    """SCAFFOLD's control variates have the order of the weights they belong to."""
+    spec, shape = NETWORKS["mlp"]
+    one = drawn(spec, 0)
+    told = {f"control/{n}": torch.randn(t.shape, generator=torch.Generator().manual_seed(4)) for n, t in one.items()}
+    orders = {
+        g: torch.randperm(g.size, generator=torch.Generator().manual_seed(3)) for g in channel_groups(spec, shape)
+    }
+    moved = {f"control/{n}": t for n, t in placed({n: told[f"control/{n}"] for n in one}, orders).items()}
+    group = cohort(spec, [one, placed(one, orders)])
+    group = Cohort(tuple(replace(u, notes=notes) for u, notes in zip(group, (told, moved), strict=True)))
+    for update in Aligned(ByWeights())(group, bench(shape))[0]:
+        assert all(update.notes[n].equal(told[n]) for n in told)
 
-    needs: frozenset[str] = frozenset({"kron"})
-    laws: frozenset[str] = frozenset({"order", "one", "scale"})
 
-    def __init__(self) -> None:
-        self.seen: list[Cohort] = []
-
-    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
-        self.seen.append(cohort)
-        return state
-
-
-def test_needs_and_laws_are_those_of_both() -> None:
-    both = Aligned(ByActivations(inputs="server"), Kept(), renorm=True)
-    assert both.needs == {"kron", "server_rows"}
-    assert both.laws == {"scale"}
-    assert Aligned(ByWeights(), Kept()).needs == {"kron"}
-    assert Aligned(ByWeights(), Kept()).laws == {"one", "scale"}
+def test_needs_and_laws_are_those_of_every_part() -> None:
+    plain = Recipe(aggregate=Mean())
+    both = with_filters(plain, align={"name": "activations", "inputs": "server", "renorm": True}, guard="clip")
+    assert both.needs == {"server_rows", "start", "network"}
+    assert both.laws == Mean.laws & ByActivations().laws & NormClip.laws
+    assert with_filters(plain, align="weights").laws == Mean.laws & ByWeights().laws
     assert (both.result, both.mixes_networks) == ("single", False)
-    assert Aligned(ByTransport()).mixes_networks
+    assert with_filters(plain, align=ByTransport()).mixes_networks
 
 
 def far_apart(cohort_: Cohort) -> float:
@@ -166,20 +178,18 @@ def far_apart(cohort_: Cohort) -> float:
 def test_clients_come_closer_whoever_is_the_reference(reference: Reference) -> None:
     spec, shape = NETWORKS["mlp"]
     group = cohort(spec, [drawn(spec, k) for k in range(4)])
-    kept = Kept()
-    Aligned(ByWeights(), kept, reference)(group, start(spec), bench(shape))
-    assert far_apart(kept.seen[0]) < 0.98 * far_apart(group)
-    stays = [a.posterior.mean is b.posterior.mean for a, b in zip(kept.seen[0], group, strict=True)]
+    moved, _ = Aligned(ByWeights(), reference)(group, bench(shape))
+    assert far_apart(moved) < 0.98 * far_apart(group)
+    stays = [a.posterior.mean is b.posterior.mean for a, b in zip(moved, group, strict=True)]
     assert stays == {"first": [True, *3 * [False]], "largest": [*3 * [False], True]}.get(reference, stays)
 
 
 def test_a_mean_as_reference_is_a_fixed_point() -> None:
     """Nobody would move if matched to the mean of the aligned clients once more."""
     spec, shape = NETWORKS["mlp"]
-    kept = Kept()
-    Aligned(ByWeights(), kept, "mean")(cohort(spec, [drawn(spec, k) for k in range(4)]), start(spec), bench(shape))
-    nets = [Net.of(u, shape) for u in kept.seen[0]]
-    middle = replace(nets[0], params=mean_of(kept.seen[0]))
+    moved, _ = Aligned(ByWeights(), "mean")(cohort(spec, [drawn(spec, k) for k in range(4)]), bench(shape))
+    nets = [Net.of(u, shape) for u in moved]
+    middle = replace(nets[0], params=mean_of(moved))
     for moves in ByWeights()(nets, middle, bench(shape)):
         assert all(isinstance(o, Tensor) and o.equal(torch.arange(len(o))) for o in moves.values())
 
@@ -189,7 +199,7 @@ def test_the_record_says_who_moved() -> None:
     one = drawn(spec, 0)
     first, _ = channel_groups(spec, shape)
     swapped = placed(one, {first: [1, 0, *range(2, 12)]})
-    facts = Aligned(ByWeights())(cohort(spec, [one, swapped]), start(spec), bench(shape)).facts
+    facts = fuse_aligned(cohort(spec, [one, swapped]), spec, bench(shape)).facts
     assert facts["moved"] == {"fc1": {"c0": 0.0, "c1": pytest.approx(2 / 12)}, "fc2": {"c0": 0.0, "c1": 0.0}}
     assert facts["aligned"] == "ByWeights(sweeps=50)"
 
@@ -199,8 +209,8 @@ def test_updates_on_disk_are_moved_as_they_are_read() -> None:
     one = drawn(spec, 0)
     every = [one, shuffled(spec, shape, one, 1)]
     lazy = cohort(spec, [decode(encode(params, {})).tensors for params in every])
-    there = Aligned(ByWeights())(lazy, start(spec), bench(shape)).single.posterior.mean
-    here = Aligned(ByWeights())(cohort(spec, every), start(spec), bench(shape)).single.posterior.mean
+    there = fuse_aligned(lazy, spec, bench(shape)).single.posterior.mean
+    here = fuse_aligned(cohort(spec, every), spec, bench(shape)).single.posterior.mean
     assert all(there[n].equal(here[n]) for n in here)
     assert all(torch.allclose(here[n], one[n], atol=1e-6) for n in here)
 
@@ -212,7 +222,7 @@ def test_networks_of_other_depths_and_widths_are_refused_by_name() -> None:
 
     def fuse(way: str, other: Spec) -> None:
         second = ClientUpdate("hospital", Posterior(drawn(other, 1)), 1.0, 1, other)
-        aligned(way, Mean())(Cohort((first, second)), start(spec), bench(shape))
+        fuse_aligned(Cohort((first, second)), spec, bench(shape), way)
 
     with pytest.raises(ConfigError, match=r"hospital has 3 kinds of hidden units \(fc1, fc2, fc3\) and c0 has 2"):
         fuse("transport", deep)
@@ -223,18 +233,21 @@ def test_networks_of_other_depths_and_widths_are_refused_by_name() -> None:
 
 def test_an_alignment_nobody_knows_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no alignment 'weigths'; did you mean 'weights'\?"):
-        aligned("weigths", Mean())
+        find_alignment("weigths")
     with pytest.raises(ConfigError, match=r"no option 'refrence'; did you mean 'reference'\?"):
-        aligned("weights", Mean(), refrence="mean")
+        find_alignment({"name": "weights", "refrence": "mean"})
     for way in ALIGNMENTS:
-        assert {"reference", "renorm"} <= set(options_of(way))
+        assert find_alignment({"name": way, "reference": "mean", "renorm": True})[1:] == (
+            Aligned(ALIGNMENTS[way](), "mean"),
+            True,
+        )
 
 
 def test_new_statistics_need_rows_and_fit_the_mean() -> None:
     spec, shape = NETWORKS["vgg-bn"]
     group = cohort(spec, [drawn(spec, k) for k in range(2)])
     rows = bench(shape, 64)
-    plain, anew = (Aligned(ByWeights(), renorm=r)(group, start(spec), rows).single for r in (False, True))
+    plain, anew = (fuse_aligned(group, spec, rows, {"name": "weights", "renorm": r}).single for r in (False, True))
     name = "conv1_norm.running_mean"
     assert rows.rows is not None
     weight, bias = (plain.posterior.mean[f"conv1.{what}"] for what in ("weight", "bias"))
@@ -242,4 +255,4 @@ def test_new_statistics_need_rows_and_fit_the_mean() -> None:
     assert torch.allclose(anew.posterior.mean[name], conv.mean((0, 2, 3)), atol=1e-5)
     assert not torch.allclose(anew.posterior.mean[name], plain.posterior.mean[name], atol=1e-3)
     with pytest.raises(RecipeError, match="BatchNorm's statistics learns on the server's own rows"):
-        Aligned(ByWeights(), renorm=True)(group, start(spec), Bench())
+        fuse_aligned(group, spec, Bench(), {"name": "weights", "renorm": True})

@@ -1,26 +1,22 @@
-"""The wrapper: units to common places first, then any aggregator."""
+"""Units to common places, before anything is compared or fused."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from fedfuse.core.messages import Cohort
-from fedfuse.core.recipe import Aggregator, ChangesResult, Result
-from fedfuse.core.registry import suggest
-from fedfuse.core.state import Bench, ServerState
-from fedfuse.errors import ConfigError
-from fedfuse.server.aggregate.mean import Mean, mean_of
+from fedfuse.core.state import Bench
+from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.server.align.activations import ByActivations
 from fedfuse.server.align.graph import ByGraph
 from fedfuse.server.align.nets import Moves, Net, carried, check_alike, input_shape
 from fedfuse.server.align.transport import ByTransport
 from fedfuse.server.align.weights import ByWeights
-from fedfuse.server.steps.renorm import RestateNorms
 
 Reference = Literal["first", "largest", "mean"]
 
@@ -47,59 +43,47 @@ class Way(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Aligned:
-    """An alignment before an aggregator: every client's units go to the reference's places, with all they carry.
+    """Every client's units go to the reference's places, with all they carry.
 
-    Weights, running statistics, log-variances, variances and Kronecker factors move together, so "aligned FedLPA" is
-    one recipe. A network and any permuted copy of it fuse to the network.
+    Weights, running statistics, log-variances, variances, Kronecker factors and evidence of a tensor's own shape move
+    together, so "aligned FedLPA" is one recipe. A network and any permuted copy of it fuse to the network.
 
     Attributes:
         by: how units find their places.
-        then: what fuses the aligned clients.
         reference: whose places: those of the "first" client, of the "largest" (most units, then most examples), or
             of the "mean" of the aligned clients, found anew until nobody moves.
-        renorm: estimate the running statistics of BatchNorm anew on the server's rows afterwards.
 
     Example:
-        >>> Aligned(ByWeights()).then
-        Mean(uniform=False)
+        >>> Aligned(ByWeights()).reference
+        'first'
     """
 
     by: Way
-    then: Aggregator = Mean()  # noqa: RUF009 - a frozen value
     reference: Reference = "first"
-    renorm: bool = False
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the aggregator needs, and rows for the norms."""
+        """What finding the places needs, and networks that can be followed from unit to unit."""
         own: frozenset[str] = getattr(self.by, "needs", frozenset())
-        return self.then.needs | own | (RestateNorms.needs if self.renorm else frozenset())
+        return own | {"network"}
 
     @property
     def laws(self) -> frozenset[str]:
-        """What still holds when units have moved; new statistics are nobody's."""
-        return self.then.laws & self.by.laws - (frozenset({"one", "agree"}) if self.renorm else frozenset())
-
-    @property
-    def result(self) -> Result:
-        """The kind of model the aggregator leaves."""
-        return self.then.result if isinstance(self.then, ChangesResult) else "single"
+        """What still holds when units have moved."""
+        return self.by.laws
 
     @property
     def mixes_networks(self) -> bool:
         """Whether clients may have networks of different widths."""
         return self.by.any_width
 
-    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
-        """Align, then fuse; the record says who moved how much."""
+    def __call__(self, cohort: Cohort, bench: Bench) -> tuple[Cohort, Mapping[str, Any]]:
+        """The cohort at common places; the facts say who moved how much."""
         shape = input_shape(cohort.updates[0].spec, bench)
         nets = [Net.of(update, shape) for update in cohort]
         check_alike(nets, self.by.any_width)
         aligned, moves = self.align(cohort, nets, bench)
-        after = self.then(aligned, state, bench)
-        if self.renorm:
-            after = RestateNorms()(after, aligned, bench)
-        return after.noting(aligned=repr(self.by), moved=_moved(cohort, nets, moves))
+        return aligned, {"aligned": repr(self.by), "moved": _moved(cohort, nets, moves)}
 
     def align(self, cohort: Cohort, nets: Sequence[Net], bench: Bench) -> tuple[Cohort, Sequence[Moves]]:
         """The cohort with its units at common places, and the moves that brought them there."""
@@ -164,42 +148,9 @@ def _moved(cohort: Cohort, nets: Sequence[Net], moves: Sequence[Moves]) -> dict[
     return told
 
 
-ALIGNMENTS: Mapping[str, type] = {
+ALIGNMENTS: Mapping[str, type[Way]] = {
     "weights": ByWeights,
     "activations": ByActivations,
     "transport": ByTransport,
     "graph": ByGraph,
 }
-
-_WRAPPER = ("reference", "renorm")
-
-
-def options_of(name: str) -> tuple[str, ...]:
-    """The options an alignment may be given: its own, and those of the wrapper.
-
-    Example:
-        >>> options_of("weights")
-        ('sweeps', 'reference', 'renorm')
-    """
-    if name not in ALIGNMENTS:
-        raise ConfigError(
-            f"there is no alignment {name!r}{suggest(name, ALIGNMENTS)} there are {', '.join(ALIGNMENTS)}"
-        )
-    return tuple(dict.fromkeys([*(f.name for f in fields(ALIGNMENTS[name])), *_WRAPPER]))
-
-
-def aligned(name: str, then: Aggregator, **options: Any) -> Aligned:
-    """An aggregator behind an alignment by name: weights, activations, transport or graph.
-
-    Example:
-        >>> aligned("weights", Mean(), reference="mean").reference
-        'mean'
-    """
-    known = options_of(name)
-    if odd := sorted(options.keys() - set(known)):
-        raise ConfigError(
-            f"alignment {name!r} has no option {odd[0]!r}{suggest(odd[0], known)} it has {', '.join(known)}"
-        )
-    own = {f.name for f in fields(ALIGNMENTS[name])}
-    way = ALIGNMENTS[name](**{k: v for k, v in options.items() if k in own})
-    return Aligned(way, then, **{k: v for k, v in options.items() if k in _WRAPPER})

@@ -1,0 +1,188 @@
+"""At a site: train, bring the evidence a method asks for, and write it all down as one update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from fedfuse.api.runs import method
+from fedfuse.client.work import client_round
+from fedfuse.core.description import describe
+from fedfuse.core.messages import Brief
+from fedfuse.core.model import Single, outputs
+from fedfuse.core.params import Params
+from fedfuse.core.posterior import Posterior
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.rows import Rows
+from fedfuse.core.seams import AsItIs, ClientsOnly, Work
+from fedfuse.core.settings import LocalSettings, checked
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.core.threads import one_thread
+from fedfuse.engines.base import heard
+from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.server.gather import fingerprint, first_difference
+from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read, write
+from fedfuse.wire.messages import NOTE, encode_brief
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a site brings: its trained weights and evidence, as one message."""
+
+    client: str
+    payload: bytes = field(repr=False)
+    reveals: tuple[str, ...] = ()
+    spec: Spec | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def mass(self) -> float:
+        """How many examples stand behind it."""
+        return float(decode(self.payload).header["mass"])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The trained weights."""
+        return {n: t.clone() for n, t in decode(self.payload).tensors.items() if not n.startswith(NOTE)}
+
+    def save(self, path: str | Path) -> Path:
+        """Write one safetensors file that `fuse` reads anywhere."""
+        packet = decode(self.payload)
+        write(Path(path), packet.tensors, packet.header)
+        return Path(path)
+
+
+def local_update(
+    model: nn.Module | Spec,
+    rows: Rows | tuple[Tensor, Tensor],
+    recipe: Recipe | str = "fedavg",
+    *,
+    client: str = "site",
+    start: str | Path | Mapping[str, Tensor] | None = None,
+    classes: int | None = None,
+    seed: int = 0,
+    output: int | str | None = None,
+    **settings: Any,
+) -> Update:
+    """Train at a site and bring the evidence a method asks for.
+
+    Args:
+        model: the network; its present weights are the start unless `start` is given.
+        rows: the site's inputs and labels.
+        recipe: the method, or its name.
+        client: the site's name.
+        start: common weights to start from, as a state dict or a safetensors file.
+        classes: how many classes there are in all; by default as many as the network has outputs.
+        seed: fixes every random draw.
+        output: which of the network's outputs are the logits, where it gives several: a place, a key or an attribute.
+        settings: of local training, as in a config file: epochs, batch_size, optimizer, …; `lr` and `momentum`
+            are short for the optimizer's.
+
+    Example:
+        >>> import torch
+        >>> rows = (torch.randn(20, 4), torch.arange(20) % 2)
+        >>> local_update(torch.nn.Linear(4, 2), rows, epochs=2, lr=0.1).mass
+        20.0
+    """
+    recipe = method(recipe) if isinstance(recipe, str) else recipe
+    check_honoured(recipe, "a site that only brings a file")
+    spec = model if isinstance(model, Spec) else Spec.of(model, output)
+    spec = spec if output is None else replace(spec, output=output)
+    data = rows if isinstance(rows, Rows) else Rows(*rows)
+    module = spec.build() if isinstance(model, Spec) else model
+    begin = {n: t.detach().clone() for n, t in module.state_dict().items()}
+    count = _count_classes(classes, Single.of(module, spec), data)
+    if start is not None:
+        said, begin = start_of(start)
+        spec = _as_shaped(spec, said)
+    first = dressed_start(recipe, spec, begin, count, seed)
+    _check_fit(first)
+    brief = Brief(0, first.spec, first.posterior.mean, classes=count)
+    packet = decode(_answer(recipe.work(settings_from(settings)), brief, client, data, seed))
+    header = {**packet.header, "client": client, "start": fingerprint(brief.params), "classes": count}
+    header |= {"layout": describe(first.spec.layout), "inputs": list(data.x.shape[1:])}
+    header |= {"reveals": list(recipe.reveals), "method": recipe.label or recipe.name}
+    return Update(client, encode(packet.tensors, header), recipe.reveals, first.spec)
+
+
+def _answer(work: Work, brief: Brief, client: str, rows: Rows, seed: int) -> bytes:
+    """A client's reply as every engine brings it: everything comes from bytes, and one thread does it."""
+    with one_thread():
+        told = heard(encode_brief(brief), brief.spec)
+        return client_round(work, told, client, Rows(rows.x.contiguous(), rows.y), seed=seed).payload
+
+
+def _count_classes(given: int | None, network: Single, rows: Rows) -> int:
+    """How many classes there are: as the user says, else as many as the network has outputs or the rows have labels."""
+    seen = int(rows.y.max()) + 1 if len(rows) else 0
+    count = given if given is not None else max(seen, outputs(network) or 0)
+    if seen > count:
+        raise ConfigError(f"the rows have the label {seen - 1} and there are {count} classes; labels count from 0")
+    return count
+
+
+def settings_from(given: Mapping[str, Any]) -> LocalSettings:
+    """Settings of local training from keywords; `lr`, `momentum` and `weight_decay` are short for the optimizer's."""
+    short = {k: given[k] for k in ("lr", "momentum", "weight_decay") if k in given}
+    rest = {k: v for k, v in given.items() if k not in short}
+    return checked(LocalSettings, rest | ({"optimizer": {**rest.get("optimizer", {}), **short}} if short else {}))
+
+
+def start_of(source: str | Path | Mapping[str, Tensor]) -> tuple[object, dict[str, Tensor]]:
+    """What a start says of its network, if it is a file that says anything, and its weights."""
+    if not isinstance(source, str | Path):
+        return None, dict(source)
+    try:
+        packet = read(Path(source))
+    except Malformed as why:
+        raise ConfigError(f"{source} is no file of weights to start from: {why}") from why
+    if "members" in packet.header:
+        raise ConfigError(f"{source} holds several networks and sites begin with one; distil them into one first")
+    return packet.header.get("spec"), {n: t for n, t in packet.tensors.items() if not n.startswith(NOTE)}
+
+
+def _as_shaped(spec: Spec, said: object) -> Spec:
+    """The network the user named, pruned or grown as a start file of the same network says it was."""
+    if spec.surgery or not isinstance(said, dict):
+        return spec
+    if (said.get("factory"), said.get("options", {})) != (spec.factory, spec.options):
+        return spec
+    theirs = Spec.from_json(said, spec.factories)
+    return replace(spec, surgery=theirs.surgery, kept=theirs.kept)
+
+
+def _check_fit(start: Single) -> None:
+    network = forms_of(start.spec.skeleton().state_dict())
+    if odd := first_difference(forms_of(start.posterior.mean), network):
+        raise ConfigError(
+            f"the start does not fit the network {start.spec.factory!r}: {odd[0]} is {odd[1]}, and there it is "
+            f"{odd[2]}; start from weights of the same network"
+        )
+
+
+def dressed_start(recipe: Recipe, spec: Spec, begin: Params, classes: int, seed: int) -> Single:
+    """The network the method trains, at the given weights, which may be those of the dressed network already."""
+    fits = begin.keys() == spec.skeleton().state_dict().keys()
+    chosen = Single(spec, Posterior(begin)) if fits else Single.of(spec.build(), spec)
+    first = recipe.dressed(ServerState(0, chosen), Bench(classes=classes, seed=seed)).single
+    return first if fits else Single(first.spec, Posterior(begin))
+
+
+def check_honoured(recipe: Recipe, where: str) -> None:
+    """Refuse what only a server that speaks to its clients can do."""
+    if not isinstance(recipe.roster, ClientsOnly):
+        raise RecipeError(
+            f"method {recipe.name!r} lets the server train as a client or lend its rows, which {where} cannot do; "
+            "use `fedfuse run`, or let the server's rows be one more site"
+        )
+    if not isinstance(recipe.opening, AsItIs):
+        raise RecipeError(
+            f"method {recipe.name!r} prepares the network on the server before the first round, which {where} cannot "
+            "do; use `fedfuse run`"
+        )

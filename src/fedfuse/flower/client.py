@@ -1,0 +1,141 @@
+"""A ClientApp of your own that can do what any method asks of clients: one function for training, one for scoring."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from fedfuse.api import settings_from
+from fedfuse.core.messages import Brief
+from fedfuse.core.model import Single
+from fedfuse.core.posterior import Posterior
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.rows import Rows
+from fedfuse.core.settings import LocalSettings, checked
+from fedfuse.engines.flower_client import check_work, client_reply, reply_with
+from fedfuse.engines.flower_records import BRIEF, Order, read_brief, to_tensors
+from fedfuse.errors import ConfigError
+from fedfuse.flower.network import Network, own_network, spec_of
+from fedfuse.flower.parts import recipe_from
+from fedfuse.server.steps.dynamic import exam
+
+from flwr.app import Context, Message, MetricRecord, RecordDict  # isort: skip - after flower_records has checked
+
+_OWN = {"device", "augment"}  # a client's own business, whatever the server says
+
+
+def train(
+    message: Message,
+    context: Context,
+    model: Network,
+    rows: Rows | tuple[Tensor, Tensor],
+    *,
+    recipe: Recipe | None = None,
+    **settings: Any,
+) -> Message:
+    """Do one client round for whatever a `FuseStrategy(…, clients="fedfuse")` asked, in your own `@app.train()`.
+
+    Objectives, projections, masks, pruned shapes and evidence are the method's; what the client remembers from round
+    to round is kept in `context.state`. What goes wrong is told to the server, which leaves this client out.
+
+    Args:
+        message: what the server sent.
+        context: Flower's context of this client.
+        model: your network: its class, a function that makes it, or one made; the server must mean the same.
+        rows: this client's inputs and labels.
+        recipe: the server's recipe, where it is one of your own; a method's name and options come with the message.
+        settings: how to train: `lr`, `momentum`, `epochs`, `batch_size`, `device`, …, as for `fedfuse.local_update`.
+            Where the server says it (`FuseStrategy(…, local=…)`), only `device` and `augment` are this client's.
+    """
+    data = rows if isinstance(rows, Rows) else Rows(*rows)
+    return reply_with(message, lambda: _trained(message.content, context, model, data, recipe, settings))
+
+
+def evaluate(
+    message: Message,
+    context: Context,  # noqa: ARG001 - Flower's own signature
+    model: Network,
+    rows: Rows | tuple[Tensor, Tensor],
+    *,
+    recipe: Recipe | None = None,
+) -> Message:
+    """Score the global model on this client's rows, in your own `@app.evaluate()`: `num-examples`, `loss`, `accuracy`.
+
+    It reads what a `FuseStrategy` sends, and what any of Flower's strategies does.
+
+    Args:
+        message: what the server sent.
+        context: Flower's context of this client.
+        model: your network, as for `train`.
+        rows: the inputs and labels to score on.
+        recipe: as for `train`.
+    """
+    data = rows if isinstance(rows, Rows) else Rows(*rows)
+    return reply_with(message, lambda: _scores(message.content, model, data, recipe))
+
+
+def _trained(
+    content: RecordDict, context: Context, model: Network, rows: Rows, recipe: Recipe | None, said: dict[str, Any]
+) -> RecordDict:
+    if BRIEF not in content.config_records:
+        raise ConfigError("the server sent a plain model; let it say FuseStrategy(…, clients='fedfuse')")
+    now, brief, order = _heard_brief(content, model, recipe)
+    if len(rows) and brief.classes and int(rows.y.max()) >= brief.classes:
+        raise ConfigError(
+            f"this client has the label {int(rows.y.max())} and the federation has {brief.classes} classes, counted "
+            "from 0; number its labels as the others do"
+        )
+    check_work(now.work(LocalSettings()), order)  # how to train is said apart
+    return client_reply(now.work(_agreed(order, said)), brief, order, rows, context)
+
+
+def _scores(content: RecordDict, model: Network, rows: Rows, recipe: Recipe | None) -> RecordDict:
+    if BRIEF in content.config_records:
+        _, brief, _ = _heard_brief(content, model, recipe)
+        single = Single(brief.spec, Posterior(brief.params))
+    else:
+        (arrays,) = content.array_records.values()
+        single = Single(spec_of(model), Posterior(to_tensors(arrays)))
+    accuracy, loss = exam(single, rows)
+    return RecordDict({"metrics": MetricRecord({"num-examples": len(rows), "loss": loss, "accuracy": accuracy})})
+
+
+def _heard_brief(content: RecordDict, model: Network, recipe: Recipe | None) -> tuple[Recipe, Brief, Order]:
+    """The recipe in force, the brief with this client's own network in it, and the order."""
+    brief, order = read_brief(content, None)  # its spec is compared with our own network's, and not built
+    now = (recipe or _told_recipe(order)).at(brief.round)
+    return now, replace(brief, spec=own_network(model, brief.spec, now.dress, brief.classes)), order
+
+
+def _told_recipe(order: Order) -> Recipe:
+    if not order.method:
+        raise ConfigError(
+            f"the server's {order.label!r} is a recipe of its own and this client was not given it; pass the same "
+            "one: train(…, recipe=…)"
+        )
+    return recipe_from(json.loads(order.method))
+
+
+def _agreed(order: Order, said: dict[str, Any]) -> LocalSettings:
+    """How to train: as the server says, if it does, or else as this client does."""
+    mine = settings_from(said)
+    if not order.local:
+        return mine
+    theirs = checked(LocalSettings, json.loads(order.local), "local")
+    if odd := sorted(_differences(mine, theirs)):
+        raise ConfigError(
+            f"the server says how to train and this client says {odd[0]} otherwise; leave it out here, or give "
+            "FuseStrategy no `local`"
+        )
+    return theirs.model_copy(update={key: getattr(mine, key) for key in _OWN})
+
+
+def _differences(mine: LocalSettings, theirs: LocalSettings) -> set[str]:
+    """What this client set, and not as the server did."""
+    own = mine.model_fields_set - _OWN - {"optimizer"}
+    odd = {key for key in own if getattr(mine, key) != getattr(theirs, key)}
+    steps = mine.optimizer.model_fields_set if "optimizer" in mine.model_fields_set else set()
+    return odd | {key for key in steps if getattr(mine.optimizer, key) != getattr(theirs.optimizer, key)}

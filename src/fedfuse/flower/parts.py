@@ -1,0 +1,156 @@
+"""What a recipe asks of clients and servers, part by part, so that a strategy can say at once what could not work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, TypeAlias
+
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.registry import all_methods, find_method
+from fedfuse.core.seams import AsItIs, ClientsOnly, CrossEntropy, Free, OwnRows, Plain
+from fedfuse.core.settings import LocalSettings
+from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.server.aggregate.layerwise import MatchedLayers
+from fedfuse.server.aggregate.matched import MatchedUnits
+from fedfuse.server.steps.prune import Prune
+
+Clients: TypeAlias = Literal["plain", "fedfuse"]
+
+_AS_APP = "run it as an app (`fedfuse flower FILE --app`)"
+_HERE = "run it on one machine (`fedfuse run FILE`)"
+OURS = f"{_AS_APP}, or let your ClientApp train with `fedfuse.flower` and say clients='fedfuse'"
+_RESHAPE = (Prune, MatchedUnits, MatchedLayers)  # the network that comes out has other shapes
+
+
+def stages(recipe: Recipe) -> Iterator[Recipe]:
+    """The recipe and all that it hands over to.
+
+    Example:
+        >>> first, then = (find_method(name).recipe() for name in ("fedavg", "fednova"))
+        >>> [stage.name for stage in stages(first.then(3, then))]
+        ['fedavg', 'fednova']
+    """
+    now: Recipe | None = recipe
+    while now is not None:
+        yield now
+        now = now.later[1] if now.later else None
+
+
+def refuse_unfit(recipe: Recipe, clients: Clients) -> None:
+    """Refuse a recipe that clients of this kind could not carry out, whatever it is called.
+
+    Raises:
+        RecipeError: naming the part and the ways that work.
+
+    Example:
+        >>> refuse_unfit(find_method("fedprox").recipe(), "plain")
+        Traceback (most recent call last):
+        ...
+        fedfuse.errors.RecipeError: method 'fedprox' gives clients an objective of its own (Proximal), which a plain ...
+    """
+    for now in stages(recipe):
+        for why, way in _obstacles(now):
+            raise RecipeError(f"method {now.name!r} {why}; {way}")
+        for why in _asked_of_clients(now) if clients == "plain" else ():
+            raise RecipeError(f"method {now.name!r} {why}, which a plain Flower client does not know of; {OURS}")
+
+
+def _obstacles(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """What no Flower strategy can do, and what can be done instead."""
+    if recipe.result != "single":
+        kind = "a mixture of networks" if recipe.result == "mixture" else "networks that stay apart"
+        yield f"ends a round with {kind}, and a Flower strategy returns one network", _AS_APP
+    if type(recipe.roster) is not ClientsOnly:
+        lends = bool(getattr(recipe.roster, "reveals", ""))
+        what = "lends the server's rows to clients" if lends else "lets the server train as a client"
+        yield f"has a roster ({_kind(recipe.roster)}) that {what}", _HERE if lends else _AS_APP
+
+
+def _asked_of_clients(recipe: Recipe) -> Iterator[str]:
+    """What clients would have to do beyond training the network they are sent."""
+    if type(recipe.objective) is not CrossEntropy:
+        yield f"gives clients an objective of its own ({_kind(recipe.objective)})"
+    if type(recipe.view) is not OwnRows:
+        yield f"gives clients a view of their rows ({_kind(recipe.view)})"
+    if type(recipe.project) is not Free:
+        yield f"gives clients a projection of their weights ({_kind(recipe.project)})"
+    if recipe.evidence:
+        kinds = ", ".join(_kind(evidence) for evidence in recipe.evidence)
+        yield f"asks clients for evidence or memory beside their weights ({kinds})"
+    if recipe.publishes:
+        yield f"tells clients of the server's memory ({', '.join(recipe.publishes)})"
+    if type(recipe.dress) is not Plain:
+        yield f"trains a prepared network ({_kind(recipe.dress)})"
+    if type(recipe.opening) is not AsItIs:
+        yield f"takes a step before round one ({_kind(recipe.opening)})"
+    for part in _server_parts(recipe):
+        if isinstance(part, _RESHAPE):
+            yield f"changes the network's shape ({_kind(part)})"
+
+
+def refuse_unknown_training(recipe: Recipe, clients: Clients, local: LocalSettings | None) -> None:
+    """Refuse a recipe whose server must know how clients train, where neither the user nor the clients say it.
+
+    Raises:
+        RecipeError: naming the method and what to say.
+    """
+    for now in stages(recipe) if local is None else ():
+        if "training" in (now.needs if clients == "plain" else now.opening.needs):
+            raise RecipeError(
+                f"method {now.name!r} must know how clients train and was not told; say it, as in "
+                "local={'lr': 0.1, 'momentum': 0.9, 'epochs': 1}"
+            )
+
+
+def _server_parts(recipe: Recipe) -> Iterator[object]:
+    """Every part of the server's half, and the parts they are made of."""
+    for part in (recipe.opening, recipe.aggregate, *recipe.steps):
+        yield from _within(part)
+
+
+def _within(part: object) -> Iterator[object]:
+    yield part
+    if is_dataclass(part):
+        for own in fields(part):
+            yield from _within(getattr(part, own.name))
+
+
+def _kind(part: object) -> str:
+    return type(part).__name__
+
+
+def named_recipe(chosen: str | Mapping[str, Any] | Recipe) -> tuple[Recipe, str]:
+    """A recipe, and the text from which a client can make its own half of it; empty where no text could.
+
+    Args:
+        chosen: a method's name, a table with its `name` and options, or a recipe.
+
+    Example:
+        >>> named_recipe({"name": "fedprox", "mu": 0.1})[1]
+        '{"mu": 0.1, "name": "fedprox"}'
+    """
+    if isinstance(chosen, Recipe):
+        return chosen, json.dumps({"name": chosen.name}) if _is_as_registered(chosen) else ""
+    table = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
+    recipe = recipe_from(table)
+    try:
+        return recipe, json.dumps(table, sort_keys=True)
+    except TypeError as why:
+        raise ConfigError(f"method {recipe.name!r}: its options must be plain data to reach clients ({why})") from why
+
+
+def recipe_from(table: object) -> Recipe:
+    """The recipe that a table with a method's name and options describes."""
+    if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
+        raise ConfigError(f"a method is a name, or a table with a name and options; got {table!r:.80}")
+    return find_method(table["name"]).recipe(**{str(key): value for key, value in table.items() if key != "name"})
+
+
+def _is_as_registered(recipe: Recipe) -> bool:
+    """Whether the method of that name, as it is, asks the same of clients."""
+    if recipe.later is not None or recipe.name not in all_methods():
+        return False
+    usual, settings = find_method(recipe.name).recipe(), LocalSettings()
+    return usual.work(settings) == recipe.work(settings) and usual.dress == recipe.dress

@@ -1,0 +1,375 @@
+"""Any method as a strategy of Flower's Message API, in a ServerApp of yours.
+
+Flower's own loop sends and gathers; every reply passes fedfuse's door, and the round is fused where every round is. A
+client that is refused is logged and left out; below the quorum the model stays as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from fedfuse.api import Fused, settings_from
+from fedfuse.core.messages import Brief, Envelope, client_order
+from fedfuse.core.model import Single, outputs
+from fedfuse.core.posterior import Posterior
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.settings import LocalSettings
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.engines.base import Spoken
+from fedfuse.engines.flower import HELD, Inbox, content_or_reason, printable
+from fedfuse.engines.flower_records import BriefRecords, Order, fingerprint, to_arrays, to_tensors
+from fedfuse.errors import ConfigError, QuorumLost, RecipeError
+from fedfuse.flower.network import Network, spec_of
+from fedfuse.flower.parts import OURS, Clients, named_recipe, refuse_unfit, refuse_unknown_training, stages
+from fedfuse.flower.plain import averaged, numbers_in, plain_envelope
+from fedfuse.server.admit import Admission, Rules, admit_all
+from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
+from fedfuse.server.gather import first_difference
+from fedfuse.server.loop import check_quorum, choose
+from fedfuse.server.round import fuse_round
+from fedfuse.wire.codec import forms_of
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict  # isort: skip
+from flwr.serverapp import Grid  # isort: skip
+from flwr.serverapp.strategy import Result, Strategy  # isort: skip
+
+CONFIG = "config"  # Flower's own name for what a user says to clients
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One round under way: the recipe in force, the state it began with, and who was asked what."""
+
+    recipe: Recipe
+    bench: Bench
+    state: ServerState
+    brief: Brief
+    nodes: Mapping[int, str]
+    asked: tuple[str, ...]
+
+
+class FuseStrategy(Strategy):
+    """Any method as a Flower strategy.
+
+    With plain clients, each answers with one `ArrayRecord` (the names, shapes and dtypes it was sent) and one
+    `MetricRecord` with `num-examples`, as for Flower's own FedAvg; `num-steps` is read by methods that normalise by
+    local steps. A method that asks more of clients is refused here, before anything is sent, unless they train with
+    `fedfuse.flower.train`.
+
+    A client's id, which orders clients and names its random streams, is the name its SuperNode was registered with,
+    or else "node-" and Flower's number of it.
+
+    Args:
+        recipe: a method's name; a table with its `name` and options; or a recipe of your own.
+        model: your network (a module, its class, or a spec), where a method needs its layers, and always with
+            clients="fedfuse"; without it, roles are read off the tensors' names.
+        clients: "plain", or "fedfuse" where the ClientApp trains with `fedfuse.flower.train`.
+        align: how hidden units are moved to common places first: a name, a table with its options, or one made.
+        guard: a robust filter before the aggregator: likewise.
+        local: how clients train (`lr`, `momentum`, `epochs`, …), for methods whose server must know it. Plain clients
+            are believed to do so; clients="fedfuse" are told to.
+        fraction_train: the share of the connected nodes that trains in a round, at least one.
+        fraction_evaluate: the share that evaluates the model after it.
+        min_available_nodes: how many nodes a round waits for; Flower's own timeout ends the wait for replies.
+        quorum: the share of those asked that must be admitted; below it the model stays as it was.
+        bench: what the server may touch: rows of its own, unlabelled inputs, the seed.
+
+    Attributes:
+        admission: who was let in in the last round, who was not, and why.
+        rounds_fused: rounds that changed the model.
+        rounds_lost: rounds below the quorum.
+
+    Raises:
+        RecipeError: if the method asks for what such clients cannot do.
+        ConfigError: if an argument cannot be.
+
+    Example:
+        >>> FuseStrategy("fednova", local={"lr": 0.1, "momentum": 0.9}, quorum=0.8).recipe.name
+        'fednova'
+        >>> FuseStrategy("fedavg", guard="median").recipe.label
+        'fedavg+median'
+    """
+
+    def __init__(
+        self,
+        recipe: str | Mapping[str, Any] | Recipe = "fedavg",
+        model: Network | None = None,
+        *,
+        clients: Clients = "plain",
+        align: AlignChoice = None,
+        guard: GuardChoice = None,
+        local: LocalSettings | Mapping[str, Any] | None = None,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_available_nodes: int = 2,
+        quorum: float = 0.5,
+        bench: Bench | None = None,
+    ) -> None:
+        made, self._method = named_recipe(recipe)
+        self.recipe = with_filters(made, align=align, guard=guard)
+        self.spec = None if model is None else spec_of(model)
+        self.clients, self.local = clients, _told_settings(local, bench)
+        _check_shares(fraction_train=fraction_train, fraction_evaluate=fraction_evaluate, quorum=quorum)
+        self.fractions = {MessageType.TRAIN: fraction_train, MessageType.EVALUATE: fraction_evaluate}
+        self.available, self.rules, self.bench = min_available_nodes, Rules(quorum=quorum), bench or Bench()
+        if self.local is not None:
+            self.bench = replace(self.bench, local=self.local)
+        self._check()
+        self._begin()
+
+    def _check(self) -> None:
+        """Say before anything is sent what could not work."""
+        if self.clients not in ("plain", "fedfuse"):
+            raise ConfigError(f"clients is {self.clients!r}, expected 'plain' or 'fedfuse'")
+        refuse_unfit(self.recipe, self.clients)
+        refuse_unknown_training(self.recipe, self.clients, self.local)
+        if self.clients == "plain":
+            return
+        if self.spec is None:
+            raise ConfigError("clients='fedfuse' are told which network to train; pass it: FuseStrategy(…, model)")
+        if self.local is not None and self.local.augment is not None:
+            raise ConfigError("local.augment is a function and cannot travel; pass it to the clients' train(…)")
+        for now in stages(self.recipe):
+            fingerprint(now.work(LocalSettings()))
+
+    def _begin(self) -> None:
+        self.admission: Admission | None = None
+        self.rounds_fused = self.rounds_lost = 0
+        self._state: ServerState | None = None
+        self._arrays: ArrayRecord | None = None  # the state's model, as Flower was given it
+        self._turn: _Turn | None = None
+        self._inbox: Inbox | None = None  # fused models may still be read from its files
+        self._last_words = ""
+
+    @property
+    def fused(self) -> Fused:
+        """The model as it is now; `fused.module()` is your network, dressed or pruned as the method left it.
+
+        Raises:
+            ConfigError: before the first round.
+        """
+        if self._state is None:
+            raise ConfigError("nothing was fused yet; call start first")
+        refused = () if self.admission is None else tuple(self.admission.refused)
+        return Fused(self._state.model, refused, self._state.facts)
+
+    def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *args: Any, **kwargs: Any) -> Result:
+        """Run Flower's loop; see Flower's own `Strategy.start` for the further arguments.
+
+        Raises:
+            QuorumLost: if not one round could be fused.
+            RecipeError: before the first round, if the method cannot do what is asked.
+            ConfigError: likewise, if the method does not fit the network.
+        """
+        self._begin()
+        first = self._standing(1, initial_arrays)
+        self.recipe.check(num_rounds, self._bench(first), first if self.spec is not None else None)
+        result = super().start(grid, initial_arrays, num_rounds, *args, **kwargs)
+        if self.rounds_lost and not self.rounds_fused:
+            raise QuorumLost(f"none of {num_rounds} rounds could be fused; {self._last_words}")
+        return result
+
+    def summary(self) -> None:
+        """Log what fuses."""
+        words = self.recipe.label or self.recipe.name, self.clients, 100 * self.rules.quorum
+        _log.info("fedfuse %s, %s clients, quorum %.0f%%", *words)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """What this round's nodes are asked: the global model, or a method's whole brief."""
+        nodes, now = self._nodes(grid), self.recipe.at(server_round - 1)
+        before = self._standing(server_round, arrays)
+        bench = self._bench(before, len(nodes))
+        state = now.opened(now.dressed(before, bench), bench)
+        self._state = state
+        self._arrays = arrays if state.model is before.model else to_arrays(state.single.posterior.mean)
+        brief, asked = state.brief(now.publishes, bench.classes), self._chosen(MessageType.TRAIN, server_round, nodes)
+        self._turn = _Turn(now, bench, state, brief, nodes, asked)
+        config["server-round"] = server_round
+        return list(self._train_messages(self._turn, arrays, config))
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Admit the replies, fuse them, take the server's steps; below the quorum the model stays as it was sent."""
+        turn, self._turn = self._turn, None
+        if turn is None:
+            return None, None
+        numbers = dict[str, dict[str, float]]()
+        self._inbox = Inbox(HELD)
+        envelopes = (self._envelope(reply, turn, numbers) for reply in replies)
+        self.admission = seen = admit_all(
+            envelopes, turn.brief, turn.recipe.evidence, turn.asked, self.rules, training=self.local
+        )
+        left_out = len(turn.asked) - len(seen.cohort)
+        for told in (*seen.refused, *seen.dropped):
+            _log.warning("%s", told)
+        try:
+            check_quorum(seen, turn.asked, self.rules.quorum, server_round - 1)
+        except QuorumLost as why:
+            return self._arrays, self._count_loss(why, left_out)
+        self._state = after = fuse_round(turn.recipe, seen.cohort, turn.state, turn.bench)
+        self._check_shape(turn)
+        self.rounds_fused += 1
+        self._arrays = to_arrays(after.single.posterior.mean)
+        shares = dict(zip(seen.cohort.clients, seen.cohort.weights.tolist(), strict=True))
+        said = {update.client: numbers.get(update.client, update.facts) for update in seen.cohort}
+        return self._arrays, averaged(said, shares, left_out)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """The global model to the nodes that evaluate it."""
+        if not self.fractions[MessageType.EVALUATE]:
+            return []
+        nodes = self._nodes(grid)
+        config["server-round"] = server_round
+        numbers = {name: node for node, name in nodes.items()}
+        asked = self._chosen(MessageType.EVALUATE, server_round, nodes)
+        return [
+            Message(self._exam(name, server_round, arrays, config), numbers[name], MessageType.EVALUATE)
+            for name in asked
+        ]
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """The nodes' numbers, averaged by their examples."""
+        numbers = dict[str, dict[str, float]]()
+        for reply in replies:
+            heard, name = content_or_reason(reply), _default_name(reply.metadata.src_node_id)
+            if isinstance(heard, str):
+                _log.warning("round %s: %s could not evaluate: %s", server_round, name, heard)
+            numbers[name] = {} if isinstance(heard, str) else numbers_in(heard.content)
+        masses = {name: said.get("num-examples", 0.0) for name, said in numbers.items()}
+        good = {name: mass for name, mass in masses.items() if 0 < mass < 1e12}
+        shares = {name: mass / sum(good.values()) for name, mass in good.items()}
+        return averaged(numbers, shares, len(numbers) - len(shares)) if shares else None
+
+    def initialize_parameters(self, client_manager: object) -> NoReturn:  # noqa: ARG002 - Flower's own signature
+        """What Flower's older server calls first: here it ends, for nothing after it could work.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "FuseStrategy speaks Flower's Message API and cannot be a strategy of ServerAppComponents or of "
+            "ServerApp(strategy=…); use it in a ServerApp's main: strategy.start(grid, ...)"
+        )
+
+    def _nodes(self, grid: Grid) -> dict[int, str]:
+        """Who is connected, by Flower's number; it waits, as Flower's own strategies do, until they are enough."""
+        while len(found := {info.node_id: info.name for info in grid.get_nodes()}) < self.available:
+            _log.info("waiting for nodes: %d of %d are connected", len(found), self.available)
+            time.sleep(1)
+        names: dict[str, int] = {}
+        for node, name in sorted(found.items()):
+            said = printable(name, 80)
+            names[said if said and said not in names else _default_name(node)] = node
+        return {names[name]: name for name in sorted(names, key=client_order)}
+
+    def _chosen(self, kind: str, server_round: int, nodes: Mapping[int, str]) -> tuple[str, ...]:
+        wanted = max(1, math.ceil(self.fractions[kind] * len(nodes)))
+        return choose(tuple(nodes.values()), wanted, self.bench.seed, server_round - 1)
+
+    def _standing(self, server_round: int, arrays: ArrayRecord) -> ServerState:
+        """What the server knows before a round: its memory stays, and the model unless Flower hands us another."""
+        if self._state is not None and arrays is self._arrays:
+            return replace(self._state, round=server_round - 1, facts={})
+        mean = to_tensors(arrays)
+        if self._state is not None:
+            return replace(self._state.fused(mean), round=server_round - 1, facts={})
+        spec = self.spec or Spec.of_tensors(mean)
+        if spec.can_run and (odd := first_difference(forms_of(mean), forms_of(spec.skeleton().state_dict()))):
+            raise ConfigError(
+                f"the arrays do not fit the network {spec.factory!r}: {odd[0]} is {odd[1]}, and there it is {odd[2]}; "
+                "start with ArrayRecord(model.state_dict())"
+            )
+        return ServerState(server_round - 1, Single(spec, Posterior(mean)))
+
+    def _bench(self, state: ServerState, nodes: int = 0) -> Bench:
+        """What the server may touch, with what can be seen of the federation and of the network."""
+        classes = self.bench.classes or (0 if self.spec is None else outputs(state.single) or 0)
+        return replace(self.bench, population=self.bench.population or nodes, classes=classes)
+
+    def _train_messages(self, turn: _Turn, arrays: ArrayRecord, config: ConfigRecord) -> Iterator[Message]:
+        numbers = {name: node for node, name in turn.nodes.items()}
+        if self.clients == "plain":
+            content = RecordDict({"arrays": arrays, CONFIG: config})
+            yield from (Message(content, numbers[name], MessageType.TRAIN) for name in turn.asked)
+            return
+        spoken = Spoken(turn.brief, lambda told: BriefRecords.of(replace(told, spec=_nameable(told.spec))))
+        for name in turn.asked:
+            content = spoken.to(name).to(self._order(turn.recipe, name))
+            content[CONFIG] = config
+            yield Message(content, numbers[name], MessageType.TRAIN)
+
+    def _exam(self, name: str, server_round: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
+        """What a node hears that is to evaluate."""
+        if self.clients == "plain":
+            return RecordDict({"arrays": arrays, CONFIG: config})
+        now, state = self.recipe.at(server_round - 1), self._state or self._standing(server_round, arrays)
+        brief = Brief(server_round - 1, _nameable(state.single.spec), {}, classes=self._bench(state).classes)
+        content = replace(BriefRecords.of(brief), params=arrays).to(self._order(now, name))
+        content[CONFIG] = config
+        return content
+
+    def _order(self, recipe: Recipe, client: str) -> Order:
+        local = "" if self.local is None else self.local.model_dump_json(exclude={"device", "augment"})
+        work = fingerprint(recipe.work(LocalSettings()))  # how to train is said apart, or is the client's own choice
+        return Order(self.recipe.label or self.recipe.name, self.bench.seed, client, work, self._method, local)
+
+    def _envelope(self, reply: Message, turn: _Turn, numbers: dict[str, dict[str, float]]) -> Envelope:
+        client = turn.nodes.get(reply.metadata.src_node_id, _default_name(reply.metadata.src_node_id))
+        heard = content_or_reason(reply)
+        if self.clients == "fedfuse" and self._inbox is not None:
+            return self._inbox.open(client, heard)
+        if isinstance(heard, str):
+            return Envelope(client, None, dropped=heard)
+        numbers[client] = said = numbers_in(heard.content)
+        return plain_envelope(client, heard.content, said, turn.brief)
+
+    def _check_shape(self, turn: _Turn) -> None:
+        """A plain client could not load a network of other shapes than its own."""
+        if self.clients == "plain" and self._state is not None:
+            now = forms_of(self._state.single.posterior.mean)
+            if odd := first_difference(now, forms_of(turn.brief.params)):
+                raise RecipeError(
+                    f"method {turn.recipe.name!r} has changed the network's shape ({odd[0]} is {odd[1]}) and a plain "
+                    f"Flower client could not load it; {OURS}"
+                )
+
+    def _count_loss(self, why: QuorumLost, left_out: int) -> MetricRecord:
+        _log.error("%s", why)
+        self.rounds_lost += 1
+        self._last_words = str(why)
+        return MetricRecord({"quorum-lost": 1, "left-out": left_out})
+
+
+def _told_settings(local: LocalSettings | Mapping[str, Any] | None, bench: Bench | None) -> LocalSettings | None:
+    """How clients train, if anybody has said it."""
+    if local is None:
+        return bench.local if bench is not None and bench.local != LocalSettings() else None
+    return local if isinstance(local, LocalSettings) else settings_from(local)
+
+
+def _check_shares(**shares: float) -> None:
+    for name, share in shares.items():
+        if not 0 <= share <= 1 or (share == 0 and name == "fraction_train"):
+            least = "above 0" if name == "fraction_train" else "from 0"
+            raise ConfigError(f"{name} is {share!r}, expected a share of the nodes, {least} up to 1")
+
+
+def _nameable(spec: Spec) -> Spec:
+    """The spec as a message can carry it: clients bring the network themselves."""
+    return replace(spec, prototype=None)
+
+
+def _default_name(node: int) -> str:
+    return f"node-{node}"

@@ -1,0 +1,119 @@
+"""Guards and alignments by name, wherever a user names them: a file, the command line, Python or a Flower strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.registry import check_options, suggest
+from fedfuse.core.seams import Alignment, Guard
+from fedfuse.core.settings import explain
+from fedfuse.errors import ConfigError
+from fedfuse.server.align.alignment import ALIGNMENTS, Aligned, Reference, Way
+from fedfuse.server.guard import GUARDS
+from fedfuse.server.steps.renorm import RestateNorms
+
+GuardChoice: TypeAlias = "Guard | str | Mapping[str, Any] | None"
+AlignChoice: TypeAlias = "Alignment | Way | str | Mapping[str, Any] | None"
+
+
+@dataclass(frozen=True, slots=True)
+class AlignOptions:
+    """What every alignment may be told beside its own options.
+
+    Attributes:
+        reference: whose places units go to: the "first" client's, the "largest", or the "mean" of the aligned ones.
+        renorm: estimate the running statistics of BatchNorm anew on the server's rows afterwards.
+    """
+
+    reference: Reference = "first"
+    renorm: bool = False
+
+
+def with_filters(recipe: Recipe, *, align: AlignChoice = None, guard: GuardChoice = None) -> Recipe:
+    """The recipe behind an alignment and a guard; units are aligned first, for a guard measures distances.
+
+    Args:
+        recipe: what fuses.
+        align: "weights", "activations", "transport" or "graph"; or a table with the name and options; or one made.
+        guard: "clip", "krum", "median" or "trimmed"; or a table with the name and options; or one made.
+
+    Raises:
+        ConfigError: for a name or an option that does not exist, with the nearest one that does.
+
+    Example:
+        >>> from fedfuse.core.registry import find_method
+        >>> behind = with_filters(find_method("fedavg").recipe(), guard={"name": "krum", "byzantine": 2})
+        >>> behind.guard, behind.label
+        (Krum(byzantine=2, keep=None), 'fedavg+krum')
+    """
+    label = recipe.label or recipe.name
+    if guard is not None:
+        word, found = find_guard(guard)
+        label, recipe = f"{label}+{word}", replace(recipe, guard=found)
+    if align is not None:
+        word, places, renorm = find_alignment(align)
+        steps = (RestateNorms(), *recipe.steps) if renorm else recipe.steps
+        label, recipe = f"{label}+{word}", replace(recipe, align=places, steps=steps)
+    return replace(recipe, label=label)
+
+
+def find_guard(choice: Guard | str | Mapping[str, Any]) -> tuple[str, Guard]:
+    """A guard's name and the guard itself.
+
+    Example:
+        >>> find_guard("median")
+        ('median', CoordinateMedian())
+    """
+    if not isinstance(choice, str | Mapping):
+        return _called(choice, GUARDS), choice
+    name, options = _split("guard", choice, GUARDS)
+    check_options(f"guard {name!r}", options, [f.name for f in fields(GUARDS[name])])  # type: ignore[arg-type]
+    return name, _validated(GUARDS[name], options, f"guard {name}")
+
+
+def find_alignment(choice: Alignment | Way | str | Mapping[str, Any]) -> tuple[str, Alignment, bool]:
+    """An alignment's name, the alignment itself, and whether norms are to be estimated anew after it.
+
+    Example:
+        >>> find_alignment({"name": "weights", "reference": "mean"})[1].reference
+        'mean'
+    """
+    if isinstance(choice, Aligned):
+        return _called(choice.by, ALIGNMENTS), choice, False
+    if not isinstance(choice, str | Mapping):
+        made: Any = choice if hasattr(choice, "mixes_networks") else Aligned(choice)
+        return _called(choice, ALIGNMENTS), made, False
+    name, options = _split("alignment", choice, ALIGNMENTS)
+    own = [f.name for f in fields(ALIGNMENTS[name])]  # type: ignore[arg-type]
+    whose = f"alignment {name!r}"
+    check_options(whose, options, [*own, *(f.name for f in fields(AlignOptions))])
+    way = _validated(ALIGNMENTS[name], {k: v for k, v in options.items() if k in own}, f"alignment {name}")
+    rest = _validated(AlignOptions, {k: v for k, v in options.items() if k not in own}, f"alignment {name}")
+    return name, Aligned(way, rest.reference), rest.renorm
+
+
+def _split(kind: str, choice: str | Mapping[str, Any], known: Mapping[str, type]) -> tuple[str, dict[str, Any]]:
+    """The name and the options a user gave."""
+    options = {"name": choice} if isinstance(choice, str) else dict(choice)
+    name = options.pop("name", None)
+    if name not in known:
+        raise ConfigError(f"there is no {kind} {name!r}{suggest(str(name), known)} there are {', '.join(known)}")
+    return str(name), options
+
+
+def _called(part: object, known: Mapping[str, type]) -> str:
+    """The name a part is known by, or that of its class."""
+    return next((name for name, kind in known.items() if type(part) is kind), type(part).__name__)
+
+
+def _validated(kind: type, options: Mapping[str, Any], whose: str) -> Any:
+    """A part made of a user's options, each of the type it should have."""
+    try:
+        return TypeAdapter(kind).validate_python(options)
+    except ValidationError as why:
+        raise ConfigError(explain(why, BaseModel, whose)) from why

@@ -1,0 +1,94 @@
+"""How the cohort trained, where a method has to know; and a server that trains as its clients did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from fedfuse.client.projections import Masked
+from fedfuse.client.work import Learned, learned
+from fedfuse.core.cost import MASK
+from fedfuse.core.messages import Brief, ClientUpdate, Cohort
+from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
+from fedfuse.core.settings import LocalSettings
+from fedfuse.core.state import Bench, ServerState, filed, part
+from fedfuse.errors import ConfigError
+
+
+def training_of(update: ClientUpdate, who: str) -> LocalSettings:
+    """How one client trained.
+
+    Args:
+        update: its update.
+        who: the method that must know, for the sentence.
+
+    Raises:
+        ConfigError: if the update does not say.
+    """
+    if update.training is None:
+        raise ConfigError(
+            f"{who} must know how clients trained and {update.client} does not say; fuse what `fedfuse update` or "
+            "`fedfuse.local_update` made"
+        )
+    return update.training
+
+
+def common_training(cohort: Cohort, bench: Bench, who: str, given: Collection[str] = ()) -> LocalSettings:
+    """The settings all clients trained with, for a server that trains as they did.
+
+    Where it runs and how it augments stay the server's own.
+
+    Args:
+        cohort: the clients.
+        bench: the server's.
+        who: the method that must know, for the sentence.
+        given: settings the method was told itself, so that clients need not agree on them.
+
+    Raises:
+        ConfigError: naming two clients that differ, and in what.
+    """
+    told = _agree(cohort, who, lambda u: {k: v for k, v in training_of(u, who).to_json().items() if k not in given})
+    theirs = LocalSettings.from_json(told)
+    own = {"augment": bench.local.augment, "device": bench.local.device, "kernel": bench.local.kernel}
+    return theirs.model_copy(update=own)
+
+
+def common_rate(cohort: Cohort, round_: int, who: str) -> float:
+    """The learning rate all clients began a round with.
+
+    Raises:
+        ConfigError: naming two clients whose rates differ.
+    """
+    return float(_agree(cohort, who, lambda u: {"rate": training_of(u, who).rate(round_, 0)})["rate"])
+
+
+def _agree(cohort: Cohort, who: str, read: Callable[[ClientUpdate], dict[str, Any]]) -> dict[str, Any]:
+    """What everybody says, if it is the same."""
+    first = cohort.updates[0]
+    told = read(first)
+    for update in cohort.updates[1:]:
+        theirs = read(update)
+        for key in sorted(told.keys() | theirs.keys()):
+            if told.get(key) != theirs.get(key):
+                raise ConfigError(
+                    f"{who} needs clients that trained alike: {first.client} had {key} = {told.get(key)} and "
+                    f"{update.client} {key} = {theirs.get(key)}; train again with the same settings"
+                )
+    return told
+
+
+def train_on(rows: Rows, state: ServerState, settings: LocalSettings, bench: Bench, who: str = "server") -> Learned:
+    """What the state's network becomes on some rows of the server's; weights that a mask leaves out stay zero.
+
+    Args:
+        rows: what to train on.
+        state: the network, and the masks in its memory.
+        settings: how to train.
+        bench: the run's seed and number of classes.
+        who: whose random streams are used.
+    """
+    model, masks = state.single, part(state.memory, MASK)
+    brief = Brief(state.round, model.spec, model.posterior.mean, filed(MASK, masks), classes=bench.classes)
+    work = Work(settings, project=Masked()) if masks else Work(settings)
+    return learned(work, brief, who, rows, seed=bench.seed)
