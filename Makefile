@@ -33,11 +33,11 @@ bench: $(VENV)/.dev
 $(VENV)/.core: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(PIP) pip setuptools
-	$(PIP) --no-build-isolation -e .
+	$(PIP) --no-build-isolation -e '.[fast]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.core
-	$(PIP) --no-build-isolation -e '.[dev,flower,match]'
+	$(PIP) --no-build-isolation -e '.[dev,fast,flower,match]'
 	touch $@
 
 clean:

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedfuse.core.folders import cache_folder
+
 torch.set_num_threads(1)
+# kernels are compiled once for all sessions and subprocesses, even where a test moves the cache elsewhere
+os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder() / "kernels"))
 
 
 def _is_local(address: object) -> bool:

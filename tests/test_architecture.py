@@ -16,18 +16,19 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "fedfuse"
 # What each part may import of ours, beside itself; "a.b" allows that one module or package of `a` only.
 # cli → {api, flower} → experiment → {methods, engines, data, report}; methods → {client, server}; client and server do
 # not know each other: what both need (networks, training) lies below both; everybody may raise our errors.
-BELOW = {"core", "nets", "wire", "linalg", "models", "training", "errors"}
+BELOW = {"core", "nets", "wire", "linalg", "models", "kernels", "training", "errors"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "core": {"errors"},
     "linalg": {"errors"},
     "nets": {"core", "linalg", "errors"},
+    "kernels": {"core", "errors"},
     "models": {"core", "errors"},
     "wire": {"core", "nets", "errors"},
-    "training": {"core", "nets", "wire", "errors"},
+    "training": {"core", "nets", "kernels", "wire", "errors"},
     "client": BELOW,
     "server": BELOW,
-    "engines": {"core", "wire", "training", "errors"},
+    "engines": {"core", "kernels", "wire", "training", "errors"},
     "methods": {"core", "nets", "linalg", "models", "training", "client", "server", "errors"},
     "data": {"core", "errors"},
     "report": {"errors"},

@@ -160,6 +160,7 @@ def test_what_the_user_asked_wrongly_is_the_same_error_here(
 def test_a_client_whose_worker_is_killed_is_tried_once_more(
     pool: Pool, population: Population, brief: Brief, work: Work, tmp_path: Path
 ) -> None:
+    work = replace(work, settings=work.settings.model_copy(update={"kernel": "torch"}))  # which any objective has
     got = payloads(pool.engine(population), brief, replace(work, objective=odd_parts.Deadly("site-11", tmp_path, 1)))
     assert len(list(tmp_path.iterdir())) == 1
     assert got == payloads(InProcess(population), brief, work)
@@ -168,6 +169,7 @@ def test_a_client_whose_worker_is_killed_is_tried_once_more(
 def test_a_client_whose_worker_is_killed_twice_is_dropped(
     pool: Pool, population: Population, brief: Brief, work: Work, tmp_path: Path
 ) -> None:
+    work = replace(work, settings=work.settings.model_copy(update={"kernel": "torch"}))  # which any objective has
     got = ask(pool.engine(population), brief, replace(work, objective=odd_parts.Deadly("site-11", tmp_path, 9)))
     assert len(list(tmp_path.iterdir())) == 2
     assert got["site-11"] == Envelope("site-11", None, dropped="its worker died twice")

@@ -36,7 +36,12 @@ def experiment(*methods: dict[str, Any], rounds: int = 2, **changes: Any) -> Exp
         "rounds": rounds,
         "data": {"clients": 3, "partition": {"kind": "classes", "per_client": 4}, "train_limit": 300, "test_limit": 90},
         "model": {"name": "mlp", "hidden": [10]},
-        "local": {"epochs": 3, "batch_size": 16, "optimizer": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}},
+        "local": {
+            "epochs": 3,
+            "batch_size": 16,
+            "optimizer": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
+            "kernel": "torch",  # Bayesian layers have no other, and are compared to the last bit
+        },
         "judge": {"clients": "never"},
         "methods": methods or [{"name": "fedavg"}],
     }

@@ -91,7 +91,8 @@ def test_in_one_exchange_it_is_far_above_the_plain_mean_on_skewed_digits() -> No
 
 
 def test_the_pull_changes_nothing_in_the_first_round_and_something_in_the_second() -> None:
-    setting = prepare(experiment({"name": "fedlpa"}, rounds=2)).setting(0)
+    local = {"epochs": 3, "batch_size": 16, "optimizer": {"lr": 0.1, "momentum": 0.9}, "kernel": "torch"}
+    setting = prepare(experiment({"name": "fedlpa"}, rounds=2, local=local)).setting(0)
     plain, pulled = records(setting, fedlpa()), records(setting, fedlpa(eta=1.0))
     assert all(torch.equal(weights(plain[0])[n], t) for n, t in weights(pulled[0]).items())
     assert not torch.equal(weights(plain[1])["fc1.weight"], weights(pulled[1])["fc1.weight"])

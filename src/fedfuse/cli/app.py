@@ -233,6 +233,7 @@ def _run(
     as_json: bool,
     page: bool,
 ) -> None:
+    from fedfuse.experiment.doctor import compile_notice
     from fedfuse.experiment.execute import execute
     from fedfuse.experiment.jobs import jobs_of, memo_folder
     from fedfuse.report import write_page
@@ -243,6 +244,7 @@ def _run(
     try:
         for job in jobs.each:
             what, where = job.experiment, job.folder
+            console.hint(compile_notice(what.local.kernel))
             with console.watching(len(what.methods) * len(what.seeds), what.name) as watch:
                 done.append(execute(what, where, resume=job.resume, workers=workers, memo=store, watch=watch))
             if not as_json:

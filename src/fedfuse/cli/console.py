@@ -34,6 +34,12 @@ def complain(text: str) -> None:
     err.print(f"error: {text}", style="red", markup=False, soft_wrap=True)
 
 
+def hint(text: str) -> None:
+    """One line that only a person who looks on needs, if there is anything to say."""
+    if text and err.is_terminal:
+        err.print(text, markup=False, soft_wrap=True)
+
+
 def say_json(value: object) -> None:
     """One JSON value for a machine; numbers that are not finite become null."""
     sys.stdout.write(json.dumps(plain(value)) + "\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor
 from fedfuse.core.precision import in_full
 from fedfuse.core.seams import Batch, CrossEntropy, Objective
 from fedfuse.core.state import Local, part, representation
+from fedfuse.training.pulls import Pull, pull_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class Proximal:
         away = torch._foreach_sub(list(local.live.values()), list(local.anchor.values()))
         return loss + self.mu / 2 * torch.stack([(d * d).sum() for d in map(in_full, away)]).sum()
 
+    def pull(self, local: Local) -> Pull | None:
+        """The base's pulls and the quadratic term."""
+        base = pull_of(self.base, local)
+        return None if base is None else replace(base, mu=base.mu + self.mu)
+
 
 @dataclass(frozen=True, slots=True)
 class Controlled:
@@ -43,6 +49,11 @@ class Controlled:
         loss = self.base(local, batch)
         pull = local.once("control", _control_gap)
         return loss + sum((pull[n] * in_full(w)).sum() for n, w in local.live.items() if n in pull)
+
+    def pull(self, local: Local) -> Pull | None:
+        """The base's pulls and the linear term."""
+        base, gap = pull_of(self.base, local), local.once("control", _control_gap)
+        return None if base is None else replace(base, linear={n: base.linear.get(n, 0) + gap[n] for n in gap})
 
 
 def _control_gap(local: Local) -> dict[str, Tensor]:
@@ -83,3 +94,7 @@ class Contrastive:
         similar = torch.stack([F.cosine_similarity(z, near), F.cosine_similarity(z, far)], 1)
         first = torch.zeros(len(y), dtype=torch.int64, device=y.device)
         return loss + self.mu * F.cross_entropy(similar / self.temperature, first)
+
+    def pull(self, local: Local) -> Pull | None:
+        """The base's in a first round, where its own term is zero."""
+        return None if self.mu and local.recall("last") else pull_of(self.base, local)

@@ -118,7 +118,8 @@ class Local:
 
     `live` are the parameters in training, `held` the names of those that stay as they are because the brief's memory
     has them under "held/…" (those the network's author froze stay too), `anchor` the live ones' values in the brief,
-    `memory` what this client keeps from round to round under "kind/tensor" names.
+    `memory` what this client keeps from round to round under "kind/tensor" names, `compiled` whether compiled kernels
+    did the training.
     """
 
     client: str
@@ -131,6 +132,7 @@ class Local:
     lr: float = 0.0
     steps: int = 0
     loss: float = float("nan")
+    compiled: bool = False
     held: frozenset[str] = field(init=False)
     live: dict[str, nn.Parameter] = field(init=False)
     anchor: dict[str, Tensor] = field(init=False)

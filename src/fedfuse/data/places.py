@@ -8,18 +8,12 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-import platformdirs
-
+from fedfuse.core.folders import cache_folder
 from fedfuse.data.official import Official, Part
 from fedfuse.data.stores import Store, open_store
 from fedfuse.errors import ConfigError
 
 SHARED = Path("/usr/share/datasets")
-
-
-def cache_folder() -> Path:
-    """Where downloads go: the user's cache, as the system has it; on Linux `$XDG_CACHE_HOME` or `~/.cache`."""
-    return platformdirs.user_cache_path("fedfuse")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedfuse.core.folders import cache_folder
 from fedfuse.data import download, formats, images
 from fedfuse.data.formats import NPZ_KEYS, ArraySplit
 from fedfuse.data.official import DIGITS, OFFICIAL, Official, Split
-from fedfuse.data.places import cache_folder, local, locate
+from fedfuse.data.places import local, locate
 from fedfuse.data.rows import Dataset, Rows, stratified_split
 from fedfuse.errors import ConfigError, DataMissing
 

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from fedfuse.core.messages import Brief
 from fedfuse.core.seams import Work
+from fedfuse.kernels import signature
 from fedfuse.wire.codec import encode
 from fedfuse.wire.messages import VERSION, encode_brief
 
-_CODE = ("client", "core", "data", "linalg", "models", "wire")  # our packages a client's round may run
+_CODE = ("client", "core", "data", "kernels", "linalg", "models", "wire")  # our packages a client's round may run
 
 
 class Nameless(Exception):
@@ -179,7 +180,7 @@ def source() -> bytes:
 
 @lru_cache
 def machine(device: str) -> bytes:
-    """What else decides the last bits: the processor's instructions, torch, and the message format."""
+    """What else decides the last bits: the processor's instructions, torch, the kernels, and the message format."""
     cuda = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
-    words = (platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.__version__, cuda, f"wire {VERSION}")
-    return digest(*(word.encode() for word in words))
+    here = (platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.__version__, cuda, signature())
+    return digest(*(word.encode() for word in (*here, f"wire {VERSION}")))

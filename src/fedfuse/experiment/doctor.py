@@ -12,6 +12,8 @@ import torch
 from fedfuse.data import cache_folder, find, source_names
 from fedfuse.errors import FuseError
 from fedfuse.experiment.environment import versions
+from fedfuse.kernels import why_not
+from fedfuse.kernels.place import is_cold
 
 
 def examine() -> dict[str, dict[str, str]]:
@@ -19,9 +21,16 @@ def examine() -> dict[str, dict[str, str]]:
     return {"software": _software(), "machine": _machine(), "data": {name: _data(name) for name in source_names()}}
 
 
+def compile_notice(kernel: str) -> str:
+    """What to tell a person before a run whose first clients may wait for a compiler; usually nothing."""
+    if kernel == "torch" or why_not() or not is_cold():
+        return ""
+    return "compiled kernels are made at their first use: some twenty seconds, once on this machine"
+
+
 def _software() -> dict[str, str]:
     found = {"python": platform.python_version(), **versions()}
-    extras = {"flwr": "flower", "POT": "match", "pygmtools": "match"}
+    extras = {"numba": "fast", "flwr": "flower", "POT": "match", "pygmtools": "match"}
     for package, extra in extras.items():
         found.setdefault(package, f"not installed: pip install 'fedfuse[{extra}]'")
     return found
@@ -41,6 +50,7 @@ def _machine() -> dict[str, str]:
         "free disk here": f"{shutil.disk_usage(here).free / 2**30:.1f} GiB",
         "this folder": "can be written" if os.access(here, os.W_OK) else "cannot be written: use --out elsewhere",
         "cache": str(cache_folder()),
+        "kernels": why_not() or "compiled where they are faster; the first use of each takes some seconds",
     }
 
 

@@ -15,7 +15,10 @@ import torch
 
 from fedfuse.data import Dataset
 
-PACKAGES = ("fedfuse", "torch", "numpy", "scipy", "scikit-learn", "safetensors", "pydantic", "flwr", "POT", "pygmtools")
+PACKAGES = (
+    *("fedfuse", "torch", "numpy", "scipy", "scikit-learn", "safetensors", "pydantic"),
+    *("numba", "flwr", "POT", "pygmtools"),
+)
 
 
 def environment(dataset: Dataset, workers: int) -> dict[str, Any]:

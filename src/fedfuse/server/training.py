@@ -50,7 +50,8 @@ def common_training(cohort: Cohort, bench: Bench, who: str, given: Collection[st
     """
     told = _agree(cohort, who, lambda u: {k: v for k, v in training_of(u, who).to_json().items() if k not in given})
     theirs = LocalSettings.from_json(told)
-    return theirs.model_copy(update={"augment": bench.local.augment, "device": bench.local.device})
+    own = {"augment": bench.local.augment, "device": bench.local.device, "kernel": bench.local.kernel}
+    return theirs.model_copy(update=own)
 
 
 def common_rate(cohort: Cohort, round_: int, who: str) -> float:

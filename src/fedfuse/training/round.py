@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,14 +12,14 @@ from fedfuse.core.messages import Brief
 from fedfuse.core.params import Params
 from fedfuse.core.rng import seeded
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import Batch, Free, Work
+from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec, tie
 from fedfuse.core.state import Local
 from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError
+from fedfuse.training.epochs import TorchEpochs, compiled_epochs
 from fedfuse.training.memory import fit_memory, with_channels
 from fedfuse.training.memory_format import suits_channels_last
-from fedfuse.training.optimizers import log_variance_step, shape_gradients, stepper
 from fedfuse.wire.codec import decode
 from fedfuse.wire.messages import encode_reply, split
 
@@ -95,7 +94,7 @@ def client_round(
         for bring in work.evidence:
             notes.update(bring(local))
     mean = {n: t.detach() for n, t in local.module.state_dict().items()}
-    facts = {"loss": local.loss, **facts}
+    facts = {"loss": local.loss, **facts} | ({"compiled": 1.0} if local.compiled else {})
     reply = encode_reply(
         brief, mean, notes, num_examples=float(len(rows)), steps=local.steps, facts=facts, training=work.settings
     )
@@ -104,41 +103,20 @@ def client_round(
 
 def train(local: Local, work: Work) -> None:
     """The loop: for each epoch, for each batch, a gradient of the objective, a step, a projection."""
-    settings, project = work.settings, work.project
-    roles = local.brief.spec.layout.roles
-    names = sorted(local.live, key=lambda name: roles.get(name) == "log_variance")
-    if not names:
+    settings = work.settings
+    if not local.live:
         raise ConfigError(
             f"model {local.brief.spec.factory!r} has nothing to train: all its parameters are frozen; "
             "let requires_grad be true for those that should learn"
         )
-    params = list[Tensor](local.live[name] for name in names)
-    weights = sum(roles.get(name) != "log_variance" for name in names)
-    step = stepper(settings.optimizer)
     _rouse(local)
+    epochs = compiled_epochs(local, work) or TorchEpochs(local, work)
     for epoch in range(settings.epochs):
         local.lr = settings.rate(local.brief.round, epoch)
-        total, count = torch.zeros(()), 0
-        for batch in _batches(local, epoch):
-            loss = work.objective(local, batch)
-            grads = list(torch.autograd.grad(loss, params, materialize_grads=True))
-            with torch.no_grad():
-                shape_gradients(params[:weights], grads[:weights], settings)
-                step(params[:weights], grads[:weights], local.lr)
-                if weights < len(params):
-                    rate = settings.log_variance_lr * local.lr / settings.optimizer.lr
-                    log_variance_step(params[weights:], grads[weights:], rate, len(local.rows))
-                if not isinstance(project, Free):
-                    for name, value in zip(names, params, strict=True):
-                        value.copy_(project(name, value, local.brief))
-            total += loss.detach().cpu()
-            count += 1
-            local.steps += 1
-            if local.steps == settings.max_steps:
-                break
-        local.loss = float(total) / max(count, 1)
+        local.loss = epochs.run(epoch)
         if local.steps == settings.max_steps:
-            return
+            break
+    epochs.finish()
 
 
 def _rouse(local: Local) -> None:
@@ -184,34 +162,5 @@ def _resume_trained(local: Local, trained: bytes) -> None:
     local.module.load_state_dict(dict(split(packet)[0]))
     local.steps = int(packet.header["steps"])
     local.loss = float(packet.header["facts"].get("loss", "nan"))
+    local.compiled = "compiled" in packet.header["facts"]
     local.lr = local.settings.rate(local.brief.round, local.settings.epochs - 1)
-
-
-def _batches(local: Local, epoch: int) -> Iterator[Batch]:
-    """The rows in a new order, in index batches; a batch of one passes batch norms by their running statistics."""
-    settings, rows = local.settings, local.rows
-    order = torch.randperm(len(rows), generator=local.stream("order", epoch)).to(rows.y.device)
-    draw = local.stream("augment", epoch)
-    for index in order.split(settings.batch_size):
-        if settings.drop_last and len(index) < settings.batch_size:
-            return
-        x = _picked(rows.x, index)
-        if settings.augment is not None:
-            x = settings.augment(x, draw)
-        norms = [n for n in _batch_norms(local.module) if n.training] if len(index) == 1 else []
-        for norm in norms:
-            norm.eval()
-        yield x, rows.y.index_select(0, index)
-        for norm in norms:
-            norm.train()
-
-
-def _picked(x: Tensor, index: Tensor) -> Tensor:
-    """x[index] several times faster; channels last stay last."""
-    if x.ndim == 4 and not x.is_contiguous():
-        return x.permute(0, 2, 3, 1).index_select(0, index).permute(0, 3, 1, 2)
-    return x.index_select(0, index)
-
-
-def _batch_norms(module: nn.Module) -> list[nn.Module]:
-    return [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]

@@ -64,18 +64,19 @@ class LazyParams(Mapping[str, Tensor]):
 
     `piece` fetches a run of a tensor's elements, so that a reader can walk through a tensor larger than its memory.
     `places` tells, where it is known, at which byte of the message each tensor begins: a piece may go on beyond its
-    tensor's end into those of the same dtype that follow it.
+    tensor's end into those of the same dtype that follow it. Pieces of what is `resident` are views, of any length.
     """
 
-    __slots__ = ("_fetch", "forms", "places")
+    __slots__ = ("_fetch", "forms", "places", "resident")
 
     def __init__(
         self,
         forms: Mapping[str, Form],
         fetch: Callable[[str, int, int], Tensor],
         places: Mapping[str, int] | None = None,
+        resident: bool = False,
     ) -> None:
-        self.forms = forms
+        self.forms, self.resident = forms, resident
         self.places = places or {}
         self._fetch = fetch
 
@@ -121,7 +122,7 @@ class LazyParams(Mapping[str, Tensor]):
         forms = {new: self.forms[name] for new, name in old.items()}
         places = {new: self.places[name] for new, name in old.items() if name in self.places}
         renamed = lambda new, begin, end: self._fetch(old[new], begin, end)
-        return LazyParams(forms, self._fetch if rename is str else renamed, places)
+        return LazyParams(forms, self._fetch if rename is str else renamed, places, self.resident)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,7 @@ def decode(data: bytes, limits: Limits | None = None) -> Packet:
         offset = start + places[name] + begin * dtype.itemsize
         return torch.frombuffer(data, dtype=dtype, count=end - begin, offset=offset)
 
-    return Packet(header, LazyParams(forms, fetch, places), len(data))
+    return Packet(header, LazyParams(forms, fetch, places, resident=True), len(data))
 
 
 def read(path: Path, limits: Limits | None = None) -> Packet:

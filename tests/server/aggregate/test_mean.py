@@ -52,23 +52,25 @@ def random_state(spec: Spec, seed: int) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.parametrize("many", [0, 1 << 60])  # by compiled code where there is any, and by torch
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    clients=st.integers(1, 6),
-    count=st.integers(0, 5000),
+    clients=st.integers(1, 10),
+    count=st.integers(0, 20_000),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]),
     seed=st.integers(0, 10**6),
 )
 def test_it_is_the_float64_sum_in_client_order_rounded_once(
-    clients: int, count: int, dtype: torch.dtype, seed: int
+    many: int, clients: int, count: int, dtype: torch.dtype, seed: int
 ) -> None:
     draw = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(count, generator=draw).to(dtype) for _ in range(clients)]
     weights = torch.rand(clients, generator=draw, dtype=torch.float64)
-    out = weighted_mean([{"w": t} for t in tensors], weights, "w")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(means, "_MANY", many)
+        out = weighted_mean([{"w": t} for t in tensors], weights, "w")
     assert out.dtype == dtype
-    expected = exact(tensors, weights.tolist())
-    assert torch.allclose(out, expected, rtol=1e-15, atol=1e-14) if dtype == torch.float64 else out.equal(expected)
+    assert out.equal(exact(tensors, weights.tolist()))
 
 
 def test_blocks_leave_no_seam(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +84,11 @@ def test_blocks_leave_no_seam(monkeypatch: pytest.MonkeyPatch) -> None:
         assert whole[n].equal(exact([s[n] for s in states], [0.125, 0.25, 0.625]))
 
 
+@pytest.mark.parametrize("many", [0, 1 << 60])
 @pytest.mark.parametrize("threads", [2, 3])
-def test_threads_share_the_blocks_and_change_no_bit(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_the_blocks_and_change_no_bit(threads: int, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(means, "_MANY", many)
+    monkeypatch.setattr(means, "_ALONE", 0)
     cohort = cohort_of([in_bytes(random_state(LENET, s)) for s in range(3)], [1.0, 2.0, 5.0], LENET)
     monkeypatch.setattr(means, "BLOCK", 1 << 10)
     alone = mean_of(cohort)
@@ -93,8 +98,12 @@ def test_threads_share_the_blocks_and_change_no_bit(threads: int, monkeypatch: p
     assert all(alone[n].equal(together[n]) for n in alone)
 
 
-def test_every_way_a_client_can_be_stored_gives_the_same_bytes(tmp_path: object) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_way_a_client_can_be_stored_gives_the_same_bytes(
+    tmp_path: object, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a message, in a file, in separate tensors, in another order, with evidence between: same mean."""
+    monkeypatch.setattr(means, "_MANY", 0 if compiled else 1 << 60)
     spec = Spec.of(nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2)))
     states = [random_state(spec, s) for s in range(3)]
     num_examples, expected = [1.0, 2.0, 5.0], None

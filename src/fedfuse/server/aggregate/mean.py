@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,11 +22,14 @@ from fedfuse.core.seams import ServerPart
 from fedfuse.core.settings import effective_steps
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
+from fedfuse.kernels import why_not
 from fedfuse.server.training import training_of
 from fedfuse.wire.codec import LazyParams, piece_of
 
 # Elements per block: long enough that memory is read in long runs, short enough that the float64 sums stay in cache.
 BLOCK = 1 << 18
+_ALONE = 1 << 16  # elements that are not worth a second thread
+_MANY = 1 << 22  # elements of all clients that are worth loading compiled code
 
 ALL_LAWS = frozenset({"order", "one", "agree", "scale", "pure", "dtype", "finite", "repeat"})
 
@@ -170,11 +175,9 @@ def _run_mean(
     if not means[run[0]].is_floating_point():
         return {name: largest(sources, name) for name in run}
     target = _Target.of([mean.view(-1) for mean in means.values()])
-    count = target.ends[-1]
-    size = max(1, min(BLOCK, max(BLOCK >> 6, count // 10), count))  # so that sums weigh little beside the model
-    blocks = [(begin, min(begin + size, count)) for begin in range(0, count, size)]
-    fold = partial(_fold, sources, torch.as_tensor(weights, dtype=torch.float64).tolist(), total, run[0], target)
-    threads = torch.get_num_threads() if len(blocks) > 16 else 1
+    given = torch.as_tensor(weights, dtype=torch.float64).tolist()
+    fold, blocks = _plan(sources, _Sum(given, total, run[0], target))
+    threads = min(torch.get_num_threads(), len(blocks)) if target.ends[-1] > _ALONE else 1
     if threads == 1:
         fold(blocks)
     else:  # a block is one thread's alone, so the result stays the same; torch's own threads would spin between blocks
@@ -194,32 +197,102 @@ class _Target:
     def of(cls, tensors: list[Tensor]) -> _Target:
         return cls(tensors, list(accumulate(map(len, tensors))))
 
-    def fill(self, begin: int, block: Tensor) -> None:
-        """Lay a block down from element `begin` on; it may end one tensor and begin others."""
+    def rooms(self, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        """The places of elements from `begin` to `end`, tensor by tensor, each with the element it begins at."""
         at = bisect_right(self.ends, begin)
-        while len(block):
-            room = self.tensors[at][begin - self.ends[at] :]
-            fits = min(len(room), len(block))
-            room[:fits] = block[:fits]
-            block, begin, at = block[fits:], begin + fits, at + 1
+        while begin < end:
+            room = self.tensors[at][begin - self.ends[at] :][: end - begin]
+            yield begin, room
+            begin, at = begin + len(room), at + 1
 
 
-def _fold(
-    sources: Sequence[Params],
-    weights: list[float],
-    total: float,
-    name: str,
-    target: _Target,
-    blocks: list[tuple[int, int]],
-) -> None:
-    """Sum these blocks of a run, which begins with the tensor `name`, over clients in float64."""
+Blocks: TypeAlias = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """Σ w_k x_k / total of a run that begins with the tensor `name`."""
+
+    weights: list[float]
+    total: float
+    name: str
+    target: _Target
+
+
+def _plan(sources: Sequence[Params], what: _Sum) -> tuple[Callable[[Blocks], None], Blocks]:
+    """Who takes the sums, and in which blocks; every way gives the same bits."""
+    count, first = what.target.ends[-1], what.target.tensors[0]
+    narrow = first.dtype == torch.float32 and first.device.type == "cpu"
+    if narrow and count * len(sources) >= _MANY and not why_not():
+        if all(_lies_whole(source, what) for source in sources):
+            share = -(-count // max(1, torch.get_num_threads()))
+            return _Resident.of(sources, what), _blocks(count, max(BLOCK, share))
+        return partial(_fold, sources, what, compiled=True), _blocks(count, _size(count))
+    return partial(_fold, sources, what), _blocks(count, _size(count))
+
+
+def _lies_whole(source: Params, what: _Sum) -> bool:
+    """Whether a run of float32 lies in memory as one."""
+    if isinstance(source, LazyParams):
+        return source.resident and source.forms[what.name].dtype == torch.float32
+    return source[what.name].is_contiguous() and source[what.name].dtype == torch.float32
+
+
+def _size(count: int) -> int:
+    """Elements of a block whose sums weigh little beside the model."""
+    return max(1, min(BLOCK, max(BLOCK >> 6, count // 10), count))
+
+
+def _blocks(count: int, size: int) -> Blocks:
+    return [(begin, min(begin + size, count)) for begin in range(0, count, size)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Resident:
+    """Sums of runs that lie whole in memory, by compiled code that reads each number once."""
+
+    addresses: npt.NDArray[np.int64]  # of what the sources hold while the mean is taken
+    weights: npt.NDArray[np.float64]
+    what: _Sum
+
+    @classmethod
+    def of(cls, sources: Sequence[Params], what: _Sum) -> _Resident:
+        runs = (piece_of(source, what.name, 0, what.target.ends[-1]) for source in sources)
+        return cls(np.fromiter((run.data_ptr() for run in runs), np.int64), np.array(what.weights), what)
+
+    def __call__(self, blocks: Blocks) -> None:
+        """Sum these blocks, straight into the tensors."""
+        from fedfuse.kernels.mean import weighted_sums
+
+        for begin, end in blocks:
+            for at, room in self.what.target.rooms(begin, end):
+                weighted_sums(self.addresses, self.weights, self.what.total, at, room.numpy())
+
+
+def _fold(sources: Sequence[Params], what: _Sum, blocks: Blocks, compiled: bool = False) -> None:
+    """Sum these blocks over clients in float64, each block of a client fetched when its turn comes."""
     size = max((end - begin for begin, end in blocks), default=0)
-    sums, wide = torch.empty(2, size, dtype=torch.float64, device=target.tensors[0].device)
+    sums, wide = torch.empty(2, size, dtype=torch.float64, device=what.target.tensors[0].device)
+    add = _add_compiled if compiled else _add
     for begin, end in blocks:
-        block, piece = sums[: end - begin].zero_(), wide[: end - begin]
-        for source, weight in zip(sources, weights, strict=True):
-            block.add_(piece.copy_(piece_of(source, name, begin, end)), alpha=weight)
-        target.fill(begin, block if total == 1.0 else block.div_(total))
+        block = sums[: end - begin].zero_()
+        for source, weight in zip(sources, what.weights, strict=True):
+            add(block, piece_of(source, what.name, begin, end), weight, wide)
+        block = block if what.total == 1.0 else block.div_(what.total)
+        for at, room in what.target.rooms(begin, end):
+            room.copy_(block[at - begin : at - begin + len(room)])
+
+
+def _add(block: Tensor, piece: Tensor, weight: float, wide: Tensor) -> None:
+    """Add weight · piece, the product rounded before the sum: a fused step would depend on the processor."""
+    block.add_(wide[: len(block)].copy_(piece).mul_(weight))
+
+
+def _add_compiled(block: Tensor, piece: Tensor, weight: float, _: Tensor) -> None:
+    """The same in one pass."""
+    from fedfuse.kernels.mean import add_row
+
+    add_row(piece.numpy(), weight, block.numpy())
 
 
 def _empty_like(source: Params, name: str) -> Tensor:

@@ -1,0 +1,142 @@
+"""Compiled training steps for the networks they know: `chain_for` is the one way in.
+
+Nothing here imports numba until a chain is made; without numba every network is torch's.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Set
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fedfuse.core.rows import Rows
+from fedfuse.core.settings import LocalSettings
+from fedfuse.errors import ConfigError
+from fedfuse.kernels.choice import is_faster
+from fedfuse.kernels.place import is_cold
+from fedfuse.kernels.trace import Layer, Shape, Uncovered, chain_of, shape_after
+
+if TYPE_CHECKING:
+    from fedfuse.kernels.chain import Chain
+
+_log = logging.getLogger(__name__)
+_INSTALL = "pip install 'fedfuse[fast]'"
+
+
+@cache
+def why_not() -> str:
+    """Why nothing can be compiled here; empty if it can.
+
+    Example:
+        >>> isinstance(why_not(), str)
+        True
+    """
+    try:
+        import numba  # noqa: F401 - an installed one may still not load beside this numpy
+    except ImportError as why:
+        return f"not installed: {_INSTALL}" if why.name in ("numba", "llvmlite") else f"numba does not load: {why}"
+    return ""
+
+
+def signature() -> str:
+    """What else than our source decides a compiled chain's last bits: numba and the processor's instructions.
+
+    Example:
+        >>> signature() == signature()
+        True
+    """
+    try:
+        found = [version(name) for name in ("numba", "llvmlite")]
+    except PackageNotFoundError:
+        return "none"
+    return " ".join([*found, platform.machine(), torch.backends.cpu.get_cpu_capability()])
+
+
+def chain_for(module: nn.Module, rows: Rows, settings: LocalSettings, live: Set[str]) -> Chain | None:
+    """The compiled chain that trains a network, or None where torch does.
+
+    What is chosen depends on the network, the batch size and the settings, and on whether numba is there: never on a
+    clock, so that every worker of a run chooses alike.
+
+    Args:
+        module: the network, set to training.
+        rows: what it trains on.
+        settings: how; its `kernel` is what the user asked for.
+        live: the parameters in training.
+
+    Raises:
+        ConfigError: if the user insists on a compiled chain and there is none.
+    """
+    if settings.kernel == "torch":
+        return None
+    try:
+        shape = tuple(rows.x.shape[1:])
+        layers = _layers(module, shape)
+        _check(module, rows, settings, live, layers, shape)
+    except Uncovered as why:
+        _insist(settings, f"cannot train this: it does not know {why}")
+        return None
+    if settings.kernel == "auto" and not is_faster(layers, shape, settings.batch_size):
+        return None
+    if why_not():
+        _insist(settings, f"needs numba, which is {why_not()}")
+        return None
+    if is_cold():
+        _log.info("compiling the kernels for this machine: some seconds, once")
+    from fedfuse.kernels.chain import Chain
+
+    batch = min(settings.batch_size, 1 << (len(rows) - 1).bit_length())
+    return _chain(Chain, layers, shape, batch)
+
+
+def _insist(settings: LocalSettings, why: str) -> None:
+    """Say why there is no chain to a user who asked for nothing else."""
+    if settings.kernel == "compiled":
+        raise ConfigError(f'kernel = "compiled" {why}; use kernel = "auto" or "torch"')
+
+
+@lru_cache(maxsize=8)
+def _layers(module: nn.Module, shape: Shape) -> tuple[Layer, ...]:
+    return chain_of(module, shape)
+
+
+@lru_cache(maxsize=2)
+def _chain(make: type[Chain], layers: tuple[Layer, ...], shape: Shape, batch: int) -> Chain:
+    return make(layers, shape, batch)
+
+
+def _check(
+    module: nn.Module, rows: Rows, settings: LocalSettings, live: Set[str], layers: tuple[Layer, ...], shape: Shape
+) -> None:
+    """What beside the network's layers must be as the kernels have it."""
+    params = dict(module.named_parameters())
+    if odd := [f"{name!r} of {p.dtype}" for name, p in params.items() if p.dtype != torch.float32]:
+        raise Uncovered(f"the parameter {odd[0]}")
+    if settings.device != "cpu" or rows.x.dtype != torch.float32:
+        raise Uncovered(f"inputs of {rows.x.dtype} on {settings.device}")
+    if settings.optimizer.name != "sgd" or settings.l1:
+        raise Uncovered(f"the optimizer {settings.optimizer.name!r}" if not settings.l1 else "an l1 term")
+    trained = {f"{layer.name}.{leaf}" for layer in layers for leaf in _leaves(layer)}  # type: ignore[union-attr]
+    if trained ^ live or trained ^ params.keys():
+        raise Uncovered(
+            f"the parameter {min((trained ^ live) | (trained ^ params.keys()))!r}, held or not in the chain"
+        )
+    for layer in layers:
+        shape = shape_after(layer, shape)
+    if len(shape) != 1:
+        raise Uncovered(f"scores of shape {shape}")
+    if int(rows.y.min()) < 0 or int(rows.y.max()) >= shape[0]:
+        raise Uncovered(f"labels outside 0 to {shape[0] - 1}")
+
+
+def _leaves(layer: Layer) -> tuple[str, ...]:
+    """The parameters of a layer."""
+    if not hasattr(layer, "name"):
+        return ()
+    return ("weight", "bias") if getattr(layer, "bias", True) else ("weight",)

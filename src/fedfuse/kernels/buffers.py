@@ -1,0 +1,151 @@
+"""Where a chain keeps its numbers: images, tables, and all weights in one long row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfuse.kernels.pointwise import Runs
+from fedfuse.kernels.target import LANES, Floats, padded
+from fedfuse.kernels.tiles import Four, Two
+
+
+def blocks_of(count: int) -> int:
+    """Blocks of lanes that so many examples fill.
+
+    Example:
+        >>> blocks_of(1), blocks_of(LANES + 1)
+        (1, 2)
+    """
+    return -(-count // LANES)
+
+
+@dataclass(slots=True, eq=False)
+class Images:
+    """Values and gradients laid out [block][row][column][channel][lane], within a border that stays zero."""
+
+    batch: int
+    channels: int
+    height: int
+    width: int
+    border: int = 0
+    data: Floats = field(init=False)
+    grads: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = blocks_of(self.batch) * (self.height + 2 * self.border) * self._line
+        self.data, self.grads = np.zeros(size, np.float32), np.zeros(size, np.float32)
+
+    @property
+    def form(self) -> Four:
+        """Height, width, border, channels."""
+        return self.height, self.width, self.border, self.channels
+
+    @property
+    def _line(self) -> int:
+        return (self.width + 2 * self.border) * self.channels * LANES
+
+    @property
+    def features(self) -> int:
+        """Numbers of one example."""
+        return self.height * self.width * self.channels
+
+    def strides(self) -> tuple[int, int, int]:
+        """Where the first row begins, and how far it is from block to block and from row to row."""
+        first = self.border * (self._line + self.channels * LANES)
+        return first, (self.height + 2 * self.border) * self._line, self._line
+
+    def runs(self, other: Images, count: int) -> Runs:
+        """These images and others of their size as runs of numbers; see `pointwise`."""
+        return (blocks_of(count), self.height, self.width * self.channels * LANES, *self.strides(), *other.strides())
+
+
+@dataclass(slots=True, eq=False)
+class Table:
+    """Values and gradients of one row per example, filled up with zeros."""
+
+    batch: int
+    columns: int
+    data: Floats = field(init=False)
+    grads: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = self.batch * padded(self.columns)
+        self.data, self.grads = np.zeros(size, np.float32), np.zeros(size, np.float32)
+
+    @property
+    def form(self) -> Two:
+        """Columns, and the length of a row."""
+        return self.columns, padded(self.columns)
+
+    @property
+    def features(self) -> int:
+        """Numbers of one example, the filling too."""
+        return padded(self.columns)
+
+    def runs(self, other: Table, count: int) -> Runs:  # noqa: ARG002 - both lie alike
+        """This table and another of its size as one run of numbers; see `pointwise`."""
+        return (1, 1, count * padded(self.columns), 0, 0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor's place in a long row: its shape, and the order of its axes there."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    rows: int
+
+    @property
+    def length(self) -> int:
+        """Numbers from row to row."""
+        return padded(torch.Size(self.shape).numel() // self.rows)
+
+    def view(self, row: Floats) -> Tensor:
+        """The place as a tensor with one row per output, without the filling."""
+        room = torch.from_numpy(row[self.offset : self.offset + self.rows * self.length])
+        return room.view(self.rows, self.length)[:, : torch.Size(self.shape).numel() // self.rows]
+
+    def put(self, row: Floats, tensor: Tensor) -> None:
+        """Copy a tensor to its place."""
+        self.view(row).copy_(tensor.reshape(self.shape).permute(self.axes).reshape(self.rows, -1))
+
+    def get(self, row: Floats, tensor: Tensor) -> None:
+        """Copy it back."""
+        there = [self.shape[axis] for axis in self.axes]
+        back = [self.axes.index(axis) for axis in range(len(self.axes))]
+        tensor.copy_(self.view(row).reshape(there).permute(back).reshape(tensor.shape))
+
+
+@dataclass(slots=True)
+class Shelf:
+    """Tensors by name, side by side in one long row; every one begins at a multiple of LANES."""
+
+    slots: dict[str, Slot] = field(default_factory=dict)
+    size: int = 0
+
+    def add(self, name: str, shape: tuple[int, ...], axes: tuple[int, ...], rows: int) -> int:
+        """Make room for a tensor; gives where it begins."""
+        slot = Slot(name, self.size, shape, axes, rows)
+        self.slots[name] = slot
+        self.size += rows * slot.length
+        return slot.offset
+
+    def skip(self, count: int) -> int:
+        """Make room that stays zero; gives where it begins."""
+        begin = self.size
+        self.size += padded(count)
+        return begin
+
+    def row(self, tensors: Mapping[str, Tensor]) -> Floats:
+        """A long row that holds these tensors; zero where none is."""
+        row = np.zeros(self.size, np.float32)
+        for name, tensor in tensors.items():
+            self.slots[name].put(row, tensor)
+        return row

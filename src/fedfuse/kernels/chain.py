@@ -1,0 +1,234 @@
+"""A network as a chain of layers at work: it loads weights, goes through batches, and gives the weights back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedfuse.core.settings import LocalSettings
+from fedfuse.kernels import learn, move, trace
+from fedfuse.kernels.buffers import Images, Shelf, Table
+from fedfuse.kernels.layers import (
+    ConvOp,
+    DropoutOp,
+    FlattenOp,
+    LinearOp,
+    MaxPoolOp,
+    MeanPoolOp,
+    NormOp,
+    Numbers,
+    Op,
+    ReluOp,
+    TanhOp,
+)
+from fedfuse.kernels.target import Floats, Ints
+from fedfuse.kernels.trace import Activation, Conv, Dropout, Flatten, Layer, Linear, Norm, Pool, Shape
+
+_NOTHING = np.zeros(0, np.float32)
+
+
+@dataclass(slots=True)
+class Round:
+    """What one client's training carries from batch to batch beside the weights."""
+
+    settings: LocalSettings
+    mu: float
+    anchor: Floats
+    linear: Floats
+    velocity: Floats
+
+
+class Chain:
+    """The layers of a network, with room for batches of a size.
+
+    Args:
+        layers: in their order.
+        shape: of one example.
+        batch: the most examples in a batch.
+    """
+
+    def __init__(self, layers: Sequence[Layer], shape: Shape, batch: int) -> None:
+        self._weights, self._statistics = Shelf(), Shelf()
+        self._numbers = Numbers(_NOTHING, _NOTHING, _NOTHING)
+        self._batch, self._dropouts = batch, 0
+        layers = list(layers)
+        self._flat = bool(layers) and isinstance(layers[0], Flatten)
+        if self._flat:  # rows as they lie: nothing convolves them
+            layers, shape = layers[1:], trace.shape_after(layers[0], shape)
+        self._shape = shape
+        self._order: Shape | None = None  # channels, height, width that the columns of a table came from
+        self._ops = list(self._build(layers, shape))
+
+    def _build(self, layers: Sequence[Layer], shape: Shape) -> Iterator[Op]:
+        self._start = self._end = self._buffer(shape, layers[0])
+        for i, layer in enumerate(layers):
+            before, shape = shape, trace.shape_after(layer, shape)
+            x, y = self._end, self._buffer(shape, layers[i + 1] if i + 1 < len(layers) else None)
+            yield self._op(layer, before, x, y, first=i == 0)
+            self._end = y
+
+    def _buffer(self, shape: Shape, reader: Layer | None) -> Images | Table:
+        if len(shape) == 1:
+            return Table(self._batch, shape[0])
+        channels, height, width = shape
+        return Images(self._batch, channels, height, width, reader.padding if isinstance(reader, Conv) else 0)
+
+    def _op(self, layer: Layer, shape: Shape, x: Images | Table, y: Images | Table, first: bool) -> Op:
+        match layer, x, y:
+            case Conv(), Images(), Images():
+                return self._conv(layer, shape, x, y, first)
+            case Linear(), Table(), Table():
+                return self._linear(layer, shape, x, y, first)
+            case Norm(), _, _:
+                return self._norm(layer, shape, x, y)
+            case Pool(kind=kind), Images(), Images():
+                size = (layer.kernel, layer.stride, layer.padding)
+                return MaxPoolOp(x, y, size) if kind == "max" else MeanPoolOp(x, y, size)
+            case Flatten(), Images(), Table():
+                self._order = shape
+                return FlattenOp(x, y)
+            case Dropout(p=p), _, _:
+                self._dropouts += 1
+                return DropoutOp(x, y, self._numbers, self._dropouts - 1, p)
+            case Activation(kind="relu", slope=slope), _, _:
+                return ReluOp(x, y, slope)
+            case Activation(), _, _:
+                return TanhOp(x, y)
+        raise trace.Uncovered(f"{type(layer).__name__} on inputs of shape {shape}")
+
+    def _conv(self, layer: Conv, shape: Shape, x: Images, y: Images, first: bool) -> Op:
+        k, shelf = layer.kernel, self._weights
+        weights = shelf.add(f"{layer.name}.weight", (layer.outputs, shape[0], k, k), (0, 2, 3, 1), layer.outputs)
+        size = (k, layer.stride, shelf.slots[f"{layer.name}.weight"].length)
+        return ConvOp(x, y, self._numbers, (weights, self._bias(layer)), size, layer.bias, first)
+
+    def _linear(self, layer: Linear, shape: Shape, x: Table, y: Table, first: bool) -> Op:
+        inner, axes = (self._order, (0, 2, 3, 1)) if self._order else (shape, (0, 1))
+        weights = self._weights.add(f"{layer.name}.weight", (layer.outputs, *inner), axes, layer.outputs)
+        self._order = None
+        return LinearOp(x, y, self._numbers, (weights, self._bias(layer)), layer.bias, first)
+
+    def _bias(self, layer: Conv | Linear) -> int:
+        """Where the biases begin; a layer without them reads zeros."""
+        if not layer.bias:
+            return self._weights.skip(layer.outputs)
+        return self._weights.add(f"{layer.name}.bias", (layer.outputs,), (0,), 1)
+
+    def _norm(self, layer: Norm, shape: Shape, x: Images | Table, y: Images | Table) -> Op:
+        own, axes = (self._order, (1, 2, 0)) if self._order else (shape[:1], (0,))
+        places = [self._weights.add(f"{layer.name}.{leaf}", own, axes, 1) for leaf in ("weight", "bias")]
+        running = [self._statistics.add(f"{layer.name}.running_{leaf}", own, axes, 1) for leaf in ("mean", "var")]
+        pair, other = (places[0], places[1]), (running[0], running[1])
+        return NormOp(x, y, self._numbers, pair, other, layer.eps, layer.momentum)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The parameters it trains."""
+        return frozenset(self._weights.slots)
+
+    @property
+    def classes(self) -> int:
+        """How many scores it gives."""
+        return self._end.form[0]
+
+    def begin(
+        self,
+        module: nn.Module,
+        settings: LocalSettings,
+        mu: float,
+        anchor: Mapping[str, Tensor],
+        linear: Mapping[str, Tensor],
+    ) -> Round:
+        """Load a network's weights and statistics for one client's training.
+
+        Args:
+            module: the network.
+            settings: how to train.
+            mu: strength of the pull towards the anchor.
+            anchor: weights that pull.
+            linear: a constant added to the gradients.
+        """
+        state = module.state_dict()
+        self._numbers.weights = self._weights.row({name: state[name] for name in self._weights.slots})
+        self._numbers.statistics = self._statistics.row({name: state[name] for name in self._statistics.slots})
+        self._numbers.grads = np.zeros(self._weights.size, np.float32)
+        for op in self._ops:
+            if isinstance(op, NormOp):
+                op.batches = 0
+        velocity = np.zeros(self._weights.size if settings.optimizer.momentum else 0, np.float32)
+        pulls = (self._weights.row(anchor) if mu else _NOTHING, self._weights.row(linear) if linear else _NOTHING)
+        return Round(settings, mu, *pulls, velocity)
+
+    @torch.no_grad()
+    def finish(self, module: nn.Module) -> None:
+        """Give the weights and statistics back to the network."""
+        state = module.state_dict()
+        for shelf, row in ((self._weights, self._numbers.weights), (self._statistics, self._numbers.statistics)):
+            for name, slot in shelf.slots.items():
+                slot.get(row, state[name])
+        norms = [op for op in self._ops if isinstance(op, NormOp)]
+        counters = [t for n, t in state.items() if n.endswith("num_batches_tracked")]
+        for op, counter in zip(norms, counters, strict=True):
+            counter += op.batches
+
+    def batches(
+        self, round_: Round, x: Tensor, y: Tensor, order: Tensor, rate: float, draw: torch.Generator
+    ) -> list[float]:
+        """Go through rows in this order, a step for every batch; gives the batches' losses.
+
+        Args:
+            round_: from `begin`.
+            x: rows, images with their channels last in memory or not.
+            y: their labels.
+            order: which rows, in which order.
+            rate: the learning rate.
+            draw: the stream of dropout's masks.
+        """
+        rows, labels, places = self._flatten(x), y.numpy(), order.numpy()
+        starts = range(0, len(places), round_.settings.batch_size)
+        keys = torch.randint(2**32, (len(starts), self._dropouts), generator=draw).tolist()
+        losses = []
+        for begin, key in zip(starts, keys, strict=True):
+            self._numbers.keys = key
+            losses.append(self._batch_step(round_, rows, labels, places, begin, rate))
+        return losses
+
+    def _flatten(self, x: Tensor) -> Floats:
+        """The rows as they lie in memory, channels last for images."""
+        images = x if self._flat or x.ndim < 4 else x.permute(0, 2, 3, 1)
+        flat: Floats = images.reshape(-1).numpy()
+        return flat
+
+    def _batch_step(self, round_: Round, x: Floats, y: Ints, order: Ints, begin: int, rate: float) -> float:
+        count = min(round_.settings.batch_size, len(order) - begin)
+        self._enter(count, x, order, begin)
+        for op in self._ops:
+            op.forward(count)
+        end = self._end
+        loss = learn.cross_entropy(count, end.data, end.form, y, order, begin, end.grads)  # type: ignore[arg-type]
+        for op in reversed(self._ops):
+            op.backward(count)
+        return loss + self._step(round_, rate)
+
+    def _enter(self, count: int, x: Floats, order: Ints, begin: int) -> None:
+        start = self._start
+        if isinstance(start, Images):
+            move.images_in(count, x, order, begin, start.data, start.form)
+        else:
+            move.rows_in(count, x, order, begin, *start.form, start.data)
+
+    def _step(self, round_: Round, rate: float) -> float:
+        """The pull, clipping, and a step of SGD; gives the pull's part of the loss."""
+        own, settings, scale, value = self._numbers, round_.settings, 1.0, 0.0
+        if round_.mu or round_.linear.size:
+            value = learn.pull(own.weights, own.grads, round_.anchor, round_.linear, round_.mu)
+        if settings.clip is not None:
+            norm = learn.norm_of(own.grads)
+            scale = settings.clip / norm if norm > settings.clip else 1.0
+        sgd = settings.optimizer
+        learn.step(own.weights, own.grads, round_.velocity, scale, rate, sgd.momentum, sgd.weight_decay)
+        return value

@@ -1,0 +1,76 @@
+"""The loss at the network's end, and the step at the batch's."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedfuse.kernels.target import Floats, Ints, compiled
+from fedfuse.kernels.tiles import Two
+
+
+@compiled
+def cross_entropy(count: int, z: Floats, form: Two, y: Ints, order: Ints, begin: int, dz: Floats) -> float:
+    """The mean of −log softmax(z)_y over the rows, and its gradient (softmax(z) − onehot(y)) / n in dz."""
+    classes, row = form
+    total, part = 0.0, np.float32(1 / count)
+    for i in range(count):
+        scores, out = z[i * row : i * row + classes], dz[i * row : i * row + classes]
+        top = scores[0]
+        for c in range(1, classes):
+            top = scores[c] if scores[c] > top or scores[c] != scores[c] else top
+        mass = np.float32(0)
+        for c in range(classes):
+            out[c] = np.exp(scores[c] - top)
+            mass += out[c]
+        label = y[order[begin + i]]
+        total += np.float64(np.log(mass) + top - scores[label])
+        for c in range(classes):
+            out[c] *= part / mass
+        out[label] -= part
+    return total / count
+
+
+@compiled
+def pull(w: Floats, g: Floats, anchor: Floats, linear: Floats, mu: float) -> float:
+    """Add g += μ (w − anchor) + linear, the gradient of μ/2 ‖w − anchor‖² + ⟨linear, w⟩, whose value comes back.
+
+    Either array may be empty for a term that is not there.
+    """
+    strength, value = np.float32(mu), 0.0
+    if anchor.size:
+        squares = np.float32(0)
+        for i in range(w.size):
+            away = w[i] - anchor[i]
+            squares += away * away
+            g[i] += strength * away
+        value += 0.5 * mu * np.float64(squares)
+    if linear.size:
+        inner = np.float32(0)
+        for i in range(w.size):
+            inner += linear[i] * w[i]
+            g[i] += linear[i]
+        value += np.float64(inner)
+    return value
+
+
+@compiled
+def norm_of(g: Floats) -> float:
+    """‖g‖."""
+    total = np.float32(0)
+    for i in range(g.size):
+        total += g[i] * g[i]
+    return float(np.sqrt(total))
+
+
+@compiled
+def step(w: Floats, g: Floats, velocity: Floats, scale: float, rate: float, momentum: float, decay: float) -> None:
+    """Move: v ← ρ v + scale · g + λ w;  w ← w − η v; without momentum the velocity is empty."""
+    s, lr, rho, weight = np.float32(scale), np.float32(rate), np.float32(momentum), np.float32(decay)
+    if velocity.size:
+        for i in range(w.size):
+            v = rho * velocity[i] + (s * g[i] + weight * w[i])
+            velocity[i] = v
+            w[i] -= lr * v
+    else:
+        for i in range(w.size):
+            w[i] -= lr * (s * g[i] + weight * w[i])

@@ -1,0 +1,41 @@
+"""Where compiled code is kept between processes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from fedfuse.core.folders import cache_folder
+
+
+@cache
+def _digest() -> str:
+    """Of all sources here: numba looks at a function's own file only, and would keep code of helpers that changed."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+
+
+def _wanted() -> Path:
+    """Below `$NUMBA_CACHE_DIR` if that is set, else below our cache folder."""
+    own = os.environ.get("NUMBA_CACHE_DIR")
+    return (Path(own) if own else cache_folder() / "kernels") / _digest()
+
+
+def is_cold() -> bool:
+    """Whether nothing was compiled here yet."""
+    return not _wanted().is_dir()
+
+
+@cache
+def code_folder() -> Path:
+    """The folder for code of exactly these sources; one for this process alone where the usual cannot be written."""
+    try:
+        _wanted().mkdir(parents=True, exist_ok=True)
+        if os.access(_wanted(), os.W_OK):
+            return _wanted()
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="fedfuse-kernels-"))

@@ -1,0 +1,63 @@
+"""What the machine has: how long vectors should be, and where compiled code is kept.
+
+Importing this module imports numba; `fedfuse.kernels` itself does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from llvmlite import binding
+
+from fedfuse.kernels.place import code_folder
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+Floats: TypeAlias = npt.NDArray[np.float32]
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+# A tile holds 6 rows of LANES sums in registers: 12 of AVX2's 16, 24 of NEON's 32, 12 of AVX-512's 32. Inner products
+# are taken STEP numbers at a time, 12 sums together.
+_WIDE = binding.get_host_cpu_features().get("avx512f", False)
+LANES, STEP = (32, 16) if _WIDE else (16, 8)
+
+# Sums may be taken in another order and a product rounded with its sum; NaN and infinity stay what they are.
+_FAST = {"contract", "reassoc", "nsz", "arcp"}
+
+
+def padded(count: int) -> int:
+    """The next multiple of LANES: what rows of tables are filled up to with zeros.
+
+    Example:
+        >>> padded(1) == LANES == padded(LANES)
+        True
+    """
+    return -(-count // LANES) * LANES
+
+
+def compiled(function: _Function) -> _Function:
+    """A function translated to machine code at its first call, and kept for every later process."""
+    with _cache_in(code_folder()):
+        return numba.njit(cache=True, no_cfunc_wrapper=True, nogil=True, error_model="numpy", fastmath=_FAST)(function)  # type: ignore[no-any-return]
+
+
+def exact(function: _Function) -> _Function:
+    """As `compiled`, but every product and sum is rounded by itself and in the order written."""
+    with _cache_in(code_folder()):
+        return numba.njit(cache=True, no_cfunc_wrapper=True, nogil=True, error_model="numpy", fastmath=False)(function)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _cache_in(folder: Path) -> Iterator[None]:
+    """What is decorated within keeps its code there; other users of numba keep theirs where they want."""
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(folder)
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = before
