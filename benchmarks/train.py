@@ -1,9 +1,10 @@
-"""How fast ten clients train for one epoch: our worker pool against a plain single-process DataLoader loop.
+"""How fast ten clients train for one epoch: both kernels of ours against a plain DataLoader loop.
 
-The plain loop is what most people write (DataLoader, zero_grad, backward, torch.optim.SGD), with the better of one and
-two threads, found on a tenth of the images. Both ways are then measured in turns, so that a busy machine is unfair to
-neither; medians are shown. "Per core" compares processor time of one client, where neighbours hardly matter.
-`--json FILE` writes the numbers, `--quick` takes a tenth of the images.
+The plain loop is what most people write (DataLoader, zero_grad, backward, torch.optim.SGD). All ways are measured in
+turns, so that a busy machine is unfair to none, and medians of ratios within a turn are shown. "Per core" is processor
+time of one client after another in this process, where neighbours hardly matter; "pool" is time on the clock with
+worker processes, against the better of one and two threads for the plain loop. `--json FILE` writes the numbers with
+machine and date; `--quick` takes a tenth of the images; `python benchmarks/performance.py` makes the page's tables.
 """
 
 from __future__ import annotations
@@ -14,35 +15,82 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fedfuse.client.objectives import Controlled, Proximal
 from fedfuse.core.messages import Brief
 from fedfuse.core.params import Params
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
+from fedfuse.core.state import filed
 from fedfuse.engines.local import InProcess, LocalEngine, Population
 from fedfuse.engines.pool import Pool
+from fedfuse.kernels import chain_for
+from machine import here
 
-MODELS = {"lenet": Spec("lenet"), "mlp 784-100-10": Spec("mlp", {"inputs": 784, "hidden": [100]})}
-TARGETS = {"lenet": 1.7, "mlp 784-100-10": 2.0}
 LR, MOMENTUM, BATCH = 0.01, 0.9, 64
+Speeds = dict[str, list[float]]
 
 
-def images(count: int) -> Rows:
+def own_lenet() -> nn.Module:
+    """LeNet as a user writes it: ReLU before pooling, padding in the first convolution."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+    )
+
+
+def plain_lenet() -> nn.Module:
+    """The same without padding: the network of the papers."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+    )
+
+
+def own_mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, the images it sees, and how many of the most it trains on here."""
+
+    spec: Spec
+    shape: tuple[int, int, int] = (1, 28, 28)
+    part: float = 1.0
+
+
+CASES = {
+    "lenet": Case(Spec("lenet")),
+    "lenet, user-written": Case(Spec.of(plain_lenet())),
+    "lenet with padding, user-written": Case(Spec.of(own_lenet())),
+    "mlp 784-100-10": Case(Spec("mlp", {"inputs": 784, "hidden": [100]})),
+    "mlp, user-written": Case(Spec.of(own_mlp())),
+    "convnet_ams": Case(Spec("convnet_ams"), (3, 32, 32), 0.1),
+    "vgg11, a quarter as wide": Case(Spec("vgg11", {"widths": 0.25}), (3, 32, 32), 0.1),
+    "resnet18, a quarter as wide": Case(Spec("resnet18", {"widths": 0.25}), (3, 32, 32), 0.05),
+}
+
+
+def images(count: int, shape: tuple[int, int, int]) -> Rows:
     """MNIST where the data folder has it, else random images: the work is the same."""
-    if os.environ.get("FEDFUSE_DATA"):
+    if shape == (1, 28, 28) and os.environ.get("FEDFUSE_DATA"):
         from fedfuse.data import load
 
         return load("mnist", train_limit=count).train
     draw = torch.Generator().manual_seed(0)
-    return Rows(torch.rand(count, 1, 28, 28, generator=draw), torch.randint(0, 10, (count,), generator=draw))
+    return Rows(torch.rand(count, *shape, generator=draw), torch.randint(0, 10, (count,), generator=draw))
 
 
 def plain(spec: Spec, start: Params, population: Population, threads: int) -> None:
@@ -61,19 +109,23 @@ def plain(spec: Spec, start: Params, population: Population, threads: int) -> No
             optimizer.step()
 
 
-def ours(brief: Brief, engine: LocalEngine) -> None:
+def work(kernel: str) -> Work:
+    settings = LocalSettings(batch_size=BATCH, optimizer=Optimizer(lr=LR, momentum=MOMENTUM), kernel=kernel)  # type: ignore[arg-type]
+    return Work(settings)
+
+
+def ours(brief: Brief, engine: LocalEngine, what: Work) -> None:
     """The same training by an engine."""
-    work = Work(LocalSettings(batch_size=BATCH, optimizer=Optimizer(lr=LR, momentum=MOMENTUM)))
-    failed = [e.dropped for e in engine.exchange(brief, work, engine.clients) if e.payload is None]
+    failed = [e.dropped for e in engine.exchange(brief, what, engine.clients) if e.payload is None]
     if failed:
         raise SystemExit(failed[0])
 
 
 def in_turns(
     ways: Mapping[str, Callable[[], None]], samples: int, turns: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, list[float]]:
+) -> Speeds:
     """Samples per second of each way, once per turn; a turn before the first warms up."""
-    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    speeds: Speeds = {name: [] for name in ways}
     for turn in range(turns + 1):
         for name, way in ways.items():
             began = clock()
@@ -94,56 +146,89 @@ def better_threads(spec: Spec, start: Params, few: Population) -> int:
     return 1 if ratio(one, two) > 1 else 2
 
 
-def measure(name: str, rows: Rows, pool: Pool, turns: int) -> dict[str, float | str]:
-    spec, population, few = MODELS[name], shared(rows), shared(rows.take(range(len(rows) // 10)))
-    start = spec.build().state_dict()
-    brief, engine, alone = Brief(0, spec, start, classes=10), pool.engine(population), InProcess(few)
-    threads = better_threads(spec, start, few)
-    ways = {"plain": partial(plain, spec, start, population, threads), "pool": partial(ours, brief, engine)}
-    speeds = in_turns(ways, len(rows), turns)
-    per_core = in_turns(
-        {"plain": partial(plain, spec, start, few, 1), "ours": partial(ours, brief, alone)},
-        len(few.rows),
-        turns,
-        time.process_time,
-    )
-    return {
-        "model": name,
-        "plain_threads": threads,
-        "plain": statistics.median(speeds["plain"]),
-        "pool_workers": pool.workers,
-        "pool": statistics.median(speeds["pool"]),
-        "ratio": ratio(speeds["pool"], speeds["plain"]),
-        "target": TARGETS[name],
-        "per_core": ratio(per_core["ours"], per_core["plain"]),
+def covered(spec: Spec, rows: Rows, kernel: str) -> bool:
+    """Whether compiled kernels train this network when they are asked so."""
+    module = spec.build().train()
+    names = {name for name, _ in module.named_parameters()}
+    return chain_for(module, rows, LocalSettings(batch_size=BATCH, kernel=kernel), names) is not None  # type: ignore[arg-type]
+
+
+def per_core(case: Case, few: Population, turns: int) -> Speeds:
+    """Processor time of one client after another: plain, by each kernel, and with a method's pull."""
+    spec, start = case.spec, case.spec.build().state_dict()
+    brief, alone = Brief(0, spec, start, classes=10), InProcess(few)
+    pulled = replace(brief, memory=filed("control", {n: 0.001 * p for n, p in start.items() if p.is_floating_point()}))
+    ways = {"plain": partial(plain, spec, start, few, 1), "torch": partial(ours, brief, alone, work("torch"))}
+    ways["auto"] = partial(ours, brief, alone, work("auto"))
+    if covered(spec, few.rows_of(few.clients[0]), "auto"):
+        ways["fedprox"] = partial(ours, brief, alone, replace(work("auto"), objective=Proximal(0.01)))
+        ways["scaffold"] = partial(ours, pulled, alone, replace(work("auto"), objective=Controlled()))
+    return in_turns(ways, len(few.rows), turns, time.process_time)
+
+
+def in_pool(case: Case, population: Population, few: Population, pool: Pool, turns: int) -> dict[str, Any]:
+    """Time on the clock of worker processes and of the plain loop."""
+    spec, start = case.spec, case.spec.build().state_dict()
+    threads, engine = better_threads(spec, start, few), pool.engine(population)
+    brief = Brief(0, spec, start, classes=10)
+    ways = {
+        "plain": partial(plain, spec, start, population, threads),
+        "pool": partial(ours, brief, engine, work("auto")),
     }
+    speeds = in_turns(ways, len(population.rows), turns)
+    return {
+        "clock": {name: statistics.median(values) for name, values in speeds.items()},
+        "pool_ratio": ratio(speeds["pool"], speeds["plain"]),
+        "plain_threads": threads,
+        "pool_workers": pool.workers,
+    }
+
+
+def measure(name: str, most: int, pool: Pool | None, turns: int) -> dict[str, Any]:
+    case = CASES[name]
+    rows = images(max(640, int(most * case.part)), case.shape)
+    few = shared(rows.take(range(max(640, len(rows) // 10))))
+    speeds = per_core(case, few, turns)
+    result = {
+        "model": name,
+        "compiled": covered(case.spec, few.rows_of(few.clients[0]), "auto"),
+        "per_core": {way: statistics.median(values) for way, values in speeds.items()},
+        "over_plain": {way: ratio(values, speeds["plain"]) for way, values in speeds.items()},
+        "over_torch": ratio(speeds["auto"], speeds["torch"]),
+        "over_fedavg": {way: ratio(speeds[way], speeds["auto"]) for way in ("fedprox", "scaffold") if way in speeds},
+    }
+    return result | (in_pool(case, shared(rows), few, pool, max(1, turns // 2)) if pool else {})
 
 
 def shared(rows: Rows) -> Population:
     return Population(rows, {f"client-{i}": torch.arange(i, len(rows), 10) for i in range(10)})
 
 
-def show(results: list[dict[str, float | str]]) -> None:
-    columns = ("plain", "plain_threads", "pool", "pool_workers", "ratio", "target", "per_core")
-    print(f"{'samples/s':16}" + "".join(f"{name.replace('_', ' '):>15}" for name in columns))
-    for result in results:
-        cells = [f"{result[c]:,.0f}" if c in ("plain", "pool") else f"{result[c]:.3g}" for c in columns]
-        print(f"{result['model']:16}" + "".join(f"{cell:>15}" for cell in cells))
+def show(result: dict[str, Any]) -> None:
+    core, times = result["per_core"], result["over_plain"]
+    cells = [f"{core['plain']:>9,.0f}", *(f"{core[w]:>9,.0f} ({times[w]:4.2f}x)" for w in ("torch", "auto"))]
+    kind = "compiled" if result["compiled"] else "torch"
+    pulls = " ".join(f"{way} {share:.2f}" for way, share in result["over_fedavg"].items())
+    pool = f"pool {result['pool_ratio']:.2f}x" if "pool_ratio" in result else ""
+    print(f"{result['model']:34}" + "  ".join(cells), f" auto is {kind:8}", pool, pulls, flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Training speed of the worker pool.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the numbers here")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2, help="0 leaves the pool out")
+    parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES), help="these networks alone")
     parser.add_argument("--quick", action="store_true", help="6,000 images instead of 60,000")
     options = parser.parse_args()
-    rows = images(6_000 if options.quick else 60_000)
+    print(f"{'samples/s per core':34}{'plain':>9}{'torch':>18}{'auto':>18}")
+    rows, most = [], 6_000 if options.quick else 60_000
     with Pool(options.workers) as pool:
-        results = [measure(name, rows, pool, options.turns) for name in MODELS]
-    show(results)
+        for name in options.only:
+            rows.append(measure(name, most, pool if options.workers else None, options.turns))
+            show(rows[-1])
     if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+        options.json.write_text(json.dumps({**here(), "batch": BATCH, "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

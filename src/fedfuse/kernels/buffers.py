@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -96,21 +97,25 @@ class Table:
 class Slot:
     """A tensor's place in a long row: its shape, and the order of its axes there."""
 
-    name: str
     offset: int
     shape: tuple[int, ...]
     axes: tuple[int, ...]
     rows: int
 
     @property
+    def columns(self) -> int:
+        """Numbers of a row."""
+        return math.prod(self.shape) // self.rows
+
+    @property
     def length(self) -> int:
         """Numbers from row to row."""
-        return padded(torch.Size(self.shape).numel() // self.rows)
+        return padded(self.columns)
 
     def view(self, row: Floats) -> Tensor:
         """The place as a tensor with one row per output, without the filling."""
-        room = torch.from_numpy(row[self.offset : self.offset + self.rows * self.length])
-        return room.view(self.rows, self.length)[:, : torch.Size(self.shape).numel() // self.rows]
+        whole = torch.from_numpy(row)
+        return whole.as_strided((self.rows, self.columns), (self.length, 1), self.offset)
 
     def put(self, row: Floats, tensor: Tensor) -> None:
         """Copy a tensor to its place."""
@@ -132,7 +137,7 @@ class Shelf:
 
     def add(self, name: str, shape: tuple[int, ...], axes: tuple[int, ...], rows: int) -> int:
         """Make room for a tensor; gives where it begins."""
-        slot = Slot(name, self.size, shape, axes, rows)
+        slot = Slot(self.size, shape, axes, rows)
         self.slots[name] = slot
         self.size += rows * slot.length
         return slot.offset
@@ -143,9 +148,12 @@ class Shelf:
         self.size += padded(count)
         return begin
 
-    def row(self, tensors: Mapping[str, Tensor]) -> Floats:
-        """A long row that holds these tensors; zero where none is."""
-        row = np.zeros(self.size, np.float32)
+    def room(self) -> Floats:
+        """A long row of zeros."""
+        return np.zeros(self.size, np.float32)
+
+    def put(self, tensors: Mapping[str, Tensor], row: Floats) -> Floats:
+        """Copy these tensors to their places in a long row, which has zeros between them; gives the row back."""
         for name, tensor in tensors.items():
             self.slots[name].put(row, tensor)
         return row

@@ -62,6 +62,9 @@ class Chain:
         self._shape = shape
         self._order: Shape | None = None  # channels, height, width that the columns of a table came from
         self._ops = list(self._build(layers, shape))
+        own, weights = self._numbers, self._weights
+        own.weights, own.grads, own.statistics = weights.room(), weights.room(), self._statistics.room()
+        self._anchor, self._velocity = weights.room(), weights.room()
 
     def _build(self, layers: Sequence[Layer], shape: Shape) -> Iterator[Op]:
         self._start = self._end = self._buffer(shape, layers[0])
@@ -152,16 +155,17 @@ class Chain:
             anchor: weights that pull.
             linear: a constant added to the gradients.
         """
-        state = module.state_dict()
-        self._numbers.weights = self._weights.row({name: state[name] for name in self._weights.slots})
-        self._numbers.statistics = self._statistics.row({name: state[name] for name in self._statistics.slots})
-        self._numbers.grads = np.zeros(self._weights.size, np.float32)
+        state, weights, own = module.state_dict(), self._weights, self._numbers
+        for row in (own.weights, own.grads, self._velocity):  # a client that diverged leaves no zeros between tensors
+            row.fill(0)
+        weights.put({name: state[name] for name in weights.slots}, own.weights)
+        self._statistics.put({name: state[name] for name in self._statistics.slots}, own.statistics)
         for op in self._ops:
             if isinstance(op, NormOp):
                 op.batches = 0
-        velocity = np.zeros(self._weights.size if settings.optimizer.momentum else 0, np.float32)
-        pulls = (self._weights.row(anchor) if mu else _NOTHING, self._weights.row(linear) if linear else _NOTHING)
-        return Round(settings, mu, *pulls, velocity)
+        near = weights.put(anchor, self._anchor) if mu else _NOTHING
+        added = weights.put(linear, weights.room()) if linear else _NOTHING
+        return Round(settings, mu, near, added, self._velocity if settings.optimizer.momentum else _NOTHING)
 
     @torch.no_grad()
     def finish(self, module: nn.Module) -> None:
@@ -223,12 +227,16 @@ class Chain:
 
     def _step(self, round_: Round, rate: float) -> float:
         """The pull, clipping, and a step of SGD; gives the pull's part of the loss."""
-        own, settings, scale, value = self._numbers, round_.settings, 1.0, 0.0
-        if round_.mu or round_.linear.size:
+        own, settings, sgd = self._numbers, round_.settings, round_.settings.optimizer
+        rates, pulled = (rate, sgd.momentum, sgd.weight_decay), bool(round_.mu or round_.linear.size)
+        if settings.clip is None and pulled and round_.velocity.size:  # one pass for both
+            pulls = (round_.anchor, round_.linear)
+            return learn.pulled_step(own.weights, own.grads, *pulls, round_.mu, round_.velocity, *rates)
+        scale, value = 1.0, 0.0
+        if pulled:
             value = learn.pull(own.weights, own.grads, round_.anchor, round_.linear, round_.mu)
         if settings.clip is not None:
             norm = learn.norm_of(own.grads)
             scale = settings.clip / norm if norm > settings.clip else 1.0
-        sgd = settings.optimizer
-        learn.step(own.weights, own.grads, round_.velocity, scale, rate, sgd.momentum, sgd.weight_decay)
+        learn.step(own.weights, own.grads, round_.velocity, scale, *rates)
         return value

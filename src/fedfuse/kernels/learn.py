@@ -74,3 +74,30 @@ def step(w: Floats, g: Floats, velocity: Floats, scale: float, rate: float, mome
     else:
         for i in range(w.size):
             w[i] -= lr * (s * g[i] + weight * w[i])
+
+
+@compiled
+def pulled_step(
+    w: Floats,
+    g: Floats,
+    anchor: Floats,
+    linear: Floats,
+    mu: float,
+    velocity: Floats,
+    rate: float,
+    momentum: float,
+    decay: float,
+) -> float:
+    """Take `pull` and `step` in one pass, where nothing is clipped between them."""
+    lr, rho, weight, strength = np.float32(rate), np.float32(momentum), np.float32(decay), np.float32(mu)
+    squares, inner = np.float32(0), np.float32(0)
+    near, added = anchor if anchor.size else w, linear if linear.size else g
+    part = np.float32(1) if linear.size else np.float32(0)
+    for i in range(w.size):
+        away, extra = w[i] - near[i], part * added[i]
+        squares += away * away
+        inner += extra * w[i]
+        v = rho * velocity[i] + (g[i] + strength * away + extra + weight * w[i])
+        velocity[i] = v
+        w[i] -= lr * v
+    return 0.5 * mu * np.float64(squares) + np.float64(inner)
