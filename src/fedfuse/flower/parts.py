@@ -91,14 +91,16 @@ def _asked_of_clients(recipe: Recipe) -> Iterator[str]:
             yield f"changes the network's shape ({_kind(part)})"
 
 
-def refuse_unknown_training(recipe: Recipe, clients: Clients, local: LocalSettings | None) -> None:
-    """Refuse a recipe whose server must know how clients train, where neither the user nor the clients say it.
+def refuse_unknown_training(recipe: Recipe, local: LocalSettings | None) -> None:
+    """Refuse a recipe whose server must know how clients train, where the user does not say it.
+
+    What one client says of itself must not decide whether a round goes on.
 
     Raises:
         RecipeError: naming the method and what to say.
     """
     for now in stages(recipe) if local is None else ():
-        if "training" in (now.needs if clients == "plain" else now.before_first_round.needs):
+        if "training" in now.needs:
             raise RecipeError(
                 f"method {now.name!r} must know how clients train and was not told; say it, as in "
                 "local={'lr': 0.1, 'momentum': 0.9, 'epochs': 1}"

@@ -138,7 +138,7 @@ class FuseStrategy(Strategy):
         if self.clients not in ("plain", "fedfuse"):
             raise ConfigError(f"clients is {self.clients!r}, expected 'plain' or 'fedfuse'")
         refuse_unfit(self.recipe, self.clients)
-        refuse_unknown_training(self.recipe, self.clients, self.local)
+        refuse_unknown_training(self.recipe, self.local)
         if self.clients == "plain":
             return
         if self.spec is None:

@@ -51,6 +51,9 @@ def with_filters(recipe: Recipe, *, align: AlignChoice = None, guard: GuardChoic
         >>> behind.guard, behind.label
         (Krum(byzantine=2, keep=None), 'fedavg+krum')
     """
+    if recipe.later is not None:
+        after, then = recipe.later
+        recipe = replace(recipe, later=(after, with_filters(then, align=align, guard=guard)))
     label = recipe.label or recipe.name
     if guard is not None:
         word, found = find_guard(guard)

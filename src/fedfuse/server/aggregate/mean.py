@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import accumulate
 from typing import ClassVar, TypeAlias
 
@@ -77,15 +77,14 @@ def mean_of(cohort: Cohort, weights: Sequence[float] | Tensor | None = None) -> 
     return {name: means[name] for name in cohort.names}
 
 
-def _exact_weights(weights: Sequence[float] | Tensor) -> tuple[list[float], float]:
+def _exact_weights(weights: Sequence[float] | Tensor) -> tuple[Tensor, float]:
     """The weights and what to divide by; whole numbers without their common factor, so that one client counts 1."""
-    given: list[float] = torch.as_tensor(weights, dtype=torch.float64).tolist()
+    given = torch.as_tensor(weights, dtype=torch.float64)
     if len(given) == 1:
-        return [1.0], 1.0
-    if all(w.is_integer() for w in given):
-        common = math.gcd(*(int(w) for w in given))
-        given = [w / common for w in given]
-    return given, math.fsum(given)
+        return torch.ones_like(given), 1.0
+    if given.equal(given.round()):
+        given = given / reduce(math.gcd, map(int, given))
+    return given, math.fsum(map(float, given))
 
 
 @dataclass(frozen=True, slots=True)
