@@ -16,7 +16,7 @@ from fedfuse.core.spec import Spec, factory_of
 from fedfuse.errors import ConfigError, FuseError
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def own_form(spec: Spec) -> InputForm | None:
     """The form of a network's inputs as its options tell it; None where they do not.
 
@@ -114,7 +114,7 @@ def run_once(spec: Spec, shape: tuple[int, ...]) -> Tensor:
     return logits_in(out, spec.factory)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def reads_tokens(spec: Spec, shape: tuple[int, ...]) -> bool:
     """Whether a network reads whole numbers and no others, found by asking it.
 
