@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import own_networks as own
@@ -228,15 +229,20 @@ def test_a_choice_that_is_not_there_is_named() -> None:
         answer_of(own.Tied(), rows_for(OWN["tied"]), output=0)
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(workers=1) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("name", ["tuple", "dict", "object", "list"])
-def test_a_chosen_output_is_trained_sent_to_workers_and_asked(name: str) -> None:
+def test_a_chosen_output_is_trained_sent_to_workers_and_asked(name: str, pool: Pool) -> None:
     which = OWN[name]
     net, data = built(which), rows_for(which)
     spec = Spec.of(net, which.output)
     brief = Brief(0, spec, weights_of(net), classes=CLASSES)
     people = Population.of({"a": data, "b": rows_for(which, seed=1)})
-    with Pool(workers=1) as pool:
-        there = {e.client: e.payload for e in pool.engine(people).exchange(brief, Work(SETTINGS), ("a", "b"))}
+    there = {e.client: e.payload for e in pool.engine(people).exchange(brief, Work(SETTINGS), ("a", "b"))}
     here = {e.client: e.payload for e in InProcess(people).exchange(brief, Work(SETTINGS), ("a", "b"))}
     assert there == here
     fused = fedfuse.fuse([weights_of(net)], model=spec)
