@@ -39,7 +39,7 @@ def rows(seed: int, n: int = 24) -> tuple[Tensor, Tensor]:
 
 @cache
 def update(site: int, method: str = "fedlpa", start: int = 0, n: int = 24, **options: object) -> fedfuse.Update:
-    recipe = fedfuse.method(method, **options)
+    recipe = fedfuse.recipe(method, **options)
     return fedfuse.local_update(
         net(start), rows(site, n), recipe, client=f"site-{site}", classes=3, epochs=2, batch_size=8, lr=0.05
     )
@@ -65,11 +65,13 @@ def same(a: Params, b: Params) -> bool:
 
 
 def test_methods_are_known_by_name() -> None:
-    assert {"fedavg", "fedlpa", "laplace"} <= set(fedfuse.methods())
-    assert fedfuse.methods() == fedfuse.methods()  # finding the methods must not hide the function that names them
-    assert fedfuse.method("fedlpa", damping=0.1).label == "fedlpa(damping=0.1)"
+    assert {"fedavg", "fedlpa", "laplace"} <= set(fedfuse.list_methods())
+    assert (
+        fedfuse.list_methods() == fedfuse.list_methods()
+    )  # finding the methods must not hide the function that names them
+    assert fedfuse.recipe("fedlpa", damping=0.1).label == "fedlpa(damping=0.1)"
     with pytest.raises(ConfigError, match="did you mean 'damping'"):
-        fedfuse.method("fedlpa", dampin=0.1)
+        fedfuse.recipe("fedlpa", dampin=0.1)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedlpa", "laplace"])

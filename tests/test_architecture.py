@@ -36,7 +36,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "experiment": {*BELOW, "client", "server", "methods", "engines", "data", "report", "api"},
     "flower": {*BELOW, "client", "server", "engines", "data", "report", "api", "experiment"},
     "cli": {"core", "data", "experiment", "report", "flower", "errors"},
-    "__init__": {"api", "core", "methods", "errors"},
+    "extend": {"core", "nets", "client", "server"},
+    "testing": {"core", "server", "training", "errors"},
+    "__init__": {"api", "core", "errors"},
     "__main__": {"cli"},
 }
 

@@ -34,7 +34,7 @@ def sites(method: str, count: int = 3) -> list[fedfuse.Update]:
 
 @pytest.mark.parametrize("name", sorted(all_methods()))
 def test_plain_tensors_are_fused_only_by_methods_that_need_nothing_else(name: str) -> None:
-    recipe = fedfuse.method(name)
+    recipe = fedfuse.recipe(name)
     lacking = recipe.needs - {"start", "server_rows"}
     dressed = recipe.prepare_model.missing(fedfuse.Spec.of_tensors(plain()[0]).layout, _forms(plain()[0]), 0)
     given: dict[str, Any] = {"start": plain()[0], "server_rows": ROWS}

@@ -22,7 +22,7 @@ def main(folder: Path) -> None:
     update = fedfuse.local_update(
         Net(),
         (rows["x"], rows["y"]),
-        fedfuse.method("fedlpa"),
+        fedfuse.recipe("fedlpa"),
         client=folder.name,
         start=folder / "start.safetensors",
         classes=10,

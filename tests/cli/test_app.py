@@ -18,6 +18,7 @@ from rich.console import Console
 
 from fedfuse import cli
 from fedfuse.cli import console
+from fedfuse.cli.options import typer
 from fedfuse.core.registry import all_methods
 from fedfuse.data import source_names
 from fedfuse.errors import QuorumLost
@@ -425,7 +426,7 @@ def test_doctor_tells_of_software_machine_and_data(fedfuse: Fedfuse) -> None:
 
 
 def commands() -> dict[str, click.Command]:
-    group = cli.app.typer.main.get_command(cli.app.app)
+    group = typer.main.get_command(cli.app)
     assert isinstance(group, click.Group)
     return group.commands
 

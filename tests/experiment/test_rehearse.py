@@ -133,7 +133,7 @@ def step(method: str, rounds: int = 1, spec: Spec = MLP, x: Any = None, **option
     torch.manual_seed(0)
     rows = Rows(torch.randn(2, 4) if x is None else x, torch.arange(2))
     brief = Brief(0, spec, dict(spec.build().state_dict()), classes=2)
-    rehearse(fedfuse.method(method, **options), brief, rows, LocalSettings(), rounds)
+    rehearse(fedfuse.recipe(method, **options), brief, rows, LocalSettings(), rounds)
 
 
 def test_evidence_of_later_rounds_is_asked_for_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_a_method_that_takes_over_is_rehearsed_too(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("fedfuse.client.evidence.kfac.kronecker_factors", fails)
     brief = Brief(0, MLP, dict(MLP.build().state_dict()), classes=2)
-    handed = fedfuse.method("fedavg").then(2, fedfuse.method("fedlpa"))
+    handed = fedfuse.recipe("fedavg").then(2, fedfuse.recipe("fedlpa"))
     rows = Rows(torch.randn(2, 4), torch.arange(2))
     rehearse(handed, brief, rows, LocalSettings(), rounds=2)
     with pytest.raises(FuseError, match="no factor here"):

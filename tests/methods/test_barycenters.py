@@ -188,7 +188,7 @@ class Mine(nn.Module):
 
 def test_sites_with_files_and_a_network_of_their_own(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    net, recipe = Mine(), fedfuse.method("rklb", last=1)
+    net, recipe = Mine(), fedfuse.recipe("rklb", last=1)
 
     def bring(site: int, start: Any = None) -> Path:
         draw = torch.Generator().manual_seed(site)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedfuse.api import method
+from fedfuse.api import recipe as method
 from fedfuse.core.settings import Optimizer
 from fedfuse.nets.combine import MeanLogit
 from fedfuse.server.aggregate.ensemble import KeepAll

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedfuse.api import Update, fuse, local_update, method
+from fedfuse.api import Update, fuse, local_update
+from fedfuse.api import recipe as method
 from fedfuse.core.model import Single
 from fedfuse.core.rng import seeded
 from fedfuse.core.spec import Spec

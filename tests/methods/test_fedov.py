@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fedfuse.api import fuse, local_update, method
+from fedfuse.api import fuse, local_update
+from fedfuse.api import recipe as method
 from fedfuse.client.openset import OpenSet
 from fedfuse.core.model import Single, outputs
 from fedfuse.core.rows import Rows

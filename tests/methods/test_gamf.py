@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedfuse.api import fuse, method
+from fedfuse.api import fuse
+from fedfuse.api import recipe as method
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.nets.channels import channel_groups, placed

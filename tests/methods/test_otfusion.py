@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedfuse.api import fuse, local_update, method
+from fedfuse.api import fuse, local_update
+from fedfuse.api import recipe as method
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.nets.channels import channel_groups, placed

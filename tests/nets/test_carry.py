@@ -12,7 +12,7 @@ from fedfuse.nets.channels import channel_groups, narrowed
 SHAPE = (1, 8, 8)
 NETS = [
     Spec("lenet", {"size": 8, "maps": [6, 8], "hidden": [10], "classes": 3}),
-    Spec("resnet18", {"channels": 1, "classes": 3}),
+    Spec("resnet18", {"channels": 1, "widths": 0.1, "classes": 3}),
 ]
 
 

@@ -131,3 +131,19 @@ def test_the_first_layer_is_seen_without_running_the_rest() -> None:
     assert convolution.shape == (2, 6, 24, 24)
     with pytest.raises(ConfigError, match="no layer with weights"):
         first_output(Spec.of(nn.Sequential(nn.ReLU())), {}, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_stacks_of_any_dtype_read_plain_floats(dtype: torch.dtype) -> None:
+    spec = Spec.of(nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3)).to(dtype))
+    params, x = members(spec), torch.randn(5, 6)
+    stack = Stack.of(spec, params)
+    assert stack is not None
+    assert torch.allclose(stack(x), each(spec, params, x), atol=1e-6 if dtype == torch.float64 else 2e-2)
+
+
+def test_the_first_layer_of_tied_weights_answers() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].weight = net[0].weight
+    x = torch.randn(3, 4)
+    assert first_output(Spec.of(net), net.state_dict(), x).equal(net[0](x))

@@ -55,13 +55,13 @@ def masking(method: str) -> Recipe:
         "imc": {"at": 1, "every": 1, "times": 2, "rule": "fixed", "rate": 0.6},
         "prunefl": {"every": 2, "most": 3, "steps": 4},
     }
-    return fedfuse.method(method, **options[method])
+    return fedfuse.recipe(method, **options[method])
 
 
 @pytest.mark.parametrize("method", ["imc", "prunefl"])
 @pytest.mark.parametrize("first", [True, False])
 def test_no_weight_under_the_mask_comes_back(method: str, first: bool) -> None:
-    recipe, du = masking(method), fedfuse.method("feddu")
+    recipe, du = masking(method), fedfuse.recipe("feddu")
     walk = DynamicUpdate(C=5.0, explode=1e9)
     steps = (walk, *recipe.steps) if first else (*recipe.steps, walk)
     states = rounds_of(replace(recipe, steps=steps, evidence=(*recipe.evidence, *du.evidence)))

@@ -50,7 +50,7 @@ def pruned_run(recipe: Recipe, spec: Spec, rounds: int = 4, **plan: Any) -> tupl
 
 def with_prunings(method: str, last: bool = True) -> Recipe:
     """The method with FedAP's pruning after its first and after its third round."""
-    recipe, cuts = fedfuse.method(method), tuple(Prune(at, FixedRate(0.4), "uniform") for at in (0, 2))
+    recipe, cuts = fedfuse.recipe(method), tuple(Prune(at, FixedRate(0.4), "uniform") for at in (0, 2))
     return replace(recipe, steps=(*recipe.steps, *cuts) if last else (*cuts, *recipe.steps))
 
 
@@ -137,7 +137,7 @@ def test_a_memory_that_fits_is_left_alone() -> None:
 
 
 def test_a_pull_by_curvature_waits_for_factors_of_the_new_shape() -> None:
-    recipe = fedfuse.method("fedlpa", eta=1.0)
+    recipe = fedfuse.recipe("fedlpa", eta=1.0)
     cuts = (Prune(0, FixedRate(0.4), "uniform"),)
     records, _ = pruned_run(replace(recipe, steps=(*recipe.steps, *cuts)), LENET, rounds=3)
     assert not [r for r in records if r.facts["refused"] or r.facts["dropped"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import own_networks as own
@@ -55,7 +56,7 @@ def two_rounds(name: str, method: str, **options: Any) -> list[Record]:
     start = ServerState(0, Single.of(net, Spec.of(net, which.output)))
     people = Population.of({client: rows_for(which, seed=i) for i, client in enumerate("abc")})
     bench = Bench(population=3, classes=CLASSES, local=SETTINGS, inputs=InputForm(which.shape))
-    judge, recipe = Judge(rows_for(which, 9, seed=9), CLASSES), fedfuse.method(method, **options)
+    judge, recipe = Judge(rows_for(which, 9, seed=9), CLASSES), fedfuse.recipe(method, **options)
     return list(run(recipe, InProcess(people), bench, judge, start, Plan(rounds=2)))
 
 
@@ -123,7 +124,7 @@ def test_what_its_author_froze_stays(method: str) -> None:
 @pytest.mark.parametrize("method", ["scaffold", "laplace", "fedlpa", "prunefl", "fedap"])
 def test_evidence_is_of_what_trains_and_passes_the_door(method: str) -> None:
     options = {"prunefl": {"every": 1}, "fedap": {"at": 1}}.get(method, {})
-    recipe, net = fedfuse.method(method, **options), own.Backbone()
+    recipe, net = fedfuse.recipe(method, **options), own.Backbone()
     brief = Brief(0, Spec.of(net), weights_of(net), classes=CLASSES)
     answer = client_round(recipe.work(SETTINGS), brief, "a", rows_for(OWN["backbone"]))
     update = admit(Envelope("a", answer.payload), Contract.of(brief, recipe.evidence))
@@ -168,7 +169,7 @@ def test_tied_weights_stay_one_tensor_and_the_result_answers(name: str, method: 
 def test_networks_of_few_digits_bring_evidence_that_passes_the_door(method: str, dtype: torch.dtype) -> None:
     options = {"prunefl": {"every": 1}, "fedap": {"at": 1}, "fedlpa": {"damping": "evidence"}}
     torch.manual_seed(0)
-    net, recipe = own.narrow(dtype), fedfuse.method(method, **options.get(method, {}))
+    net, recipe = own.narrow(dtype), fedfuse.recipe(method, **options.get(method, {}))
     brief = Brief(0, Spec.of(net), weights_of(net), classes=CLASSES)
     answer = client_round(recipe.work(SETTINGS), brief, "a", rows_for(OWN["bfloat16"], 40))
     update = admit(Envelope("a", answer.payload), Contract.of(brief, recipe.evidence))
@@ -179,7 +180,7 @@ def test_networks_of_few_digits_bring_evidence_that_passes_the_door(method: str,
 def test_evidence_of_few_digits_is_nearly_that_of_many(method: str) -> None:
     torch.manual_seed(0)
     wide = own.narrow(torch.float32)
-    data, recipe = rows_for(OWN["bfloat16"], 40), fedfuse.method(method)
+    data, recipe = rows_for(OWN["bfloat16"], 40), fedfuse.recipe(method)
     still = LocalSettings(batch_size=40, optimizer={"lr": 1e-9})
     notes = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -228,15 +229,20 @@ def test_a_choice_that_is_not_there_is_named() -> None:
         answer_of(own.Tied(), rows_for(OWN["tied"]), output=0)
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(workers=1) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("name", ["tuple", "dict", "object", "list"])
-def test_a_chosen_output_is_trained_sent_to_workers_and_asked(name: str) -> None:
+def test_a_chosen_output_is_trained_sent_to_workers_and_asked(name: str, pool: Pool) -> None:
     which = OWN[name]
     net, data = built(which), rows_for(which)
     spec = Spec.of(net, which.output)
     brief = Brief(0, spec, weights_of(net), classes=CLASSES)
     people = Population.of({"a": data, "b": rows_for(which, seed=1)})
-    with Pool(workers=1) as pool:
-        there = {e.client: e.payload for e in pool.engine(people).exchange(brief, Work(SETTINGS), ("a", "b"))}
+    there = {e.client: e.payload for e in pool.engine(people).exchange(brief, Work(SETTINGS), ("a", "b"))}
     here = {e.client: e.payload for e in InProcess(people).exchange(brief, Work(SETTINGS), ("a", "b"))}
     assert there == here
     fused = fedfuse.fuse([weights_of(net)], model=spec)
@@ -251,7 +257,7 @@ def test_trainable_names_are_the_authors() -> None:
 def test_rows_that_a_network_cannot_read_are_told_in_its_words() -> None:
     people = Population.of({"a": Rows(torch.randn(6, 5), torch.arange(6) % CLASSES)})
     start = ServerState(0, Single.of(net := own.Tied(), Spec.of(net)))
-    rounds = run(fedfuse.method("fedavg"), InProcess(people), Bench(classes=CLASSES), None, start, Plan())
+    rounds = run(fedfuse.recipe("fedavg"), InProcess(people), Bench(classes=CLASSES), None, start, Plan())
     with pytest.raises(QuorumLost, match="mat1 and mat2"):
         next(rounds)
 
@@ -277,7 +283,7 @@ def one_round(name: str, method: str, **options: Any) -> Record:
     held = {"rows": rows_for(which, 12, seed=8), "unlabelled": rows_for(which, 12, seed=9).x}
     bench = Bench(**held, population=2, classes=CLASSES, local=SETTINGS, inputs=InputForm(which.shape))  # type: ignore[arg-type]
     start = ServerState(0, Single.of(net, Spec.of(net, which.output)))
-    return next(run(fedfuse.method(method, **options), InProcess(people), bench, None, start, Plan()))
+    return next(run(fedfuse.recipe(method, **options), InProcess(people), bench, None, start, Plan()))
 
 
 def test_the_curvature_of_attention_has_second_derivatives() -> None:

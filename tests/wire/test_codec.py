@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedfuse.core.files import write_atomically
 from fedfuse.core.messages import Form
 from fedfuse.errors import ConfigError
 from fedfuse.wire import codec
@@ -25,7 +26,6 @@ from fedfuse.wire.codec import (
     LazyParams,
     Limits,
     Malformed,
-    atomic,
     decode,
     encode,
     encoded_size,
@@ -298,7 +298,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkey
 
 def test_an_interrupted_writer_leaves_nothing(tmp_path: Path) -> None:
     def interrupted() -> None:
-        with atomic(tmp_path / "x") as file:
+        with write_atomically(tmp_path / "x") as file:
             file.write(b"half")
             raise KeyboardInterrupt
 

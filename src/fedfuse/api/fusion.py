@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 
-from fedfuse.api.runs import method
+from fedfuse.api.runs import recipe as make_recipe
 from fedfuse.api.update import Update, check_honoured, prepared_start, start_of
 from fedfuse.core.model import Answering, Model, Single
 from fedfuse.core.posterior import Posterior
@@ -108,7 +108,7 @@ def fuse(
         >>> fuse([{"w": torch.zeros(1)}, {"w": torch.ones(1)}], "fedavg", num_examples=[1, 3]).state_dict()
         {'w': tensor([0.7500])}
     """
-    recipe = with_filters(method(recipe) if isinstance(recipe, str) else recipe, align=align, guard=guard)
+    recipe = with_filters(make_recipe(recipe) if isinstance(recipe, str) else recipe, align=align, guard=guard)
     check_honoured(recipe, "fusing files")
     items = _items(updates, num_examples)
     begin = None if start is None else start_of(start)[1]

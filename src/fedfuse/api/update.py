@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fedfuse.api.runs import method
+from fedfuse.api.runs import recipe as make_recipe
 from fedfuse.core.description import describe
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Single, outputs
@@ -89,7 +89,7 @@ def local_update(
         >>> local_update(torch.nn.Linear(4, 2), rows, epochs=2, lr=0.1).num_examples
         20.0
     """
-    recipe = method(recipe) if isinstance(recipe, str) else recipe
+    recipe = make_recipe(recipe) if isinstance(recipe, str) else recipe
     check_honoured(recipe, "a site that only brings a file")
     spec = model if isinstance(model, Spec) else Spec.of(model, output)
     spec = spec if output is None else replace(spec, output=output)

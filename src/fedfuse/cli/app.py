@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import warnings
@@ -96,20 +97,19 @@ def methods(name: Annotated[str | None, typer.Argument()] = None, as_json: Json 
 
     NAME is the method to tell about.
     """
-    from fedfuse.core.registry import Method, all_methods, find_method
+    from fedfuse.core.catalogue import list_catalogue
+    from fedfuse.core.words import suggest
 
-    def facts(m: Method) -> dict[str, Any]:
-        options = [{"name": o.name, "type": o.type, "default": o.default, "text": o.text} for o in m.options]
-        reveals = list(m.recipe().reveals)
-        return {"name": m.name, "summary": m.summary, "paper": m.paper, "reveals": reveals, "options": options}
-
+    entries = {entry["name"]: entry for entry in list_catalogue()}
+    if name is not None and name not in entries:
+        raise ConfigError(f"there is no method {name!r}{suggest(name, entries)} `fedfuse methods` lists them all")
     if as_json:
-        chosen = [find_method(name)] if name else list(all_methods().values())
-        console.say_json([facts(m) for m in chosen])
-    elif name:
-        _show_method(facts(find_method(name)), find_method(name).text)
+        chosen = list(entries.values()) if name is None else [entries[name]]
+        console.say_json([{key: entry[key] for key in entry if key != "text"} for entry in chosen])
+    elif name is not None:
+        _show_method(entries[name], entries[name]["text"])
     else:
-        rows = [(m.name, m.summary, m.paper) for m in all_methods().values()]
+        rows = [(entry["name"], entry["summary"], entry["paper"]) for entry in entries.values()]
         console.table("", ("method", "what it does", "paper"), rows, right=9)
 
 
@@ -218,6 +218,12 @@ def _check(file: Path, sets: list[str], as_json: bool) -> None:
         console.say(f"{name} is not whole on this machine: its form was checked, not its rows, which a run needs")
 
 
+def _check_readable(file: Path) -> None:
+    """Say at once that there is no such file, before anything heavy is imported."""
+    if not file.is_file():
+        raise ConfigError(f"cannot read the experiment {file}: there is no such file")
+
+
 def _counted(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
@@ -234,6 +240,8 @@ def _run(
     page: bool,
 ) -> None:
     from fedfuse.experiment.doctor import compile_notice
+
+    _check_readable(file)
     from fedfuse.experiment.execute import execute
     from fedfuse.experiment.jobs import jobs_of, memo_folder
     from fedfuse.report import write_page
@@ -279,11 +287,19 @@ def _as_in_a_file(default: object) -> str:
     return "" if default is None else json.dumps(default, ensure_ascii=False, default=str)
 
 
+def _use_one_thread() -> None:
+    """Let torch have one thread, for results must not depend on how many cores happen to be free.
+
+    It is told by its environment, so that whoever asks for help need not wait for torch.
+    """
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
 def main() -> None:
     """Run the command line; what we raise on purpose is one sentence and an exit code."""
-    import torch
-
-    torch.set_num_threads(1)  # results must not depend on how many cores happen to be free
+    _use_one_thread()
     sys.path.insert(0, str(Path.cwd()))  # package.module:Class of the user's own folder
     try:
         app()

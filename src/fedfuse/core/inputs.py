@@ -41,7 +41,7 @@ class InputForm:
         return self.squashed(torch.rand(count, *self.shape, generator=generator).logit(1e-6))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def own_form(spec: Spec) -> InputForm | None:
     """The form of a network's inputs as its options tell it; None where they do not.
 
@@ -139,7 +139,7 @@ def run_once(spec: Spec, shape: tuple[int, ...]) -> Tensor:
     return logits_in(out, spec.factory)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def reads_tokens(spec: Spec, shape: tuple[int, ...]) -> bool:
     """Whether a network reads whole numbers and no others, found by asking it.
 

@@ -22,8 +22,9 @@ from pydantic import (
 )
 
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.registry import check_options, find_method, suggest
+from fedfuse.core.registry import find_method
 from fedfuse.core.settings import LocalSettings, Settings, checked
+from fedfuse.core.words import check_options, suggest
 from fedfuse.data import Iid, Scheme, ServerRows
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.toml import to_toml

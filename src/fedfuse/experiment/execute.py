@@ -13,6 +13,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Protocol
 
+from fedfuse.core.files import write_atomically
 from fedfuse.core.lock import hold_folder
 from fedfuse.core.model import Apart, Model, Single
 from fedfuse.core.params import Params
@@ -33,7 +34,6 @@ from fedfuse.experiment.watch import Quiet, Watcher
 from fedfuse.nets.cost import density
 from fedfuse.report.tables import markdown, summary
 from fedfuse.server.loop import Record, run
-from fedfuse.wire.codec import atomic
 from fedfuse.wire.files import load_model, save_model
 
 _HALF = re.compile(r"\..+\.[0-9a-f]{16}")  # a file that was being written; see `atomic`
@@ -194,7 +194,7 @@ class _Folder:
             self._clear_up()
         if rounds < experiment.rounds:
             self._reopen_last(rounds)
-        with atomic(config) as file:
+        with write_atomically(config) as file:
             file.write(text.encode())
 
     def _has_files(self) -> bool:

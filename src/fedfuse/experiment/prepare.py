@@ -14,12 +14,12 @@ from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Start
 from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.registry import check_options
 from fedfuse.core.rng import seeded
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec, factory_of
 from fedfuse.core.state import Bench, ServerState
+from fedfuse.core.words import check_options
 from fedfuse.data import Dataset, Iid, Partition, Standardise, augmentation, load, partition, standardise
 from fedfuse.engines.local import Population
 from fedfuse.errors import ConfigError, FuseError

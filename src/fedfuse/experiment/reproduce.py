@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fedfuse.core.registry import suggest
+from fedfuse.core.words import suggest
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.figures import Figure, all_figures, experiments_folder
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfuse.api import Fused, Update, fuse, local_update
-from fedfuse.api import method as recipe_of
+from fedfuse.api import recipe as recipe_of
 from fedfuse.core.rng import seeded
 from fedfuse.core.settings import checked
 from fedfuse.core.spec import Spec

@@ -90,7 +90,7 @@ class Stack:
         """The first layers' outputs, before any activation (members, width, n)."""
         layer = self.layers[0]
         assert isinstance(layer, _Layer)
-        weight, rows = layer.weight.flatten(0, 1), x.flatten(1)
+        weight, rows = layer.weight.flatten(0, 1), x.flatten(1).to(layer.weight.dtype)
         if not x.requires_grad:  # a pixel that is dark in every input adds nothing, but its gradient would
             lit = rows.abs().amax(0).nonzero()[:, 0] if len(rows) else rows.new_zeros(0, dtype=torch.int64)
             if len(lit) < _LIT * rows.shape[1]:

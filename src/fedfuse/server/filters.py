@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.registry import check_options, suggest
 from fedfuse.core.seams import Alignment, Guard
 from fedfuse.core.settings import explain
+from fedfuse.core.words import check_options, suggest
 from fedfuse.errors import ConfigError
 from fedfuse.server.align.alignment import ALIGNMENTS, Aligned, Reference, Way
 from fedfuse.server.robust import GUARDS

@@ -24,7 +24,7 @@ class _Trial(NamedTuple):
     slopes: Tensor
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def suits_channels_last(spec: Spec, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> bool:
     """Whether a network that convolves images trains the same with channels last, and its rows may lie so.
 

@@ -201,7 +201,8 @@ def _network(first: _Opened, networks: Sequence[Spec], mixed: bool) -> Spec:
 def _with_their_options(given: Spec, said: object, theirs: object) -> Spec:
     """A network by name has the options the updates were made with, unless it is an object at hand."""
     if given.prototype is not None or theirs != given.factory:
-        return given
+        output = said.get("output") if isinstance(said, dict) else None
+        return replace(given, output=output) if given.output is None and isinstance(output, int | str) else given
     return Spec.from_json(said, given.factories | Spec.factories_in(said))
 
 
