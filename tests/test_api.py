@@ -196,7 +196,7 @@ def test_an_impossible_mass_is_refused_by_name(bad: float) -> None:
 def test_nothing_to_fuse_or_the_wrong_things() -> None:
     with pytest.raises(ConfigError, match="nothing to fuse"):
         fedfuse.fuse([])
-    with pytest.raises(ConfigError, match="2 num_examples were given for 1 updates"):
+    with pytest.raises(ConfigError, match="2 numbers of examples were given for 1 updates"):
         fedfuse.fuse([{"w": torch.zeros(1)}], num_examples=[1, 2])
     with pytest.raises(ConfigError, match="update 1 is a int"):
         fedfuse.fuse([3])

@@ -189,7 +189,7 @@ def test_what_cannot_be_is_one_sentence(fedfuse: Fedfuse, sites: Path, files: li
         ("fuse", files[0], "--method", "fedlpaa", "-o", "x"): "did you mean 'fedlpa'?",
         ("fuse", files[0], "--set", "dampin=3", "--method", "fedlpa", "-o", "x"): "did you mean 'damping'?",
         ("fuse", files[0], "--method", "fednova", "-o", "x"): "needs the weights the sites started from",
-        ("fuse", *files, "--num-examples", "3", "-o", "x"): "1 num_examples were given for 3 updates",
+        ("fuse", *files, "--num-examples", "3", "-o", "x"): "1 numbers of examples were given for 3 updates",
         ("update", "--data", "digits", "--set", "epochs=3", "-o", "x"): "must begin with model., local. or method.",
         ("update", "--data", "digits", "--set", "local.epoch=3", "-o", "x"): "did you mean 'epochs'?",
         ("update", "--data", "digits", "--start", "mine.py", "-o", "x"): "mine.py is no file of weights to start from",

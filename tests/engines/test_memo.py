@@ -12,7 +12,7 @@ import odd_parts
 import pytest
 import torch
 
-from fedfuse.client.evidence.control import ControlDelta, Remember
+from fedfuse.client.evidence.control import ControlDelta
 from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.recipe import Recipe
@@ -85,9 +85,7 @@ def test_train_once_fuse_many(memo: Memo, population: Population, brief: Brief, 
     assert counts == {"fedavg": 5, "fednova": 0, "scaffold": 5}  # SCAFFOLD trains another objective
 
 
-@pytest.mark.parametrize(
-    "evidence", [(LabelCounts(),), (ControlDelta(),), (Remember(),), (LabelCounts(), ControlDelta())]
-)
+@pytest.mark.parametrize("evidence", [(LabelCounts(),), (ControlDelta(),), (LabelCounts(), ControlDelta())])
 def test_evidence_is_brought_to_a_known_training(
     evidence: tuple[object, ...], memo: Memo, pool: Pool, population: Population, brief: Brief, work: Work
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedfuse
-from fedfuse.client.evidence.control import Remember
+from fedfuse.client.memory import KeepModel
 from fedfuse.client.objectives import Contrastive
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.model import Single
@@ -76,7 +76,7 @@ def test_options_reach_the_aggregator() -> None:
 def test_contrastive_is_moons_term() -> None:
     recipe = fedfuse.recipe("swa", contrastive=8)
     assert recipe.objective == Contrastive(8, 0.5)
-    assert recipe.evidence == (Remember(),)
+    assert recipe.memory == (KeepModel(),)
     moon = fedfuse.recipe("moon", mu=8.0)
     assert recipe.work(LocalSettings()) == moon.work(LocalSettings())
 

@@ -14,6 +14,7 @@ from fedfuse.core.seams import (
     Aggregator,
     Alignment,
     AsChosen,
+    ClientMemory,
     ClientsOnly,
     CrossEntropy,
     Evidence,
@@ -53,6 +54,7 @@ class Recipe:
     view: View = field(default_factory=OwnRows)
     project: Project = field(default_factory=Free)
     evidence: tuple[Evidence, ...] = ()
+    memory: tuple[ClientMemory, ...] = ()
     align: Alignment | None = None
     guard: Guard | None = None
     steps: tuple[ServerStep, ...] = ()
@@ -111,7 +113,7 @@ class Recipe:
 
     def work(self, settings: LocalSettings) -> Work:
         """The client half."""
-        return Work(settings, self.objective, self.view, self.project, self.evidence)
+        return Work(settings, self.objective, self.view, self.project, self.evidence, self.memory)
 
     def prepare_models(self, state: ServerState, bench: Bench) -> ServerState:
         """The state a run of this recipe begins with: the model and every client's own start, prepared.

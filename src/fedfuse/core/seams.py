@@ -65,7 +65,7 @@ class Evidence(Protocol):
         ...
 
     def __call__(self, local: Local) -> Params:
-        """The notes of a trained client, named "name/…"; may write the client's memory."""
+        """The notes of a trained client, named "name/…"."""
         ...
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
@@ -78,6 +78,14 @@ class Evidence(Protocol):
 
     def geometry(self, notes: Params) -> Geometry | None:
         """The posterior's geometry, if these notes describe one."""
+        ...
+
+
+class ClientMemory(Protocol):
+    """Client: what it keeps for its next round; nothing of it is sent."""
+
+    def __call__(self, local: Local, notes: Params) -> Params:
+        """What to remember under "kind/tensor" names, given the trained client and the evidence it sends."""
         ...
 
 
@@ -357,6 +365,7 @@ class Work:
     view: View = field(default_factory=OwnRows)
     project: Project = field(default_factory=Free)
     evidence: tuple[Evidence, ...] = ()
+    memory: tuple[ClientMemory, ...] = ()
 
     @property
     def key(self) -> str | None:

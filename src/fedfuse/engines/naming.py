@@ -58,7 +58,7 @@ class Namer:
         here = [machine(work.settings.device), source()]
         try:
             whole = digest(*here, *canonical(work))
-            alone = digest(*here, *canonical(replace(work, evidence=())))
+            alone = digest(*here, *canonical(replace(work, evidence=(), memory=())))
         except Nameless:
             return None
         return cls(whole, alone if _stands_alone(work) else None, seed)
@@ -74,7 +74,7 @@ class Namer:
 
 def _stands_alone(work: Work) -> bool:
     """Whether evidence can be brought later: the rate in force at the end must follow from the settings."""
-    return bool(work.evidence) and (work.settings.max_steps is None or work.settings.decay is None)
+    return bool(work.evidence or work.memory) and (work.settings.max_steps is None or work.settings.decay is None)
 
 
 def brief_digest(brief: Brief) -> bytes | None:

@@ -8,6 +8,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from fedfuse.client.curvature import PosteriorPull
 from fedfuse.client.evidence.kfac import Fisher, KroneckerFactors
+from fedfuse.client.memory import KeepFactors
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.core.seams import CrossEntropy
@@ -45,7 +46,8 @@ def fedlpa(
     pulled = eta > 0
     return Recipe(
         objective=PosteriorPull(eta) if pulled else CrossEntropy(),
-        evidence=(KroneckerFactors(fisher, choose=by_rows, remember=pulled),),
+        evidence=(KroneckerFactors(fisher, choose=by_rows),),
+        memory=(KeepFactors(),) if pulled else (),
         aggregate=NaturalKron(damping, split, solver, tol, max_iters),
         steps=(ShareFactors(),) if pulled else (),
         publishes=("kron",) if pulled else (),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from fedfuse.client.evidence.control import Remember
+from fedfuse.client.memory import KeepModel
 from fedfuse.client.objectives import Contrastive
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
@@ -22,4 +22,4 @@ def moon(mu: NonNegativeFloat = 1.0, temperature: PositiveFloat = 0.5) -> Recipe
         mu: the weight of the contrastive term.
         temperature: T of the contrast.
     """
-    return Recipe(objective=Contrastive(mu, temperature), evidence=(Remember(),), aggregate=Mean())
+    return Recipe(objective=Contrastive(mu, temperature), memory=(KeepModel(),), aggregate=Mean())

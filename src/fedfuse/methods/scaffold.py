@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedfuse.client.evidence.control import ControlDelta
+from fedfuse.client.memory import KeepControl
 from fedfuse.client.objectives import Controlled
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
@@ -20,6 +21,7 @@ def scaffold() -> Recipe:
     return Recipe(
         objective=Controlled(),
         evidence=(ControlDelta(),),
+        memory=(KeepControl(),),
         aggregate=Mean(),
         steps=(ControlStep(),),
         publishes=("control",),

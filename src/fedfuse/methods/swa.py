@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from fedfuse.client.evidence.control import Remember
+from fedfuse.client.memory import KeepModel
 from fedfuse.client.objectives import Contrastive
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
@@ -56,6 +56,6 @@ def swa(
     measure: Distance = HigherOrder(standardised) if distance == "hos" else Renyi(order, density, standardised)
     return Recipe(
         objective=Contrastive(contrastive, temperature) if contrastive else CrossEntropy(),
-        evidence=(Remember(),) if contrastive else (),
+        memory=(KeepModel(),) if contrastive else (),
         aggregate=NonGaussianMean(measure, normalise, level, mix),
     )

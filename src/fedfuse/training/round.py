@@ -93,6 +93,8 @@ def client_round(
     with seeded(seed, brief.round, client, "evidence"):  # the same draws whether the training was done or remembered
         for bring in work.evidence:
             notes.update(bring(local))
+        for keep in work.memory:
+            local.memory.update(keep(local, notes))
     mean = {n: t.detach() for n, t in local.module.state_dict().items()}
     facts = {"loss": local.loss, **facts} | ({"compiled": 1.0} if local.compiled else {})
     reply = encode_reply(

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.client.evidence.control import ControlDelta, Remember, carried
+from fedfuse.client.evidence.control import ControlDelta, carried
+from fedfuse.client.memory import KeepControl
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Batch, Work
@@ -69,7 +70,7 @@ def test_the_delta_takes_the_servers_variate_off_and_the_client_adds_it_to_its_o
     theirs = {n: torch.full_like(p, 0.25) for n, p in SPEC.build().named_parameters()}
     mine = {n: torch.full_like(p, 5.0) for n, p in theirs.items()}
     brief = Brief(0, SPEC, BRIEF.params, filed("control", theirs))
-    work = Work(objective=Slope(), evidence=(ControlDelta(),))
+    work = Work(objective=Slope(), evidence=(ControlDelta(),), memory=(KeepControl(),))
     answer = client_round(work, brief, "a", ROWS, memory=filed("control", mine))
     for n in theirs:
         assert torch.allclose(decode(answer.payload).tensors[f"~control/{n}"], torch.tensor(1.75), atol=1e-4)
@@ -100,12 +101,3 @@ def test_the_door_expects_what_the_client_sends(module: nn.Module) -> None:
     answer = client_round(Work(evidence=(ControlDelta(),)), brief, "a", ROWS)
     update = admit(Envelope("a", answer.payload), Contract.of(brief, (ControlDelta(),)))
     assert {n.removeprefix("control/") for n in update.notes} == {n for n, _ in module.named_parameters()}
-
-
-def test_remember_keeps_the_trained_model_and_sends_nothing() -> None:
-    answer = client_round(Work(evidence=(Remember(),)), BRIEF, "a", ROWS)
-    packet = decode(answer.payload)
-    assert not any(n.startswith("~") for n in packet.tensors)
-    assert {n.removeprefix("last/") for n in answer.memory} == set(packet.tensors)
-    assert all(answer.memory[f"last/{n}"].equal(t) for n, t in packet.tensors.items())
-    assert Remember().reveals == ""

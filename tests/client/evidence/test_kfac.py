@@ -236,12 +236,6 @@ def test_the_same_rows_bring_the_same_bytes_and_sampling_is_seeded() -> None:
         )
 
 
-def test_factors_are_remembered_only_when_asked() -> None:
-    spec = Spec.of(linear_net())
-    _, _, memory = brought(KroneckerFactors(remember=True), spec, narrow(examples()))
-    assert set(memory) == {f"kron/{layer}/{side}" for layer in "13" for side in ("in", "out")}
-
-
 @pytest.mark.parametrize("margin", [40.0, 60.0, 90.0])
 def test_a_client_that_fits_its_rows_perfectly_still_passes_the_door(margin: float) -> None:
     """Its gradients are e^−margin and smaller, and their squares smaller than any float32."""

@@ -1,4 +1,4 @@
-"""SCAFFOLD's control variates, client half; and MOON's memory of the last model."""
+"""SCAFFOLD's control variates, client half."""
 
 from __future__ import annotations
 
@@ -42,17 +42,16 @@ class ControlDelta:
     reveals: ClassVar[str] = "mean gradient of the client's rows"
 
     def __call__(self, local: Local) -> Params:
-        """The change of this client's control variate, which it also remembers."""
+        """The change of this client's control variate."""
         scale = carried(local)
-        theirs, mine = part(local.brief.memory, self.name), local.recall(self.name)
+        theirs = part(local.brief.memory, self.name)
         delta = {}
         for name, weight in local.live.items():
             zero = torch.zeros_like(weight, device="cpu")
-            common, before = (in_full(told.get(name, zero)) for told in (theirs, mine))
+            common = in_full(theirs.get(name, zero))
             walk = in_full(local.anchor[name]) - in_full(weight.detach())
             moved = (walk.cpu() / scale if scale else common) - common
-            delta[name], mine[name] = moved.to(zero.dtype), (before + moved).to(zero.dtype)
-        local.memory.update(filed(self.name, mine))
+            delta[name] = moved.to(zero.dtype)
         return filed(self.name, delta)
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
@@ -62,32 +61,6 @@ class ControlDelta:
 
     def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Any finite value will do."""
-        return None
-
-    def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature
-        """Says nothing about the posterior."""
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Remember:
-    """MOON: keep this round's model for the next; send nothing."""
-
-    name: ClassVar[str] = "last"
-    reveals: ClassVar[str] = ""
-
-    def __call__(self, local: Local) -> Params:
-        """Nothing for the server; the model goes into the client's memory."""
-        state = {n: t.detach() for n, t in local.module.state_dict().items()}
-        local.memory.update(filed(self.name, state))
-        return {}
-
-    def expects(self, brief: Brief) -> Mapping[str, Form]:  # noqa: ARG002 - the seam's signature
-        """No notes."""
-        return {}
-
-    def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
-        """Nothing to check."""
         return None
 
     def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature

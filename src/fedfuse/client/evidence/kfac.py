@@ -189,13 +189,11 @@ class KroneckerFactors:
     Attributes:
         fisher: "empirical" takes the rows' own labels, "sampled" draws labels from the network's answer.
         choose: also send the damping that the client's own rows prefer (see `marginal`).
-        remember: keep the factors for the next round, for `PosteriorPull`.
         batch: rows per pass.
     """
 
     fisher: Fisher = "empirical"
     choose: bool = False
-    remember: bool = False
     batch: int = 128
     name: ClassVar[str] = "kron"
     reveals: ClassVar[str] = "second moments of every layer's inputs and gradients, averaged over the client's rows"
@@ -211,8 +209,6 @@ class KroneckerFactors:
             for side, matrix in zip(("in", "out"), pair, strict=True):
                 triangles = pack(matrix).cpu()
                 notes[f"kron/{layer}/{side}"] = triangles[0] if len(triangles) == 1 else triangles
-        if self.remember:
-            local.memory.update(notes)
         return notes | (_chosen(local, blocks, factors) if self.choose else {})
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
