@@ -52,7 +52,9 @@ def test_walked_counts_what_momentum_adds_step_by_step() -> None:
 )
 def test_a_constant_gradient_is_found_again_whatever_the_schedule(settings: dict[str, object]) -> None:
     """(w₀ − w)/carried is the mean gradient: with the same gradient at every step it is that gradient."""
-    work = Work(LocalSettings.model_validate(settings), objective=Slope(), evidence=(ControlDelta(),))
+    work = Work(
+        LocalSettings.model_validate(settings), objective=Slope(), evidence=(ControlDelta(),), memory=(KeepControl(),)
+    )
     answer = client_round(work, BRIEF, "a", ROWS)
     notes = {n: t for n, t in decode(answer.payload).tensors.items() if n.startswith("~")}
     assert len(notes) == 4
