@@ -202,7 +202,7 @@ class Clock:
 
     ends: list[float] = field(default_factory=list)
 
-    def course_began(self, *_: Any) -> None:
+    def method_started(self, *_: Any) -> None:
         """Nothing."""
 
     def client_done(self, *_: Any) -> None:

@@ -29,7 +29,7 @@ from fedfuse.errors import NotConverged
 from fedfuse.linalg import assign
 from fedfuse.nets.channels import channel_groups
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.align.alignment import ALIGNMENTS, Aligned
+from fedfuse.server.align.alignment import ALIGNMENTS, AlignUnits
 
 MEANS = 10.0
 """Beside the assignments' own time, aligning LeNets may cost so many plain means."""
@@ -96,7 +96,7 @@ def several(
     cohort, state, bench = Cohort(tuple(updates)), ServerState(0, Single(spec, updates[0].posterior)), Bench()
     cases: dict[str, Callable[[], object]] = {"plain mean": lambda: Mean()(cohort, state, bench)}
     for way in ways:
-        rule = Aligned(ALIGNMENTS[way]())
+        rule = AlignUnits(ALIGNMENTS[way]())
         cases[way] = lambda rule=rule: Mean()(rule(cohort, bench)[0], state, bench)
     best = measured(cases, repeats)
     plain = best["plain mean"][0]

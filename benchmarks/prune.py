@@ -25,11 +25,11 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.nets.channels import channel_groups, narrowed
+from fedfuse.nets.channels import channel_groups, keep_channels
 from fedfuse.nets.cost import training_flops
-from fedfuse.nets.curvature import Look
-from fedfuse.server.steps.prune import filters_of, group_scores, kept_units
-from fedfuse.training.round import learned
+from fedfuse.nets.curvature import CurvatureProbe
+from fedfuse.server.steps.prune import filters_of, group_scores, units_to_keep
+from fedfuse.training.round import train_on_rows
 
 IMAGES, BATCH = 500, 64
 SHAPES = {"resnet18": (3, 32, 32), "vgg11": (3, 32, 32), "convnet_feddu": (3, 32, 32), "lenet": (1, 28, 28)}
@@ -87,7 +87,7 @@ def epochs(models: list[Single], data: Rows, count: int, batches: int, repeats: 
         for at, model in enumerate(models):
             brief = Brief(0, model.spec, model.posterior.mean, classes=10)
             work = Work(LocalSettings(batch_size=BATCH, optimizer={"lr": 1e-3}))
-            spent = seconds_of(lambda brief=brief, work=work: learned(work, brief, "c", some))
+            spent = seconds_of(lambda brief=brief, work=work: train_on_rows(work, brief, "c", some))
             best[at] = min(best[at], spent)
     return [seconds * count / (BATCH * batches) for seconds in best]
 
@@ -97,14 +97,14 @@ def costs(model: Single, data: Rows, shape: tuple[int, ...]) -> dict[str, float]
     spec, module = model.spec, model.spec.build()
     module.load_state_dict(dict(model.posterior.mean))
     start = {n: p.detach() + 1e-3 for n, p in module.named_parameters()}
-    look, draw = Look(), torch.Generator().manual_seed(2)
+    look, draw = CurvatureProbe(), torch.Generator().manual_seed(2)
     spent = {f"spectrum, {look.steps} products": seconds_of(lambda: look(module, start, data, draw))}
     spent["finding the channels"] = seconds_of(lambda: channel_groups(spec, shape))
     filters = filters_of(spec, shape)
     x = data.x[:IMAGES]
     spent[f"ranks of {IMAGES} rows' feature maps"] = seconds_of(lambda: group_scores(model, filters, x, None))
     keep = {f.group: torch.arange(f.group.size // 2) for f in filters}
-    spent["removing half of them"] = seconds_of(lambda: narrowed(spec, model.posterior.mean, keep))
+    spent["removing half of them"] = seconds_of(lambda: keep_channels(spec, model.posterior.mean, keep))
     return spent
 
 
@@ -113,8 +113,8 @@ def saved(name: str, rate: float, count: int, batches: int) -> dict[str, Any]:
     shape = SHAPES[name]
     spec = Spec(name, {"channels": shape[0], "size": shape[1]})
     whole = Single.of(spec.build(), spec)
-    keep = {f.group: kept_units(torch.rand(f.group.size), rate) for f in filters_of(spec, shape)}
-    small_spec, weights = narrowed(spec, whole.posterior.mean, keep)
+    keep = {f.group: units_to_keep(torch.rand(f.group.size), rate) for f in filters_of(spec, shape)}
+    small_spec, weights = keep_channels(spec, whole.posterior.mean, keep)
     small = Single.of(_filled(small_spec, weights), small_spec)
     before, after = epochs([whole, small], rows(shape, BATCH * batches), count, batches)
     sizes = [sum(t.numel() for t in m.posterior.mean.values()) for m in (whole, small)]

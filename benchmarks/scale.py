@@ -53,7 +53,7 @@ class Meter:
     trained: float = 0.0
     peaks: list[int] = field(default_factory=list)
 
-    def course_began(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
+    def method_started(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
         """Start the clock."""
         del label, seed, done, rounds, clients
         self.began = time.perf_counter()

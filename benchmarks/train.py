@@ -31,7 +31,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import filed
+from fedfuse.core.state import with_kind
 from fedfuse.engines.local import InProcess, LocalEngine, Population
 from fedfuse.engines.pool import Pool
 from fedfuse.kernels import chain_for
@@ -157,7 +157,9 @@ def per_core(case: Case, few: Population, turns: int) -> Speeds:
     """Processor time of one client after another: plain, by each kernel, and with a method's pull."""
     spec, start = case.spec, case.spec.build().state_dict()
     brief, alone = Brief(0, spec, start, classes=10), InProcess(few)
-    pulled = replace(brief, memory=filed("control", {n: 0.001 * p for n, p in start.items() if p.is_floating_point()}))
+    pulled = replace(
+        brief, memory=with_kind("control", {n: 0.001 * p for n, p in start.items() if p.is_floating_point()})
+    )
     ways = {"plain": partial(plain, spec, start, few, 1), "torch": partial(ours, brief, alone, work("torch"))}
     ways["auto"] = partial(ours, brief, alone, work("auto"))
     if covered(spec, few.rows_of(few.clients[0]), "auto"):

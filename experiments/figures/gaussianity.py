@@ -67,7 +67,7 @@ def _growth(layer: Tensor) -> dict[str, np.ndarray]:
     """Scores of the layer times each scale, as multiples of its own."""
     rules: Mapping[str, Callable[[Tensor], Tensor | float]] = {
         "|k₃·k₄|": non_gaussianity,
-        "standardised": partial(non_gaussianity, standardised=True),
+        "standardized": partial(non_gaussianity, standardized=True),
         "Rényi 1": renyi_to_gaussian,
     }
     scores = {name: np.array([float(rule(s * layer)) for s in (1.0, *SCALES)]) for name, rule in rules.items()}
@@ -128,7 +128,7 @@ def _draw_total(axis: Any, total: np.ndarray) -> None:
 def _draw_growth(axis: Any, growth: Mapping[str, np.ndarray]) -> None:
     for (name, values), colour in zip(growth.items(), (ORANGE, GREY, BLUE), strict=True):
         axis.plot(SCALES, values, color=colour, lw=2.2, marker="o", ms=4)
-        above = {"|k₃·k₄|": (-58, -4), "standardised": (-40, 8), "Rényi 1": (-30, -16)}[name]
+        above = {"|k₃·k₄|": (-58, -4), "standardized": (-40, 8), "Rényi 1": (-30, -16)}[name]
         axis.annotate(name, (SCALES[-1], values[-1]), above, textcoords="offset points", color=colour, fontsize=10)
     axis.plot(SCALES, SCALES**7, color="black", lw=1, ls=":", zorder=3)
     axis.text(0.72, 0.02, "s⁷", fontsize=11)

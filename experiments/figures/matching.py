@@ -18,11 +18,11 @@ from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.data import Dataset, find, load, standardise
+from fedfuse.data import Dataset, find, load, standardize
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.experiment.figures import figure
 from fedfuse.server.align.activations import ByActivations, cross_moments
-from fedfuse.server.align.alignment import Aligned, Way
+from fedfuse.server.align.alignment import AlignUnits, Matching
 from fedfuse.server.align.line import Line, straight_line
 from fedfuse.server.align.nets import Net
 from fedfuse.server.align.transport import ByTransport
@@ -30,7 +30,7 @@ from fedfuse.server.align.weights import ByWeights
 from fedfuse.server.door.admit import admit_all
 
 POINTS = 21
-WAYS: Mapping[str, Way | None] = {
+WAYS: Mapping[str, Matching | None] = {
     "as they are": None,
     "matched by weights": ByWeights(),
     "by activations": ByActivations(),
@@ -76,11 +76,11 @@ class Pair:
         """Both networks with their units."""
         return [Net.of(update, self.scene.data.train.x.shape[1:]) for update in cohort or self.cohort]
 
-    def aligned(self, way: Way | None) -> Cohort:
+    def aligned(self, way: Matching | None) -> Cohort:
         """Both, the second moved beside the first."""
-        return self.cohort if way is None else Aligned(way).align(self.cohort, self.nets(), self.bench)[0]
+        return self.cohort if way is None else AlignUnits(way).align(self.cohort, self.nets(), self.bench)[0]
 
-    def line(self, way: Way | None) -> Line:
+    def line(self, way: Matching | None) -> Line:
         """The way from the first to the second, on test rows."""
         a, b = (dict(update.posterior.mean) for update in self.aligned(way))
         norms = self.bench.rows if self.scene.restate else None
@@ -99,7 +99,7 @@ def scenes() -> list[Scene]:
     """The first, and where CIFAR-10 is at hand LeNet and a narrow VGG-11 with BatchNorm on some of its rows."""
     if not find("cifar10"):
         return [first_scene()]
-    data = _standardised(load("cifar10", train_limit=4000, test_limit=1000))
+    data = _standardized(load("cifar10", train_limit=4000, test_limit=1000))
     local = LocalSettings(epochs=10, batch_size=32, optimizer=Optimizer(lr=0.02, momentum=0.9))
     options: dict[str, Any] = {"channels": 3, "size": 32, "classes": 10}
     vgg = Spec("vgg11", {**options, "widths": 0.125, "hidden": [64], "norm": True, "dropout": 0.0})
@@ -110,8 +110,8 @@ def scenes() -> list[Scene]:
     ]
 
 
-def _standardised(data: Dataset) -> Dataset:
-    scale = standardise(data.train.x)
+def _standardized(data: Dataset) -> Dataset:
+    scale = standardize(data.train.x)
     train, test = (Rows(scale(rows.x), rows.y) for rows in (data.train, data.test))
     return replace(data, train=train, test=test)
 
@@ -134,7 +134,7 @@ def _fresh(spec: Spec, seed: int, client: str) -> Single:
         return Single.of(spec.build(), spec)
 
 
-def likeness(pair: Pair, way: Way | None) -> dict[str, np.ndarray]:
+def likeness(pair: Pair, way: Matching | None) -> dict[str, np.ndarray]:
     """Per hidden layer, the correlation of the first network's units with the second's, on the server's rows."""
     rows: Rows = pair.bench.need_rows("comparing units")
     one, other = pair.nets(pair.aligned(way))
@@ -207,7 +207,7 @@ def _draw_lines(axes: Any, lines: Mapping[str, Line]) -> None:
     for axis, what in zip(axes, ("loss", "accuracy"), strict=True):
         for name, line in lines.items():
             values = getattr(line, what).numpy() * (100 if what == "accuracy" else 1)
-            axis.plot(line.places, values, color=COLOURS[name], lw=2.2)
+            axis.plot(line.positions, values, color=COLOURS[name], lw=2.2)
         axis.spines[["top", "right"]].set_visible(False)
         axis.spines[["left", "bottom"]].set_color(_PALE)
         axis.tick_params(color=_PALE, labelcolor=_TEXT)

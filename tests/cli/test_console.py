@@ -22,10 +22,10 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 
 def test_bars_count_courses_rounds_and_clients(screen: io.StringIO) -> None:
-    with console.watching(2, "study") as bars:
+    with console.watcher(2, "study") as bars:
         assert isinstance(bars, console.Bars)
         for seed in (0, 1):
-            bars.course_began("fedavg", seed, 3, 5, 2)
+            bars.method_started("fedavg", seed, 3, 5, 2)
             for client in ("site-1", "site-2"):
                 bars.client_done(client, 1.5, remembered=client == "site-2")
             bars._progress.refresh()
@@ -39,8 +39,8 @@ def test_bars_count_courses_rounds_and_clients(screen: io.StringIO) -> None:
 
 
 def test_a_round_without_a_score_is_counted_all_the_same(screen: io.StringIO) -> None:
-    with console.watching(1, "study") as bars:
-        bars.course_began("fedavg", 0, 0, 1, 1)
+    with console.watcher(1, "study") as bars:
+        bars.method_started("fedavg", 0, 0, 1, 1)
         bars.round_done("fedavg", 0, 1, None)
     assert "1/1" in screen.getvalue()
 
@@ -48,9 +48,9 @@ def test_a_round_without_a_score_is_counted_all_the_same(screen: io.StringIO) ->
 def test_nothing_moves_where_nobody_looks_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = io.StringIO()
     monkeypatch.setattr(console, "err", Console(file=seen, force_terminal=False))
-    with console.watching(1, "study") as watch:
+    with console.watcher(1, "study") as watch:
         assert isinstance(watch, Quiet)
-        watch.course_began("fedavg", 0, 0, 1, 1)
+        watch.method_started("fedavg", 0, 0, 1, 1)
     assert seen.getvalue() == ""
 
 

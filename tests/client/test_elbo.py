@@ -139,7 +139,7 @@ def test_learned_means_and_variances_are_those_of_the_posterior() -> None:
     assert spread.exp() > 5  # standard deviations differ by more than a factor of five
 
 
-def test_at_the_optimisers_own_rate_variances_would_stand_still() -> None:
+def test_at_the_optimizers_own_rate_variances_would_stand_still() -> None:
     own, _, _ = regression()
     module = nn.Linear(4, 1, bias=False)
     start = BayesianLayers()(Single.of(module, Spec.of(module)), 1, seed=0)

@@ -13,7 +13,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import CrossEntropy, Objective
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Local, filed
+from fedfuse.core.state import Local, with_kind
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [32], "classes": 3})
 DRAW = torch.Generator().manual_seed(7)
@@ -64,7 +64,7 @@ def test_without_mu_the_proximal_loss_is_the_base_bit_for_bit() -> None:
 
 def test_the_control_term_adds_exactly_the_gap_between_the_variates() -> None:
     theirs, mine = weights(2), weights(3)
-    local = at_work(filed("control", mine), filed("control", theirs))
+    local = at_work(with_kind("control", mine), with_kind("control", theirs))
     with_term, without = gradient(Controlled(), local), gradient(CrossEntropy(), at_work())
     for n in with_term:
         assert torch.allclose(with_term[n] - without[n], theirs[n] - mine[n], atol=1e-6)
@@ -72,7 +72,7 @@ def test_the_control_term_adds_exactly_the_gap_between_the_variates() -> None:
 
 @pytest.mark.parametrize("missing", ["mine", "theirs"])
 def test_a_variate_that_is_not_there_yet_is_zero(missing: str) -> None:
-    filed_ = filed("control", weights(2))
+    filed_ = with_kind("control", weights(2))
     local = at_work({}, filed_) if missing == "mine" else at_work(filed_, {})
     sign = 1 if missing == "mine" else -1
     with_term, without = gradient(Controlled(), local), gradient(CrossEntropy(), at_work())
@@ -102,13 +102,13 @@ def contrast(x: Tensor, temperature: float) -> Tensor:
 
 @pytest.mark.parametrize(("mu", "temperature"), [(1.0, 0.5), (5.0, 0.1)])
 def test_the_contrastive_term_by_hand(mu: float, temperature: float) -> None:
-    local = at_work(filed("last", weights(2)))
+    local = at_work(with_kind("last", weights(2)))
     expected = plain() + mu * contrast(BATCH[0], temperature)
     assert Contrastive(mu, temperature)(local, BATCH).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_the_contrastive_term_takes_a_batch_of_one() -> None:
-    local, one = at_work(filed("last", weights(2))), (BATCH[0][:1], BATCH[1][:1])
+    local, one = at_work(with_kind("last", weights(2))), (BATCH[0][:1], BATCH[1][:1])
     expected = F.cross_entropy(SPEC.forward(weights(1), one[0]), one[1]) + contrast(one[0], 0.5)
     assert Contrastive(1.0)(local, one).item() == pytest.approx(expected.item(), rel=1e-5)
 
@@ -119,7 +119,7 @@ def test_in_a_first_round_the_contrastive_loss_is_the_base_bit_for_bit() -> None
 
 
 def test_only_the_live_network_gets_a_contrastive_gradient() -> None:
-    local = at_work(filed("last", weights(2)))
+    local = at_work(with_kind("last", weights(2)))
     Contrastive(1.0)(local, BATCH).backward()
     assert all(p.grad is not None for p in local.module.parameters())
     assert all(p.grad is None for p in local.frozen("global", {}).parameters())
@@ -127,7 +127,7 @@ def test_only_the_live_network_gets_a_contrastive_gradient() -> None:
 
 
 def test_terms_compose() -> None:
-    local = at_work(filed("last", weights(2)))
+    local = at_work(with_kind("last", weights(2)))
     square = sum(((weights(1)[n] - weights(0)[n]) ** 2).sum() for n in weights(0))
     expected = plain() + 0.2 * square + contrast(BATCH[0], 0.5)
     for both in (Proximal(0.4, Contrastive(1.0)), Contrastive(1.0, base=Proximal(0.4))):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfuse.client.openset import OpenSet, with_mixed
-from fedfuse.client.outliers import destroyed
+from fedfuse.client.outliers import make_outliers
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
@@ -62,9 +62,9 @@ def linear_unknown() -> nn.Sequential:
 def test_the_adversary_walks_against_the_unknown() -> None:
     rows = Rows(torch.rand(4, 1, 4, 4), torch.tensor([0, 1, 0, 1]))
     odd = torch.rand(4, 1, 4, 4)
-    free = OpenSet(steps=5, stride=0.01, reach=1.0).pushed(local(linear_unknown(), 2, rows), odd)
+    free = OpenSet(steps=5, stride=0.01, reach=1.0).move_outliers(local(linear_unknown(), 2, rows), odd)
     assert torch.allclose(free, odd + 0.05, atol=1e-6), "more brightness looks less unknown, five steps of it"
-    held = OpenSet(steps=5, stride=0.01, reach=0.02).pushed(local(linear_unknown(), 2, rows), odd)
+    held = OpenSet(steps=5, stride=0.01, reach=0.02).move_outliers(local(linear_unknown(), 2, rows), odd)
     assert torch.allclose(held, odd + 0.02, atol=1e-6)
     assert not free.requires_grad
 
@@ -97,8 +97,8 @@ def test_the_whole_loss_is_its_parts() -> None:
     at_work, rule = local(net, 2, rows), OpenSet(mix=0.2)
     got = rule(at_work, (rows.x, rows.y))
     draw = at_work.stream("openset")
-    odd = destroyed(rows.x, draw)
-    moved = rule.pushed(at_work, odd)
+    odd = make_outliers(rows.x, draw)
+    moved = rule.move_outliers(at_work, odd)
     order, share = torch.randperm(5, generator=draw), float(torch.rand((), generator=draw))
     h = net[2](net[1](rows.x.flatten(1)))
     mixed = net[3](share * h + (1 - share) * h[order])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedfuse.client import outliers
-from fedfuse.client.outliers import FEATURE_WAYS, WAYS, destroyed
+from fedfuse.client.outliers import FEATURE_CORRUPTIONS, IMAGE_CORRUPTIONS, make_outliers
 from fedfuse.errors import RecipeError
 
 
@@ -21,8 +21,8 @@ def images() -> Tensor:
     return torch.rand(60, 2, 9, 12, generator=draw(9)) + 0.1
 
 
-@pytest.mark.parametrize("way", [*dict.fromkeys(WAYS)], ids=lambda w: w.__name__)
-def test_every_way_changes_images_and_keeps_their_range(images: Tensor, way: outliers.Destroy) -> None:
+@pytest.mark.parametrize("way", [*dict.fromkeys(IMAGE_CORRUPTIONS)], ids=lambda w: w.__name__)
+def test_every_way_changes_images_and_keeps_their_range(images: Tensor, way: outliers.Corruption) -> None:
     out = way(images, draw())
     assert out.shape == images.shape
     assert out.equal(way(images, draw())), "same generator, same images"
@@ -65,7 +65,7 @@ def test_erasing_leaves_half_to_two_thirds(images: Tensor) -> None:
 
 
 def test_cutting_moves_whole_rows_or_columns(images: Tensor) -> None:
-    out = outliers.cut(images, draw())
+    out = outliers.cut_and_paste(images, draw())
     kinds = set()
     for old, new in zip(images[:, 0], out[:, 0], strict=True):
         by_column = (
@@ -86,7 +86,7 @@ def _columns(old: Tensor, new: Tensor) -> bool:
 
 def test_quarters_are_turned_as_numpy_turns_them() -> None:
     x = torch.rand(40, 1, 8, 8, generator=draw(3))
-    out = outliers.turn_quarters(x, draw())
+    out = outliers.rotate_quarters(x, draw())
     turns = set()
     for old, new in zip(x[:, 0].numpy(), out[:, 0].numpy(), strict=True):
         found = [(top, k) for top in range(5) for k in (1, 2, 3) if np.array_equal(_turned(old, top, k), new)]
@@ -103,11 +103,11 @@ def _turned(image: np.ndarray, top: int, k: int) -> np.ndarray:
 
 
 def test_every_image_is_destroyed_in_one_way_of_its_own(images: Tensor) -> None:
-    out = destroyed(images, draw())
-    assert out.equal(destroyed(images, draw()))
+    out = make_outliers(images, draw())
+    assert out.equal(make_outliers(images, draw()))
     assert not out.equal(images)
     assert images.equal(torch.rand(60, 2, 9, 12, generator=draw(9)) + 0.1), "the rows themselves stay as they are"
-    assert WAYS.count(outliers.cut) == WAYS.count(outliers.turn_quarters) == 2
+    assert IMAGE_CORRUPTIONS.count(outliers.cut_and_paste) == IMAGE_CORRUPTIONS.count(outliers.rotate_quarters) == 2
 
 
 def test_features_are_erased_or_shuffled() -> None:
@@ -117,11 +117,11 @@ def test_features_are_erased_or_shuffled() -> None:
     shuffled = outliers.shuffle_features(x, draw())
     assert shuffled.sort(1).values.allclose(x.sort(1).values)
     assert ((shuffled != x).sum(1) == 5).all()
-    assert destroyed(x, draw()).shape == x.shape
-    assert len(FEATURE_WAYS) == 2
+    assert make_outliers(x, draw()).shape == x.shape
+    assert len(FEATURE_CORRUPTIONS) == 2
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 4), (3, 1, 3, 3)])
 def test_other_rows_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(RecipeError, match="outliers are made of features or of images"):
-        destroyed(torch.zeros(shape), draw())
+        make_outliers(torch.zeros(shape), draw())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.answers import ChooseOutput, checked_output, choose_output, chosen_output, logits_in
+from fedfuse.core.answers import ChooseOutput, choose_output, logits_in, output_of, validate_output
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 
@@ -58,10 +58,10 @@ def test_what_is_not_there_is_told_with_what_is(out: object, output: int | str, 
 
 def test_a_new_choice_takes_the_place_of_the_old_one() -> None:
     net = choose_output(choose_output(Both(), 0), "logits")
-    assert chosen_output(net) == chosen_output(copy.deepcopy(net)) == "logits"
+    assert output_of(net) == output_of(copy.deepcopy(net)) == "logits"
     assert net(torch.ones(4, 2)).shape == (4, 3)
     assert list(net.state_dict()) == ["fc.weight", "fc.bias"]
-    assert chosen_output(Both()) is None
+    assert output_of(Both()) is None
 
 
 def test_a_spec_carries_the_choice() -> None:
@@ -80,7 +80,7 @@ def test_a_spec_carries_the_choice() -> None:
 @pytest.mark.parametrize("output", [True, 1.5, "", [0], 10**6])
 def test_a_choice_is_a_place_or_a_name(output: object) -> None:
     with pytest.raises(ConfigError, match="expected a place such as 0 or a name such as 'logits'"):
-        checked_output(output)
+        validate_output(output)
     with pytest.raises(ConfigError, match="expected a place"):
         Spec.from_json({"factory": "mlp", "output": output})
 

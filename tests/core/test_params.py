@@ -52,7 +52,7 @@ def test_a_norm_follows_the_convolution_whose_output_it_reads(resnet: nn.Module)
     assert len(reads) == 20
     for norm, conv in reads.items():
         for leaf in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-            assert layout.home(f"{norm}.{leaf}") == conv
+            assert layout.layer_of(f"{norm}.{leaf}") == conv
 
 
 class Residual(nn.Module):
@@ -98,7 +98,7 @@ def test_followers_come_from_the_data_flow_not_from_the_order_of_the_state_dict(
     layout = Layout.of(module)
     assert set(layout.roles) == set(module.state_dict())
     for name in module.state_dict():
-        assert layout.home(name) == name.partition(".")[0].removesuffix("_norm")
+        assert layout.layer_of(name) == name.partition(".")[0].removesuffix("_norm")
     assert layout.roles["short_norm.bias"] == "norm"
 
 
@@ -107,7 +107,7 @@ def test_a_network_that_cannot_be_traced_falls_back_on_the_order_of_registration
     with pytest.raises(torch.fx.proxy.TraceError):
         torch.fx.symbolic_trace(module)
     layout = Layout.of(module)
-    assert layout.home("norm.running_var") == "conv"
+    assert layout.layer_of("norm.running_var") == "conv"
     assert [(layer.name, layer.kind, layer.bias) for layer in layout.layers] == [
         ("conv", "conv", "conv.bias"),
         ("fc", "linear", "fc.bias"),
@@ -140,7 +140,7 @@ def test_parameters_of_a_users_own_module_have_roles_too() -> None:
     layout = Layout.of(Own())
     assert dict(layout.roles) == {"table": "weight", "shift": "bias", "seen": "statistic"}
     assert [(layer.name, layer.kind) for layer in layout.layers] == [("table", "other")]
-    assert layout.home("shift") is None
+    assert layout.layer_of("shift") is None
 
 
 @pytest.mark.parametrize("order", [sorted, list, lambda names: sorted(names, reverse=True)])
@@ -187,7 +187,7 @@ def test_log_variances_stand_beside_the_means_they_belong_to() -> None:
         assert layout.roles["0.log_variance"] == layout.roles["0.bias_log_variance"] == "log_variance"
         assert layout.roles["log_variance"] == "weight"
         assert layout.log_variances == {"0.weight": "0.log_variance", "0.bias": "0.bias_log_variance"}
-        assert layout.home("0.log_variance") == layout.home("0.weight") is not None
+        assert layout.layer_of("0.log_variance") == layout.layer_of("0.weight") is not None
         first = next(layer for layer in layout.layers if layer.weight == "0.weight")
         assert first.matrix(module.state_dict()).shape[0] == 2
         assert not first.followers

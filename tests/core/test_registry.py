@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, PositiveFloat, create_model
 
 from fedfuse.core import registry
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.registry import Method, accepted, all_methods, find_method, method
+from fedfuse.core.registry import Method, all_methods, describe_type, find_method, method
 from fedfuse.core.settings import Settings
 from fedfuse.errors import ConfigError
 from fedfuse.server.aggregate.mean import Mean
@@ -148,7 +148,7 @@ def test_a_group_of_settings_is_spread_out_into_options(scratch: dict[str, Metho
 )
 def test_what_an_option_takes_is_said_in_words(kind: object, words: str) -> None:
     model = create_model("any", __config__=ConfigDict(arbitrary_types_allowed=True), it=(kind, None))
-    assert accepted(model.model_fields["it"]) == words
+    assert describe_type(model.model_fields["it"]) == words
 
 
 def test_no_method_shows_a_type_of_the_programs_own() -> None:

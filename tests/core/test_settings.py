@@ -7,7 +7,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from fedfuse.core.settings import Decay, LocalSettings, Optimizer, checked
+from fedfuse.core.settings import Decay, LocalSettings, Optimizer, validate_settings
 from fedfuse.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ def test_impossible_settings_are_refused_in_one_sentence(bad: dict[str, object])
     with pytest.raises(ValidationError):
         LocalSettings.model_validate(bad)
     with pytest.raises(ConfigError) as why:
-        checked(LocalSettings, bad)
+        validate_settings(LocalSettings, bad)
     assert "\n" not in str(why.value)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fedfuse.core.messages import Form
-from fedfuse.core.spec import Spec, one_name_each, tie
+from fedfuse.core.spec import Spec, drop_tied_names, tie
 from fedfuse.errors import ConfigError
 
 BATCH_NORM = ("0.weight", "0.bias", "0.running_mean", "0.running_var")
@@ -121,7 +121,7 @@ def test_surgery_rebuilds_a_cut_network_from_its_shapes() -> None:
     params[first.weight] = params[first.weight][keep]
     params[str(first.bias)] = params[str(first.bias)][keep]
     params[second.weight] = params[second.weight][:, keep]
-    cut = spec.resized(params, {first.name: (0, 2)})
+    cut = spec.with_shapes_of(params, {first.name: (0, 2)})
     again = Spec.from_json(json.loads(json.dumps(cut.to_json())))
     built = again.build()
     assert {n: t.shape for n, t in built.state_dict().items()} == {n: t.shape for n, t in params.items()}
@@ -129,7 +129,7 @@ def test_surgery_rebuilds_a_cut_network_from_its_shapes() -> None:
     assert conv.out_channels == 2
     assert again.forward(params, torch.randn(2, 1, 18, 18)).shape == (2, 10)
     assert again.kept == {first.name: (0, 2)}
-    assert cut.resized(params) == cut
+    assert cut.with_shapes_of(params) == cut
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_names_without_a_network_are_all_taken_to_train() -> None:
 def test_tied_weights_are_called_under_one_name_and_made_equal_by_the_first() -> None:
     spec = Spec.of(tied())
     params = {n: torch.randn_like(t) for n, t in tied().state_dict().items()}
-    assert list(one_name_each(spec, params)) == [n for n in params if n != "1.weight"]
+    assert list(drop_tied_names(spec, params)) == [n for n in params if n != "1.weight"]
     same = tie(spec, params)
     assert same["1.weight"].equal(params["0.weight"])
     assert list(same) == list(params)
@@ -203,7 +203,7 @@ def test_tied_weights_are_called_under_one_name_and_made_equal_by_the_first() ->
 def test_surgery_leaves_ties_tied_and_frozen_weights_frozen() -> None:
     whole = Spec.of(tied())
     shapes = {"0.weight": (2, 3), "0.bias": (2,), "1.weight": (2, 3), "2.weight": (2, 2)}
-    small = whole.resized({n: torch.ones(shapes.get(n, tuple(t.shape))) for n, t in tied().state_dict().items()})
+    small = whole.with_shapes_of({n: torch.ones(shapes.get(n, tuple(t.shape))) for n, t in tied().state_dict().items()})
     assert small.layout.tied == whole.layout.tied
     assert small.layout.trainable == whole.layout.trainable
 

@@ -12,7 +12,7 @@ from fedfuse.core.posterior import Diag
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench, Local, ServerState, filed, live_names, part, representation
+from fedfuse.core.state import Bench, Local, ServerState, entries_of, live_names, representation, with_kind
 from fedfuse.errors import RecipeError
 from fedfuse.nets.combine import MeanProbability
 from fedfuse.nets.mixture import Mixture
@@ -69,9 +69,9 @@ def test_a_bench_without_rows_says_who_misses_them() -> None:
 
 
 def test_memory_is_filed_and_found_by_kind() -> None:
-    memory = filed("last", {"a.b": torch.ones(1), "c": torch.zeros(1)})
+    memory = with_kind("last", {"a.b": torch.ones(1), "c": torch.zeros(1)})
     assert list(memory) == ["last/a.b", "last/c"]
-    assert list(part({**memory, "lasting/d": torch.ones(1)}, "last")) == ["a.b", "c"]
+    assert list(entries_of({**memory, "lasting/d": torch.ones(1)}, "last")) == ["a.b", "c"]
 
 
 def test_a_client_at_work_knows_its_live_weights_and_where_they_began(single: Single) -> None:

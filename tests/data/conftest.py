@@ -20,12 +20,12 @@ import pytest
 from PIL import Image
 from scipy.io import savemat
 
-from fedfuse.data import download, places
+from fedfuse.data import download, locations
 from fedfuse.data.official import OFFICIAL, Official, Remote
 
 
 @pytest.fixture(autouse=True)
-def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def layer_of(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own, no proxy, no waiting between attempts, and no data of the machine unless asked for."""
     real = request.getfixturevalue("real_data") if "real_data" in request.fixturenames else None
     for name in ("FEDFUSE_DATA", "FEDFUSE_OFFLINE", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
@@ -34,7 +34,7 @@ def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv("FEDFUSE_DATA", str(real))
         monkeypatch.setenv("FEDFUSE_OFFLINE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(places, "SHARED", tmp_path / "shared")
+    monkeypatch.setattr(locations, "SHARED", tmp_path / "shared")
     monkeypatch.setattr(download, "PAUSE", 0.0)
     return tmp_path
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedfuse.data.partition import Partition, client_ids, partition
-from fedfuse.data.schemes import Classes, Dirichlet, Iid, Labels, Quantity, Scheme, ServerRows, Shards, Shares
+from fedfuse.data.schemes import Classes, Dirichlet, Iid, Labels, Quantity, Scheme, ServerRowsConfig, Shards, Shares
 from fedfuse.errors import ConfigError
 
 LABELS = torch.from_numpy(np.random.default_rng(0).permutation(np.repeat(np.arange(10), 60)))
@@ -142,16 +142,16 @@ def test_facts_tell_the_story():
 
 
 def test_server_rows_come_from_the_chosen_classes():
-    split = partition(LABELS, Iid(), 4, 0, server_rows=ServerRows(count=50, classes=5))
+    split = partition(LABELS, Iid(), 4, 0, server_rows=ServerRowsConfig(count=50, classes=5))
     assert len(split.server) == 50
     assert len(LABELS[split.server].unique()) == 5
-    split = partition(LABELS, Iid(), 4, 0, server_rows=ServerRows(fraction=0.1, classes=(2, 7)))
+    split = partition(LABELS, Iid(), 4, 0, server_rows=ServerRowsConfig(fraction=0.1, classes=(2, 7)))
     assert set(LABELS[split.server].tolist()) == {2, 7}
     assert len(split.server) == 60
 
 
 def test_reserved_rows_go_to_no_client_as_in_feddua():
-    rows = ServerRows(count=40, classes=5, reserve=120)
+    rows = ServerRowsConfig(count=40, classes=5, reserve=120)
     split = partition(LABELS, Shards(per_client=2), 12, 0, server_rows=rows)
     clients = torch.cat([*split.clients.values()])
     assert clients.sort().values.tolist() == list(range(480))
@@ -180,12 +180,12 @@ def test_a_random_share_looks_like_the_whole():
         (3, {"server_fraction": -0.1}, "server_fraction is -0.1"),
         (3, {"server_fraction": float("nan")}, "server_fraction is nan"),
         (3, {"validation_fraction": 1.5}, "validation_fraction is 1.5"),
-        (3, {"server_fraction": 0.1, "server_rows": ServerRows(count=3)}, "both given"),
+        (3, {"server_fraction": 0.1, "server_rows": ServerRowsConfig(count=3)}, "both given"),
         (3, {"server_fraction": 1e-6}, "the server is to hold 0 rows"),
-        (3, {"server_rows": ServerRows(count=61, classes=(1,))}, "hold 61 rows, but its classes have 60"),
-        (3, {"server_rows": ServerRows(count=5, classes=(1, 33))}, "names class 33"),
-        (3, {"server_rows": ServerRows(count=5, classes=11)}, "asks for 11 classes, but there are 10"),
-        (3, {"server_rows": ServerRows(count=5, reserve=600)}, "reserve is 600 of 600"),
+        (3, {"server_rows": ServerRowsConfig(count=61, classes=(1,))}, "hold 61 rows, but its classes have 60"),
+        (3, {"server_rows": ServerRowsConfig(count=5, classes=(1, 33))}, "names class 33"),
+        (3, {"server_rows": ServerRowsConfig(count=5, classes=11)}, "asks for 11 classes, but there are 10"),
+        (3, {"server_rows": ServerRowsConfig(count=5, reserve=600)}, "reserve is 600 of 600"),
     ],
 )
 def test_impossible_requests_are_refused(clients, options, reason):

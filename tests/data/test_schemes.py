@@ -5,7 +5,7 @@ import pickle  # noqa: TID251 (our own values, on their way to our own workers)
 import pytest
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from fedfuse.data.schemes import Classes, Dirichlet, Iid, Labels, Quantity, Scheme, ServerRows, Shards, Shares
+from fedfuse.data.schemes import Classes, Dirichlet, Iid, Labels, Quantity, Scheme, ServerRowsConfig, Shards, Shares
 
 ADAPTER: TypeAdapter[Scheme] = TypeAdapter(Scheme)
 
@@ -96,10 +96,10 @@ def test_ten_shares_of_a_tenth_are_a_whole():
 )
 def test_impossible_server_rows_are_refused(options, says):
     with pytest.raises(ValidationError, match=says):
-        ServerRows(**options)
+        ServerRowsConfig(**options)
 
 
 def test_server_rows_are_counted_of_all_training_rows():
-    assert ServerRows(fraction=0.1).wanted(40_000) == 4000
-    assert ServerRows(count=7, classes=5).wanted(40_000) == 7
-    assert ServerRows(count=7, classes=[1, 2]).classes == (1, 2)
+    assert ServerRowsConfig(fraction=0.1).row_count(40_000) == 4000
+    assert ServerRowsConfig(count=7, classes=5).row_count(40_000) == 7
+    assert ServerRowsConfig(count=7, classes=[1, 2]).classes == (1, 2)

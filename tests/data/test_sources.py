@@ -87,7 +87,7 @@ def test_mnist_is_downloaded_once_into_the_cache(tiny, server, home):
     server.cuts = [100]
     first = load("mnist")
     assert len(first.train) == 30
-    assert find("mnist").place == str(home / "cache" / "fedfuse" / "MNIST" / "raw")
+    assert find("mnist").location == str(home / "cache" / "fedfuse" / "MNIST" / "raw")
     asked = len(server.asked)
     assert load("mnist").facts["checksum"] == first.facts["checksum"]
     assert len(server.asked) == asked == 5
@@ -265,7 +265,7 @@ def test_a_function_of_ones_own(module):
     made = load("own_data:dataset", train_limit=5)
     assert isinstance(made, Dataset)
     assert (len(made.train), made.classes, made.facts["origin"]) == (5, ("no", "yes"), "made up")
-    assert find("own_data:arrays").place == "own_data:arrays"
+    assert find("own_data:arrays").location == "own_data:arrays"
 
 
 @pytest.mark.parametrize(

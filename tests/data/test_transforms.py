@@ -13,15 +13,15 @@ from torch.nn import functional
 
 from fedfuse.data.transforms import (
     AUGMENTATIONS,
-    Chain,
+    Compose,
     CropFlip,
     Grayscale,
     Rotate,
-    Standardise,
+    Standardize,
     augmentation,
+    rotate,
     scale01,
-    standardise,
-    turn,
+    standardize,
 )
 from fedfuse.errors import ConfigError
 
@@ -37,9 +37,9 @@ def test_scaling_is_division_by_255_and_leaves_floats():
 
 
 @pytest.mark.parametrize("shape", [(500, 3, 4, 5), (500, 7)])
-def test_standardising_gives_mean_zero_and_deviation_one(shape):
+def test_standardizing_gives_mean_zero_and_deviation_one(shape):
     x = torch.rand(shape, generator=generator()) * 3 + 10
-    fitted = standardise(x, block=64)
+    fitted = standardize(x, block=64)
     axes = [a for a in range(x.ndim) if a != 1]
     assert fitted.mean == pytest.approx(x.double().mean(axes).tolist(), rel=1e-12)
     assert fitted.std == pytest.approx(x.double().std(axes, correction=0).tolist(), rel=1e-12)
@@ -51,7 +51,7 @@ def test_standardising_gives_mean_zero_and_deviation_one(shape):
 
 def test_statistics_come_from_training_rows_alone_and_constants_survive():
     train, test = torch.tensor([[0.0, 5.0], [2.0, 5.0]]), torch.tensor([[100.0, 6.0]])
-    assert standardise(train)(test).tolist() == [[99.0, 1.0]]
+    assert standardize(train)(test).tolist() == [[99.0, 1.0]]
 
 
 # --- crop and flip ---------------------------------------------------------------------------------------
@@ -111,14 +111,14 @@ def test_a_quarter_turn_is_rot90():
     x = torch.rand(3, 2, 7, 7, generator=generator())
     for quarter in (1, 2, 3):
         angle = torch.full((3,), quarter * torch.pi / 2, dtype=torch.float64)
-        assert torch.allclose(turn(x, angle, "bilinear"), torch.rot90(x, quarter, (2, 3)), atol=1e-5)
+        assert torch.allclose(rotate(x, angle, "bilinear"), torch.rot90(x, quarter, (2, 3)), atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(9, 9), (8, 13)])
 def test_turning_agrees_with_scipy(shape):
     x = torch.rand(1, 1, *shape, generator=generator(), dtype=torch.float64)
     for degrees in (-15.0, 4.0, 30.0):
-        ours = turn(x, torch.tensor([np.deg2rad(degrees)]), "bilinear")[0, 0]
+        ours = rotate(x, torch.tensor([np.deg2rad(degrees)]), "bilinear")[0, 0]
         theirs = ndimage.rotate(x[0, 0].numpy(), degrees, reshape=False, order=1, mode="grid-constant")
         assert torch.allclose(ours, torch.from_numpy(theirs), atol=1e-9)
 
@@ -176,7 +176,7 @@ def test_augmentations_are_values_that_repeat_and_travel(name):
 def test_a_chain_is_one_after_another():
     x = torch.rand(8, 3, 10, 10, generator=generator())
     both = augmentation(["crop-flip", "rotate"])
-    assert both == Chain((CropFlip(), Rotate()))
+    assert both == Compose((CropFlip(), Rotate()))
     g = generator(3)
     assert torch.equal(both(x, generator(3)), Rotate()(CropFlip()(x, g), g))
     assert torch.equal(augmentation([])(x, generator()), x)
@@ -184,7 +184,7 @@ def test_a_chain_is_one_after_another():
         augmentation(["cropflip"])
 
 
-def test_standardise_is_a_value():
-    fitted = Standardise((0.5,), (0.25,))
+def test_standardize_is_a_value():
+    fitted = Standardize((0.5,), (0.25,))
     assert pickle.loads(pickle.dumps(fitted)) == fitted
-    assert repr(fitted) == "Standardise(mean=(0.5,), std=(0.25,))"
+    assert repr(fitted) == "Standardize(mean=(0.5,), std=(0.25,))"

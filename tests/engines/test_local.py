@@ -13,7 +13,7 @@ from fedfuse.core.messages import Brief, Start
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
-from fedfuse.engines.local import InProcess, Population, Spoken, one_thread
+from fedfuse.engines.local import InProcess, OncePerBrief, Population, one_thread
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.training.round import client_round
 from fedfuse.wire.messages import encode_brief, receive_brief
@@ -117,8 +117,8 @@ def test_a_known_training_is_not_done_again(population: Population, brief: Brief
 def test_a_brief_is_made_into_something_once_for_all_who_hear_the_same(brief: Brief) -> None:
     start = Start(brief.spec, brief.params)
     made: list[Brief] = []
-    spoken = Spoken(replace(brief, own={"b": start}), lambda told: made.append(told) or len(made))
-    assert [spoken.to(c) for c in ("a", "b", "c", "a")] == [1, 2, 1, 1]
+    per_brief = OncePerBrief(replace(brief, own={"b": start}), lambda told: made.append(told) or len(made))
+    assert [per_brief.for_client(c) for c in ("a", "b", "c", "a")] == [1, 2, 1, 1]
 
 
 def test_a_heard_brief_has_the_bytes_and_the_prototype(brief: Brief) -> None:

@@ -20,7 +20,7 @@ from fedfuse.core.seams import Work
 from fedfuse.core.settings import Decay
 from fedfuse.core.spec import Spec
 from fedfuse.engines.local import InProcess, LocalEngine, Population
-from fedfuse.engines.memo import Kept, Memo, without_evidence
+from fedfuse.engines.memo import Memo, MemoEntry, without_evidence
 from fedfuse.engines.pool import Pool
 from fedfuse.errors import ConfigError
 from fedfuse.methods.fedavg import fedavg
@@ -70,7 +70,7 @@ def test_a_memo_changes_no_bit(
 
     work, plain = work_of(make(), work), InProcess(population)
     for expected in (len(plain.clients), 0):  # the first run trains, the second remembers
-        watched, plain.memories = memo.around(engine()), {}
+        watched, plain.memories = memo.wrap(engine()), {}
         for round_ in range(2):
             now = replace(brief, round=round_)
             got = ask(watched, now, work)
@@ -80,7 +80,7 @@ def test_a_memo_changes_no_bit(
 
 
 def test_train_once_fuse_many(memo: Memo, population: Population, brief: Brief, work: Work) -> None:
-    engines = {make.__name__: memo.around(InProcess(population)) for make in (fedavg, fednova, scaffold)}
+    engines = {make.__name__: memo.wrap(InProcess(population)) for make in (fedavg, fednova, scaffold)}
     counts = {n: trained(ask(e, brief, work_of(globals()[n](), work))) for n, e in engines.items()}
     assert counts == {"fedavg": 5, "fednova": 0, "scaffold": 5}  # SCAFFOLD trains another objective
 
@@ -89,12 +89,12 @@ def test_train_once_fuse_many(memo: Memo, population: Population, brief: Brief, 
 def test_evidence_is_brought_to_a_known_training(
     evidence: tuple[object, ...], memo: Memo, pool: Pool, population: Population, brief: Brief, work: Work
 ) -> None:
-    ask(memo.around(InProcess(population)), brief, work)
+    ask(memo.wrap(InProcess(population)), brief, work)
     more = replace(work, evidence=evidence)
     plain = InProcess(population)
     expected = payloads(ask(plain, brief, more))
     for engine in (InProcess(population), pool.engine(population), InProcess(population)):
-        later = memo.around(engine)
+        later = memo.wrap(engine)
         got = ask(later, brief, more)
         assert trained(got) == 0
         assert payloads(got) == expected
@@ -102,10 +102,10 @@ def test_evidence_is_brought_to_a_known_training(
 
 
 def test_a_training_with_evidence_is_a_training(memo: Memo, population: Population, brief: Brief, work: Work) -> None:
-    counted = ask(memo.around(InProcess(population)), brief, replace(work, evidence=(LabelCounts(), ControlDelta())))
+    counted = ask(memo.wrap(InProcess(population)), brief, replace(work, evidence=(LabelCounts(), ControlDelta())))
     plain = payloads(ask(InProcess(population), brief, work))
     assert {c: without_evidence(e.payload) for c, e in counted.items()} == plain
-    got = ask(memo.around(InProcess(population)), brief, work)
+    got = ask(memo.wrap(InProcess(population)), brief, work)
     assert trained(got) == 0
     assert payloads(got) == plain
 
@@ -114,9 +114,9 @@ def test_a_rate_that_the_reply_does_not_tell_is_not_guessed(
     memo: Memo, population: Population, brief: Brief, work: Work
 ) -> None:
     cut = work.settings.model_copy(update={"max_steps": 2, "decay": Decay(gamma=0.5, every=1)})
-    ask(memo.around(InProcess(population)), brief, replace(work, settings=cut))
+    ask(memo.wrap(InProcess(population)), brief, replace(work, settings=cut))
     more = replace(work, settings=cut, evidence=(odd_parts.LastRate(),))
-    got = ask(memo.around(InProcess(population)), brief, more)
+    got = ask(memo.wrap(InProcess(population)), brief, more)
     assert payloads(got) == payloads(ask(InProcess(population), brief, more))
 
 
@@ -126,7 +126,7 @@ def test_who_watches_hears_of_remembered_clients_too(
     seen: list[tuple[str, bool]] = []
     for _ in range(2):
         engine = InProcess(population, on_client=lambda client, _, known: seen.append((client, known)))
-        ask(memo.around(engine), brief, work)
+        ask(memo.wrap(engine), brief, work)
     assert seen == [(c, known) for known in (False, True) for c in population.clients]
 
 
@@ -142,7 +142,7 @@ def test_what_has_no_name_or_no_reply_is_not_kept(
     else:
         work = replace(work, objective=lambda local, batch: 1 / 0)
     for _ in range(2):
-        got = ask(memo.around(InProcess(population)), brief, work)
+        got = ask(memo.wrap(InProcess(population)), brief, work)
         assert not any(e.remembered for e in got.values())
     assert memo.size() == 0
 
@@ -174,11 +174,11 @@ def swap(path: Path) -> None:
 def test_a_damaged_entry_is_trained_anew_and_mended(
     damage: Callable[[Path], None], memo: Memo, population: Population, brief: Brief, work: Work
 ) -> None:
-    good = payloads(ask(memo.around(InProcess(population)), brief, work))
+    good = payloads(ask(memo.wrap(InProcess(population)), brief, work))
     sound = {path: path.read_bytes() for path in entries(memo)}
     for path in entries(memo)[:2]:
         damage(path)
-    got = ask(memo.around(InProcess(population)), brief, work)
+    got = ask(memo.wrap(InProcess(population)), brief, work)
     assert trained(got) == 2
     assert payloads(got) == good
     assert {path: path.read_bytes() for path in entries(memo)} == sound
@@ -187,9 +187,9 @@ def test_a_damaged_entry_is_trained_anew_and_mended(
 def test_an_entry_removed_by_another_run_is_trained_anew(
     memo: Memo, population: Population, brief: Brief, work: Work
 ) -> None:
-    ask(memo.around(InProcess(population)), brief, work)
+    ask(memo.wrap(InProcess(population)), brief, work)
     entries(memo)[0].unlink()
-    assert trained(ask(memo.around(InProcess(population)), brief, work)) == 1
+    assert trained(ask(memo.wrap(InProcess(population)), brief, work)) == 1
 
 
 def test_two_processes_share_one_store(memo: Memo, tmp_path: Path) -> None:
@@ -213,10 +213,10 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     memo = Memo(tmp_path, limit=5000)
     keys = [f"{i:02x}" * 4 for i in range(4)]
     for age, key in enumerate(keys):
-        memo.keep(key, Kept(bytes([age]) * 1000))
+        memo.keep(key, MemoEntry(bytes([age]) * 1000))
         os.utime(memo._path(key), (time.time() - 100 + age,) * 2)
     assert memo.find(keys[0])  # used just now, so the second is the oldest
-    memo.keep("ff" * 4, Kept(b"x" * 1000))
+    memo.keep("ff" * 4, MemoEntry(b"x" * 1000))
     assert memo.size() <= 5000
     assert memo.find(keys[1]) is None
     assert memo.find(keys[0])
@@ -224,17 +224,17 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
 
 
 def test_a_store_counts_what_it_finds_and_what_others_write(tmp_path: Path) -> None:
-    Memo(tmp_path).keep("aa11", Kept(b"x" * 3000))
+    Memo(tmp_path).keep("aa11", MemoEntry(b"x" * 3000))
     memo = Memo(tmp_path, limit=7000)
-    Memo(tmp_path).keep("bb22", Kept(b"x" * 3000))
+    Memo(tmp_path).keep("bb22", MemoEntry(b"x" * 3000))
     assert memo.size() == sum(p.stat().st_size for p in entries(memo))
-    memo.keep("cc33", Kept(b"x" * 3000))
+    memo.keep("cc33", MemoEntry(b"x" * 3000))
     assert memo.size() <= 7000
     assert memo.find("cc33")
 
 
 def test_what_a_killed_writer_left_goes_after_a_day(memo: Memo) -> None:
-    memo.keep("aa11", Kept(b"reply", b"memory"))
+    memo.keep("aa11", MemoEntry(b"reply", b"memory"))
     old, new = (memo.folder / "aa" / f".aa11.safetensors.{n}" for n in ("old", "new"))
     for path in (old, new):
         path.write_bytes(b"half")
@@ -242,7 +242,7 @@ def test_what_a_killed_writer_left_goes_after_a_day(memo: Memo) -> None:
     assert memo.size() > 0
     assert not old.exists()
     assert new.exists()
-    assert memo.find("aa11") == Kept(b"reply", b"memory")
+    assert memo.find("aa11") == MemoEntry(b"reply", b"memory")
 
 
 def test_a_store_that_fails_ends_no_run(
@@ -251,7 +251,7 @@ def test_a_store_that_fails_ends_no_run(
     memo.folder.rmdir()
     memo.folder.write_text("in the way")
     with caplog.at_level(logging.WARNING):
-        got = ask(memo.around(InProcess(population)), brief, work)
+        got = ask(memo.wrap(InProcess(population)), brief, work)
     assert trained(got) == 5
     assert "was not kept" in caplog.text
 
@@ -264,11 +264,11 @@ def test_a_folder_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
 
 def test_memories_can_be_put_back(memo: Memo, population: Population, brief: Brief, work: Work) -> None:
     moving = work_of(scaffold(), work)
-    engine = memo.around(InProcess(population))
+    engine = memo.wrap(InProcess(population))
     ask(engine, brief, moving)
     saved = dict(engine.memories)
     second = payloads(ask(engine, replace(brief, round=1), moving))
-    again = memo.around(InProcess(population))
+    again = memo.wrap(InProcess(population))
     again.memories = saved
     got = ask(again, replace(brief, round=1), moving)
     assert payloads(got) == second

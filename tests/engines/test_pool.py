@@ -179,7 +179,7 @@ def test_a_client_whose_worker_is_killed_twice_is_dropped(
 
 def test_a_worker_killed_while_idle_is_replaced(pool: Pool, population: Population, brief: Brief, work: Work) -> None:
     ask(pool.engine(population), brief, work)
-    for worker in pool._crew:
+    for worker in pool._running:
         worker.process.kill()
         worker.process.join()
     assert payloads(pool.engine(population), brief, work) == payloads(InProcess(population), brief, work)
@@ -190,7 +190,7 @@ def test_leaving_early_ends_the_work_at_once(
     how: str, pool: Pool, population: Population, brief: Brief, work: Work, tmp_path: Path
 ) -> None:
     ask(pool.engine(population), brief, work)  # both workers are up
-    pids = [worker.process.pid for worker in pool._crew]
+    pids = [worker.process.pid for worker in pool._running]
     slow = odd_parts.Spoiled("site-3", RuntimeError, base=odd_parts.Slow(60.0, tmp_path))
     envelopes = pool.engine(population).exchange(brief, replace(work, objective=slow), population.clients)
     assert next(envelopes).client == "site-3"  # it fails at once, and both workers are busy with others
@@ -220,11 +220,11 @@ def test_a_closed_pool_leaves_nothing(population: Population, brief: Brief, work
     with Pool(workers=1) as pool:
         engine = pool.engine(population)
         ask(engine, brief, work)
-        pids = [worker.process.pid for worker in pool._crew]
-        placed = pool.place(population.rows)
-        assert Path(placed.x).exists()
+        pids = [worker.process.pid for worker in pool._running]
+        mapped = pool.share_rows(population.rows)
+        assert Path(mapped.x).exists()
         assert all(is_alive(pid) for pid in pids if pid)
-    assert not Path(placed.x).exists()
+    assert not Path(mapped.x).exists()
     assert not any(is_alive(pid) for pid in pids if pid)
     pool.close()
     with pytest.raises(FuseError, match="closed"):
@@ -234,10 +234,10 @@ def test_a_closed_pool_leaves_nothing(population: Population, brief: Brief, work
 def test_a_forgotten_pool_leaves_nothing(population: Population, brief: Brief, work: Work) -> None:
     pool = Pool(workers=1)
     ask(pool.engine(population), brief, work)
-    pids, placed = [worker.process.pid for worker in pool._crew], pool.place(population.rows)
+    pids, mapped = [worker.process.pid for worker in pool._running], pool.share_rows(population.rows)
     del pool
     gc.collect()
-    assert not Path(placed.x).exists()
+    assert not Path(mapped.x).exists()
     assert not any(is_alive(pid) for pid in pids if pid)
 
 

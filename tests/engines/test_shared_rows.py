@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fedfuse.core.rows import Rows
-from fedfuse.engines import shared_rows as shelf_module
-from fedfuse.engines.shared_rows import Placed, Shelf
+from fedfuse.engines import shared_rows as shared_rows_module
+from fedfuse.engines.shared_rows import MappedRows, RowFiles
 from fedfuse.errors import ConfigError
 
 
@@ -21,55 +21,55 @@ def rows(n: int = 4) -> Rows:
 
 
 @pytest.fixture(params=["nameless", "named"])
-def shelf(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Shelf]:
+def row_files(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RowFiles]:
     if request.param == "named":  # a system that cannot open a file without a name
-        monkeypatch.setattr(shelf_module, "_DESCRIPTORS", tmp_path / "none")
-    shelf = Shelf()
-    yield shelf
-    shelf.clear()
+        monkeypatch.setattr(shared_rows_module, "_DESCRIPTORS", tmp_path / "none")
+    row_files = RowFiles()
+    yield row_files
+    row_files.clear()
 
 
-def exists(placed: Placed) -> bool:
-    return Path(placed.x).exists() and Path(placed.y).exists()
+def exists(mapped: MappedRows) -> bool:
+    return Path(mapped.x).exists() and Path(mapped.y).exists()
 
 
-def test_rows_come_back_as_they_were_whatever_their_strides(shelf: Shelf) -> None:
+def test_rows_come_back_as_they_were_whatever_their_strides(row_files: RowFiles) -> None:
     mine = rows()
-    back = shelf.put(mine).rows()
+    back = row_files.add(mine).rows()
     assert torch.equal(back.x, mine.x)
     assert torch.equal(back.y, mine.y)
     assert back.x.is_contiguous()
 
 
-def test_rows_are_written_once(shelf: Shelf) -> None:
+def test_rows_are_written_once(row_files: RowFiles) -> None:
     mine = rows()
-    assert shelf.put(mine) == shelf.put(Rows(mine.x, mine.y))
+    assert row_files.add(mine) == row_files.add(Rows(mine.x, mine.y))
 
 
-def test_only_the_last_used_stay(shelf: Shelf) -> None:
+def test_only_the_last_used_stay(row_files: RowFiles) -> None:
     a, b, c = rows(), rows(), rows()
-    first, second = shelf.put(a), shelf.put(b)
-    shelf.put(a)
+    first, second = row_files.add(a), row_files.add(b)
+    row_files.add(a)
     held = second.rows()
-    third = shelf.put(c)
+    third = row_files.add(c)
     assert exists(first)
     assert exists(third)
-    assert len(shelf._entries) == 2
+    assert len(row_files._entries) == 2
     assert torch.equal(held.x, b.x)  # whoever has mapped them keeps them
-    assert torch.equal(shelf.put(b).rows().x, b.x)
+    assert torch.equal(row_files.add(b).rows().x, b.x)
 
 
-def test_nothing_stays(shelf: Shelf) -> None:
-    placed = shelf.put(rows())
-    assert exists(placed)
-    shelf.clear()
-    assert not exists(placed)
+def test_nothing_stays(row_files: RowFiles) -> None:
+    mapped = row_files.add(rows())
+    assert exists(mapped)
+    row_files.clear()
+    assert not exists(mapped)
     with pytest.raises(ConfigError, match=r"cannot find the rows .*workers=0"):
-        placed.rows()
+        mapped.rows()
 
 
-def test_nobody_has_no_rows(shelf: Shelf) -> None:
-    back = shelf.put(Rows(torch.empty(0, 3), torch.empty(0, dtype=torch.int64))).rows()
+def test_nobody_has_no_rows(row_files: RowFiles) -> None:
+    back = row_files.add(Rows(torch.empty(0, 3), torch.empty(0, dtype=torch.int64))).rows()
     assert back.x.shape == (0, 3)
     assert len(back) == 0
 
@@ -77,9 +77,9 @@ def test_nobody_has_no_rows(shelf: Shelf) -> None:
 def test_rows_go_to_disk_when_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     room = {Path("/dev/shm"): 10, Path(tempfile.gettempdir()): 10**9}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=room[path]))
-    assert shelf_module._roomy(1000) == Path(tempfile.gettempdir())
-    assert shelf_module._roomy(4) == Path("/dev/shm")
-    assert shelf_module._roomy(10**10) == Path(tempfile.gettempdir())
+    assert shared_rows_module._folder_with_room(1000) == Path(tempfile.gettempdir())
+    assert shared_rows_module._folder_with_room(4) == Path("/dev/shm")
+    assert shared_rows_module._folder_with_room(10**10) == Path(tempfile.gettempdir())
 
 
 def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,4 +88,4 @@ def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(ConfigError, match=r"144 bytes of rows .*No space left on device; free some space"):
-        Shelf().put(rows())
+        RowFiles().add(rows())

@@ -19,7 +19,7 @@ from fedfuse.core.messages import Brief
 from fedfuse.core.seams import Work
 from fedfuse.engines import worker
 from fedfuse.engines.local import InProcess, Population
-from fedfuse.engines.shared_rows import Shelf
+from fedfuse.engines.shared_rows import RowFiles
 from fedfuse.errors import ConfigError
 from fedfuse.wire.codec import decode, encode
 from fedfuse.wire.messages import encode_brief
@@ -34,12 +34,12 @@ def test_tensors_travel_by_value() -> None:
 
 
 def test_a_turn_is_a_line_of_json_and_two_messages(population: Population, brief: Brief, work: Work) -> None:
-    shelf = Shelf()
+    row_files = RowFiles()
     parent, child = Pipe()
     with parent, child:
-        lesson = (work, brief.spec, encode_brief(brief), 6, shelf.put(population.rows))
+        inputs = (work, brief.spec, encode_brief(brief), 6, row_files.add(population.rows))
         index = population.index["site-2"].numpy()
-        parent.send_bytes(worker.ByValue.dumps(lesson))
+        parent.send_bytes(worker.ByValue.dumps(inputs))
         parent.send_bytes(worker.ByValue.dumps(("site-2", index, encode({}, {}), None)))
         held = worker._turn(child, None)
         facts = json.loads(parent.recv_bytes())
@@ -52,7 +52,7 @@ def test_a_turn_is_a_line_of_json_and_two_messages(population: Population, brief
         parent.send_bytes(worker.ByValue.dumps(("site-2", index, encode({}, {}), expected.payload)))
         assert worker._turn(child, held) is held
         assert json.loads(parent.recv_bytes())["remembered"] is True
-    shelf.clear()
+    row_files.clear()
 
 
 SCRIPT = """
@@ -111,14 +111,14 @@ def wait_for(condition: object, seconds: float = 30.0) -> None:
 
 
 def test_an_error_of_the_users_is_told_by_name(population: Population, brief: Brief, work: Work) -> None:
-    shelf = Shelf()
+    row_files = RowFiles()
     parent, child = Pipe()
     with parent, child:
         stubborn = replace(work, objective=odd_parts.Spoiled("site-2", ConfigError))
-        lesson = (stubborn, brief.spec, encode_brief(brief), 6, shelf.put(population.rows))
-        parent.send_bytes(worker.ByValue.dumps(lesson))
+        inputs = (stubborn, brief.spec, encode_brief(brief), 6, row_files.add(population.rows))
+        parent.send_bytes(worker.ByValue.dumps(inputs))
         turn = ("site-2", population.index["site-2"].numpy(), encode({}, {}), None)
         parent.send_bytes(worker.ByValue.dumps(turn))
         assert worker._turn(child, None) is None
         assert json.loads(parent.recv_bytes()) == {"error": "ConfigError", "text": "site-2 will not"}
-    shelf.clear()
+    row_files.clear()

@@ -16,7 +16,7 @@ from fedfuse.experiment.prepare import prepare
 from fedfuse.server.aggregate.gaussianity import NonGaussianMean
 from fedfuse.server.aggregate.natural import NaturalKron
 from fedfuse.server.align.activations import ByActivations
-from fedfuse.server.align.alignment import ALIGNMENTS, Aligned
+from fedfuse.server.align.alignment import ALIGNMENTS, AlignUnits
 from fedfuse.server.align.transport import ByTransport
 from fedfuse.server.align.weights import ByWeights
 from fedfuse.server.robust import Krum
@@ -33,13 +33,13 @@ def recipe_of(**said: Any) -> tuple[str, Recipe]:
 def test_one_word_aligns_before_any_method() -> None:
     label, recipe = recipe_of(name="swa", align="weights")
     assert label == "swa+weights"
-    assert (recipe.align, recipe.aggregate) == (Aligned(ByWeights()), NonGaussianMean())
+    assert (recipe.align, recipe.aggregate) == (AlignUnits(ByWeights()), NonGaussianMean())
 
 
 def test_a_table_gives_options_to_the_way_and_to_the_alignment() -> None:
     said = {"name": "transport", "reg": 0.05, "reference": "mean", "renorm": True}
     _, recipe = recipe_of(name="fedlpa", align=said)
-    assert recipe.align == Aligned(ByTransport(reg=0.05), "mean")
+    assert recipe.align == AlignUnits(ByTransport(reg=0.05), "mean")
     assert isinstance(recipe.aggregate, NaturalKron)
     assert recipe.steps[0] == RestateNorms()
     assert {"kron", "server_rows"} <= recipe.needs
@@ -48,7 +48,7 @@ def test_a_table_gives_options_to_the_way_and_to_the_alignment() -> None:
 def test_units_are_aligned_before_a_guard_measures_distances() -> None:
     label, recipe = recipe_of(name="fedavg", align="activations", guard={"name": "krum"})
     assert label == "fedavg+krum+activations"
-    assert (recipe.align, recipe.guard) == (Aligned(ByActivations()), Krum())
+    assert (recipe.align, recipe.guard) == (AlignUnits(ByActivations()), Krum())
 
 
 def test_a_resolved_file_says_the_same(tiny: Callable[..., Experiment], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from fedfuse.core.settings import Decay, Optimizer
-from fedfuse.data import ServerRows
+from fedfuse.data import ServerRowsConfig
 from fedfuse.experiment.config import (
     SCHEMES,
     DataConfig,
@@ -40,7 +40,7 @@ def blocks(language: str) -> Iterator[tuple[str, str]]:
     "schema",
     [
         *(Experiment, DataConfig, GroupConfig, LocalConfig, MethodConfig, JudgeConfig, ServerConfig),
-        *(Optimizer, Decay, ServerRows, *SCHEMES.values()),
+        *(Optimizer, Decay, ServerRowsConfig, *SCHEMES.values()),
     ],
     ids=lambda schema: schema.__name__,
 )

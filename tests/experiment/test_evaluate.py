@@ -46,7 +46,7 @@ def test_every_file_is_scored(tmp_path: Path, source: str) -> None:
 def test_rows_are_scaled_as_in_the_run(tmp_path: Path, source: str) -> None:
     saved(tmp_path / "m.safetensors", 1.0)
     plain = evaluate_files([tmp_path / "m.safetensors"], source)
-    scaled = evaluate_files([tmp_path / "m.safetensors"], source, standardise=True)
+    scaled = evaluate_files([tmp_path / "m.safetensors"], source, standardize=True)
     assert plain.keys() == scaled.keys()
     name = str(tmp_path / "m.safetensors")
     assert scaled[name]["nll"] != plain[name]["nll"]

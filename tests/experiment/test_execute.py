@@ -304,7 +304,7 @@ class DiesAfter:
         self.round = round_
         self.begun: list[tuple[str, int, int, int]] = []
 
-    def course_began(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
+    def method_started(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
         self.begun.append((label, done, rounds, clients))
 
     def client_done(self, client: str, seconds: float, remembered: bool) -> None:

@@ -56,7 +56,7 @@ def test_networks_of_every_depth_answer_together(tiny: Tiny, tmp_path: Path) -> 
         {"name": "ensemble"},
         {"name": "ams"},
         {"name": "ams", "layer": "first", "label": "early"},
-        {"name": "ams", "distil": "server", "epochs": 2, "label": "one"},
+        {"name": "ams", "distill": "server", "epochs": 2, "label": "one"},
     ]
     data = FIVE | {"server_fraction": 0.1}
     experiment = tiny(rounds=1, data=data, models=DEPTHS, methods=methods)
@@ -94,7 +94,9 @@ def test_no_round_goes_on_from_a_mixture(tiny: Tiny) -> None:
     handover = [{"name": "ensemble", "rounds": 1, "then": {"name": "fedavg"}}]
     with pytest.raises(RecipeError, match="recipe 'ensemble' ends a round with a mixture"):
         prepare(tiny(rounds=2, methods=handover)).check()
-    prepare(tiny(rounds=2, data=FIVE | {"server_fraction": 0.1}, methods=[{"name": "ams", "distil": "server"}])).check()
+    prepare(
+        tiny(rounds=2, data=FIVE | {"server_fraction": 0.1}, methods=[{"name": "ams", "distill": "server"}])
+    ).check()
 
 
 def test_groups_survive_the_resolved_file(tiny: Tiny, tmp_path: Path) -> None:
@@ -113,7 +115,7 @@ def unlabelled(tmp_path: Path) -> Path:
 
 def test_inputs_without_labels_teach_one_network(tiny: Tiny, tmp_path: Path, unlabelled: Path) -> None:
     data: dict[str, Any] = FIVE | {"unlabelled": str(unlabelled), "unlabelled_limit": 30}
-    methods = [{"name": "ensemble", "distil": "unlabelled", "epochs": 2}]
+    methods = [{"name": "ensemble", "distill": "unlabelled", "epochs": 2}]
     setting = prepare(tiny(data=data, methods=methods)).setting(0)
     assert setting.bench.unlabelled is not None
     assert setting.bench.unlabelled.shape == (30, 1, 8, 8)
@@ -121,9 +123,9 @@ def test_inputs_without_labels_teach_one_network(tiny: Tiny, tmp_path: Path, unl
     assert [row["facts"]["distilled"]["inputs"] for row in results.rows] == [30, 30]
 
 
-def test_inputs_without_labels_are_standardised_like_the_others(tiny: Tiny, unlabelled: Path) -> None:
+def test_inputs_without_labels_are_standardized_like_the_others(tiny: Tiny, unlabelled: Path) -> None:
     data: dict[str, Any] = FIVE | {"unlabelled": str(unlabelled)}
-    plain, scaled = (prepare(tiny(data=data | {"standardise": s})) for s in (False, True))
+    plain, scaled = (prepare(tiny(data=data | {"standardize": s})) for s in (False, True))
     assert plain.unlabelled is not None
     assert scaled.unlabelled is not None
     pixels = plain.dataset.train.x
@@ -136,7 +138,7 @@ def test_inputs_without_labels_are_standardised_like_the_others(tiny: Tiny, unla
 
 
 def test_missing_or_odd_inputs_are_told_before_training(tiny: Tiny, tmp_path: Path) -> None:
-    wants = [{"name": "ams", "distil": "unlabelled"}]
+    wants = [{"name": "ams", "distill": "unlabelled"}]
     with pytest.raises(RecipeError, match=r"recipe 'ams' learns on inputs without labels .* set data\.unlabelled"):
         prepare(tiny(rounds=1, methods=wants)).check()
     path = tmp_path / "odd.npz"

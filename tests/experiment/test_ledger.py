@@ -61,7 +61,7 @@ def test_a_line_cut_anywhere_neither_hurts_nor_swallows_the_next(cut: int) -> No
         size = ledger.path.stat().st_size
         os.truncate(ledger.path, max(whole, size - 1 - cut))
         assert [found["round"] for found in ledger.lines()][:1] == [1]
-        ledger.mend()
+        ledger.drop_partial_line()
         ledger.append(line(3))
         assert [found["round"] for found in ledger.lines()] == [1, 3]
         assert all(json.loads(text) for text in ledger.path.read_text().splitlines())
@@ -69,7 +69,7 @@ def test_a_line_cut_anywhere_neither_hurts_nor_swallows_the_next(cut: int) -> No
 
 def test_what_is_no_line_is_passed_over(ledger: Ledger) -> None:
     assert ledger.lines() == []
-    ledger.mend()
+    ledger.drop_partial_line()
     ledger.path.write_bytes(b'3\n{"label": "x"}\n\xff\xfe\n[]\n' + json.dumps(line(1)).encode() + b"\n")
     assert ledger.lines() == [line(1)]
 

@@ -163,8 +163,8 @@ def test_held_out_rows_are_nobodys_training_rows(tiny: Tiny) -> None:
     assert set(setting.judge.held_out) == set(setting.population.clients)
 
 
-def test_standardised_rows_have_mean_zero_and_deviation_one(tiny: Tiny) -> None:
-    train = prepare(tiny(data={"standardise": True, "clients": 2})).dataset.train.x
+def test_standardized_rows_have_mean_zero_and_deviation_one(tiny: Tiny) -> None:
+    train = prepare(tiny(data={"standardize": True, "clients": 2})).dataset.train.x
     assert abs(float(train.mean())) < 1e-5
     assert abs(float(train.std()) - 1) < 1e-3
 
@@ -176,12 +176,12 @@ def test_augmentations_by_name(tiny: Tiny) -> None:
 
 
 def test_inputs_from_elsewhere_are_seen_as_ours_are(tiny: Tiny, tmp_path: Path) -> None:
-    """Strangers are the test rows of another source, standardised as ours, and must have our shape."""
-    data = {"clients": 3, "train_limit": 90, "test_limit": 20, "standardise": True}
+    """Strangers are the test rows of another source, standardized as ours, and must have our shape."""
+    data = {"clients": 3, "train_limit": 90, "test_limit": 20, "standardize": True}
     setting = prepare(tiny(data=data, judge={"ood": "digits"})).setting(0)
-    assert setting.judge.strangers is not None
-    assert setting.judge.strangers.equal(setting.judge.test.x)
-    assert prepare(tiny()).setting(0).judge.strangers is None
+    assert setting.judge.ood_inputs is not None
+    assert setting.judge.ood_inputs.equal(setting.judge.test.x)
+    assert prepare(tiny()).setting(0).judge.ood_inputs is None
     x, y = np.zeros((6, 3, 8, 8), np.float32), np.arange(6) % 2
     np.savez(tmp_path / "odd.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     with pytest.raises(ConfigError, match=r"judge\.ood: the inputs of .* are 3×8×8, expected 1×8×8 as here"):

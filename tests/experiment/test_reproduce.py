@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.figures import Figure, all_figures
+from fedfuse.experiment.figures import PaperFigure, all_figures
 from fedfuse.experiment.reproduce import catalogue, experiments_folder, find
 
 
@@ -41,7 +41,7 @@ def test_a_table_is_found_at_its_scale(shelf: Path) -> None:
 def test_a_picture_needs_no_scale(shelf: Path) -> None:
     for name, picture in all_figures().items():
         found = find(name, "cpu")
-        assert isinstance(found, Figure)
+        assert isinstance(found, PaperFigure)
         assert found == picture
 
 

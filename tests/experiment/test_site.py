@@ -8,7 +8,7 @@ from fedfuse.core.posterior import Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.site import fuse_files, site_update
-from fedfuse.nets.channels import channel_groups, narrowed
+from fedfuse.nets.channels import channel_groups, keep_channels
 from fedfuse.server.door.files import fingerprint
 from fedfuse.wire.codec import decode, read
 from fedfuse.wire.files import load_model, save_model
@@ -79,7 +79,7 @@ def pruned_file(folder: Path, **options: object) -> Path:
     spec = Spec("lenet", {"classes": 10, "channels": 1, "size": 8, "maps": [4, 5], "hidden": [6], **options})
     params = dict(spec.build().state_dict())
     keep = {group: [0, 3] for group in channel_groups(spec, (1, 8, 8)) if group.name == "conv1"}
-    small, weights = narrowed(spec, params, keep)
+    small, weights = keep_channels(spec, params, keep)
     save_model(Single(small, Posterior(weights)), folder / "pruned.safetensors")
     return folder / "pruned.safetensors"
 

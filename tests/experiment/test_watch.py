@@ -17,7 +17,7 @@ class Diary:
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
 
-    def course_began(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
+    def method_started(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
         self.told.append((label, seed, done, rounds, clients))
 
     def client_done(self, client: str, seconds: float, remembered: bool) -> None:
@@ -45,6 +45,6 @@ def test_a_watcher_is_told_everything(tiny: Callable[..., Experiment], tmp_path:
 
 def test_nobody_is_a_watcher_too() -> None:
     nobody: Watcher = Quiet()
-    nobody.course_began("fedavg", 0, 0, 1, 3)
+    nobody.method_started("fedavg", 0, 0, 1, 3)
     nobody.client_done("a", 0.1, remembered=False)
     nobody.round_done("fedavg", 0, 1, None)

@@ -30,7 +30,7 @@ def test_equation_eight_as_printed_rarely_sums_to_one(found: seen.Behaviour) -> 
 
 def test_scores_grow_with_the_seventh_power_or_not_at_all(found: seen.Behaviour) -> None:
     assert found.growth["|k₃·k₄|"] == pytest.approx(seen.SCALES**7)
-    assert found.growth["standardised"] == pytest.approx(np.ones(len(seen.SCALES)))
+    assert found.growth["standardized"] == pytest.approx(np.ones(len(seen.SCALES)))
     assert np.all(np.diff(found.growth["Rényi 1"]) < 0)
 
 

@@ -30,7 +30,7 @@ from fedfuse.flower import FuseStrategy, evaluate, train
 from fedfuse.flower.network import Network
 from fedfuse.flower.records import FAILED, MEMORY, PARAMS, REPLY
 from fedfuse.server.loop import Plan, run
-from fedfuse.server.steps.dynamic import exam
+from fedfuse.server.steps.dynamic import accuracy_and_loss
 
 
 def images(seed: int, n: int) -> Rows:
@@ -263,7 +263,7 @@ def test_clients_score_the_very_model_that_was_fused(method: Any) -> None:
     model = fuses.fused.model
     assert isinstance(model, Single)
     sizes = PEOPLE.sizes()
-    scores = {client: exam(model, PEOPLE.rows_of(client)) for client in sizes}
+    scores = {client: accuracy_and_loss(model, PEOPLE.rows_of(client)) for client in sizes}
     metrics = result.evaluate_metrics_clientapp[1]
     for place, name in enumerate(("accuracy", "loss")):
         mean = sum(sizes[client] * scores[client][place] for client in sizes) / sum(sizes.values())
@@ -276,7 +276,7 @@ def test_plain_models_are_scored_too() -> None:
     message = next(iter(fuses.configure_evaluate(1, begun(), ConfigRecord(), grid)))
     own = PEOPLE.rows_of("client-0")
     metrics = evaluate(message, context(), make, own).content.metric_records["metrics"]
-    accuracy, loss = exam(Single.of(start(), Spec.of(start())), own)
+    accuracy, loss = accuracy_and_loss(Single.of(start(), Spec.of(start())), own)
     assert (metrics["num-examples"], metrics["accuracy"], metrics["loss"]) == (14, accuracy, pytest.approx(loss))
 
 

@@ -54,7 +54,7 @@ def node_of(engine: FlowerEngine, client: str) -> int:
 def settled(engine: FlowerEngine) -> FlowerEngine:
     """Give nodes that just joined the time to say who they are."""
     for _ in range(4):
-        engine.federation.welcome()
+        engine.federation.poll_nodes()
     return engine
 
 
@@ -93,7 +93,7 @@ def test_nodes_are_clients_by_their_partition_and_enrol_with_their_rows() -> Non
     _, engine = a_federation()
     assert engine.clients == PEOPLE.clients
     assert {c: m.rows for c, m in engine.federation.members.items()} == PEOPLE.sizes()
-    assert engine.federation.simulated
+    assert engine.federation.is_simulated
 
 
 def test_what_a_client_remembers_stays_in_its_own_state() -> None:
@@ -187,7 +187,7 @@ def test_a_registered_name_beats_what_a_node_calls_itself() -> None:
     federation = Federation(grid, 2, deadline=5)
     federation.gather()
     assert federation.members.keys() == {"south", "north"}
-    assert not federation.simulated
+    assert not federation.is_simulated
 
 
 def test_a_registered_node_cannot_make_a_deployment_look_like_a_simulation() -> None:
@@ -200,7 +200,7 @@ def test_a_registered_node_cannot_make_a_deployment_look_like_a_simulation() -> 
     federation = Federation(grid, 1, patience=5, names=PEOPLE.clients)
     federation.gather()
     assert federation.members.keys() == {"north"}
-    assert not federation.simulated
+    assert not federation.is_simulated
 
 
 def test_a_node_that_cannot_load_the_app_is_told_and_one_that_went_is_asked_again() -> None:
@@ -334,7 +334,7 @@ def test_what_a_node_says_cannot_reach_a_terminal() -> None:
 
 def test_large_replies_wait_in_files_that_go_with_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(flower, "HELD", 200)
+    monkeypatch.setattr(flower, "INBOX_BYTES", 200)
     _, engine = a_federation()
     got = exchanged(engine)
     paths = [e.payload for e in got.values() if isinstance(e.payload, Path)]

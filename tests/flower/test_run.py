@@ -22,7 +22,7 @@ from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.execute import Results, execute
 from fedfuse.experiment.ledger import Ledger
-from fedfuse.flower.run import Conductor
+from fedfuse.flower.run import ExperimentServer
 from fedfuse.flower.site import FileSite, site_app
 
 Tiny = Callable[..., Experiment]
@@ -42,10 +42,10 @@ def written(experiment: Experiment, folder: Path) -> Path:
 
 
 def conduct(grid: FakeGrid, path: Path, out: Path, **config: Any) -> Results:
-    conductor = Conductor(path)
-    conductor(grid, Context(1, 1, {}, RecordDict(), {"out": str(out), "deadline": 20.0, **config}))
-    assert conductor.results is not None
-    return conductor.results
+    experiment_server = ExperimentServer(path)
+    experiment_server(grid, Context(1, 1, {}, RecordDict(), {"out": str(out), "deadline": 20.0, **config}))
+    assert experiment_server.results is not None
+    return experiment_server.results
 
 
 def plain(results: Results) -> list[dict[str, Any]]:
@@ -169,8 +169,8 @@ def test_rows_that_do_not_fit_drop_their_site_alone(
 def test_what_cannot_be_in_a_federation_is_said_before_any_round(tiny: Tiny, tmp_path: Path) -> None:
     files = site_files(tmp_path, {"north": 40, "east": 25, "south": 30})
     data = {"clients": 3, "train_limit": 90, "server_fraction": 0.2}
-    path = written(tiny(data=data | {"standardise": True}), tmp_path)
-    with pytest.raises(ConfigError, match=r"data.standardise takes the mean of all training rows"):
+    path = written(tiny(data=data | {"standardize": True}), tmp_path)
+    with pytest.raises(ConfigError, match=r"data.standardize takes the mean of all training rows"):
         conduct(deployed(path, files), path, tmp_path / "run")
     path = tmp_path / "other.toml"
     path.write_text(tiny("data_sharing", data=data).to_toml())

@@ -61,7 +61,7 @@ def written(path: Path, rounds: int, model: str, names: list[str]) -> Path:
     return path
 
 
-def simulated(path: Path, out: Path, *more: str) -> dict[str, Any]:
+def is_simulated(path: Path, out: Path, *more: str) -> dict[str, Any]:
     """`fedfuse flower FILE --run` as a user types it."""
     command = [sys.executable, "-m", "fedfuse", "flower", str(path), "--run", "--out", str(out), "--json", *more]
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -80,7 +80,7 @@ def test_every_method_gives_the_same_bytes(which: str, tmp_path: Path) -> None:
     names = [name for name in sorted(all_methods()) if is_remote(name) and kind(name) == which]
     rounds, model = 1 if which == "mixtures" else 2, CONV if which == "channels" else MLP
     path = written(tmp_path / "all.toml", rounds, model, names)
-    theirs = simulated(path, tmp_path / "flower", "--workers", "2")
+    theirs = is_simulated(path, tmp_path / "flower", "--workers", "2")
     ours = execute(load_experiment(path), tmp_path / "here", workers=0)
     assert models(tmp_path / "flower") == models(tmp_path / "here")
     assert len(ours.rows) == len(theirs["rows"]) == len(names) * rounds

@@ -15,7 +15,7 @@ from fedfuse import kernels
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError
-from fedfuse.kernels import chain_for, place
+from fedfuse.kernels import chain_for, code_cache
 from fedfuse.kernels.choice import is_faster
 from fedfuse.kernels.trace import Conv, Linear
 
@@ -103,18 +103,18 @@ def test_the_first_use_says_that_it_compiles(
 def test_code_is_kept_per_source_below_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    place.code_folder.cache_clear()
+    code_cache.code_folder.cache_clear()
     try:
-        assert place.is_cold()
-        folder = place.code_folder()
+        assert code_cache.is_cold()
+        folder = code_cache.code_folder()
         assert folder.parent == tmp_path / "fedfuse" / "kernels"
-        assert not place.is_cold()
+        assert not code_cache.is_cold()
         (tmp_path / "file").touch()
         monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file"))
-        place.code_folder.cache_clear()
-        assert place.code_folder().is_dir()  # it cannot be there: this process has one of its own
+        code_cache.code_folder.cache_clear()
+        assert code_cache.code_folder().is_dir()  # it cannot be there: this process has one of its own
     finally:
-        place.code_folder.cache_clear()
+        code_cache.code_folder.cache_clear()
 
 
 def test_the_signature_changes_with_numba(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from plain_training import rows, seeded, step_error
 from torch import Tensor, nn
 
 from fedfuse.core.spec import Spec
-from fedfuse.kernels.trace import Activation, Conv, Flatten, Linear, Pool, Uncovered, chain_of, shape_after
+from fedfuse.kernels.trace import Activation, Conv, Flatten, Linear, PoolLayer, Uncovered, chain_of, shape_after
 
 
 class Written(nn.Module):
@@ -51,8 +51,8 @@ class ByFunction(Written):
 @pytest.mark.parametrize("kind", [Written, ByShape, ByNumber, ByFunction])
 def test_what_users_write_is_followed(kind: type[nn.Module]) -> None:
     assert chain_of(kind(), (1, 14, 14)) == (
-        *(Conv("conv1", 6, 3, 1, 0, True), Pool("max", 2, 2), Activation("relu")),
-        *(Conv("conv2", 8, 3, 1, 0, True), Pool("max", 2, 2), Activation("relu")),
+        *(Conv("conv1", 6, 3, 1, 0, True), PoolLayer("max", 2, 2), Activation("relu")),
+        *(Conv("conv2", 8, 3, 1, 0, True), PoolLayer("max", 2, 2), Activation("relu")),
         *(Flatten(), Linear("fc1", 12, True), Activation("tanh"), Linear("fc2", 3, True)),
     )
     assert step_error(seeded(kind), rows((1, 14, 14), 20), 20) < 5e-5

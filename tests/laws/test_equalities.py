@@ -14,7 +14,7 @@ from fedfuse.core.registry import find_method
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench, ServerState, part
+from fedfuse.core.state import Bench, ServerState, entries_of
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.server.loop import Plan, Record, run
 
@@ -96,7 +96,7 @@ def test_moons_loss_in_round_two_is_the_one_worked_out_by_hand() -> None:
         Plan(2),
     )
     given = next(rounds).state.single.posterior.mean
-    kept = {client: part(engine.memories[client], "last") for client in data}  # as it was after the first round
+    kept = {client: entries_of(engine.memories[client], "last") for client in data}  # as it was after the first round
     second = next(rounds)
     for client, own in data.items():
         expected = by_hand(net, given, kept[client], own, mu, temperature)

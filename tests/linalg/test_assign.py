@@ -14,15 +14,15 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("n", "m"), [(4, 4), (3, 5), (5, 3), (1, 1)])
-@pytest.mark.parametrize("maximise", [False, True])
-def test_matching_equals_brute_force(n: int, m: int, maximise: bool) -> None:
+@pytest.mark.parametrize("maximize", [False, True])
+def test_matching_equals_brute_force(n: int, m: int, maximize: bool) -> None:
     cost = normal(n, m)
     wide = cost if n <= m else cost.T
     totals = [
         sum(float(wide[i, j]) for i, j in enumerate(p)) for p in itertools.permutations(range(max(n, m)), min(n, m))
     ]
-    found = match(cost, maximise=maximise)
-    assert found.total == pytest.approx(max(totals) if maximise else min(totals), abs=1e-5)
+    found = match(cost, maximize=maximize)
+    assert found.total == pytest.approx(max(totals) if maximize else min(totals), abs=1e-5)
     assert found.total == pytest.approx(float(cost[found.rows, found.cols].sum()), abs=1e-5)
     assert len(found.rows) == min(n, m) == len(set(found.cols.tolist()))
 
@@ -114,7 +114,7 @@ def test_bad_masses_and_short_breath_are_explained() -> None:
 
 def test_several_assignments_are_those_of_each() -> None:
     gains = torch.randn(5, 6, 6, generator=torch.Generator().manual_seed(0))
-    each = torch.stack([match(gain, maximise=True).cols for gain in gains])
+    each = torch.stack([match(gain, maximize=True).cols for gain in gains])
     assert match_each(gains).equal(each)
     assert match_each(gains[:0]).shape == (0, 6)
     for bad in (gains[0], gains[:, :2], torch.full((1, 2, 2), torch.nan)):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from fedfuse.errors import ConfigError
-from fedfuse.linalg.atoms import Belief, Shared, Units, gains, gathered, share_atoms
+from fedfuse.linalg.atoms import AtomPrior, SharedAtoms, Units, atoms_of_assignment, gains, share_atoms
 
 D = 3
 
@@ -28,8 +28,8 @@ def crowd(sizes: Sequence[int], seed: int, scale: float = 1.0) -> list[Units]:
     return [Units(scale * normal(n, D, seed=seed + k), positive(D, seed=50 + seed + k)) for k, n in enumerate(sizes)]
 
 
-def belief(seed: int = 0, gamma: float = 1.0) -> Belief:
-    return Belief(0.1 * normal(D, seed=seed), positive(D, seed=90 + seed), gamma)
+def belief(seed: int = 0, gamma: float = 1.0) -> AtomPrior:
+    return AtomPrior(0.1 * normal(D, seed=seed), positive(D, seed=90 + seed), gamma)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Oracle:
     """The log posterior of one client's assignment given everybody else's, term by term."""
 
     clients: Sequence[Units]
-    prior: Belief
+    prior: AtomPrior
     known: dict[tuple[tuple[int, int], ...], float] = field(default_factory=dict)
 
     def density(self, members: tuple[tuple[int, int], ...]) -> float:
@@ -51,7 +51,7 @@ class Oracle:
             self.known[members] = float(sum(t.sum() for t in terms))
         return self.known[members]
 
-    def __call__(self, j: int, others: Shared, place: Sequence[int]) -> float:
+    def __call__(self, j: int, others: SharedAtoms, place: Sequence[int]) -> float:
         """P(values | atoms) P(B_j | B_-j), up to a constant.
 
         An atom that m others use is used with probability m/J, and the number of new ones is Poisson(γ/J). Atoms
@@ -59,7 +59,7 @@ class Oracle:
         """
         rest, count, J = [k for k in range(len(self.clients)) if k != j], len(others), len(self.clients)
         members: list[list[tuple[int, int]]] = [[] for _ in range(count + len(place))]
-        for k, places in [*zip(rest, others.places, strict=True), (j, torch.tensor(place))]:
+        for k, places in [*zip(rest, others.assignment, strict=True), (j, torch.tensor(place))]:
             for row, atom in enumerate(places.tolist()):
                 members[atom].append((k, row))
         values = sum(self.density(tuple(m)) - self.density(()) for m in members if m)
@@ -78,11 +78,13 @@ def choices(units: int, atoms: int) -> Iterator[tuple[int, ...]]:
             yield places
 
 
-def without(clients: Sequence[Units], found: Shared, j: int) -> Shared:
+def without(clients: Sequence[Units], found: SharedAtoms, j: int) -> SharedAtoms:
     """The atoms of everybody but client j, those it used alone gone."""
-    places = [p for k, p in enumerate(found.places) if k != j]
+    places = [p for k, p in enumerate(found.assignment) if k != j]
     kept = torch.cat(places).unique()
-    return gathered([u for k, u in enumerate(clients) if k != j], [torch.searchsorted(kept, p) for p in places])
+    return atoms_of_assignment(
+        [u for k, u in enumerate(clients) if k != j], [torch.searchsorted(kept, p) for p in places]
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -112,11 +114,11 @@ def test_the_last_client_is_assigned_as_brute_force_would(seed: int) -> None:
     assert oracle(2, others, as_choice(found, others, 2)) == pytest.approx(best)
 
 
-def as_choice(found: Shared, others: Shared, j: int) -> tuple[int, ...]:
+def as_choice(found: SharedAtoms, others: SharedAtoms, j: int) -> tuple[int, ...]:
     """A client's places numbered as in the atoms of the others; its own atoms come after them."""
-    kept = torch.cat([p for k, p in enumerate(found.places) if k != j]).unique().tolist()
+    kept = torch.cat([p for k, p in enumerate(found.assignment) if k != j]).unique().tolist()
     fresh = itertools.count(len(others))
-    return tuple(kept.index(a) if a in kept else next(fresh) for a in found.places[j].tolist())
+    return tuple(kept.index(a) if a in kept else next(fresh) for a in found.assignment[j].tolist())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -137,11 +139,11 @@ def test_permuted_copies_are_one_set_of_atoms_shrunk_by_the_prior(copies: int) -
     original, sigma, sigma0 = 4 * normal(6, 20, seed=1), 0.5, 2.0
     orders = [torch.randperm(6, generator=torch.Generator().manual_seed(k)) for k in range(copies)]
     precision = torch.full((20,), 1 / sigma, dtype=torch.float64)
-    prior = Belief(torch.full((20,), 0.1).double(), torch.full((20,), 1 / sigma0).double())
+    prior = AtomPrior(torch.full((20,), 0.1).double(), torch.full((20,), 1 / sigma0).double())
     found = share_atoms([Units(original[o], precision) for o in orders], prior)
     assert found.users.tolist() == [copies] * 6
     kept = copies / (copies + sigma / sigma0)
-    for order, place in zip(orders, found.places, strict=True):
+    for order, place in zip(orders, found.assignment, strict=True):
         assert torch.allclose(found.mode(prior)[place], 0.1 + kept * (original[order] - 0.1))
         assert torch.allclose(found.mean()[place], original[order])
 
@@ -151,11 +153,11 @@ def test_one_number_for_all_coordinates_is_as_many_equal_ones() -> None:
     wide = [Units(v, torch.full((8,), 2.0).double()) for v in values]
     short = [Units(v, torch.tensor([2.0]).double()) for v in values]
     mean = normal(8, seed=9)
-    found = share_atoms(wide, Belief(mean, torch.full((8,), 0.7).double()))
-    same = share_atoms(short, Belief(mean, torch.tensor([0.7]).double()))
-    assert all(a.equal(b) for a, b in zip(found.places, same.places, strict=True))
-    lean = Belief(mean, torch.tensor([0.7]).double())
-    assert torch.allclose(found.mode(Belief(mean, torch.full((8,), 0.7).double())), same.mode(lean))
+    found = share_atoms(wide, AtomPrior(mean, torch.full((8,), 0.7).double()))
+    same = share_atoms(short, AtomPrior(mean, torch.tensor([0.7]).double()))
+    assert all(a.equal(b) for a, b in zip(found.assignment, same.assignment, strict=True))
+    lean = AtomPrior(mean, torch.tensor([0.7]).double())
+    assert torch.allclose(found.mode(AtomPrior(mean, torch.full((8,), 0.7).double())), same.mode(lean))
 
 
 def test_atoms_nobody_uses_vanish() -> None:
@@ -163,8 +165,8 @@ def test_atoms_nobody_uses_vanish() -> None:
     found = share_atoms(crowd([4, 4, 3, 2], 3), belief(3, gamma=5.0), sweeps=20)
     assert int(found.users.min()) >= 1
     assert found.users.sum() == 4 + 4 + 3 + 2
-    assert torch.cat(found.places).unique().tolist() == list(range(len(found)))
-    assert all(len(p.unique()) == len(p) for p in found.places), "no client uses an atom twice"
+    assert torch.cat(found.assignment).unique().tolist() == list(range(len(found)))
+    assert all(len(p.unique()) == len(p) for p in found.assignment), "no client uses an atom twice"
 
 
 def test_more_mass_makes_more_atoms() -> None:
@@ -175,7 +177,7 @@ def test_more_mass_makes_more_atoms() -> None:
 
 
 def test_popularity_as_derived_and_as_released() -> None:
-    exact, released = (Belief(torch.zeros(1), torch.ones(1), odds=o) for o in ("exact", "released"))  # type: ignore[arg-type]
+    exact, released = (AtomPrior(torch.zeros(1), torch.ones(1), odds=o) for o in ("exact", "released"))  # type: ignore[arg-type]
     users = torch.tensor([1, 10, 15])
     assert torch.allclose(exact.popularity(users, 20), 2 * torch.tensor([1 / 19, 1.0, 3.0], dtype=torch.float64).log())
     assert torch.allclose(released.popularity(users, 20), torch.tensor([1 / 19, 1.0, 1.0], dtype=torch.float64).log())
@@ -184,7 +186,7 @@ def test_popularity_as_derived_and_as_released() -> None:
 def test_the_same_draw_gives_the_same_atoms_and_coordinates_must_agree() -> None:
     clients = crowd([5, 5, 5], 2)
     first, again = (share_atoms(clients, belief(), draw=torch.Generator().manual_seed(4)) for _ in range(2))
-    assert all(a.equal(b) for a, b in zip(first.places, again.places, strict=True))
+    assert all(a.equal(b) for a, b in zip(first.assignment, again.assignment, strict=True))
     with pytest.raises(ConfigError, match=r"got units of \[2, 3\] coordinates, expected one number"):
         share_atoms([*clients, Units(normal(2, 2, seed=0), torch.ones(1).double())], belief())
     with pytest.raises(ConfigError, match="share_atoms"):
@@ -193,7 +195,7 @@ def test_the_same_draw_gives_the_same_atoms_and_coordinates_must_agree() -> None
 
 def test_a_coordinate_nobody_knows_stays_at_the_prior() -> None:
     blind = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    prior = Belief(torch.tensor([0.0, 0.1]).double(), torch.ones(2).double())
+    prior = AtomPrior(torch.tensor([0.0, 0.1]).double(), torch.ones(2).double())
     found = share_atoms([Units(torch.tensor([[2.0, 50.0]]).double(), blind)] * 2, prior)
     assert torch.allclose(found.mode(prior), torch.tensor([[4 / 3, 0.1]]).double())
     assert found.mean().tolist() == [[2.0, 0.0]]

@@ -75,11 +75,11 @@ def test_rows_are_scored_one_by_one() -> None:
 
 def test_one_row_is_a_vector() -> None:
     x = skewed(1, 50)
-    for standardised in (False, True):
-        alone = non_gaussianity(x, standardised=standardised, per_row=True)
+    for standardized in (False, True):
+        alone = non_gaussianity(x, standardized=standardized, per_row=True)
         assert alone.shape == (1,)
         assert alone.dtype == torch.float64
-        assert float(alone) == float(non_gaussianity(x[0], standardised=standardised))
+        assert float(alone) == float(non_gaussianity(x[0], standardized=standardized))
 
 
 @pytest.mark.parametrize("offset", [0.0, 0.5, 3.0, 1e4, -1e4])
@@ -112,13 +112,13 @@ def test_the_score_is_the_absolute_product_and_grows_with_the_seventh_power() ->
     assert float(non_gaussianity(1.1 * x)) == pytest.approx(1.1**7 * -k3 * k4)
 
 
-def test_the_standardised_score_has_no_scale_and_no_offset() -> None:
+def test_the_standardized_score_has_no_scale_and_no_offset() -> None:
     x = skewed(500)
     _, k2, k3, k4 = kstats(x)
-    score = float(non_gaussianity(x, standardised=True))
+    score = float(non_gaussianity(x, standardized=True))
     assert score == pytest.approx(abs(k3 * k4) / k2**3.5)
-    assert float(non_gaussianity(1e-12 * x, standardised=True)) == pytest.approx(score)
-    assert float(non_gaussianity(3 * x + 7, standardised=True)) == pytest.approx(score)
+    assert float(non_gaussianity(1e-12 * x, standardized=True)) == pytest.approx(score)
+    assert float(non_gaussianity(3 * x + 7, standardized=True)) == pytest.approx(score)
 
 
 def test_a_gaussian_scores_low() -> None:
@@ -142,7 +142,7 @@ def test_a_gaussian_scores_low() -> None:
 def test_what_has_no_score_is_nan_and_raises_nothing(x: torch.Tensor) -> None:
     assert all(math.isnan(k) for k in all_four(x))
     assert math.isnan(float(non_gaussianity(x)))
-    assert math.isnan(float(non_gaussianity(x, standardised=True)))
+    assert math.isnan(float(non_gaussianity(x, standardized=True)))
     rng = torch.Generator().manual_seed(0)
     for density in ("histogram", "samples", "grid"):
         assert math.isnan(renyi_to_gaussian(x, 2, density=density, generator=rng))

@@ -16,7 +16,7 @@ def gram(d: int, rank: int, seed: int = 0) -> torch.Tensor:
 
 @given(d=st.integers(1, 12), stack=st.integers(0, 3), seed=st.integers(0, 99))
 def test_packing_loses_nothing_and_is_numpys_upper_triangle(d: int, stack: int, seed: int) -> None:
-    A = psd.symmetrise(torch.randn(stack, d, d, generator=torch.Generator().manual_seed(seed)))
+    A = psd.symmetrize(torch.randn(stack, d, d, generator=torch.Generator().manual_seed(seed)))
     packed = psd.pack(A)
     assert packed.shape == (stack, psd.packed_size(d))
     assert torch.equal(psd.unpack(packed, d), A)
@@ -123,5 +123,5 @@ def test_jitter_bridges_rounding_and_nothing_more() -> None:
 
 def test_shifting_leaves_the_original_alone() -> None:
     A = torch.zeros(2, 3, 3)
-    assert torch.equal(psd.shifted(A, 2.0), 2 * torch.eye(3).expand(2, 3, 3))
+    assert torch.equal(psd.add_diagonal(A, 2.0), 2 * torch.eye(3).expand(2, 3, 3))
     assert not A.any()

@@ -55,10 +55,10 @@ def test_distillation_brings_one_network_back() -> None:
     assert method("ams").result == "mixture"
     assert method("ams").steps == (Disturbance(),)
     assert method("ams", disturbance=False).steps == ()
-    distilled = method("ams", distil="impressions", epochs=3)
+    distilled = method("ams", distill="impressions", epochs=3)
     assert distilled.result == "single"
     assert isinstance(distilled.steps[-1], Distill)
-    assert method("ensemble", distil="unlabelled").needs == {"unlabelled", "network"}
+    assert method("ensemble", distill="unlabelled").needs == {"unlabelled", "network"}
 
 
 @pytest.mark.parametrize(

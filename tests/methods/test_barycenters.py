@@ -24,7 +24,7 @@ from fedfuse.experiment.execute import execute
 from fedfuse.experiment.ledger import Ledger
 from fedfuse.experiment.prepare import Setting, prepare
 from fedfuse.models.bayes import Bayesian, BayesianLayers
-from fedfuse.server.aggregate.mean import NormalisedMean
+from fedfuse.server.aggregate.mean import NormalizedMean
 from fedfuse.server.loop import Record, run
 from fedfuse.wire.files import load_model
 
@@ -211,7 +211,7 @@ def test_sites_with_files_and_a_network_of_their_own(tmp_path: Path) -> None:
 
 def test_a_recipe_of_ones_own_can_be_composed() -> None:
     """FedProx's pull on a Bayesian network fused by FedNova: log_variances are one more role, and nothing breaks."""
-    recipe = Recipe(objective=Proximal(0.1, Elbo()), aggregate=NormalisedMean(), prepare_model=BayesianLayers(last=2))
+    recipe = Recipe(objective=Proximal(0.1, Elbo()), aggregate=NormalizedMean(), prepare_model=BayesianLayers(last=2))
     at = setting()
     *_, last = run(recipe, InProcess(at.population, at.seed), at.bench, at.judge, at.start, at.plan)
     assert last.facts["accuracy"] > 0.3

@@ -7,7 +7,7 @@ from fedfuse.core.settings import Optimizer
 from fedfuse.nets.combine import MeanLogit
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.steps.distill import Distill
-from fedfuse.server.steps.synthesise import Generate
+from fedfuse.server.steps.synthesize import Generate
 
 
 def test_published_settings() -> None:

@@ -18,8 +18,8 @@ from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError, QuorumLost, RecipeError
 from fedfuse.nets.combine import Combine, FirstLayer, MeanLogit, MeanProbability, OpenSetVote, TopLogit
 from fedfuse.nets.mixture import Mixture
-from fedfuse.server.steps.disturb import measured
-from fedfuse.server.steps.lessons import common_form
+from fedfuse.server.steps.distillation_inputs import common_form
+from fedfuse.server.steps.disturb import with_disturbance
 from fedfuse.wire.codec import read, write
 from fedfuse.wire.files import load_model, save_model
 
@@ -73,10 +73,12 @@ def test_members_of_different_classes_are_one_sentence() -> None:
 
 
 def test_distillation_through_python() -> None:
-    fused = fuse([site("a", SHALLOW), site("b", DEEP)], method("ensemble", distil="unlabelled", epochs=5), unlabelled=X)
+    fused = fuse(
+        [site("a", SHALLOW), site("b", DEEP)], method("ensemble", distill="unlabelled", epochs=5), unlabelled=X
+    )
     assert fused.module()(X).shape == (30, 3)
     with pytest.raises(RecipeError, match="inputs without labels and there are none"):
-        fuse([site("a", SHALLOW)], method("ensemble", distil="unlabelled"))
+        fuse([site("a", SHALLOW)], method("ensemble", distill="unlabelled"))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def picture_site(client: str, spec: Spec) -> Update:
 def test_networks_that_read_inputs_otherwise_fuse_in_any_order(
     name: str, options: dict[str, object], pair: tuple[Spec, Spec]
 ) -> None:
-    recipe, model = measured(method(name, **options)), OWN if OWN in pair else None
+    recipe, model = with_disturbance(method(name, **options)), OWN if OWN in pair else None
     found = []
     for one, other in (pair, pair[::-1]):
         sites = [picture_site(f"{k}-site", spec) for k, spec in enumerate((one, other))]
@@ -166,7 +168,7 @@ def test_networks_that_read_inputs_otherwise_fuse_in_any_order(
 @pytest.mark.parametrize("pair", [(FLAT, PICTURES), (PICTURES, FLAT)])
 def test_a_student_learns_from_networks_that_read_otherwise(pair: tuple[Spec, Spec]) -> None:
     sites = [picture_site(f"{k}-site", spec) for k, spec in enumerate(pair)]
-    fused = fuse(sites, method("ensemble", distil="impressions", inputs=20, epochs=1))
+    fused = fuse(sites, method("ensemble", distill="impressions", inputs=20, epochs=1))
     assert fused.facts["distilled"]["inputs"] == 20
     assert fused.logits(IMAGES).shape == (30, 3)
 

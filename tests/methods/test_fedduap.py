@@ -135,7 +135,7 @@ class DiesAfter:
     def __init__(self, round_: int) -> None:
         self.round = round_
 
-    def course_began(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
+    def method_started(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
         pass
 
     def client_done(self, client: str, seconds: float, remembered: bool) -> None:

@@ -42,7 +42,7 @@ def test_rounds_go_on_after_distillation_with_the_output_put_back() -> None:
     people = Population.of({"a": rows(0, (0, 1)), "b": rows(1, (1, 2))})
     local = LocalSettings(batch_size=8, optimizer={"name": "adam", "lr": 0.01})
     bench = Bench(None, rows(2, (0, 1, 2)).x, 2, 3, local)
-    recipe = method("fedov", distil="unlabelled", epochs=2)
+    recipe = method("fedov", distill="unlabelled", epochs=2)
     state = ServerState(0, Single.of(SPEC.build(), SPEC))
     states = [r.state for r in run(recipe, InProcess(people), bench, None, state, Plan(rounds=2))]
     assert [outputs(s.single) for s in states] == [3, 3]

@@ -9,9 +9,9 @@ from fedfuse.api import fuse
 from fedfuse.api import recipe as method
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
-from fedfuse.nets.channels import channel_groups, placed
+from fedfuse.nets.channels import channel_groups, move_units
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.align.alignment import Aligned
+from fedfuse.server.align.alignment import AlignUnits
 from fedfuse.server.align.graph import ByGraph
 from fedfuse.server.steps.renorm import RestateNorms
 
@@ -23,14 +23,14 @@ def test_shuffled_copies_are_one_network() -> None:
     one = SPEC.build().state_dict()
     draw = torch.Generator().manual_seed(1)
     groups = channel_groups(SPEC, (4,))
-    copies = [placed(one, {g: torch.randperm(g.size, generator=draw) for g in groups}) for _ in range(3)]
+    copies = [move_units(one, {g: torch.randperm(g.size, generator=draw) for g in groups}) for _ in range(3)]
     fused = fuse([one, *copies], "gamf", model=SPEC).state_dict()
     assert all(torch.allclose(fused[n], one[n], atol=1e-6) for n in one)
 
 
 def test_options_reach_the_parts() -> None:
     made = method("gamf", hot=1.0, sweeps=3, uniform=False, renorm=True)
-    assert (made.align, made.aggregate) == (Aligned(ByGraph(hot=1.0, sweeps=3)), Mean())
+    assert (made.align, made.aggregate) == (AlignUnits(ByGraph(hot=1.0, sweeps=3)), Mean())
     assert made.steps == (RestateNorms(),)
     with pytest.raises(ConfigError, match="0 < cold ≤ hot"):
         method("gamf", hot=0.01)

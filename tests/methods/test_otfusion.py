@@ -11,9 +11,9 @@ from fedfuse.api import fuse, local_update
 from fedfuse.api import recipe as method
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, QuorumLost
-from fedfuse.nets.channels import channel_groups, placed
+from fedfuse.nets.channels import channel_groups, move_units
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.align.alignment import Aligned
+from fedfuse.server.align.alignment import AlignUnits
 from fedfuse.server.align.transport import ByTransport
 from fedfuse.wire.files import load_model
 
@@ -48,7 +48,7 @@ def test_a_shuffled_copy_is_recognised_by_name_or_by_value() -> None:
     torch.manual_seed(0)
     one = WIDE.build().state_dict()
     (group,) = channel_groups(WIDE, (4,))
-    copy = placed(one, {group: [3, 1, 7, 5, 0, 2, 6, 4]})
+    copy = move_units(one, {group: [3, 1, 7, 5, 0, 2, 6, 4]})
     for align in ("weights", "activations", "transport", "graph", ByTransport(ground="activations")):
         fused = fuse([one, copy], "fedavg", model=WIDE, align=align).state_dict()
         assert all(torch.allclose(fused[n], one[n], atol=1e-6) for n in one)
@@ -62,7 +62,7 @@ def test_weights_without_a_network_cannot_be_followed() -> None:
 
 def test_options_reach_the_parts() -> None:
     made = method("otfusion", reg=0.1, ground="activations", reading="average", uniform=False)
-    assert made.align == Aligned(ByTransport(0.1, "activations", "average"), "largest")
+    assert made.align == AlignUnits(ByTransport(0.1, "activations", "average"), "largest")
     assert made.aggregate == Mean()
     with pytest.raises(ConfigError, match="option reg is -1"):
         method("otfusion", reg=-1)

@@ -22,7 +22,7 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.data import Dataset
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.config import Named, load_experiments
+from fedfuse.experiment.config import NameWithOptions, load_experiments
 from fedfuse.experiment.prepare import prepare
 from fedfuse.server.aggregate.gaussianity import HigherOrder, NonGaussianMean, Renyi
 from fedfuse.server.aggregate.mean import Mean
@@ -62,15 +62,15 @@ def test_server_options_leave_the_clients_work_alone() -> None:
     settings = LocalSettings()
     keys = {
         fedfuse.recipe("swa", **options).work(settings).key
-        for options in ({}, {"distance": "renyi", "order": 2}, {"level": "filter"}, {"mix": 0.5, "normalise": "max"})
+        for options in ({}, {"distance": "renyi", "order": 2}, {"level": "filter"}, {"mix": 0.5, "normalize": "max"})
     }
     assert keys == {fedfuse.recipe("fedavg").work(settings).key}
 
 
 def test_options_reach_the_aggregator() -> None:
-    made = fedfuse.recipe("swa", distance="renyi", order=0, density="grid", scale="standardised", mix=0.1)
-    assert made.aggregate == NonGaussianMean(Renyi(0.0, "grid", standardised=True), mix=0.1)
-    assert made.label == "swa(distance=renyi, order=0, density=grid, scale=standardised, mix=0.1)"
+    made = fedfuse.recipe("swa", distance="renyi", order=0, density="grid", scale="standardized", mix=0.1)
+    assert made.aggregate == NonGaussianMean(Renyi(0.0, "grid", standardized=True), mix=0.1)
+    assert made.label == "swa(distance=renyi, order=0, density=grid, scale=standardized, mix=0.1)"
 
 
 def test_contrastive_is_moons_term() -> None:
@@ -218,7 +218,7 @@ def test_every_table_and_figure_has_a_file() -> None:
 def test_experiment_files_run_a_step(path: Path) -> None:
     """With narrow networks and rows of the right shape: the file's every method, one step of every client."""
     for cell in load_experiments(path):
-        narrow = Named(**{**cell.model.model_dump(), **NARROW[cell.model.name]})
+        narrow = NameWithOptions(**{**cell.model.model_dump(), **NARROW[cell.model.name]})
         local = cell.local.model_copy(update={"max_steps": 1, "batch_size": 4})
         short = cell.model_copy(update={"model": narrow, "local": local, "seeds": (0,), "rounds": 1})
         prepared = prepare(short, stand_in)

@@ -24,9 +24,9 @@ from fedfuse.models.bayes import (
     BayesianLayers,
     BayesLinear,
     MeanField,
+    build_bayesian,
     factors,
     mean_fields,
-    rebuilt,
 )
 
 MLP = {"factory": "mlp", "options": {"inputs": 6, "hidden": [5], "classes": 3}}
@@ -254,7 +254,7 @@ def test_the_factory_rebuilds_it_from_a_spec() -> None:
     assert [f.name for f in factors(model)] == [
         f"net.{n}" for n in ("fc1.weight", "fc1.bias", "classifier.weight", "classifier.bias")
     ]
-    assert isinstance(rebuilt(MLP), Bayesian)
+    assert isinstance(build_bayesian(MLP), Bayesian)
 
 
 def test_a_wrapped_factory_is_trusted_no_more_than_a_bare_one() -> None:
@@ -284,7 +284,7 @@ def test_roles_tell_spreads_from_weights_and_norms_follow_their_layers() -> None
     for layer, twin in zip(plain.layers, layout.layers, strict=True):
         assert twin.name == f"net.{layer.name}"
         assert twin.followers == tuple(f"net.{n}" for n in layer.followers)
-    assert layout.home("net.classifier.log_variance") == "net.classifier"
+    assert layout.layer_of("net.classifier.log_variance") == "net.classifier"
 
 
 # --- the dress
@@ -325,7 +325,7 @@ def test_the_released_start_is_clamped_and_never_learns() -> None:
     assert made[0]["net.classifier.weight"].equal(made[1]["net.classifier.weight"])
     assert not made[0]["net.classifier.weight"].equal(made[2]["net.classifier.weight"])
     layer = bayesian(nn.Linear(3, 2), released=True).net
-    assert layer.seen(layer.log_variance).eq(RELEASED_BOUNDS[0]).all()
+    assert layer.clamp_log_variance(layer.log_variance).eq(RELEASED_BOUNDS[0]).all()
     layer(torch.ones(1, 3)).sum().backward()
     assert not layer.log_variance.grad.any()
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from fedfuse.errors import ConfigError
-from fedfuse.models import lenet, projected
+from fedfuse.models import add_projection, lenet
 
 
 def count(model: nn.Module) -> int:
@@ -32,7 +32,7 @@ def test_moons_lenet() -> None:
 
 
 def test_the_function_is_the_formula() -> None:
-    model = projected(Custom().double(), hidden=4, out=7)
+    model = add_projection(Custom().double(), hidden=4, out=7)
     x = torch.randn(9, 6, dtype=torch.float64)
     inner, projection, logits = (model.tail["out"][1].get_submodule(n) for n in ("inner", "projection", "logits"))
     h = functional.relu(model.body(x))
@@ -41,7 +41,7 @@ def test_the_function_is_the_formula() -> None:
 
 
 def test_the_head_lives_where_the_classifier_lived() -> None:
-    model = projected(Custom().double().eval())
+    model = add_projection(Custom().double().eval())
     head = model.tail["out"][1]
     assert {p.dtype for p in head.parameters()} == {torch.float64}
     assert [p.shape for p in head.parameters()] == [(5, 5), (256, 5), (3, 256)]  # no biases: there was none
@@ -52,20 +52,20 @@ def test_the_head_lives_where_the_classifier_lived() -> None:
 def test_the_model_itself_is_changed() -> None:
     model = Custom()
     body = model.body.weight
-    assert projected(model) is model
+    assert add_projection(model) is model
     assert model.body.weight is body
 
 
 def test_a_bare_linear_layer_becomes_the_head() -> None:
-    head = projected(nn.Linear(4, 2), out=8)
+    head = add_projection(nn.Linear(4, 2), out=8)
     assert head(torch.zeros(3, 4)).shape == (3, 2)
     assert [type(m) for m in head] == [nn.Linear, nn.ReLU, nn.Linear, nn.Linear]
 
 
 def test_bad_heads_are_refused() -> None:
     with pytest.raises(ConfigError, match="Sequential has no linear layer"):
-        projected(nn.Sequential(nn.Conv2d(1, 1, 1)))
+        add_projection(nn.Sequential(nn.Conv2d(1, 1, 1)))
     with pytest.raises(ConfigError, match="out is 0"):
-        projected(Custom(), out=0)
+        add_projection(Custom(), out=0)
     with pytest.raises(ConfigError, match="hidden is -3"):
-        projected(Custom(), hidden=-3)
+        add_projection(Custom(), hidden=-3)

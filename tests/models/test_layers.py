@@ -28,12 +28,12 @@ def test_what_is_no_list_of_widths_is_refused(value: object) -> None:
 @pytest.mark.parametrize("value", [0, -0.5, float("nan"), float("inf"), 1e308, True, "1", "12", [8], [8, 8, 8], [8, 0]])
 def test_what_does_not_scale_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="model m: widths"):
-        layers.scaled("m", value, (64, 128))
+        layers.scale_widths("m", value, (64, 128))
 
 
 def test_a_small_multiplier_leaves_one_channel() -> None:
-    assert layers.scaled("m", 0.001, (64, 128)) == (1, 1)
-    assert layers.scaled("m", 2, (64, 128)) == (128, 256)
+    assert layers.scale_widths("m", 0.001, (64, 128)) == (1, 1)
+    assert layers.scale_widths("m", 2, (64, 128)) == (128, 256)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1, 1.5, float("nan"), True, "0.5"])
@@ -86,7 +86,7 @@ def test_filled_draws_each_value_once() -> None:
     with torch.device("meta"):
         net = nn.Sequential(nn.Linear(40, 30))
     torch.manual_seed(0)
-    layers.filled(net, lambda m: layers.draw_normal(m, 0.5) if isinstance(m, nn.Linear) else None)
+    layers.initialize(net, lambda m: layers.draw_normal(m, 0.5) if isinstance(m, nn.Linear) else None)
     after = torch.get_rng_state()
     torch.manual_seed(0)
     expected = torch.empty(30, 40).normal_(0, 0.5)
@@ -102,4 +102,4 @@ def test_filled_respects_the_default_dtype() -> None:
             net = nn.Sequential(nn.Linear(2, 2))
     finally:
         torch.set_default_dtype(torch.float32)
-    assert layers.filled(net, layers.usual)[0].weight.dtype == torch.float64
+    assert layers.initialize(net, layers.default_init)[0].weight.dtype == torch.float64

@@ -1,4 +1,4 @@
-"""Temperatures and z-scores against closed forms and a general optimiser."""
+"""Temperatures and z-scores against closed forms and a general optimizer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_network_that_says_nothing_keeps_its_scale() -> None:
     assert calibration("zscore", flat, labels) == (0.0, 1.0)
 
 
-def test_zscores_standardise_the_largest_logit() -> None:
+def test_zscores_standardize_the_largest_logit() -> None:
     logits = 4 + 3 * torch.randn(500, 6, generator=torch.Generator().manual_seed(1))
     shift, scale = calibration("zscore", logits, torch.zeros(500, dtype=torch.int64))
     confidence = ((logits.double() - shift) / scale).amax(-1)

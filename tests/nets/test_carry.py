@@ -7,7 +7,7 @@ import torch
 
 from fedfuse.core.spec import Spec
 from fedfuse.nets.carry import carry_over
-from fedfuse.nets.channels import channel_groups, narrowed
+from fedfuse.nets.channels import channel_groups, keep_channels
 
 SHAPE = (1, 8, 8)
 NETS = [
@@ -25,9 +25,9 @@ def some(size: int, share: float, seed: int) -> list[int]:
 def test_it_is_the_same_surgery_once_or_twice(spec: Spec) -> None:
     params = dict(spec.build().state_dict())
     first = {g: some(g.size, 0.7, i) for i, g in enumerate(channel_groups(spec, SHAPE))}
-    small, weights = narrowed(spec, params, first)
+    small, weights = keep_channels(spec, params, first)
     second = {g: some(g.size, 0.7, i) for i, g in enumerate(channel_groups(small, SHAPE))}
-    smaller, expected = narrowed(small, weights, second)
+    smaller, expected = keep_channels(small, weights, second)
     for remembered, before in ((params, {}), (weights, small.kept), (expected, smaller.kept)):
         moved = carry_over(remembered, before, smaller, SHAPE)
         assert moved is not None
@@ -38,8 +38,8 @@ def test_what_was_not_there_before_cannot_be_carried() -> None:
     spec = NETS[0]
     params = dict(spec.build().state_dict())
     (conv, *_) = channel_groups(spec, SHAPE)
-    small, weights = narrowed(spec, params, {conv: [0, 1]})
-    other, _ = narrowed(spec, params, {conv: [1, 2]})
+    small, weights = keep_channels(spec, params, {conv: [0, 1]})
+    other, _ = keep_channels(spec, params, {conv: [1, 2]})
     assert carry_over(weights, small.kept, other, SHAPE) is None
     assert carry_over(weights, {}, other, SHAPE) is None
     assert carry_over({"elsewhere": torch.ones(1)}, {}, small, SHAPE) is None

@@ -18,14 +18,14 @@ from fedfuse.errors import ConfigError
 from fedfuse.nets.blocks import blocks_of
 from fedfuse.nets.channels import (
     Group,
-    Place,
+    Location,
+    add_empty_units,
     channel_groups,
-    grown,
-    kept,
-    narrowed,
-    permuted,
-    placed,
-    placed_posterior,
+    keep_channels,
+    keep_units,
+    move_posterior_units,
+    move_units,
+    permute_group,
 )
 
 SHIPPED: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
@@ -60,8 +60,8 @@ def inputs(shape: tuple[int, ...], rows: int = 3) -> Tensor:
 
 
 def shuffled(group: Group, seed: int = 0) -> Tensor:
-    draw, room = torch.Generator().manual_seed(seed), group.size // group.rooms
-    cycles = [torch.randperm(room, generator=draw) for _ in range(group.rooms)]
+    draw, room = torch.Generator().manual_seed(seed), group.size // group.sections
+    cycles = [torch.randperm(room, generator=draw) for _ in range(group.sections)]
     return torch.cat([k * room + c.roll(1)[c.argsort()] for k, c in enumerate(cycles)])  # everybody moves
 
 
@@ -78,12 +78,12 @@ def test_any_order_of_any_group_is_the_same_function(
     spec = Spec(factory, options | ({"size": shape[-1], "channels": shape[0]} if factory != "mlp" else {}))
     weights, groups = drawn(spec), channel_groups(spec, shape)
     hidden = {n for n, r in spec.layout.roles.items() if r != "counter"} - {"classifier.bias", "classifier.logits.bias"}
-    assert {p.tensor for g in groups for p in g.places} == hidden
+    assert {p.tensor for g in groups for p in g.locations} == hidden
     for group in groups:
-        moved = permuted(weights, group, shuffled(group))
+        moved = permute_group(weights, group, shuffled(group))
         assert any(not moved[n].equal(weights[n]) for n in weights)
         assert_same_function(spec, weights, moved, shape)
-    every = placed(weights, {group: shuffled(group) for group in groups})
+    every = move_units(weights, {group: shuffled(group) for group in groups})
     assert_same_function(spec, weights, every, shape)
 
 
@@ -98,7 +98,7 @@ def test_a_removed_unit_is_one_nobody_reads(factory: str, options: dict[str, Any
         for place in group.readers:
             positions = [place.offset + u * place.per + k for u in gone for k in range(place.per)]
             deaf[place.tensor] = deaf[place.tensor].index_fill(place.axis, torch.tensor(positions, dtype=torch.long), 0)
-    small, rest = narrowed(spec, weights, units)
+    small, rest = keep_channels(spec, weights, units)
     x = inputs(shape)
     want = spec.forward(deaf, x)
     assert float((small.forward(rest, x) - want).abs().max()) <= 1e-5 * max(1.0, float(want.abs().max()))
@@ -115,10 +115,10 @@ def test_groups_are_in_the_networks_order_and_named_after_their_makers() -> None
 def test_a_pruned_spec_has_groups_of_its_own_and_remembers_the_first_channels() -> None:
     spec = Spec("lenet")
     conv1, conv2, *_ = channel_groups(spec, (1, 28, 28))
-    once, weights = narrowed(spec, drawn(spec), {conv1: [0, 2, 5], conv2: [1, 3]})
+    once, weights = keep_channels(spec, drawn(spec), {conv1: [0, 2, 5], conv2: [1, 3]})
     again = channel_groups(once, (1, 28, 28))
     assert [g.size for g in again] == [3, 2, 120, 84]
-    twice, _ = narrowed(once, weights, {again[0]: [1, 2]})
+    twice, _ = keep_channels(once, weights, {again[0]: [1, 2]})
     assert twice.kept == {"conv1": (2, 5), "conv2": (1, 3)}
 
 
@@ -126,12 +126,12 @@ def test_growing_changes_nothing_and_keeping_undoes_it() -> None:
     spec = Spec("vgg11", {"widths": 0.1, "hidden": [12, 11], "norm": True, "dropout": 0.0})
     weights = drawn(spec)
     for group in channel_groups(spec, (3, 32, 32)):
-        wide = grown(weights, group, group.size + 2)
-        bigger = spec.resized(wide)
+        wide = add_empty_units(weights, group, group.size + 2)
+        bigger = spec.with_shapes_of(wide)
         x = inputs((3, 32, 32))
         assert torch.allclose(bigger.forward(wide, x), spec.forward(weights, x), atol=1e-5)
         (same,) = (g for g in channel_groups(bigger, (3, 32, 32)) if g.name == group.name)
-        back = kept(wide, same, range(group.size))
+        back = keep_units(wide, same, range(group.size))
         assert all(back[n].equal(weights[n]) for n in weights)
 
 
@@ -139,15 +139,15 @@ def test_log_variances_move_with_their_means() -> None:
     inner = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": 3})
     spec = Spec("bayesian", {"of": inner.to_json(), "last": 2, "bias": True})
     (group,) = channel_groups(spec, (4,))
-    assert {(p.tensor, p.axis) for p in group.places} == {
+    assert {(p.tensor, p.axis) for p in group.locations} == {
         *(("net.fc1.weight", 0), ("net.fc1.bias", 0), ("net.fc1.log_variance", 0), ("net.fc1.bias_log_variance", 0)),
         *(("net.classifier.weight", 1), ("net.classifier.log_variance", 1)),
     }
     weights, order = drawn(spec), torch.tensor([3, 1, 4, 0, 2])
-    moved = permuted(weights, group, order)
+    moved = permute_group(weights, group, order)
     assert moved["net.fc1.log_variance"].equal(weights["net.fc1.log_variance"][order])
     assert moved["net.classifier.log_variance"].equal(weights["net.classifier.log_variance"][:, order])
-    wide = grown(weights, group, 6)
+    wide = add_empty_units(weights, group, 6)
     assert float(wide["net.fc1.log_variance"][5].max()) == float(weights["net.fc1.log_variance"].min())
 
 
@@ -218,9 +218,9 @@ class BackToInput(nn.Module):
 def test_concatenations_shift_what_comes_behind() -> None:
     spec = Spec.of(Branches())
     left, right = channel_groups(spec, (2, 4, 4))
-    assert Place("out.weight", 1, per=4, offset=12, reads=True) in right.places
-    assert Place("norm.running_var", 0, offset=3) in right.places
-    small, rest = narrowed(spec, drawn(spec), {left: [0, 2], right: [1, 4]})
+    assert Location("out.weight", 1, per=4, offset=12, reads=True) in right.locations
+    assert Location("norm.running_var", 0, offset=3) in right.locations
+    small, rest = keep_channels(spec, drawn(spec), {left: [0, 2], right: [1, 4]})
     deaf = drawn(spec)
     gone = torch.tensor([p for u in (1, 3, 5, 6) for p in range(4 * u, 4 * u + 4)])
     deaf["out.weight"] = deaf["out.weight"].index_fill(1, gone, 0)
@@ -249,9 +249,9 @@ def test_concatenations_shift_what_comes_behind() -> None:
 def test_odd_networks_are_followed(module: nn.Module, shape: tuple[int, ...], sizes: list[tuple[int, int]]) -> None:
     spec = Spec.of(module)
     groups, weights = channel_groups(spec, shape), drawn(Spec.of(module))
-    assert [(g.size, g.rooms) for g in groups] == sizes
+    assert [(g.size, g.sections) for g in groups] == sizes
     for group in groups:
-        moved = permuted(weights, group, shuffled(group))
+        moved = permute_group(weights, group, shuffled(group))
         assert any(not moved[n].equal(weights[n]) for n in weights)
         assert_same_function(spec, weights, moved, shape)
 
@@ -259,25 +259,25 @@ def test_odd_networks_are_followed(module: nn.Module, shape: tuple[int, ...], si
 def test_what_a_grouped_convolution_reads_is_removed_evenly() -> None:
     spec = Spec.of(Grouped())
     first, *_ = channel_groups(spec, (3, 7, 7))
-    assert Place("grouped.weight", 1, blocks=2, reads=True) in first.places
+    assert Location("grouped.weight", 1, blocks=2, reads=True) in first.locations
     deaf = weights = drawn(spec)
     deaf = {**weights, "grouped.weight": weights["grouped.weight"].clone()}
     deaf["grouped.weight"][:6, 1] = 0  # channel 1 of the first half
     deaf["grouped.weight"][6:, 3] = 0  # channel 7, the last of the second
-    small, rest = narrowed(spec, weights, {first: [0, 2, 3, 4, 5, 6]})
+    small, rest = keep_channels(spec, weights, {first: [0, 2, 3, 4, 5, 6]})
     x = inputs((3, 7, 7))
     assert torch.allclose(small.forward(rest, x), spec.forward(deaf, x), atol=1e-5)
     with pytest.raises(ConfigError, match="rooms of 4 units"):
-        kept(weights, first, [0, 1, 2, 5])
+        keep_units(weights, first, [0, 1, 2, 5])
     with pytest.raises(ConfigError, match="cannot trade places"):
-        permuted(weights, first, [4, 1, 2, 3, 0, 5, 6, 7])
+        permute_group(weights, first, [4, 1, 2, 3, 0, 5, 6, 7])
 
 
 def test_a_place_tells_all_it_knows_of_each_unit() -> None:
     weights = drawn(Spec.of(Grouped()))
-    rows = Place("grouped.weight", 1, blocks=2).rows(weights, 8)
+    rows = Location("grouped.weight", 1, blocks=2).rows(weights, 8)
     assert rows[5].equal(weights["grouped.weight"][6:, 1].flatten())
-    assert Place("out.weight", 1, offset=2).rows(weights, 3)[1].equal(weights["out.weight"][:, 3])
+    assert Location("out.weight", 1, offset=2).rows(weights, 3)[1].equal(weights["out.weight"][:, 3])
 
 
 class Cumulative(nn.Module):
@@ -300,7 +300,7 @@ class ByHand(Cumulative):
 class Wrong(nn.Sequential):
     """A network that claims a group it does not have."""
 
-    channel_groups = (Group("0", 6, (Place("0.weight", 0),)),)
+    channel_groups = (Group("0", 6, (Location("0.weight", 0),)),)
 
 
 def test_what_cannot_be_followed_is_named() -> None:
@@ -320,20 +320,20 @@ def test_groups_given_by_hand_are_taken_and_held_to() -> None:
 
 
 def test_orders_that_are_none_are_refused() -> None:
-    group = Group("fc1", 3, (Place("fc1.weight", 0),))
+    group = Group("fc1", 3, (Location("fc1.weight", 0),))
     net = {"fc1.weight": torch.eye(3)}
     for order in ([0, 1], [0, 1, 1], [0, 1, 3], [-2, 0, 1]):
         with pytest.raises(ConfigError, match="fc1"):
-            permuted(net, group, order)
+            permute_group(net, group, order)
     for units in ([], [1, 1], [-1], [3]):
         with pytest.raises(ConfigError, match="fc1"):
-            kept(net, group, units)
+            keep_units(net, group, units)
     with pytest.raises(ConfigError, match="cannot grow to 2"):
-        grown(net, group, 2)
+        add_empty_units(net, group, 2)
     with pytest.raises(ConfigError, match="which the weights do not have"):
-        permuted({}, group, [2, 1, 0])
+        permute_group({}, group, [2, 1, 0])
     with pytest.raises(ConfigError, match="of another network"):
-        permuted({"fc1.weight": torch.eye(2)}, group, [2, 1, 0])
+        permute_group({"fc1.weight": torch.eye(2)}, group, [2, 1, 0])
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_kronecker_factors_follow_their_units(spec: Spec, shape: tuple[int, ...]
         return {n: (A[0], B[0]) if len(A) == 1 else (A, B) for n, (A, B) in found.items()}
 
     weights = drawn(spec)
-    posterior = placed_posterior(Posterior(weights, Kron(factors(weights))), moves, spec.layout)
+    posterior = move_posterior_units(Posterior(weights, Kron(factors(weights))), moves, spec.layout)
     assert isinstance(posterior.geometry, Kron)
     again = factors(posterior.mean)
     assert set(again) == set(posterior.geometry.factors)
@@ -364,16 +364,16 @@ def test_kronecker_factors_follow_their_units(spec: Spec, shape: tuple[int, ...]
 
 
 def test_variances_follow_their_units_and_no_geometry_grows() -> None:
-    group = Group("fc1", 2, (Place("fc1.weight", 0), Place("fc2.weight", 1, reads=True)))
+    group = Group("fc1", 2, (Location("fc1.weight", 0), Location("fc2.weight", 1, reads=True)))
     net = {"fc1.weight": torch.tensor([[1.0], [2.0]]), "fc2.weight": torch.tensor([[3.0, 4.0]])}
     posterior = Posterior(net, Diag({"fc2.weight": torch.tensor([[0.1, 0.2]])}))
     layout = Layout.guess(net)
-    moved = placed_posterior(posterior, {group: [1, 0]}, layout)
+    moved = move_posterior_units(posterior, {group: [1, 0]}, layout)
     assert isinstance(moved.geometry, Diag)
     assert moved.geometry.variance["fc2.weight"].equal(torch.tensor([[0.2, 0.1]]))
     with pytest.raises(ConfigError, match="cannot grow"):
-        placed_posterior(posterior, {group: [1, 0, -1]}, layout)
-    plain = placed_posterior(replace(posterior, geometry=Flat()), {group: [0]}, layout)
+        move_posterior_units(posterior, {group: [1, 0, -1]}, layout)
+    plain = move_posterior_units(replace(posterior, geometry=Flat()), {group: [0]}, layout)
     assert plain.geometry == Flat()
 
 
@@ -405,11 +405,11 @@ def test_tied_weights_that_move_as_one_are_followed_exactly() -> None:
     torch.manual_seed(0)
     net, x = Twins(), torch.randn(5, 4)
     (group,) = channel_groups(Spec.of(net), (4,))
-    weights = permuted(dict(net.state_dict()), group, torch.arange(5, -1, -1))
+    weights = permute_group(dict(net.state_dict()), group, torch.arange(5, -1, -1))
     assert weights["left.weight"].equal(weights["right.weight"])
     assert not weights["left.weight"].equal(net.left.weight)
     assert torch.allclose(Spec.of(net).forward(weights, x), net(x), atol=1e-6)
-    small, fewer = narrowed(Spec.of(net), weights, {group: [0, 2]})
+    small, fewer = keep_channels(Spec.of(net), weights, {group: [0, 2]})
     assert small.layout.tied == Spec.of(net).layout.tied
     assert small.forward(fewer, x).shape == (5, 2)
 

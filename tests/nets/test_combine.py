@@ -17,10 +17,10 @@ from fedfuse.nets.combine import (
     OpenSetVote,
     Route,
     TopLogit,
-    among,
     combine_named,
-    disturbed,
+    find_disturbed,
     largest,
+    rule_for_members,
 )
 
 ALIKE = torch.full((4,), 0.25, dtype=torch.float64)
@@ -91,9 +91,9 @@ def test_calibration_moves_logits_before_they_are_compared(logits: Tensor) -> No
 
 def test_per_member_numbers_follow_their_members(logits: Tensor) -> None:
     rule = TopLogit(1, shift=(1.0, 2.0, 3.0, 4.0), scale=(1.0, 2.0, 3.0, 4.0))
-    some = among(rule, [3, 1])
+    some = rule_for_members(rule, [3, 1])
     assert some == TopLogit(1, (4.0, 2.0), (4.0, 2.0))
-    assert among(MeanProbability(), [0]) == MeanProbability()
+    assert rule_for_members(MeanProbability(), [0]) == MeanProbability()
     with pytest.raises(ConfigError, match="a shift for 4 members, expected 2"):
         rule(ALIKE[:2], logits[:2])
 
@@ -119,13 +119,13 @@ def test_the_open_set_vote_adds_probabilities_of_those_who_know(logits: Tensor) 
 
 def test_members_disturb_each_other_where_the_sum_overrules_the_surest(logits: Tensor) -> None:
     # the paper's own example, section 4.1: (4, −5) and (−2, 2); the sum still says 0, and so does the surest
-    assert disturbed(torch.tensor([[[4.0, -5.0]], [[-2.0, 2.0]]])).tolist() == [False]
-    assert disturbed(torch.tensor([[[4.0, 3.0]], [[-2.0, 2.0]]])).tolist() == [True]
+    assert find_disturbed(torch.tensor([[[4.0, -5.0]], [[-2.0, 2.0]]])).tolist() == [False]
+    assert find_disturbed(torch.tensor([[[4.0, 3.0]], [[-2.0, 2.0]]])).tolist() == [True]
     expected = [
         int(logits[:, n].sum(0).argmax()) != int(logits[int(logits[:, n].amax(-1).argmax()), n].argmax())
         for n in range(50)
     ]
-    assert disturbed(logits).tolist() == expected
+    assert find_disturbed(logits).tolist() == expected
 
 
 def test_gradients_flow_through_every_rule(logits: Tensor) -> None:

@@ -13,7 +13,7 @@ from fedfuse.core.messages import Brief, ClientUpdate
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.nets.cost import cohort_flops, density, layer_costs, spared, training_flops
+from fedfuse.nets.cost import cohort_flops, density, layer_costs, sparse_savings, training_flops
 
 SHAPES = {
     "lenet": (Spec("lenet"), (1, 28, 28)),
@@ -61,8 +61,8 @@ def test_masks_spare_bytes_and_count_in_the_density() -> None:
     mask[0] = True
     params = {"w": torch.zeros(5, 7, dtype=torch.float64), "b": torch.zeros(5)}
     brief = Brief(0, Spec("mlp"), params, {"mask/w": mask, "other/w": mask})
-    assert spared(brief).up == 28 * 8
-    assert spared(brief).down == 28 * 8 + 35 - 5
-    assert spared(replace(brief, memory={})) == (0, 0)
+    assert sparse_savings(brief).up == 28 * 8
+    assert sparse_savings(brief).down == 28 * 8 + 35 - 5
+    assert sparse_savings(replace(brief, memory={})) == (0, 0)
     assert density(params, brief.memory) == pytest.approx(12 / 40)
     assert density(params, {}) == 1

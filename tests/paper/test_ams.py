@@ -19,7 +19,7 @@ from fedfuse.engines.local import InProcess
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import Setting, prepare
-from fedfuse.nets.combine import Combine, FirstLayer, MeanProbability, TopLogit, disturbed
+from fedfuse.nets.combine import Combine, FirstLayer, MeanProbability, TopLogit, find_disturbed
 from fedfuse.nets.mixture import Mixture
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.aggregate.mean import Mean
@@ -99,7 +99,7 @@ def test_networks_disturb_each_other_where_adding_fails(real_data: Path) -> None
     rows = clients.setting.judge.test
     with torch.no_grad():
         every = torch.cat([mixture.answers(x) for x in rows.x.split(1000)], 1)
-    changed = disturbed(every)
+    changed = find_disturbed(every)
     assert float(changed.double().mean()) > 0.1
     chosen, added = TopLogit(1)(mixture.weights, every).argmax(-1), every.sum(0).argmax(-1)
     better = ((chosen == rows.y) & changed).sum() - ((added == rows.y) & changed).sum()

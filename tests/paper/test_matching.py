@@ -16,10 +16,10 @@ import pytest
 from fedfuse.core.recipe import Recipe
 from fedfuse.engines.local import InProcess
 from fedfuse.experiment.config import Experiment
-from fedfuse.experiment.prepare import Prepared, Setting, prepare
+from fedfuse.experiment.prepare import PreparedExperiment, Setting, prepare
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.align.activations import ByActivations
-from fedfuse.server.align.alignment import ALIGNMENTS, Aligned, Way
+from fedfuse.server.align.alignment import ALIGNMENTS, AlignUnits, Matching
 from fedfuse.server.align.line import Line, straight_line
 from fedfuse.server.align.nets import Net
 from fedfuse.server.align.weights import ByWeights
@@ -35,20 +35,20 @@ VGG = {"name": "vgg11", "widths": 0.125, "hidden": [64], "norm": True, "dropout"
 class Trained(NamedTuple):
     """Clients after training from starts of their own: every rule below fuses the same updates."""
 
-    prepared: Prepared
+    prepared: PreparedExperiment
     setting: Setting
     admission: Admission
 
-    def accuracy(self, align: Aligned | None = None) -> float:
+    def accuracy(self, align: AlignUnits | None = None) -> float:
         recipe = Recipe(align=align, aggregate=Mean())
         fused = fuse_round(recipe, self.admission.cohort, self.setting.start, self.setting.bench)
         return 100 * float(self.setting.judge.evaluate(fused.model)["accuracy"])
 
-    def line(self, way: Way | None, restated: bool) -> Line:
+    def line(self, way: Matching | None, restated: bool) -> Line:
         """Between the first two clients, on test rows."""
         cohort, bench, test = self.admission.cohort, self.setting.bench, self.prepared.dataset.test
         nets = [Net.of(update, test.x.shape[1:]) for update in cohort]
-        there = cohort if way is None else Aligned(way).align(cohort, nets, bench)[0]
+        there = cohort if way is None else AlignUnits(way).align(cohort, nets, bench)[0]
         a, b = (dict(update.posterior.mean) for update in there)
         return straight_line(nets[0].spec, a, b, test, 5, bench.rows if restated else None)
 
@@ -80,20 +80,20 @@ def cifar(network: str) -> Trained:
     rows, epochs, model = (4_000, 10, LENET) if network == "lenet" else (2_000, 8, VGG)
     data = {"source": "cifar10", "clients": 2, "train_limit": rows, "test_limit": 1_000, "server_fraction": 0.1}
     local = {"epochs": epochs, "batch_size": 32, "optimizer": {"lr": 0.02, "momentum": 0.9}}
-    return trained(0, {**data, "standardise": True}, model, local)
+    return trained(0, {**data, "standardize": True}, model, local)
 
 
 @pytest.mark.parametrize("way", ALIGNMENTS)
 def test_where_the_naive_mean_is_at_chance_the_aligned_one_is_not(real_data: Path, way: str) -> None:
     clients = mnist("iid")
     assert clients.accuracy() < 25
-    assert clients.accuracy(Aligned(ALIGNMENTS[way]())) > 75
+    assert clients.accuracy(AlignUnits(ALIGNMENTS[way]())) > 75
 
 
 def test_skewed_clients_gain_too(real_data: Path) -> None:
     both = [mnist("dirichlet", seed) for seed in (0, 1)]
     for way in (ByWeights(), ByActivations()):
-        gains = [each.accuracy(Aligned(way)) - each.accuracy() for each in both]
+        gains = [each.accuracy(AlignUnits(way)) - each.accuracy() for each in both]
         assert sum(gains) / 2 > 8, gains
 
 

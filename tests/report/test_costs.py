@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedfuse.report import write_page
-from fedfuse.report.costs import effort, kept_channels, model_size, reached, target_in, traffic
+from fedfuse.report.costs import effort, kept_channels, model_size, target_costs, target_in, traffic
 
 
 def row(seed: int, at: int, **more: Any) -> dict[str, Any]:
@@ -53,15 +53,15 @@ def climbing(seed: int, slope: float, rounds: int = 10) -> list[dict[str, Any]]:
 
 def test_the_target_is_reached_by_the_mean_over_five_rounds() -> None:
     """0.05, 0.10, …: the mean of rounds 4 to 8 is 0.30, so a target of 0.3 takes eight rounds and not six."""
-    (found,) = reached({"wb": climbing(0, 0.05)}, 0.3)
+    (found,) = target_costs({"wb": climbing(0, 0.05)}, 0.3)
     assert (found.rounds, found.flops, found.sent, found.seeds) == (8, 80, 24, (1, 1))
 
 
 def test_seeds_that_never_got_there_are_told() -> None:
     rows = [*climbing(0, 0.05), *climbing(1, 0.001)]
-    (found,) = reached({"wb": rows}, 0.3)
+    (found,) = target_costs({"wb": rows}, 0.3)
     assert found.seeds == (1, 2)
-    (never,) = reached({"wb": climbing(0, 0.001)}, 0.3)
+    (never,) = target_costs({"wb": climbing(0, 0.001)}, 0.3)
     assert never.cells == ("0 of 1", "–", "–", "–")
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from fedfuse.report.facts import LIMIT, flatten, noted, tables, told
+from fedfuse.report.facts import LIMIT, fact_text, flatten, method_facts, tables
 
 
 def row(seed: int, facts: object) -> dict[str, object]:
@@ -8,7 +8,7 @@ def row(seed: int, facts: object) -> dict[str, object]:
 
 
 def test_numbers_are_averaged_and_words_are_listed() -> None:
-    (note,) = noted({"wb": [row(0, {"steps": 4, "solver": "cg"}), row(1, {"steps": 6, "solver": "ea"})]})
+    (note,) = method_facts({"wb": [row(0, {"steps": 4, "solver": "cg"}), row(1, {"steps": 6, "solver": "ea"})]})
     assert note.lines == (("steps", "5 ± 1.4"), ("solver", "cg; ea"))
     assert note.maps == ()
 
@@ -17,7 +17,7 @@ def test_tables_of_numbers_become_maps() -> None:
     facts = {"layer_weights": {"fc1": {"a": 0.25, "b": 0.75}, "fc2": {"b": 1.0}}, "deep": {"x": {"y": {"z": 1.0}}}}
     assert list(tables(facts)) == ["layer_weights", "deep.x"]
     assert flatten(facts) == {}
-    (note,) = noted({"wb": [row(3, facts)]})
+    (note,) = method_facts({"wb": [row(3, facts)]})
     assert note.maps[0].title == "layer weights"
     assert note.maps[0].note == "Seed 3, round 1."
     assert "fc1, b: 0.75" in note.maps[0].picture
@@ -25,17 +25,17 @@ def test_tables_of_numbers_become_maps() -> None:
 
 
 def test_signs_are_owned_up_to() -> None:
-    (note,) = noted({"wb": [row(0, {"shift": {"fc1": {"a": -0.5, "b": 0.5}}})]})
+    (note,) = method_facts({"wb": [row(0, {"shift": {"fc1": {"a": -0.5, "b": 0.5}}})]})
     assert "without the sign" in note.maps[0].note
 
 
 def test_long_things_are_shortened() -> None:
-    assert told({f"c{k}": k for k in range(11)}) == "11 numbers: least 0, median 5, most 10"
-    assert told(list("abcdefghij")) == "a, b, c, d, e, f, g, h, … (10 in all)"
-    assert len(told("x" * 1000)) == 200
-    (note,) = noted({"wb": [row(0, {f"k{k}": k for k in range(LIMIT + 5)})]})
+    assert fact_text({f"c{k}": k for k in range(11)}) == "11 numbers: least 0, median 5, most 10"
+    assert fact_text(list("abcdefghij")) == "a, b, c, d, e, f, g, h, … (10 in all)"
+    assert len(fact_text("x" * 1000)) == 200
+    (note,) = method_facts({"wb": [row(0, {f"k{k}": k for k in range(LIMIT + 5)})]})
     assert (len(note.lines), note.more) == (LIMIT, 5)
 
 
 def test_who_noted_nothing_is_not_shown() -> None:
-    assert noted({"wb": [row(0, {})], "fedavg": [row(0, None)]}) == []
+    assert method_facts({"wb": [row(0, {})], "fedavg": [row(0, None)]}) == []

@@ -12,7 +12,7 @@ import pytest
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.execute import execute
 from fedfuse.report import write_page
-from fedfuse.report.facts import noted
+from fedfuse.report.facts import method_facts
 from fedfuse.report.layers import NAMED, layer_lines
 
 KEY, TITLE = "gaussianity", "Distance from Gaussian"
@@ -48,13 +48,13 @@ def test_far_apart_layers_are_drawn_on_a_logarithmic_scale() -> None:
 
 def test_one_round_stays_a_map() -> None:
     assert layer_lines([row(1, {"fc1": {"a": 1e-9}})], KEY, TITLE) is None
-    (note,) = noted({"swa": [row(1, {"fc1": {"a": 1e-9, "b": 3e-9}})]})
+    (note,) = method_facts({"swa": [row(1, {"fc1": {"a": 1e-9, "b": 3e-9}})]})
     assert note.maps[0].title == KEY
     assert "fc1, b: 3e-09" in note.maps[0].picture
 
 
 def test_several_rounds_become_lines_in_the_place_of_the_map() -> None:
-    (note,) = noted({"swa": [row(at, {"fc1": {"a": at, "b": 2.0}}) for at in (1, 2, 3)]})
+    (note,) = method_facts({"swa": [row(at, {"fc1": {"a": at, "b": 2.0}}) for at in (1, 2, 3)]})
     (figure,) = note.maps
     assert figure.title == "Distance from Gaussian of each layer"
     assert "fc1, round 3: 2.5" in figure.picture

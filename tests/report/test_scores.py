@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedfuse.report.scores import best_first, spread, summary
+from fedfuse.report.scores import best_first, mean_sd, summary
 
 
 def row(label: str, seed: int, at: int, **values: object) -> dict[str, object]:
@@ -14,7 +14,7 @@ def row(label: str, seed: int, at: int, **values: object) -> dict[str, object]:
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=9))
 def test_spread_is_mean_and_sample_deviation(values: list[float]) -> None:
-    found = spread(values)
+    found = mean_sd(values)
     assert found is not None
     assert found.sd is not None
     assert found.mean == pytest.approx(np.mean(values), abs=1e-6)
@@ -22,10 +22,10 @@ def test_spread_is_mean_and_sample_deviation(values: list[float]) -> None:
 
 
 def test_a_single_seed_has_no_deviation() -> None:
-    found = spread([0.5])
+    found = mean_sd([0.5])
     assert found is not None
     assert (found.mean, found.sd, found.n) == (0.5, None, 1)
-    assert spread([None]) is None
+    assert mean_sd([None]) is None
 
 
 def test_scores_are_of_the_last_round_and_costs_of_all() -> None:

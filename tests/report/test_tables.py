@@ -35,9 +35,9 @@ def printed(rows: list[SummaryRow], width: int) -> str:
 
 
 def marked(rows: list[SummaryRow], key: str) -> list[str]:
-    laid = grid(rows)
-    at = [heading.column.key for heading in laid.headings].index(key)
-    return [row.label for row, cells in laid.lines if cells[at].best]
+    layout = grid(rows)
+    at = [heading.column.key for heading in layout.headings].index(key)
+    return [row.label for row, cells in layout.lines if cells[at].best]
 
 
 def test_the_best_is_the_highest_or_the_lowest() -> None:
@@ -73,9 +73,9 @@ def test_a_mean_over_fewer_seeds_says_so() -> None:
 
 @pytest.mark.parametrize(("size", "unit", "text"), [(999, "B", "999"), (1_500, "kB", "1.50"), (2.5e9, "GB", "2.50")])
 def test_bytes_have_one_unit_per_column(size: float, unit: str, text: str) -> None:
-    laid = grid(summary([{"method": "a", "seed": 0, "round": 1, "bytes_up": size}]))
-    assert laid.headings[0].text == f"sent up, {unit}"
-    assert str(laid.lines[0][1][0]) == text
+    layout = grid(summary([{"method": "a", "seed": 0, "round": 1, "bytes_up": size}]))
+    assert layout.headings[0].text == f"sent up, {unit}"
+    assert str(layout.lines[0][1][0]) == text
 
 
 def test_the_terminal_keeps_the_most_telling_columns_whole() -> None:

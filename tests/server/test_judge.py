@@ -27,7 +27,7 @@ from fedfuse.errors import RecipeError
 from fedfuse.nets.combine import MeanProbability
 from fedfuse.nets.mixture import Mixture
 from fedfuse.server.door.admit import Admission
-from fedfuse.server.judge import Judge, log_probabilities, measure, spread
+from fedfuse.server.judge import Judge, log_probabilities, measure, summarize_accuracies
 from fedfuse.wire.spool import Spool
 
 LINEAR = Spec("mlp", {"inputs": 3, "hidden": [], "classes": 3})
@@ -118,7 +118,7 @@ def test_certainty_falls_in_the_last_bin() -> None:
     assert scores["nll"] == math.inf
 
 
-def test_outputs_beyond_the_classes_are_left_out_and_the_rest_renormalised() -> None:
+def test_outputs_beyond_the_classes_are_left_out_and_the_rest_renormalized() -> None:
     logits = torch.tensor([[1.0, 2.0, 9.0], [0.5, -1.0, 3.0]], dtype=torch.float64)
     labels = torch.tensor([1, 0])
     open_set, closed = measure(logits.log_softmax(-1), labels, 2), measure(logits[:, :2].log_softmax(-1), labels, 2)
@@ -213,7 +213,7 @@ def test_spread_is_mean_deviation_and_worst_tenth(found: list[tuple[float, float
     num_examples = {f"c{i}": m for i, (_, m) in enumerate(found)}
     values = torch.tensor([a for a, _ in found], dtype=torch.float64)
     weights = torch.tensor([m for _, m in found], dtype=torch.float64)
-    told = spread(accuracies, num_examples)
+    told = summarize_accuracies(accuracies, num_examples)
     worst = values.sort().values[: -(-len(values) // 10)]
     assert told["client_accuracy_mean"] == pytest.approx(float(values.mean()))
     assert told["client_accuracy_std"] == pytest.approx(float(values.std(correction=0)), abs=1e-9)
@@ -222,7 +222,7 @@ def test_spread_is_mean_deviation_and_worst_tenth(found: list[tuple[float, float
 
 
 def test_nobody_has_no_spread() -> None:
-    assert spread({}, {}) == {}
+    assert summarize_accuracies({}, {}) == {}
 
 
 @dataclass(frozen=True)

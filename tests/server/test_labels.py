@@ -11,7 +11,7 @@ from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import ServerState
-from fedfuse.server.labels import divergence, everybody, heard, pooled
+from fedfuse.server.labels import cohort_histogram, divergence, population_histogram, record_label_counts
 
 SPEC = Spec("mlp")
 
@@ -35,18 +35,18 @@ def test_the_divergence_of_a_few_classes_from_ten_balanced_ones(classes: int, va
 
 def test_counts_are_remembered_per_client_and_the_newest_wins() -> None:
     state = ServerState(0, Single(SPEC, Posterior({})), {"mask/w": torch.ones(1)})
-    state = heard(state, cohort(a=[3, 1], b=[0, 4]))
-    state = heard(state, cohort(b=[2, 2], c=[1, 0]))
+    state = record_label_counts(state, cohort(a=[3, 1], b=[0, 4]))
+    state = record_label_counts(state, cohort(b=[2, 2], c=[1, 0]))
     assert set(state.memory) == {"mask/w", "labels/a", "labels/b", "labels/c"}
-    assert everybody(state.memory, 3).tolist() == [6.0, 3.0]
+    assert population_histogram(state.memory, 3).tolist() == [6.0, 3.0]
 
 
 def test_clients_never_heard_are_guessed_until_they_answer() -> None:
-    state = heard(ServerState(0, Single(SPEC, Posterior({}))), cohort(a=[6, 0], b=[2, 0]))
-    assert everybody(state.memory, 4).tolist() == [8.0 + 4.0, 4.0]
-    assert everybody(state.memory, 4, "ignored").tolist() == [8.0, 0.0]
-    assert everybody(state.memory, 2).tolist() == [8.0, 0.0]
+    state = record_label_counts(ServerState(0, Single(SPEC, Posterior({}))), cohort(a=[6, 0], b=[2, 0]))
+    assert population_histogram(state.memory, 4).tolist() == [8.0 + 4.0, 4.0]
+    assert population_histogram(state.memory, 4, "ignored").tolist() == [8.0, 0.0]
+    assert population_histogram(state.memory, 2).tolist() == [8.0, 0.0]
 
 
 def test_a_cohorts_histogram_is_that_of_its_rows_together() -> None:
-    assert pooled(cohort(a=[3, 1], b=[0, 4])).tolist() == [3, 5]
+    assert cohort_histogram(cohort(a=[3, 1], b=[0, 4])).tolist() == [3, 5]

@@ -23,7 +23,7 @@ from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import QuorumLost
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.door.admit import Admission, Rules
-from fedfuse.server.loop import Plan, Record, choose, run
+from fedfuse.server.loop import Plan, Record, choose_clients, run
 from fedfuse.wire.codec import decode
 from fedfuse.wire.messages import encode_brief
 
@@ -151,12 +151,12 @@ def test_enrolled_counts_reach_the_door() -> None:
 
 def test_a_sample_is_seeded_without_replacement_and_in_client_order() -> None:
     clients = tuple(f"c{i}" for i in range(30))
-    draws = [choose(clients, 10, seed=0, round_=r) for r in range(20)]
+    draws = [choose_clients(clients, 10, seed=0, round_=r) for r in range(20)]
     assert all(len(set(d)) == 10 and d == tuple(sorted(d, key=lambda c: int(c[1:]))) for d in draws)
     assert len(set(draws)) == 20
-    assert draws == [choose(clients, 10, seed=0, round_=r) for r in range(20)]
+    assert draws == [choose_clients(clients, 10, seed=0, round_=r) for r in range(20)]
     assert set().union(*draws) == set(clients)
-    assert choose(clients, None, 0, 0) == choose(clients, 99, 0, 0) == clients
+    assert choose_clients(clients, None, 0, 0) == choose_clients(clients, 99, 0, 0) == clients
 
 
 def test_who_was_never_asked_still_begins_where_all_began() -> None:

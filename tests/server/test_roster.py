@@ -20,7 +20,7 @@ from fedfuse.engines.pool import Pool
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.loop import Plan, Record, run
-from fedfuse.server.roster import LendRows, WithServer
+from fedfuse.server.roster import ShareServerRows, WithServer
 
 CLASSES = 3
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": CLASSES})
@@ -105,10 +105,10 @@ def test_lent_rows_are_trained_on_and_counted() -> None:
 
 def test_at_most_so_many_rows_are_lent_and_always_the_same() -> None:
     bench = replace(BENCH, rows=rows(30, 9))
-    twice = [LendRows(12)(InProcess(people()), bench) for _ in range(2)]
-    assert [engine.terms.lent for engine in twice] == [12, 12]
+    twice = [ShareServerRows(12)(InProcess(people()), bench) for _ in range(2)]
+    assert [engine.terms.shared_rows for engine in twice] == [12, 12]
     assert twice[0].rows.x.equal(twice[1].rows.x)  # type: ignore[attr-defined]
-    assert LendRows(100)(InProcess(people()), bench).terms.lent == 30
+    assert ShareServerRows(100)(InProcess(people()), bench).terms.shared_rows == 30
     assert find_method("data_sharing").recipe(most=12).reveals == (
         "up to 12 of the server's labelled rows, to every client",
     )
@@ -116,11 +116,11 @@ def test_at_most_so_many_rows_are_lent_and_always_the_same() -> None:
 
 def test_rosters_stack() -> None:
     both = WithServer()(
-        LendRows()(InProcess(people()), replace(BENCH, rows=rows(6, 9))), replace(BENCH, rows=rows(6, 9))
+        ShareServerRows()(InProcess(people()), replace(BENCH, rows=rows(6, 9))), replace(BENCH, rows=rows(6, 9))
     )
     terms = both.terms
-    assert (terms.always, terms.lent) == (("server",), 6)
-    assert terms.enrolled({"c0": 10}) == {"c0": 16}
+    assert (terms.always, terms.shared_rows) == (("server",), 6)
+    assert terms.claimable_examples({"c0": 10}) == {"c0": 16}
 
 
 def test_a_liar_is_still_refused_above_what_it_owns_and_was_lent() -> None:
@@ -136,7 +136,7 @@ def test_workers_and_the_memo_see_lent_rows_too(tmp_path_factory: pytest.TempPat
     ends = []
     with Pool(workers=0) as pool:
         for _ in range(2):
-            engine = memo.around(pool.engine(people(), seed=3))
+            engine = memo.wrap(pool.engine(people(), seed=3))
             ends += list(run(find_method("data_sharing").recipe(), engine, bench, None, start(), Plan(1)))
     assert ends[1].facts["remembered"] == 4
     assert same(ends[0], ends[1])

@@ -14,7 +14,7 @@ from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench, ServerState, filed
+from fedfuse.core.state import Bench, ServerState, with_kind
 from fedfuse.errors import ConfigError
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.aggregate.mean import Mean
@@ -31,7 +31,7 @@ def weights(value: float) -> dict[str, Tensor]:
 
 def update(client: str, value: float, spec: Spec = SPEC) -> ClientUpdate:
     mean = {n: torch.full_like(t, value) for n, t in spec.build().state_dict().items()}
-    notes = filed("control", {n: torch.full_like(t, value) for n, t in mean.items()})
+    notes = with_kind("control", {n: torch.full_like(t, value) for n, t in mean.items()})
     return ClientUpdate(client, Posterior(mean), 1.0, 1, spec, notes)
 
 
@@ -59,7 +59,9 @@ def test_steps_see_the_units_where_the_alignment_put_them() -> None:
         "classifier.weight": one["classifier.weight"][:, order],
         "classifier.bias": one["classifier.bias"],
     }
-    updates = [ClientUpdate(c, Posterior(m), 1.0, 1, SPEC, filed("control", m)) for c, m in (("a", one), ("b", other))]
+    updates = [
+        ClientUpdate(c, Posterior(m), 1.0, 1, SPEC, with_kind("control", m)) for c, m in (("a", one), ("b", other))
+    ]
     after = fuse_round(
         with_filters(find_method("scaffold").recipe(), align="weights"),
         Cohort.of(updates),

@@ -17,15 +17,15 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench, ServerState, part
+from fedfuse.core.state import Bench, ServerState, entries_of
 from fedfuse.engines.local import InProcess, Population
-from fedfuse.server.aggregate.adaptive import ServerOptimiser
+from fedfuse.server.aggregate.adaptive import ServerOptimizer
 from fedfuse.server.loop import Plan, run
 from fedfuse.server.steps.distill import Distill
+from fedfuse.server.steps.distillation_inputs import ServerInputs
 from fedfuse.server.steps.dynamic import DynamicUpdate
-from fedfuse.server.steps.lessons import ServerRows
 from fedfuse.server.training import train_on
-from fedfuse.training.round import learned
+from fedfuse.training.round import train_on_rows
 
 MLP = Spec("mlp", {"inputs": 6, "hidden": [8], "classes": 3})
 LOCAL = LocalSettings(batch_size=4, optimizer={"lr": 0.2, "momentum": 0.5})
@@ -47,7 +47,7 @@ def rounds_of(recipe: Recipe, rounds: int = 3) -> list[ServerState]:
 def stray(state: ServerState) -> int:
     """How many weights are not zero though a mask leaves them out."""
     mean = state.single.posterior.mean
-    return sum(int(mean[n][~m].count_nonzero()) for n, m in part(state.memory, "mask").items())
+    return sum(int(mean[n][~m].count_nonzero()) for n, m in entries_of(state.memory, "mask").items())
 
 
 def masking(method: str) -> Recipe:
@@ -66,21 +66,21 @@ def test_no_weight_under_the_mask_comes_back(method: str, first: bool) -> None:
     steps = (walk, *recipe.steps) if first else (*recipe.steps, walk)
     states = rounds_of(replace(recipe, steps=steps, evidence=(*recipe.evidence, *du.evidence)))
     assert any(s.facts["server_step"]["taken"] for s in states)
-    assert sum(int((~m).sum()) for m in part(states[-1].memory, "mask").values()) > 10
+    assert sum(int((~m).sum()) for m in entries_of(states[-1].memory, "mask").values()) > 10
     assert [stray(s) for s in states] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("method", ["imc", "prunefl"])
 def test_a_student_is_masked_too(method: str) -> None:
     recipe = masking(method)
-    teach = Distill(ServerRows(), epochs=2, begin="mean")
+    teach = Distill(ServerInputs(), epochs=2, begin="mean")
     states = rounds_of(replace(recipe, steps=(*recipe.steps, teach)))
     assert all("distilled" in s.facts for s in states)
     assert [stray(s) for s in states] == [0, 0, 0]
 
 
 def test_an_aggregators_momentum_brings_nothing_back() -> None:
-    recipe = replace(masking("imc"), aggregate=ServerOptimiser("momentum", lr=1.0))
+    recipe = replace(masking("imc"), aggregate=ServerOptimizer("momentum", lr=1.0))
     assert [stray(s) for s in rounds_of(recipe, 4)] == [0, 0, 0, 0]
 
 
@@ -88,6 +88,6 @@ def test_without_masks_it_is_a_clients_training() -> None:
     torch.manual_seed(0)
     state, bench = ServerState(2, Single.of(MLP.build(), MLP)), Bench(classes=3, local=LOCAL, seed=4)
     brief = Brief(2, MLP, state.single.posterior.mean, classes=3)
-    plain = learned(Work(LOCAL), brief, "server", rows(9, 1), seed=4)
+    plain = train_on_rows(Work(LOCAL), brief, "server", rows(9, 1), seed=4)
     mine = train_on(rows(9, 1), state, LOCAL, bench)
     assert all(mine.params[n].equal(t) for n, t in plain.params.items())

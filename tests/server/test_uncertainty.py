@@ -16,7 +16,7 @@ from fedfuse.models.bayes import BayesianLayers
 from fedfuse.nets.combine import MeanProbability
 from fedfuse.nets.mixture import Mixture
 from fedfuse.server.judge import Judge, log_probabilities
-from fedfuse.server.uncertainty import ask, auroc, each_draw, entropy, mutual_information
+from fedfuse.server.uncertainty import auroc, each_draw, entropy, mutual_information, predict
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": 3})
 
@@ -56,7 +56,7 @@ def test_auroc_is_sklearns_with_ties_counting_half() -> None:
 
 def test_a_bayesian_network_is_asked_draw_by_draw_and_answers_as_one() -> None:
     model, x = bayesian(), inputs()
-    answer = ask(model, x, classes=3, batch=10)
+    answer = predict(model, x, classes=3, batch=10)
     torch.testing.assert_close(answer.log_probs, log_probabilities(model, x), atol=1e-6, rtol=0)
     each = each_draw(model, x)
     assert each.shape == (7, 25, 3)
@@ -68,20 +68,20 @@ def test_a_bayesian_network_is_asked_draw_by_draw_and_answers_as_one() -> None:
 def test_models_without_draws_have_entropy_only() -> None:
     mixture = Mixture((plain(), plain()), torch.tensor([0.5, 0.5]), MeanProbability())
     for model in (plain(), mixture, bayesian(noise=False)):
-        answer = ask(model, inputs(), classes=3)
+        answer = predict(model, inputs(), classes=3)
         assert answer.information is None
         torch.testing.assert_close(answer.log_probs, log_probabilities(model, inputs()))
         assert answer.scores().keys() == {"entropy"}
     with pytest.raises(RecipeError, match="stay apart"):
-        ask(Apart((plain(),)), inputs(), classes=3)
+        predict(Apart((plain(),)), inputs(), classes=3)
 
 
 def test_the_judge_scores_how_strange_inputs_are_met() -> None:
     test = Rows(inputs(), torch.zeros(25, dtype=torch.int64))
     far = inputs(40, scale=30.0)
-    judge = Judge(test, 3, strangers=far)
+    judge = Judge(test, 3, ood_inputs=far)
     scores = judge.score(bayesian())
-    here, there = ask(bayesian(), test.x, 3), ask(bayesian(), far, 3)
+    here, there = predict(bayesian(), test.x, 3), predict(bayesian(), far, 3)
     assert scores["ood_auroc"] == auroc(here.entropy, there.entropy)
     assert scores["ood_auroc_information"] == auroc(here.information, there.information)  # type: ignore[arg-type]
     assert scores["ood_entropy"] == pytest.approx(float(there.entropy.mean()))

@@ -15,11 +15,11 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Batch, CrossEntropy, Objective, Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Local, filed
+from fedfuse.core.state import Local, with_kind
 from fedfuse.errors import ConfigError
 from fedfuse.training.projections import Masked
 from fedfuse.training.pulls import pull_of
-from fedfuse.training.round import Answer, client_round
+from fedfuse.training.round import RoundAnswer, client_round
 from fedfuse.wire.codec import decode
 
 
@@ -45,14 +45,16 @@ def rows(count: int = 50, seed: int = 0) -> Rows:
     return Rows(torch.randn(count, 1, 8, 8, generator=draw), torch.randint(3, (count,), generator=draw))
 
 
-def answer(kernel: str, settings: dict[str, Any], work: Work | None = None, round_: int = 0, seed: int = 0) -> Answer:
+def answer(
+    kernel: str, settings: dict[str, Any], work: Work | None = None, round_: int = 0, seed: int = 0
+) -> RoundAnswer:
     base: dict[str, Any] = {"epochs": 2, "batch_size": 16, "optimizer": {"lr": 0.05}, "kernel": kernel}
     work = replace(work or Work(), settings=LocalSettings.model_validate(base | settings))
-    brief = Brief(round_, SPEC, START, filed("control", random_like(1)), classes=3)
-    return client_round(work, brief, "a", rows(), memory=filed("control", random_like(2)), seed=seed)
+    brief = Brief(round_, SPEC, START, with_kind("control", random_like(1)), classes=3)
+    return client_round(work, brief, "a", rows(), memory=with_kind("control", random_like(2)), seed=seed)
 
 
-def weights(given: Answer) -> dict[str, Tensor]:
+def weights(given: RoundAnswer) -> dict[str, Tensor]:
     return {n: t for n, t in decode(given.payload).tensors.items() if not n.startswith("~")}
 
 
@@ -139,7 +141,7 @@ def test_a_contrastive_term_counts_from_the_second_round_on() -> None:
     module = network()
     local = Local("a", Brief(0, SPEC, START, classes=3), rows(), LocalSettings(), module, {}, 0)
     assert pull_of(Contrastive(1.0), local) == pull_of(CrossEntropy(), local)
-    later = Local("a", local.brief, rows(), LocalSettings(), module, filed("last", START), 0)
+    later = Local("a", local.brief, rows(), LocalSettings(), module, with_kind("last", START), 0)
     assert pull_of(Contrastive(1.0), later) is None
     assert pull_of(Contrastive(0.0), later) == pull_of(CrossEntropy(), later)
 

@@ -17,9 +17,9 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench, ServerState, filed, part
+from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.engines.local import InProcess, Population
-from fedfuse.nets.channels import channel_groups, narrowed
+from fedfuse.nets.channels import channel_groups, keep_channels
 from fedfuse.server.loop import Plan, Record, run
 from fedfuse.server.steps.prune import Prune
 from fedfuse.server.steps.rates import FixedRate
@@ -64,7 +64,7 @@ def test_memories_follow_prunings_and_nobody_is_lost(method: str, last: bool, pe
     state = records[-1].state
     sizes = {n: t.shape for n, t in state.single.posterior.mean.items()}
     assert sum(s.numel() for s in sizes.values()) < 0.7 * sum(t.numel() for t in spec.build().state_dict().values())
-    for n, t in part(state.memory, "control").items():
+    for n, t in entries_of(state.memory, "control").items():
         assert t.shape == sizes[n]
     kind = "control" if method == "scaffold" else "last"
     told = [f for r in records for f in r.facts["clients"].values()]
@@ -76,7 +76,7 @@ def test_memories_follow_prunings_and_nobody_is_lost(method: str, last: bool, pe
 def test_variates_after_a_pruning_are_those_of_the_channels_that_stayed() -> None:
     whole, small, params = cut({"conv1": [1, 4]})
     variate = {n: torch.randn_like(t) for n, t in params.items()}
-    found, facts = fit_memory(filed("control", variate), Brief(3, small, cut_params(small, params)), SHAPE)
+    found, facts = fit_memory(with_kind("control", variate), Brief(3, small, cut_params(small, params)), SHAPE)
     assert facts == {"carried over control": float(len(params))}
     assert found["control/conv1.weight"].equal(variate["conv1.weight"][[1, 4]])
     assert found["control/conv2.weight"].equal(variate["conv2.weight"][:, [1, 4]])
@@ -88,7 +88,7 @@ def test_a_memory_of_a_pruned_network_follows_its_next_pruning() -> None:
     _, small, params = cut({"conv1": [1, 4, 5]})
     _, smaller, _ = cut({"conv1": [1, 5]})
     weights = cut_params(small, params)
-    memory = filed("last", weights) | {f"{CHANNELS}/conv1": torch.tensor([1, 4, 5])}
+    memory = with_kind("last", weights) | {f"{CHANNELS}/conv1": torch.tensor([1, 4, 5])}
     found, facts = fit_memory(memory, Brief(3, smaller, cut_params(smaller, params)), SHAPE)
     assert facts == {"carried over last": float(len(params))}
     assert found["last/conv1.weight"].equal(params["conv1.weight"][[1, 5]])
@@ -99,12 +99,12 @@ def cut(keep: dict[str, list[int]]) -> tuple[Spec, Spec, dict[str, Tensor]]:
     torch.manual_seed(1)
     params = dict(LENET.build().state_dict())
     moves = {g: keep[g.name] for g in channel_groups(LENET, SHAPE) if g.name in keep}
-    return LENET, narrowed(LENET, params, moves)[0], params
+    return LENET, keep_channels(LENET, params, moves)[0], params
 
 
 def cut_params(small: Spec, params: dict[str, Tensor]) -> dict[str, Tensor]:
     keep = {g: small.kept[g.name] for g in channel_groups(LENET, SHAPE) if g.name in small.kept}
-    return narrowed(LENET, params, keep)[1]
+    return keep_channels(LENET, params, keep)[1]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def cut_params(small: Spec, params: dict[str, Tensor]) -> dict[str, Tensor]:
 )
 def test_what_cannot_be_carried_is_forgotten_as_a_whole(strange: dict[str, Tensor]) -> None:
     _, small, params = cut({"conv2": [0, 3]})
-    memory = filed("last", {**params, **strange}) | filed("other", {"label": torch.ones(1)})
+    memory = with_kind("last", {**params, **strange}) | with_kind("other", {"label": torch.ones(1)})
     found, facts = fit_memory(memory, Brief(3, small, cut_params(small, params)), SHAPE)
     assert list(found) == ["other/label"]
     assert facts == {"forgot last": float(len({**params, **strange}))}
@@ -124,14 +124,14 @@ def test_what_cannot_be_carried_is_forgotten_as_a_whole(strange: dict[str, Tenso
 
 def test_a_network_that_grew_is_a_new_one_to_its_clients() -> None:
     wide = replace(LENET, surgery={"fc1.weight": (12, 32), "fc1.bias": (12,), "classifier.weight": (3, 12)})
-    memory = filed("control", dict(LENET.build().state_dict()))
+    memory = with_kind("control", dict(LENET.build().state_dict()))
     found, facts = fit_memory(memory, Brief(1, wide, dict(wide.build().state_dict())), SHAPE)
     assert (found, list(facts)) == ({}, ["forgot control"])
 
 
 def test_a_memory_that_fits_is_left_alone() -> None:
     params = dict(LENET.build().state_dict())
-    memory = filed("control", params) | {"kron/conv1/in": torch.ones(3)}
+    memory = with_kind("control", params) | {"kron/conv1/in": torch.ones(3)}
     found, facts = fit_memory(memory, Brief(1, LENET, params), SHAPE)
     assert (found.keys(), facts) == (memory.keys(), {})
 

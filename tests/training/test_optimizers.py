@@ -1,4 +1,4 @@
-"""Our optimiser steps against `torch.optim`, step by step."""
+"""Our optimizer steps against `torch.optim`, step by step."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_every_step_is_that_of_torch_optim(
     draw = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((3, 4), (5,), ())]
     mine, reference = [p.clone() for p in start], [p.clone().requires_grad_() for p in start]
-    step, optimiser = stepper(Optimizer(**ours)), theirs(reference)  # type: ignore[arg-type]
+    step, optimizer = stepper(Optimizer(**ours)), theirs(reference)  # type: ignore[arg-type]
     for t in range(12):
         grads = gradients(draw, start, t)
         for p, g in zip(reference, grads, strict=True):
             p.grad = g.clone()
-        optimiser.step()
+        optimizer.step()
         step(mine, [g.clone() for g in grads], ours["lr"])
         for a, b in zip(mine, reference, strict=True):
             assert torch.allclose(a, b.detach(), rtol=1e-12, atol=1e-14)
@@ -58,11 +58,11 @@ def test_every_step_is_that_of_torch_optim(
 
 def test_the_rate_may_change_between_steps() -> None:
     mine, reference = [torch.ones(2)], [torch.ones(2, requires_grad=True)]
-    step, optimiser = stepper(Optimizer(momentum=0.9)), torch.optim.SGD(reference, lr=1.0, momentum=0.9)
+    step, optimizer = stepper(Optimizer(momentum=0.9)), torch.optim.SGD(reference, lr=1.0, momentum=0.9)
     for rate in (0.1, 0.01, 0.001):
-        optimiser.param_groups[0]["lr"] = rate
+        optimizer.param_groups[0]["lr"] = rate
         reference[0].grad = torch.tensor([1.0, -2.0])
-        optimiser.step()
+        optimizer.step()
         step(mine, [torch.tensor([1.0, -2.0])], rate)
     assert torch.allclose(mine[0], reference[0].detach(), rtol=0, atol=1e-7)
 

@@ -314,12 +314,12 @@ def test_what_a_method_cannot_do_for_a_network_is_one_sentence(name: str, method
 
 
 def test_a_network_that_reads_tokens_can_be_distilled_on_rows() -> None:
-    facts = one_round("tokens", "ensemble", distil="server", epochs=1).facts["facts"]
+    facts = one_round("tokens", "ensemble", distill="server", epochs=1).facts["facts"]
     assert facts["distilled"]["inputs"] == 12
 
 
 def test_a_student_keeps_what_its_author_froze() -> None:
-    state = one_round("backbone", "ensemble", distil="server", epochs=2).state
+    state = one_round("backbone", "ensemble", distill="server", epochs=2).state
     begun = built(OWN["backbone"]).state_dict()
     moved = {n for n, t in state.single.posterior.mean.items() if not t.equal(begun[n])}
     assert moved == {"head.weight", "head.bias", *(f"backbone.1.{n}" for n in STATISTICS)}

@@ -10,7 +10,7 @@ from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.training.projections import Masked
-from fedfuse.training.round import learned
+from fedfuse.training.round import train_on_rows
 from fedfuse.wire.messages import decode_brief, encode_brief
 
 SPEC = Spec("mlp", {"inputs": 3, "hidden": [4], "classes": 2})
@@ -25,7 +25,7 @@ def test_masked_weights_stay_zero_through_training_and_over_the_wire() -> None:
     brief = decode_brief(encode_brief(brief))
     rows = Rows(torch.randn(30, 3), torch.arange(30) % 2)
     settings = LocalSettings(batch_size=5, optimizer={"lr": 0.1, "momentum": 0.9})
-    after = learned(Work(settings, project=Masked()), brief, "c", rows).params
+    after = train_on_rows(Work(settings, project=Masked()), brief, "c", rows).params
     assert not after["fc1.weight"][~mask].any()
     assert not after["fc1.weight"][mask].equal(params["fc1.weight"][mask])
     assert not after["fc1.bias"].equal(params["fc1.bias"])

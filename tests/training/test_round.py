@@ -19,7 +19,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
 from fedfuse.errors import ConfigError
-from fedfuse.training.round import Answer, client_round
+from fedfuse.training.round import RoundAnswer, client_round
 from fedfuse.wire.codec import decode
 
 MLP = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": 3})
@@ -36,11 +36,11 @@ def brief_of(spec: Spec, round_: int = 0) -> Brief:
     return Brief(round_, spec, params, classes=3)
 
 
-def trained(answer: Answer) -> dict[str, Tensor]:
+def trained(answer: RoundAnswer) -> dict[str, Tensor]:
     return {n: t for n, t in decode(answer.payload).tensors.items() if not n.startswith("~")}
 
 
-def header(answer: Answer) -> Any:
+def header(answer: RoundAnswer) -> Any:
     return decode(answer.payload).header
 
 
@@ -52,19 +52,19 @@ def plain_loop(
     module.load_state_dict(dict(brief.params))
     module.train()
     own = settings.optimizer
-    optimiser = torch.optim.SGD(module.parameters(), own.lr, own.momentum, weight_decay=own.weight_decay)
+    optimizer = torch.optim.SGD(module.parameters(), own.lr, own.momentum, weight_decay=own.weight_decay)
     for epoch in range(settings.epochs):
-        for group in optimiser.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = settings.rate(brief.round, epoch)
         order = torch.randperm(len(data), generator=stream(0, brief.round, "a", "order", epoch))
         for index in order.split(settings.batch_size):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss = F.cross_entropy(module(data.x[index]), data.y[index])
             loss = loss + settings.l1 * sum(p.abs().sum() for p in module.parameters())
             loss.backward()
             if settings.clip is not None:
                 torch.nn.utils.clip_grad_norm_(module.parameters(), settings.clip)
-            optimiser.step()
+            optimizer.step()
     return {n: t.detach().clone() for n, t in module.state_dict().items()}
 
 

@@ -130,7 +130,7 @@ def test_pieces_are_runs_of_elements_and_may_cross_into_the_next_tensor(tmp_path
         assert lazy.piece("b", 1, 1).numel() == 0
         assert piece_of(lazy, "b", 1, 3).equal(piece_of(params, "b", 1, 3))
         assert forms_of(lazy) == forms_of(params)
-        assert lazy.places["b"] - lazy.places["a"] == 24
+        assert lazy.offsets["b"] - lazy.offsets["a"] == 24
     assert forms_size(forms_of(params)) == 40 + 24
 
 
@@ -167,12 +167,12 @@ def test_a_part_keeps_places_and_renames() -> None:
     notes = lazy.part(lambda n: n.startswith("~"), lambda n: n.removeprefix("~"))
     assert list(notes) == ["b", "c"]
     assert notes["b"].equal(torch.zeros(3))
-    assert notes.places == {"b": lazy.places["~b"], "c": lazy.places["~c"]}
+    assert notes.offsets == {"b": lazy.offsets["~b"], "c": lazy.offsets["~c"]}
     assert "~b" not in notes
     assert len(notes) == 2
     made = LazyParams({"x": Form((2,), torch.float32)}, lambda name, begin, end: torch.ones(end - begin))
     assert made["x"].tolist() == [1.0, 1.0]
-    assert made.part(lambda n: True).places == {}
+    assert made.part(lambda n: True).offsets == {}
 
 
 HUGE = 400 * 10**9

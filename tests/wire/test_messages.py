@@ -9,7 +9,7 @@ from fedfuse.core.messages import Brief, Start
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.wire.codec import Malformed, decode, encode
-from fedfuse.wire.messages import brief_size, decode_brief, encode_brief, encode_reply, noted, split
+from fedfuse.wire.messages import brief_size, decode_brief, encode_brief, encode_reply, mark_notes, split
 
 SPEC = Spec("mlp", {"inputs": 2, "hidden": []})
 BRIEF = Brief(3, SPEC, {"w": torch.randn(2, 2), "n": torch.tensor(4)}, {"control/w": torch.ones(2, 2)}, classes=5)
@@ -59,4 +59,4 @@ def test_a_reply_says_round_network_mass_and_steps_and_drops_what_is_not_finite(
 
 
 def test_notes_never_collide_with_the_models_own_names() -> None:
-    assert list(noted({"w": torch.ones(1)})) == ["~w"]
+    assert list(mark_notes({"w": torch.ones(1)})) == ["~w"]

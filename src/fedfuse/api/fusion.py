@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor, nn
 
 from fedfuse.api.runs import recipe as make_recipe
-from fedfuse.api.update import Update, check_honoured, prepared_start, start_of
+from fedfuse.api.update import Update, check_supported, prepared_start, start_of
 from fedfuse.core.model import Answering, Model, Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
@@ -109,14 +109,14 @@ def fuse(
         {'w': tensor([0.7500])}
     """
     recipe = with_filters(make_recipe(recipe) if isinstance(recipe, str) else recipe, align=align, guard=guard)
-    check_honoured(recipe, "fusing files")
+    check_supported(recipe, "fusing files")
     items = _items(updates, num_examples)
     begin = None if start is None else start_of(start)[1]
     if "start" in recipe.needs and begin is None:
         raise RecipeError(f"method {recipe.name!r} needs the weights the sites started from; pass `start`")
     bench = Bench(rows=_rows(server_rows), unlabelled=unlabelled, population=len(items), seed=seed)
     recipe.check(1, bench)
-    named = [_prepared_spec(recipe, given, seed) for given in _several(model)]
+    named = [_prepared_spec(recipe, given, seed) for given in _as_list(model)]
     admission, brief = gather(items, recipe, begin, named, Rules(quorum=quorum))
     state = ServerState(brief.round, Single(brief.spec, Posterior(brief.params)))
     bench = replace(bench, classes=brief.classes)
@@ -125,7 +125,7 @@ def fuse(
     return Fused(state.model, tuple(admission.refused), state.facts)
 
 
-def _several(model: nn.Module | Spec | Sequence[nn.Module | Spec] | None) -> list[nn.Module | Spec]:
+def _as_list(model: nn.Module | Spec | Sequence[nn.Module | Spec] | None) -> list[nn.Module | Spec]:
     if model is None:
         return []
     return [model] if isinstance(model, nn.Module | Spec) else list(model)
@@ -148,14 +148,15 @@ def _items(updates: Sequence[Source], num_examples: Sequence[float] | None) -> l
         )
     given = list(num_examples) if num_examples is not None else [None] * len(updates)
     items = [
-        _item(u, place, num_examples) for place, (u, num_examples) in enumerate(zip(updates, given, strict=True), 1)
+        _item(u, position, num_examples)
+        for position, (u, num_examples) in enumerate(zip(updates, given, strict=True), 1)
     ]
     names = Counter(item.client for item in items)
     items = [_by_path(item) if names[item.client] > 1 else item for item in items]
     names = Counter(item.client for item in items)
     return [
-        replace(item, client=f"{item.client} ({place})") if names[item.client] > 1 else item
-        for place, item in enumerate(items, 1)  # one file twice, or two updates of one name, are still two
+        replace(item, client=f"{item.client} ({position})") if names[item.client] > 1 else item
+        for position, item in enumerate(items, 1)  # one file twice, or two updates of one name, are still two
     ]
 
 
@@ -164,17 +165,17 @@ def _by_path(item: Item) -> Item:
     return replace(item, client=str(item.payload)) if isinstance(item.payload, Path) else item
 
 
-def _item(source: Source, place: int, num_examples: float | None) -> Item:
+def _item(source: Source, position: int, num_examples: float | None) -> Item:
     match source:
         case Update():
             return Item(source.client, source.payload, num_examples, source.spec)
         case str() | Path():
             return Item(Path(source).stem, Path(source), num_examples)
         case nn.Module():
-            return Item(f"model-{place}", encode(source.state_dict(), {}), num_examples)
+            return Item(f"model-{position}", encode(source.state_dict(), {}), num_examples)
         case Mapping():
-            return Item(f"model-{place}", encode(source, {}), num_examples)
-    raise ConfigError(f"update {place} is a {type(source).__name__}; expected an update, a file or a state dict")
+            return Item(f"model-{position}", encode(source, {}), num_examples)
+    raise ConfigError(f"update {position} is a {type(source).__name__}; expected an update, a file or a state dict")
 
 
 def _rows(rows: Rows | tuple[Tensor, Tensor] | None) -> Rows | None:

@@ -72,8 +72,8 @@ def run(
     """
     from fedfuse.experiment.jobs import run_file  # late: it brings the data sources and the report with it
 
-    place = None if out is None else Path(out)
-    return run_file(Path(file), sets=sets, out=place, resume=resume, workers=workers, memo=memo)
+    folder = None if out is None else Path(out)
+    return run_file(Path(file), sets=sets, out=folder, resume=resume, workers=workers, memo=memo)
 
 
 def load(run: str | Path) -> Results:

@@ -18,7 +18,7 @@ from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import ClientsOnly, NothingBefore, Work
-from fedfuse.core.settings import LocalSettings, checked
+from fedfuse.core.settings import LocalSettings, validate_settings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
@@ -90,7 +90,7 @@ def local_update(
         20.0
     """
     recipe = make_recipe(recipe) if isinstance(recipe, str) else recipe
-    check_honoured(recipe, "a site that only brings a file")
+    check_supported(recipe, "a site that only brings a file")
     spec = model if isinstance(model, Spec) else Spec.of(model, output)
     spec = spec if output is None else replace(spec, output=output)
     data = rows if isinstance(rows, Rows) else Rows(*rows)
@@ -98,8 +98,8 @@ def local_update(
     begin = {n: t.detach().clone() for n, t in module.state_dict().items()}
     count = _count_classes(classes, Single.of(module, spec), data)
     if start is not None:
-        said, begin = start_of(start)
-        spec = _as_shaped(spec, said)
+        description, begin = start_of(start)
+        spec = _with_start_shape(spec, description)
     first = prepared_start(recipe, spec, begin, count, seed)
     _check_fit(first)
     brief = Brief(0, first.spec, first.posterior.mean, classes=count)
@@ -113,8 +113,8 @@ def local_update(
 def _answer(work: Work, brief: Brief, client: str, rows: Rows, seed: int) -> bytes:
     """A client's reply as every engine brings it: everything comes from bytes, and one thread does it."""
     with one_thread():
-        told = receive_brief(encode_brief(brief), brief.spec)
-        return client_round(work, told, client, Rows(rows.x.contiguous(), rows.y), seed=seed).payload
+        received = receive_brief(encode_brief(brief), brief.spec)
+        return client_round(work, received, client, Rows(rows.x.contiguous(), rows.y), seed=seed).payload
 
 
 def _count_classes(given: int | None, network: Single, rows: Rows) -> int:
@@ -130,7 +130,9 @@ def settings_from(given: Mapping[str, Any]) -> LocalSettings:
     """Settings of local training from keywords; `lr`, `momentum` and `weight_decay` are short for the optimizer's."""
     short = {k: given[k] for k in ("lr", "momentum", "weight_decay") if k in given}
     rest = {k: v for k, v in given.items() if k not in short}
-    return checked(LocalSettings, rest | ({"optimizer": {**rest.get("optimizer", {}), **short}} if short else {}))
+    return validate_settings(
+        LocalSettings, rest | ({"optimizer": {**rest.get("optimizer", {}), **short}} if short else {})
+    )
 
 
 def start_of(source: str | Path | Mapping[str, Tensor]) -> tuple[object, dict[str, Tensor]]:
@@ -146,13 +148,13 @@ def start_of(source: str | Path | Mapping[str, Tensor]) -> tuple[object, dict[st
     return packet.header.get("spec"), {n: t for n, t in packet.tensors.items() if not n.startswith(NOTE)}
 
 
-def _as_shaped(spec: Spec, said: object) -> Spec:
+def _with_start_shape(spec: Spec, description: object) -> Spec:
     """The network the user named, pruned or grown as a start file of the same network says it was."""
-    if spec.surgery or not isinstance(said, dict):
+    if spec.surgery or not isinstance(description, dict):
         return spec
-    if (said.get("factory"), said.get("options", {})) != (spec.factory, spec.options):
+    if (description.get("factory"), description.get("options", {})) != (spec.factory, spec.options):
         return spec
-    theirs = Spec.from_json(said, spec.factories)
+    theirs = Spec.from_json(description, spec.factories)
     return replace(spec, surgery=theirs.surgery, kept=theirs.kept)
 
 
@@ -173,7 +175,7 @@ def prepared_start(recipe: Recipe, spec: Spec, begin: Params, classes: int, seed
     return first if fits else Single(first.spec, Posterior(begin))
 
 
-def check_honoured(recipe: Recipe, where: str) -> None:
+def check_supported(recipe: Recipe, where: str) -> None:
     """Refuse what only a server that speaks to its clients can do."""
     if not isinstance(recipe.roster, ClientsOnly):
         raise RecipeError(

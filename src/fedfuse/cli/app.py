@@ -169,12 +169,12 @@ def reproduce(
     if scale not in ("cpu", "paper"):
         raise ConfigError(f"--scale is {scale!r}, expected cpu or paper")
     found = find(name, scale)  # type: ignore[arg-type]
-    place = out or Path("runs") / name
+    folder = out or Path("runs") / name
     if isinstance(found, Path):
-        _run(found, sets or [], place, resume=resume, workers=workers, memo=True, as_json=as_json, page=True)
+        _run(found, sets or [], folder, resume=resume, workers=workers, memo=True, as_json=as_json, page=True)
         return
-    place.mkdir(parents=True, exist_ok=True)
-    files_made = [str(p) for p in found.draw(place)]
+    folder.mkdir(parents=True, exist_ok=True)
+    files_made = [str(p) for p in found.draw(folder)]
     console.say_json({"files": files_made}) if as_json else console.say("\n".join(files_made))
 
 
@@ -213,7 +213,9 @@ def _check(file: Path, sets: list[str], as_json: bool) -> None:
         console.say_json({"ok": True, "experiments": facts, "data_missing": list(blank)})
         return
     runs = sum(len(c.methods) * len(c.seeds) for c in cells)
-    console.say(f"{file} is sound: {_counted(len(cells), 'experiment')}, {_counted(runs, 'run')} of a method on a seed")
+    console.say(
+        f"{file} is sound: {_count_text(len(cells), 'experiment')}, {_count_text(runs, 'run')} of a method on a seed"
+    )
     for name in blank:
         console.say(f"{name} is not whole on this machine: its form was checked, not its rows, which a run needs")
 
@@ -224,7 +226,7 @@ def _check_readable(file: Path) -> None:
         raise ConfigError(f"cannot read the experiment {file}: there is no such file")
 
 
-def _counted(number: int, thing: str) -> str:
+def _count_text(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
@@ -253,23 +255,23 @@ def _run(
         for job in jobs.each:
             what, where = job.experiment, job.folder
             console.hint(compile_notice(what.local.kernel))
-            with console.watching(len(what.methods) * len(what.seeds), what.name) as watch:
+            with console.watcher(len(what.methods) * len(what.seeds), what.name) as watch:
                 done.append(execute(what, where, resume=job.resume, workers=workers, memo=store, watch=watch))
             if not as_json:
                 console.out.print(rich_table(summary(done[-1].rows), what.name, console.out.width))
     except KeyboardInterrupt:
         console.complain(f"stopped; continue with: {_how_to_resume(file, sets, jobs.folder)}")
         raise typer.Exit(1) from None
-    made = write_page([job.folder for job in jobs.each], jobs.folder / "report.html") if page else None
+    page_file = write_page([job.folder for job in jobs.each], jobs.folder / "report.html") if page else None
     if as_json:
-        console.say_json(console.told(jobs.together(done), made))
+        console.say_json(console.results_json(jobs.merge_results(done), page_file))
         return
-    console.say(f"files: {jobs.folder}" + (f"   page: {made}" if made else ""))
+    console.say(f"files: {jobs.folder}" + (f"   page: {page_file}" if page_file else ""))
 
 
 def _how_to_resume(file: Path, sets: list[str], folder: Path) -> str:
-    said = [word for text in sets for word in ("--set", text)]
-    return shlex.join(["fedfuse", "run", str(file), *said, "--out", str(folder), "--resume"])
+    flags = [word for text in sets for word in ("--set", text)]
+    return shlex.join(["fedfuse", "run", str(file), *flags, "--out", str(folder), "--resume"])
 
 
 def _show_method(facts: dict[str, Any], text: str) -> None:

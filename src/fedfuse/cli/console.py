@@ -47,18 +47,18 @@ def say_json(value: object) -> None:
 
 def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]], right: int = 1) -> None:
     """A table; columns from the `right`-th on are numbers."""
-    made = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for place, head in enumerate(heads):
-        made.add_column(head, justify="right" if place >= right else "left", overflow="fold")
+    grid = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column, head in enumerate(heads):
+        grid.add_column(head, justify="right" if column >= right else "left", overflow="fold")
     for row in rows:
-        made.add_row(*(str(cell) for cell in row))
-    out.print(made)
+        grid.add_row(*(str(cell) for cell in row))
+    out.print(grid)
 
 
 class Bars:
     """Progress as bars: all courses, the rounds of this one, the clients of this round."""
 
-    def __init__(self, courses: int, name: str) -> None:
+    def __init__(self, method_runs: int, name: str) -> None:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -68,7 +68,7 @@ class Bars:
             console=err,
             transient=True,
         )
-        self._all = self._progress.add_task(f"{name}: methods × seeds", total=courses, note="")
+        self._all = self._progress.add_task(f"{name}: methods × seeds", total=method_runs, note="")
         self._rounds = self._progress.add_task("rounds", total=None, note="")
         self._clients = self._progress.add_task("clients", total=None, note="")
         self._begun = self._asked = 0
@@ -82,7 +82,7 @@ class Bars:
     ) -> None:
         self._progress.stop()
 
-    def course_began(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
+    def method_started(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
         """Name the method and the seed at work."""
         self._progress.update(self._all, completed=self._begun, note=f"{label}, seed {seed}")
         self._progress.reset(self._rounds, total=rounds, completed=done, note="")
@@ -102,12 +102,12 @@ class Bars:
 
 
 @contextmanager
-def watching(courses: int, name: str) -> Iterator[Watcher]:
+def watcher(method_runs: int, name: str) -> Iterator[Watcher]:
     """Bars where a person looks on, silence elsewhere."""
     if not err.is_terminal:
         yield Quiet()
         return
-    with Bars(courses, name) as bars:
+    with Bars(method_runs, name) as bars:
         yield bars
 
 
@@ -120,7 +120,7 @@ def show_scores(title: str, scores: Mapping[str, Mapping[str, Any]]) -> None:
     table(title, ("model", "accuracy", "NLL", "ECE", "Brier"), rows)
 
 
-def told(results: Results, page: Path | None) -> dict[str, Any]:
+def results_json(results: Results, page: Path | None) -> dict[str, Any]:
     """A run's results as one JSON value: the rows of results.json, each with its experiment's name."""
     rows = [{"experiment": row["experiment"], **flat(row)} for row in results.rows]
     return {"name": results.name, "folder": str(results.folder), "page": page and str(page), "rows": rows}

@@ -14,7 +14,7 @@ def evaluate(
     data: Source,
     test_limit: Annotated[int | None, typer.Option(min=1, help="Use only so many test rows.")] = None,
     train_limit: Annotated[int | None, typer.Option(min=1, help="Needed where only part of a set is there.")] = None,
-    standardise: Annotated[bool, typer.Option(help="Standardise by the training rows, as the run did.")] = False,
+    standardize: Annotated[bool, typer.Option(help="Standardize by the training rows, as the run did.")] = False,
     bins: Annotated[int, typer.Option(min=1, help="Calibration bins.")] = 15,
     trust: Trust = None,
     as_json: Json = False,
@@ -25,7 +25,7 @@ def evaluate(
     """
     from fedfuse.experiment.evaluate import evaluate_files
 
-    scores = evaluate_files(models, data, test_limit, train_limit, standardise, bins, frozenset(trust or []))
+    scores = evaluate_files(models, data, test_limit, train_limit, standardize, bins, frozenset(trust or []))
     console.say_json(scores) if as_json else console.show_scores(f"{data}, test rows", scores)
 
 
@@ -47,19 +47,19 @@ def update(
     from fedfuse.experiment.site import site_update
 
     with console.err.status(f"training on {data}"):
-        made = site_update(data, model, method, sets or [], start, client or output.stem, train_limit, seed)
-    made.save(output)
+        result = site_update(data, model, method, sets or [], start, client or output.stem, train_limit, seed)
+    result.save(output)
     facts = {
         "file": str(output),
-        "examples": made.num_examples,
+        "examples": result.num_examples,
         "bytes": output.stat().st_size,
-        "reveals": list(made.reveals),
+        "reveals": list(result.reveals),
     }
     if as_json:
         console.say_json(facts)
         return
-    console.say(f"{output}: {facts['bytes']:,} bytes, {made.num_examples:,.0f} examples behind it")
-    console.say(f"it reveals: {'; '.join(made.reveals) or 'nothing beside the trained weights'}")
+    console.say(f"{output}: {facts['bytes']:,} bytes, {result.num_examples:,.0f} examples behind it")
+    console.say(f"it reveals: {'; '.join(result.reveals) or 'nothing beside the trained weights'}")
 
 
 def fuse(
@@ -117,6 +117,6 @@ def fuse(
         console.say_json(facts)
         return
     for refusal in fused.refused:
-        said = f"{refusal['client']}: {refusal['field']} is {refusal['got']}, expected {refusal['expected']}"
-        console.err.print(f"refused {said}", style="yellow", markup=False, soft_wrap=True)
+        reason = f"{refusal['client']}: {refusal['field']} is {refusal['got']}, expected {refusal['expected']}"
+        console.err.print(f"refused {reason}", style="yellow", markup=False, soft_wrap=True)
     console.say(f"{output}: {len(updates) - len(fused.refused)} of {len(updates)} updates fused by {method}")

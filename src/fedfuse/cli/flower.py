@@ -42,11 +42,11 @@ def flower(
 def _write(experiment: Experiment, folder: Path, as_json: bool) -> None:
     from fedfuse.flower.app import write_app
 
-    made = [str(path) for path in write_app(experiment, folder)]
+    files = [str(path) for path in write_app(experiment, folder)]
     if as_json:
-        console.say_json({"app": str(folder), "files": made})
+        console.say_json({"app": str(folder), "files": files})
         return
-    console.say(f"{folder}: {len(made)} files; run it with: flwr run {folder} SUPERLINK --stream")
+    console.say(f"{folder}: {len(files)} files; run it with: flwr run {folder} SUPERLINK --stream")
 
 
 def _simulate(
@@ -58,11 +58,11 @@ def _simulate(
 
     if resume and out is None:
         raise ConfigError("--resume needs the run directory: add --out DIR")
-    place = out or free_folder(Path("runs"), experiment.name)
-    with console.watching(len(experiment.methods) * len(experiment.seeds), experiment.name) as watch:
-        done = simulate(experiment, place, resume=resume, deadline=deadline, workers=workers, watch=watch)
+    folder = out or free_folder(Path("runs"), experiment.name)
+    with console.watcher(len(experiment.methods) * len(experiment.seeds), experiment.name) as watch:
+        done = simulate(experiment, folder, resume=resume, deadline=deadline, workers=workers, watch=watch)
     if as_json:
-        console.say_json(console.told(done, place / "report.html"))
+        console.say_json(console.results_json(done, folder / "report.html"))
         return
     console.out.print(rich_table(summary(done.rows), experiment.name, console.out.width))
-    console.say(f"files: {place}   page: {place / 'report.html'}")
+    console.say(f"files: {folder}   page: {folder / 'report.html'}")

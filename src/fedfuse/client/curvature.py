@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.kfac import unpacked
+from fedfuse.client.evidence.kfac import unpack_triangle
 from fedfuse.core.precision import in_full
 from fedfuse.core.seams import Batch, CrossEntropy, Objective
-from fedfuse.core.state import Local, part
+from fedfuse.core.state import Local, entries_of
 from fedfuse.linalg.psd import packed_size
 from fedfuse.nets.blocks import Block, blocks_of
 from fedfuse.wire.codec import forms_of
@@ -58,7 +58,7 @@ def _pull(gap: _Gap, local: Local) -> Tensor:
 
 
 def _gaps(local: Local) -> list[_Gap]:
-    theirs, mine = part(local.brief.memory, "kron"), local.recall("kron")
+    theirs, mine = entries_of(local.brief.memory, "kron"), local.recall("kron")
     known = [b for b in blocks_of(local.brief.spec) if _is_known(b, theirs, local) and _is_known(b, mine, local)]
     return [_gap(block, theirs, mine, local) for block in known]
 
@@ -68,12 +68,12 @@ def _is_known(block: Block, factors: dict[str, Tensor], local: Local) -> bool:
     if block.layer.weight not in local.live:
         return False
     sizes = zip(("in", "out"), block.sizes(forms_of(local.brief.params)), strict=True)
-    told = {side: factors.get(f"{block.layer.name}/{side}") for side in ("in", "out")}
-    return all((t := told[side]) is not None and t.shape[-1] == packed_size(size) for side, size in sizes)
+    triangles = {side: factors.get(f"{block.layer.name}/{side}") for side in ("in", "out")}
+    return all((t := triangles[side]) is not None and t.shape[-1] == packed_size(size) for side, size in sizes)
 
 
 def _gap(block: Block, theirs: dict[str, Tensor], mine: dict[str, Tensor], local: Local) -> _Gap:
     names = (f"{block.layer.name}/in", f"{block.layer.name}/out")
     start = in_full(block.matrices(local.anchor))
-    A, B = (unpacked((theirs[n].double() - mine[n].double()).to(start)) for n in names)
+    A, B = (unpack_triangle((theirs[n].double() - mine[n].double()).to(start)) for n in names)
     return _Gap(block, A, B, start)

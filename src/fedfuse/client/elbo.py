@@ -112,5 +112,5 @@ def kl_diagonal(mean: Tensor, log_variance: Tensor, m: Tensor | float, log_v: Te
 
 def _posterior_before(local: Local) -> dict[str, tuple[Tensor, Tensor]]:
     """Mean and log-variance, as its layer sees it, of every Gaussian the round began with."""
-    begun = local.frozen("before", local.brief.params)
-    return {name: (mean, log_variance) for name, mean, log_variance in factors(begun)}
+    start = local.frozen("before", local.brief.params)
+    return {name: (mean, log_variance) for name, mean, log_variance in factors(start)}

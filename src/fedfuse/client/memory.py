@@ -8,7 +8,7 @@ import torch
 
 from fedfuse.core.params import Params
 from fedfuse.core.precision import in_full
-from fedfuse.core.state import Local, filed, part
+from fedfuse.core.state import Local, entries_of, with_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +17,10 @@ class KeepControl:
 
     def __call__(self, local: Local, notes: Params) -> Params:
         """The variate of every trained weight."""
-        mine, moved = local.recall("control"), part(notes, "control")
+        mine, moved = local.recall("control"), entries_of(notes, "control")
         zero = torch.zeros(())
         sums = {n: (in_full(mine.get(n, zero)) + in_full(t)).to(t.dtype) for n, t in moved.items()}
-        return filed("control", {**mine, **sums})
+        return with_kind("control", {**mine, **sums})
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class KeepModel:
 
     def __call__(self, local: Local, notes: Params) -> Params:  # noqa: ARG002 - the seam's signature
         """The trained weights and buffers."""
-        return filed("last", {n: t.detach() for n, t in local.module.state_dict().items()})
+        return with_kind("last", {n: t.detach() for n, t in local.module.state_dict().items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,4 +38,4 @@ class KeepFactors:
 
     def __call__(self, local: Local, notes: Params) -> Params:  # noqa: ARG002 - the seam's signature
         """The packed triangles."""
-        return filed("kron", {n: t for n, t in part(notes, "kron").items() if n.endswith(("/in", "/out"))})
+        return with_kind("kron", {n: t for n, t in entries_of(notes, "kron").items() if n.endswith(("/in", "/out"))})

@@ -101,7 +101,7 @@ def _channel_major(conv: Convolution, gram: Tensor, total: Tensor) -> tuple[Tens
 
 def _windows(conv: Convolution, x: Tensor) -> Tensor:
     """Windows along all axes but the first: (groups × places on it × channels·rest × examples·positions)."""
-    windows = _padded(conv, x)
+    windows = _pad_input(conv, x)
     axes = zip(conv.kernel_size[1:], conv.stride[1:], conv.dilation[1:], strict=True)
     for axis, (size, step, gap) in enumerate(axes, 3):
         windows = windows.unfold(axis, gap * (size - 1) + 1, step)[..., ::gap]
@@ -112,7 +112,7 @@ def _windows(conv: Convolution, x: Tensor) -> Tensor:
     return grouped.reshape(*grouped.shape[:2], height, -1)
 
 
-def _padded(conv: Convolution, x: Tensor) -> Tensor:
+def _pad_input(conv: Convolution, x: Tensor) -> Tensor:
     """The input as the kernel meets it."""
     if isinstance(conv.padding, str):
         kernel = zip(conv.kernel_size, conv.dilation, strict=True)

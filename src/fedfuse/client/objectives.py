@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedfuse.core.precision import in_full
 from fedfuse.core.seams import Batch, CrossEntropy, Objective
-from fedfuse.core.state import Local, part, representation
+from fedfuse.core.state import Local, entries_of, representation
 from fedfuse.training.pulls import Pull, pull_of
 
 
@@ -57,7 +57,7 @@ class Controlled:
 
 
 def _control_gap(local: Local) -> dict[str, Tensor]:
-    theirs, mine = part(local.brief.memory, "control"), local.recall("control")
+    theirs, mine = entries_of(local.brief.memory, "control"), local.recall("control")
     names = theirs.keys() | mine.keys()
     zero = torch.zeros(())
     gaps = {n: in_full(theirs.get(n, zero)) - in_full(mine.get(n, zero)) for n in local.live if n in names}

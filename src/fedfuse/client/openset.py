@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedfuse.client.outliers import destroyed
+from fedfuse.client.outliers import make_outliers
 from fedfuse.core.model import Single, outputs
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.precision import in_full
@@ -22,7 +22,7 @@ class OpenSet:
     """Cross entropy with an unknown class, and four ways of showing what is unknown (FedOV; the last output is it).
 
     CE(z(x), y) + CE(z(o), unknown) + CE(z(x) without the true class, unknown) + CE(z(a), unknown)
-    + mix · CE(z of mixed features, unknown), where o are the batch's rows `destroyed`, a is o moved by `steps`
+    + mix · CE(z of mixed features, unknown), where o are the batch's rows `make_outliers`, a is o moved by `steps`
     steps of size `stride` along the sign of the gradient that makes it look known, at most `reach` away, and features
     of two rows of different classes are mixed where the last but one linear layer reads them, β ~ U(0, 1).
     Everything passes the network in one batch, as batch norms need.
@@ -42,39 +42,39 @@ class OpenSet:
     def __call__(self, local: Local, batch: Batch) -> Tensor:
         """The five terms."""
         x, y = batch
-        draw = local.once("openset", _opened)
-        odd = destroyed(x, draw)
-        shown = torch.cat([x, odd, self.pushed(local, odd)])
+        draw = local.once("openset", _checked_stream)
+        outliers = make_outliers(x, draw)
+        shown = torch.cat([x, outliers, self.move_outliers(local, outliers)])
         order, share = torch.randperm(len(x), generator=draw).to(y.device), float(torch.rand((), generator=draw))
         z, mixed = with_mixed(local.module, shown, len(x), order, share)
         return self.loss(z, mixed, y, y != y[order])
 
     def loss(self, z: Tensor, mixed: Tensor, y: Tensor, differ: Tensor) -> Tensor:
         """The five terms, from the logits of rows, outliers and moved outliers in turn, and of mixed features."""
-        own, odd, moved = z.chunk(3)
+        own, outliers, moved = z.chunk(3)
         unknown = torch.full_like(y, z.shape[1] - 1)
         others = own.scatter(1, y[:, None], -torch.inf)
         total = F.cross_entropy(own, y) + F.cross_entropy(others, unknown)
-        total = total + F.cross_entropy(odd, unknown) + F.cross_entropy(moved, unknown)
+        total = total + F.cross_entropy(outliers, unknown) + F.cross_entropy(moved, unknown)
         if not self.mix or not differ.any():
             return total
         return total + self.mix * F.cross_entropy(mixed[differ], unknown[differ])
 
-    def pushed(self, local: Local, odd: Tensor) -> Tensor:
+    def move_outliers(self, local: Local, outliers: Tensor) -> Tensor:
         """Outliers moved to where the network, as it is in evaluation, takes them least for unknown."""
-        now = odd
+        now = outliers
         local.module.eval()
         for _ in range(self.steps):
             now = now.detach().requires_grad_()
             z = local.predict(now)
             loss = F.cross_entropy(z, torch.full((len(z),), z.shape[1] - 1, device=z.device))
             (slope,) = torch.autograd.grad(loss, [now])
-            now = (now + self.stride * slope.sign()).clamp(odd - self.reach, odd + self.reach)
+            now = (now + self.stride * slope.sign()).clamp(outliers - self.reach, outliers + self.reach)
         local.module.train()
         return now.detach()
 
 
-def _opened(local: Local) -> torch.Generator:
+def _checked_stream(local: Local) -> torch.Generator:
     """The round's random stream, once it is sure that there is an output for the unknown."""
     if not local.rows.x.is_floating_point():
         raise RecipeError(
@@ -105,13 +105,13 @@ def with_mixed(module: nn.Module, x: Tensor, count: int, order: Tensor, share: f
     linear = [m for m in module.modules() if isinstance(m, nn.Linear)]
     if not linear:
         raise RecipeError("the network has no linear layer, so it has no features to mix; give it a linear classifier")
-    place = linear[-2] if len(linear) > 2 else linear[-1]
+    layer = linear[-2] if len(linear) > 2 else linear[-1]
 
     def join(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         h = args[0][:count]
         return (torch.cat([args[0], share * h + (1 - share) * h[order]]),)
 
-    hook = place.register_forward_pre_hook(join)
+    hook = layer.register_forward_pre_hook(join)
     try:
         out = in_full(module(x))
     except RuntimeError as why:  # a sum with what bypasses the layer, say

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from fedfuse.errors import RecipeError
 
-Destroy = Callable[[Tensor, torch.Generator], Tensor]
+Corruption = Callable[[Tensor, torch.Generator], Tensor]
 
 
-def destroyed(x: Tensor, generator: torch.Generator) -> Tensor:
+def make_outliers(x: Tensor, generator: torch.Generator) -> Tensor:
     """Every row destroyed in its own way; the generator decides how.
 
     Example:
-        >>> destroyed(torch.rand(6, 3, 8, 8), torch.Generator().manual_seed(0)).shape
+        >>> make_outliers(torch.rand(6, 3, 8, 8), torch.Generator().manual_seed(0)).shape
         torch.Size([6, 3, 8, 8])
     """
     if x.ndim not in (2, 4) or (x.ndim == 4 and min(x.shape[2:]) < 4):
@@ -31,11 +31,11 @@ def destroyed(x: Tensor, generator: torch.Generator) -> Tensor:
             f"outliers are made of features or of images of at least 4×4 pixels, and the rows are "
             f"{'×'.join(map(str, x.shape[1:]))}; use a method without outliers"
         )
-    ways = WAYS if x.ndim == 4 else FEATURE_WAYS
+    ways = IMAGE_CORRUPTIONS if x.ndim == 4 else FEATURE_CORRUPTIONS
     way = torch.randint(len(ways), (len(x),), generator=generator).to(x.device)
     out = x.clone()
-    for place, destroy in enumerate(ways):
-        mine = (way == place).nonzero()[:, 0]
+    for kind, destroy in enumerate(ways):
+        mine = (way == kind).nonzero()[:, 0]
         if len(mine):
             out[mine] = destroy(x[mine], generator)
     return out
@@ -72,19 +72,19 @@ def erase(x: Tensor, generator: torch.Generator) -> Tensor:
     return x.masked_fill(gone[:, None].to(x.device), 0.0)
 
 
-def cut(x: Tensor, generator: torch.Generator) -> Tensor:
+def cut_and_paste(x: Tensor, generator: torch.Generator) -> Tensor:
     """Half of the image pasted over another half, or its two halves swapped; across or along."""
     n, _, height, width = x.shape
     kind = torch.randint(6, (n,), generator=generator)  # 0, 1, 2 along the width, 3, 4, 5 along the height
     across, swap = kind < 3, kind % 3 == 2
-    columns = torch.where((across & swap)[:, None], _swapped(width), _pasted(n, width, generator))
-    rows = torch.where((~across & swap)[:, None], _swapped(height), _pasted(n, height, generator))
+    columns = torch.where((across & swap)[:, None], _swap_halves(width), _paste_half(n, width, generator))
+    rows = torch.where((~across & swap)[:, None], _swap_halves(height), _paste_half(n, height, generator))
     columns = torch.where(across[:, None], columns, torch.arange(width))
     rows = torch.where(across[:, None], torch.arange(height), rows)
-    return _fetched(x, rows[:, :, None].expand(n, height, width), columns[:, None, :].expand(n, height, width))
+    return _gather_pixels(x, rows[:, :, None].expand(n, height, width), columns[:, None, :].expand(n, height, width))
 
 
-def turn_quarters(x: Tensor, generator: torch.Generator) -> Tensor:
+def rotate_quarters(x: Tensor, generator: torch.Generator) -> Tensor:
     """Two squares side by side, each as high as half the image, turned by one to three quarter turns."""
     n, _, height, width = x.shape
     half = min(height, width) // 2
@@ -98,7 +98,7 @@ def turn_quarters(x: Tensor, generator: torch.Generator) -> Tensor:
     for turn in range(1, 4):
         again = turns >= turn
         row, column = torch.where(again, column, row), torch.where(again, half - 1 - row, column)
-    return _fetched(x, torch.where(inside, row + top, i), torch.where(inside, column + left, j))
+    return _gather_pixels(x, torch.where(inside, row + top, i), torch.where(inside, column + left, j))
 
 
 def erase_features(x: Tensor, generator: torch.Generator) -> Tensor:
@@ -110,12 +110,20 @@ def erase_features(x: Tensor, generator: torch.Generator) -> Tensor:
 
 def shuffle_features(x: Tensor, generator: torch.Generator) -> Tensor:
     """Half of the features, at random places, moved round one place among themselves."""
-    places = torch.rand(x.shape, generator=generator).argsort(1)[:, : max(2, x.shape[1] // 2)].to(x.device)
-    return x.scatter(1, places, x.gather(1, places.roll(1, 1)))
+    columns = torch.rand(x.shape, generator=generator).argsort(1)[:, : max(2, x.shape[1] // 2)].to(x.device)
+    return x.scatter(1, columns, x.gather(1, columns.roll(1, 1)))
 
 
-WAYS: tuple[Destroy, ...] = (tight_crop, blur, erase, cut, turn_quarters, cut, turn_quarters)
-FEATURE_WAYS: tuple[Destroy, ...] = (erase_features, shuffle_features)
+IMAGE_CORRUPTIONS: tuple[Corruption, ...] = (
+    tight_crop,
+    blur,
+    erase,
+    cut_and_paste,
+    rotate_quarters,
+    cut_and_paste,
+    rotate_quarters,
+)
+FEATURE_CORRUPTIONS: tuple[Corruption, ...] = (erase_features, shuffle_features)
 
 
 def _draw(n: int, generator: torch.Generator) -> Tensor:
@@ -140,13 +148,13 @@ def _band(length: int, share: Tensor, generator: torch.Generator) -> Tensor:
     return (at >= begin[:, None]) & (at < (begin + size)[:, None])
 
 
-def _swapped(length: int) -> Tensor:
+def _swap_halves(length: int) -> Tensor:
     """Where each position of two swapped halves comes from."""
     half = length // 2
     return torch.cat([torch.arange(length - half, length), torch.arange(length - half)])
 
 
-def _pasted(n: int, length: int, generator: torch.Generator) -> Tensor:
+def _paste_half(n: int, length: int, generator: torch.Generator) -> Tensor:
     """Where each position comes from when one half is pasted over another at least a quarter of the length away."""
     half = length // 2
     far = (half + 1) // 2
@@ -171,7 +179,7 @@ def _running_mean(x: Tensor, radius: Tensor) -> Tensor:
     return (sums.gather(-1, high) - sums.gather(-1, low)) / (2 * radius.to(x) + 1).view(n, 1, 1, 1)
 
 
-def _fetched(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def _gather_pixels(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Each pixel from the row and column named for it (n, height, width)."""
     n, channels, height, width = x.shape
     at = (rows * width + columns).view(n, 1, height * width).to(x.device)

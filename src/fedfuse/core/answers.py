@@ -48,12 +48,12 @@ def choose_output(module: nn.Module, output: Output) -> nn.Module:
     return module
 
 
-def chosen_output(module: nn.Module) -> Output | None:
+def output_of(module: nn.Module) -> Output | None:
     """The output a module was told to give, if it was."""
     return next((hook.output for hook in module._forward_hooks.values() if isinstance(hook, ChooseOutput)), None)
 
 
-def checked_output(output: object) -> Output | None:
+def validate_output(output: object) -> Output | None:
     """An output as a file or a header names it.
 
     Raises:

@@ -43,8 +43,8 @@ def read_layout(data: object, forms: Mapping[str, Form]) -> Layout:
     Example:
         >>> from torch import nn
         >>> net = nn.Linear(2, 1)
-        >>> told = Layout.of(net)
-        >>> read_layout(describe(told), {n: Form.of(t) for n, t in net.state_dict().items()}) == told
+        >>> layout = Layout.of(net)
+        >>> read_layout(describe(layout), {n: Form.of(t) for n, t in net.state_dict().items()}) == layout
         True
     """
     if not isinstance(data, dict) or not data.keys() <= {"roles", "layers", "tied", "frozen"}:
@@ -67,16 +67,16 @@ def read_layout(data: object, forms: Mapping[str, Form]) -> Layout:
 def _read_roles(data: object, forms: Mapping[str, Form]) -> dict[str, Role]:
     if not isinstance(data, dict) or not data.keys() <= set(_ROLES):
         raise ConfigError(f"a layout's roles must be among {', '.join(_ROLES)}")
-    said: dict[str, Role] = {}
+    declared: dict[str, Role] = {}
     for role in _ROLES:
         for name in _names(data.get(role, []), forms, role):
-            said[name] = role
-    if missing := [name for name in forms if name not in said]:
+            declared[name] = role
+    if missing := [name for name in forms if name not in declared]:
         raise ConfigError(f"a layout gives {missing[0]!r:.80} no role")
-    for name, role in said.items():
+    for name, role in declared.items():
         if forms[name].dtype.is_floating_point == (role == "counter"):
             raise ConfigError(f"a layout calls {name!r:.80}, which is {forms[name].dtype}, a {role}")
-    return {name: said[name] for name in forms}
+    return {name: declared[name] for name in forms}
 
 
 def _names(data: object, known: Mapping[str, Any], what: str) -> list[str]:
@@ -108,6 +108,6 @@ def _read_layer(data: object, roles: Mapping[str, Role], forms: Mapping[str, For
 
 
 def _of_role(names: Iterable[str], roles: Mapping[str, Role], wanted: tuple[Role, ...]) -> list[str]:
-    if odd := [name for name in names if roles[name] not in wanted]:
-        raise ConfigError(f"a layout's {odd[0]!r:.80} is a {roles[odd[0]]}, expected a {' or '.join(wanted)}")
+    if wrong := [name for name in names if roles[name] not in wanted]:
+        raise ConfigError(f"a layout's {wrong[0]!r:.80} is a {roles[wrong[0]]}, expected a {' or '.join(wanted)}")
     return list(names)

@@ -22,7 +22,7 @@ class InputForm:
 
     Example:
         >>> form = InputForm((1, 2, 2), low=(-1.0,), high=(3.0,))
-        >>> form.squashed(torch.zeros(1, 1, 2, 2)).flatten()
+        >>> form.squash(torch.zeros(1, 1, 2, 2)).flatten()
         tensor([1., 1., 1., 1.])
     """
 
@@ -30,7 +30,7 @@ class InputForm:
     low: tuple[float, ...] = (0.0,)
     high: tuple[float, ...] = (1.0,)
 
-    def squashed(self, free: Tensor) -> Tensor:
+    def squash(self, free: Tensor) -> Tensor:
         """Any numbers brought into the range, smoothly: low + (high − low) · sigmoid(u)."""
         view = (1, -1) + (1,) * (len(self.shape) - 1)
         low, high = (free.new_tensor(bound).view(view) for bound in (self.low, self.high))
@@ -38,7 +38,7 @@ class InputForm:
 
     def noise(self, count: int, generator: torch.Generator) -> Tensor:
         """Inputs of uniform noise over the range."""
-        return self.squashed(torch.rand(count, *self.shape, generator=generator).logit(1e-6))
+        return self.squash(torch.rand(count, *self.shape, generator=generator).logit(1e-6))
 
 
 @lru_cache(maxsize=16)
@@ -58,11 +58,11 @@ def own_form(spec: Spec) -> InputForm | None:
         parameters = inspect.signature(factory_of(spec.factory)).parameters.values()
     except (TypeError, ValueError):  # a callable that hides its signature
         return None
-    said = {p.name: p.default for p in parameters} | dict(spec.options)
-    told = {name: said[name] for name in ("channels", "size", "inputs") if type(said.get(name)) is int}
-    if "channels" in told and "size" in told:
-        return InputForm((told["channels"], told["size"], told["size"]))
-    return InputForm((told["inputs"],)) if "inputs" in told else None
+    options = {p.name: p.default for p in parameters} | dict(spec.options)
+    sizes = {name: options[name] for name in ("channels", "size", "inputs") if type(options.get(name)) is int}
+    if "channels" in sizes and "size" in sizes:
+        return InputForm((sizes["channels"], sizes["size"], sizes["size"]))
+    return InputForm((sizes["inputs"],)) if "inputs" in sizes else None
 
 
 def _own_shape(spec: Spec) -> tuple[int, ...] | None:

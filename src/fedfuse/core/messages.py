@@ -98,7 +98,7 @@ class ClientUpdate:
         client: who sent it.
         posterior: the trained weights and their geometry; tensors may live on disk until asked for.
         num_examples: how many examples stand behind it.
-        steps: local optimiser steps.
+        steps: local optimizer steps.
         notes: further evidence, by name.
         spec: the network the weights belong to.
         facts: small numbers for the ledger (loss, …).

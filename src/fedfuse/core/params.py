@@ -38,7 +38,7 @@ class Layer:
         kind: "linear", "conv", or "other" (an embedding, a token, …).
         weight: the weight's name.
         bias: the bias's name, if there is one.
-        followers: normalisation parameters and statistics that act on this layer's output.
+        followers: normalization parameters and statistics that act on this layer's output.
         log_variances: log-variances of its weight and bias, for a Bayesian layer.
         groups: into how many independent layers a grouped convolution falls.
     """
@@ -98,7 +98,7 @@ class Layout:
         >>> layout = Layout.of(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)))
         >>> layout.roles["1.running_mean"], layout.roles["1.num_batches_tracked"]
         ('statistic', 'counter')
-        >>> layout.home("1.running_mean")
+        >>> layout.layer_of("1.running_mean")
         '0'
     """
 
@@ -113,8 +113,8 @@ class Layout:
 
         A module with an attribute `layout` of this type is taken at its word.
         """
-        if isinstance(said := getattr(module, "layout", None), cls):
-            return said
+        if isinstance(declared := getattr(module, "layout", None), cls):
+            return declared
         roles: dict[str, Role] = {}
         owners: dict[str, nn.Module] = {}
         for path, part in module.named_modules(remove_duplicate=False):
@@ -149,7 +149,7 @@ class Layout:
                 layers[-1] = replace(layers[-1], followers=(*layers[-1].followers, name))
         return cls(roles, tuple(layers))
 
-    def home(self, name: str) -> str | None:
+    def layer_of(self, name: str) -> str | None:
         """The layer a tensor belongs to or acts on, or None if it stands alone."""
         for layer in self.layers:
             if name in (layer.weight, layer.bias, *layer.followers, *layer.log_variances):

@@ -42,8 +42,8 @@ class Recipe:
     """A method: the seven seams filled, checked to fit each other.
 
     Example:
-        >>> from fedfuse.server.aggregate.mean import NormalisedMean
-        >>> Recipe(name="nova", aggregate=NormalisedMean()).result
+        >>> from fedfuse.server.aggregate.mean import NormalizedMean
+        >>> Recipe(name="nova", aggregate=NormalizedMean()).result
         'single'
     """
 

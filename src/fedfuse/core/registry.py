@@ -66,21 +66,21 @@ class Method:
     @property
     def options(self) -> tuple[Option, ...]:
         """Its options, read off the signature and the Args section."""
-        told = {key: inspect.getdoc(group) or "" for group in self.groups.values() for key in group.model_fields}
+        group_texts = {key: inspect.getdoc(group) or "" for group in self.groups.values() for key in group.model_fields}
         return tuple(
-            Option(key, accepted(field), field.default, _said(told.get(key, self.text), key))
+            Option(key, describe_type(field), field.default, _describe_option(group_texts.get(key, self.text), key))
             for key, field in self.schema.model_fields.items()
         )
 
     def recipe(self, **options: object) -> Recipe:
         """Its recipe with these options, checked against the signature."""
-        values = _checked(self, options)
+        values = _validate_options(self, options)
         for name, group in self.groups.items():
             values[name] = group(**{key: values.pop(key) for key in group.model_fields})
-        made = self.make(**values)
+        recipe = self.make(**values)
         chosen = [f"{k}={options[k]}" for k in options]
         label = f"{self.name}({', '.join(chosen)})" if chosen else self.name
-        return replace(made, name=self.name, label=made.label or label)
+        return replace(recipe, name=self.name, label=recipe.label or label)
 
 
 _METHODS: dict[str, Method] = {}
@@ -153,7 +153,7 @@ def _schema(name: str, make: Maker, hints: Mapping[str, Any], groups: Mapping[st
     return create_model(name, __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields)
 
 
-def _checked(method_: Method, options: Mapping[str, object]) -> dict[str, object]:
+def _validate_options(method_: Method, options: Mapping[str, object]) -> dict[str, object]:
     known = method_.schema.model_fields
     for key in options:
         if key not in known:
@@ -169,19 +169,19 @@ def _checked(method_: Method, options: Mapping[str, object]) -> dict[str, object
         ) from why
 
 
-def _said(text: str, name: str) -> str:
+def _describe_option(text: str, name: str) -> str:
     """What a docstring says of a name, on one line."""
-    said = dict(re.findall(r"^ {4}(\w+): (.+(?:\n {6,}.+)*)", text, re.MULTILINE))
-    return re.sub(r"\s+", " ", said.get(name, ""))
+    texts = dict(re.findall(r"^ {4}(\w+): (.+(?:\n {6,}.+)*)", text, re.MULTILINE))
+    return re.sub(r"\s+", " ", texts.get(name, ""))
 
 
-def accepted(field: FieldInfo) -> str:
+def describe_type(field: FieldInfo) -> str:
     """What a field takes, as a user would say it.
 
     Example:
         >>> from typing import Literal
         >>> from pydantic import PositiveInt
-        >>> accepted(FieldInfo(annotation=PositiveInt | Literal["all"]))
+        >>> describe_type(FieldInfo(annotation=PositiveInt | Literal["all"]))
         'whole number > 0, or "all"'
     """
     kind: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation

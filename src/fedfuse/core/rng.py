@@ -35,7 +35,7 @@ def stream(seed: int, *purpose: str | int) -> torch.Generator:
 
 @contextmanager
 def seeded(seed: int, *purpose: str | int) -> Iterator[None]:
-    """Give code that can only draw from the global generator (dropout, initialisers) a stream of its own."""
+    """Give code that can only draw from the global generator (dropout, initializers) a stream of its own."""
     state = torch.random.get_rng_state()
     torch.default_generator.manual_seed(seed_for(seed, *purpose))
     try:

@@ -12,7 +12,7 @@ from fedfuse.errors import ConfigError
 
 S = TypeVar("S", bound=BaseModel)
 
-_MOST = 10**9  # more epochs, steps or rows in a batch than anybody trains with
+_MAX_COUNT = 10**9  # more epochs, steps or rows in a batch than anybody trains with
 
 
 class Settings(BaseModel):
@@ -21,11 +21,11 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-def checked(schema: type[S], values: Mapping[str, Any], where: str = "") -> S:
+def validate_settings(schema: type[S], values: Mapping[str, Any], where: str = "") -> S:
     """Build settings from plain values, with one plain sentence for the first thing that is wrong.
 
     Example:
-        >>> checked(Optimizer, {"lrr": 0.1})
+        >>> validate_settings(Optimizer, {"lrr": 0.1})
         Traceback (most recent call last):
         ...
         fedfuse.errors.ConfigError: there is no key 'lrr'; did you mean 'lr'?
@@ -89,7 +89,7 @@ class Optimizer(Settings):
 def effective_steps(steps: int, momentum: float) -> float:
     """Gradients' worth of a local walk: a = (τ − ρ(1−ρ^τ)/(1−ρ)) / (1−ρ), which is τ without momentum.
 
-    With a constant gradient g, τ steps of momentum SGD move the weights by −η·a·g (FedNova's normaliser).
+    With a constant gradient g, τ steps of momentum SGD move the weights by −η·a·g (FedNova's normalizer).
 
     Example:
         >>> effective_steps(5, 0.0), round(effective_steps(2, 0.5), 3)
@@ -164,10 +164,10 @@ class LocalSettings(Settings):
         """
         if not isinstance(data, dict) or data.keys() & {"augment", "device", "kernel"}:
             raise ConfigError("it must be a table of training settings")
-        told = checked(cls, data)
-        if max(told.epochs, told.max_steps or 1, told.batch_size) > _MOST:
-            raise ConfigError(f"epochs, steps and batches must be at most {_MOST:,}")
-        return told
+        settings = validate_settings(cls, data)
+        if max(settings.epochs, settings.max_steps or 1, settings.batch_size) > _MAX_COUNT:
+            raise ConfigError(f"epochs, steps and batches must be at most {_MAX_COUNT:,}")
+        return settings
 
     def rate(self, round_: int, epoch: int) -> float:
         """The learning rate in force: lr · round_decay^round · decay."""

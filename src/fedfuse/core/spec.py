@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedfuse.core.answers import Output, checked_output, choose_output, chosen_output, logits_in
+from fedfuse.core.answers import Output, choose_output, logits_in, output_of, validate_output
 from fedfuse.core.params import Layout, Params
 from fedfuse.core.precision import as_floats_of
 from fedfuse.core.rng import seeded
@@ -58,7 +58,7 @@ class Spec:
         except (TypeError, ValueError) as why:
             raise ConfigError(f"model {self.factory!r}: options must be plain data ({why})") from why
         object.__setattr__(self, "options", plain)
-        checked_output(self.output)
+        validate_output(self.output)
 
     def __hash__(self) -> int:
         return hash(self.to_text())
@@ -72,7 +72,7 @@ class Spec:
             output: which of its outputs are the logits, where it gives several.
         """
         name = f"{type(module).__module__}:{type(module).__qualname__}"
-        own = chosen_output(module) if output is None else output
+        own = output_of(module) if output is None else output
         return cls(name, prototype=copy.deepcopy(module), output=own)
 
     @classmethod
@@ -125,12 +125,12 @@ class Spec:
 
     def skeleton(self) -> nn.Module:
         """One module per spec and process, to run with borrowed weights; nobody may change it."""
-        return _built(self).module
+        return _build_once(self).module
 
     @property
     def layout(self) -> Layout:
         """The role of every tensor."""
-        return _built(self).layout if self.description is None else self.description
+        return _build_once(self).layout if self.description is None else self.description
 
     @property
     def can_run(self) -> bool:
@@ -148,14 +148,14 @@ class Spec:
 
     def forward(self, params: Params, x: Tensor) -> Tensor:
         """The network's logits with these weights, in evaluation mode."""
-        weights = one_name_each(self, params)
+        weights = drop_tied_names(self, params)
         return logits_in(functional_call(self.skeleton(), weights, (self.cast(x),)), self.factory)
 
     def cast(self, x: Tensor) -> Tensor:
         """Inputs in the network's own floating dtype; whole numbers stay as they are."""
         return as_floats_of(self.skeleton().parameters(), x)
 
-    def resized(self, params: Params, kept: Mapping[str, tuple[int, ...]] | None = None) -> Spec:
+    def with_shapes_of(self, params: Params, kept: Mapping[str, tuple[int, ...]] | None = None) -> Spec:
         """The spec of the same network with the shapes these weights have."""
         built = {n: tuple(t.shape) for n, t in replace(self, surgery={}, kept={}).skeleton().state_dict().items()}
         changed = {n: tuple(t.shape) for n, t in params.items() if tuple(t.shape) != built[n]}
@@ -173,14 +173,14 @@ class Spec:
         return json.dumps(self.to_json(), sort_keys=True)
 
     @classmethod
-    def described(cls, data: object, layout: Layout) -> Spec:
+    def from_description(cls, data: object, layout: Layout) -> Spec:
         """Read a spec that came from outside and is not to be built here: its names are kept, nothing is imported.
 
         Raises:
             ConfigError: if it is no spec at all.
 
         Example:
-            >>> Spec.described({"factory": "somebody:Net"}, Layout({}, ())).can_run
+            >>> Spec.from_description({"factory": "somebody:Net"}, Layout({}, ())).can_run
             False
         """
         return replace(cls.from_json(data, cls.factories_in(data)), description=layout)
@@ -200,9 +200,9 @@ class Spec:
             raise ConfigError("a spec's options must be a table")
         shapes = _shapes(data.get("surgery", {})), _shapes(data.get("kept", {}))
         spec = cls(data["factory"], options, *shapes, output=data.get("output"))
-        if strange := sorted(spec.foreign.difference(trusted)):
+        if untrusted := sorted(spec.foreign.difference(trusted)):
             raise ConfigError(
-                f"the model {strange[0]!r} is not one of fedfuse's and was not named here; "
+                f"the model {untrusted[0]!r} is not one of fedfuse's and was not named here; "
                 "name it yourself (--model or --trust, model= in Python, [model] in a file) if you trust its code"
             )
         return spec
@@ -275,11 +275,11 @@ def _resize(module: nn.Module, surgery: Mapping[str, tuple[int, ...]]) -> nn.Mod
         made[id(old)] = new, old
         setattr(part, leaf, new)
         if leaf in ("weight", "running_mean"):
-            _tell(part, shape)
+            _update_sizes(part, shape)
     return module
 
 
-def _tell(part: nn.Module, shape: tuple[int, ...]) -> None:
+def _update_sizes(part: nn.Module, shape: tuple[int, ...]) -> None:
     """Update the sizes a layer remembers beside its tensors."""
     if isinstance(part, nn.Linear):
         part.out_features, part.in_features = shape
@@ -295,7 +295,7 @@ def _tell(part: nn.Module, shape: tuple[int, ...]) -> None:
         part.normalized_shape = shape
 
 
-class _Built(NamedTuple):
+class _BuiltNetwork(NamedTuple):
     """A network built once, and its layout: the module itself forgets which parameters its author froze."""
 
     module: nn.Module
@@ -303,14 +303,14 @@ class _Built(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _built(spec: Spec) -> _Built:
+def _build_once(spec: Spec) -> _BuiltNetwork:
     with seeded(0, "skeleton"):  # whether a process has built it before must not move anybody's random stream
         module = spec.build().eval()
         layout = Layout.of(module)
-    return _Built(module.requires_grad_(False), layout)
+    return _BuiltNetwork(module.requires_grad_(False), layout)
 
 
-def one_name_each(spec: Spec, params: Params) -> dict[str, Tensor]:
+def drop_tied_names(spec: Spec, params: Params) -> dict[str, Tensor]:
     """The weights without the further names of tied ones, as a network can be called with them."""
     further = {name for same in spec.layout.tied for name in same[1:]}
     return {name: t for name, t in params.items() if name not in further}

@@ -19,7 +19,7 @@ from fedfuse.core.precision import in_full
 from fedfuse.core.rng import stream
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
-from fedfuse.core.spec import Spec, one_name_each, tie
+from fedfuse.core.spec import Spec, drop_tied_names, tie
 from fedfuse.errors import RecipeError
 
 T = TypeVar("T")
@@ -58,8 +58,8 @@ class ServerState:
 
     def brief(self, publishes: tuple[str, ...], classes: int = 0) -> Brief:
         """What clients hear: the model and the published part of the memory."""
-        told = {name: t for name, t in self.memory.items() if name.split("/", 1)[0] in publishes}
-        return Brief(self.round, *self.start, told, self.starts, classes)
+        published = {name: t for name, t in self.memory.items() if name.split("/", 1)[0] in publishes}
+        return Brief(self.round, *self.start, published, self.starts, classes)
 
     def fused(self, mean: Params, geometry: Geometry | None = None, spec: Spec | None = None) -> ServerState:
         """The state with a new single network; every client starts from it again. Tied weights stay one tensor."""
@@ -136,10 +136,10 @@ class Local:
     held: frozenset[str] = field(init=False)
     live: dict[str, nn.Parameter] = field(init=False)
     anchor: dict[str, Tensor] = field(init=False)
-    _kept: dict[str, Any] = field(default_factory=dict)
+    _cache: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.held = frozenset(part(self.brief.memory, "held"))
+        self.held = frozenset(entries_of(self.brief.memory, "held"))
         own = dict(self.module.named_parameters())
         self.live = {n: own[n] for n in live_names(self.brief)}
         self.anchor = {n: self.brief.params[n].to(self.settings.device) for n in self.live}
@@ -152,18 +152,18 @@ class Local:
         """The live network's logits, or the same network's with other weights; in float32 at least."""
         if params is None:
             return in_full(self.module(x))
-        return in_full(functional_call(self.module, one_name_each(self.brief.spec, params), (x,)))
+        return in_full(functional_call(self.module, drop_tied_names(self.brief.spec, params), (x,)))
 
     def recall(self, kind: str) -> dict[str, Tensor]:
         """What this client remembers under a kind, e.g. all of "last/…" by tensor name."""
-        return part(self.memory, kind)
+        return entries_of(self.memory, kind)
 
     def once(self, key: str, make: Callable[[Local], T]) -> T:
         """Something that does not change within the round, made at its first use."""
-        if key not in self._kept:
-            self._kept[key] = make(self)
-        kept: T = self._kept[key]
-        return kept
+        if key not in self._cache:
+            self._cache[key] = make(self)
+        value: T = self._cache[key]
+        return value
 
     def frozen(self, key: str, params: Params) -> nn.Module:
         """The same network with other weights, in evaluation mode; made once per round and key."""
@@ -184,23 +184,23 @@ def live_names(brief: Brief) -> tuple[str, ...]:
         >>> live_names(Brief(0, spec, {}, {"held/classifier.weight": torch.ones(())}))
         ('classifier.bias',)
     """
-    held = part(brief.memory, "held")
+    held = entries_of(brief.memory, "held")
     return tuple(name for name in brief.spec.layout.trainable if name not in held)
 
 
-def part(memory: Params, kind: str) -> dict[str, Tensor]:
+def entries_of(memory: Params, kind: str) -> dict[str, Tensor]:
     """The entries named "kind/…", without the kind.
 
     Example:
-        >>> part({"control/w": torch.zeros(1), "mask/w": torch.ones(1)}, "mask")
+        >>> entries_of({"control/w": torch.zeros(1), "mask/w": torch.ones(1)}, "mask")
         {'w': tensor([1.])}
     """
     prefix = f"{kind}/"
     return {name.removeprefix(prefix): t for name, t in memory.items() if name.startswith(prefix)}
 
 
-def filed(kind: str, params: Params) -> dict[str, Tensor]:
-    """The inverse of `part`: entries renamed to "kind/…"."""
+def with_kind(kind: str, params: Params) -> dict[str, Tensor]:
+    """The inverse of `entries_of`: entries renamed to "kind/…"."""
     return {f"{kind}/{name}": t for name, t in params.items()}
 
 
@@ -216,7 +216,7 @@ def representation(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     if not linear:
         raise RecipeError("the network has no linear layer, so it has no representation; give it a linear classifier")
     seen: dict[nn.Module, Tensor] = {}
-    handles = [m.register_forward_pre_hook(_Note(seen), with_kwargs=True) for m in linear]
+    handles = [m.register_forward_pre_hook(_RecordInput(seen), with_kwargs=True) for m in linear]
     try:
         logits = module(x)
     finally:
@@ -232,7 +232,7 @@ def representation(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Note:
+class _RecordInput:
     """A hook that notes what a layer reads."""
 
     seen: dict[nn.Module, Tensor]

@@ -12,21 +12,21 @@ class Terms:
 
     Attributes:
         always: who is asked in every round, beside those chosen.
-        lent: rows of the server's that every client was given: they count in its num_examples.
-        sent: bytes of them in all, sent before the first round.
+        shared_rows: rows of the server's that every client was given: they count in its num_examples.
+        shared_bytes: bytes of them in all, sent before the first round.
         reveals: in plain words, what was given to whom.
     """
 
     always: tuple[str, ...] = ()
-    lent: int = 0
-    sent: int = 0
+    shared_rows: int = 0
+    shared_bytes: int = 0
     reveals: tuple[str, ...] = ()
 
-    def enrolled(self, declared: Mapping[str, int]) -> dict[str, int]:
+    def claimable_examples(self, declared: Mapping[str, int]) -> dict[str, int]:
         """How many examples each client may claim, the lent ones among them.
 
         Example:
-            >>> Terms(lent=5).enrolled({"a": 10})
+            >>> Terms(shared_rows=5).claimable_examples({"a": 10})
             {'a': 15}
         """
-        return {client: count + self.lent for client, count in declared.items()}
+        return {client: count + self.shared_rows for client, count in declared.items()}

@@ -12,22 +12,30 @@ from fedfuse.data.schemes import (
     Labels,
     Quantity,
     Scheme,
-    ServerRows,
+    ServerRowsConfig,
     Shards,
     Shares,
 )
 from fedfuse.data.show import heat_map, save_heat_map
-from fedfuse.data.sources import Found, cache_folder, find, load, load_or_outline, outline, source_names
-from fedfuse.data.transforms import Augment, Chain, CropFlip, Grayscale, Rotate, Standardise, augmentation, standardise
+from fedfuse.data.sources import SourceLocation, cache_folder, find, load, load_or_outline, outline, source_names
+from fedfuse.data.transforms import (
+    Augment,
+    Compose,
+    CropFlip,
+    Grayscale,
+    Rotate,
+    Standardize,
+    augmentation,
+    standardize,
+)
 
 __all__ = [
     "Augment",
-    "Chain",
     "Classes",
+    "Compose",
     "CropFlip",
     "Dataset",
     "Dirichlet",
-    "Found",
     "Grayscale",
     "Iid",
     "Labels",
@@ -36,10 +44,11 @@ __all__ = [
     "Rotate",
     "Rows",
     "Scheme",
-    "ServerRows",
+    "ServerRowsConfig",
     "Shards",
     "Shares",
-    "Standardise",
+    "SourceLocation",
+    "Standardize",
     "augmentation",
     "cache_folder",
     "client_ids",
@@ -51,5 +60,5 @@ __all__ = [
     "partition",
     "save_heat_map",
     "source_names",
-    "standardise",
+    "standardize",
 ]

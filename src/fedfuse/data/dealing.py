@@ -62,16 +62,16 @@ def _(scheme: Dirichlet, labels: Array, clients: int, seed: int) -> Deal:
     rng = np.random.default_rng(seed)
     _, sizes = np.unique(labels, return_counts=True)
     draw = partial(_dirichlet_counts, rng, sizes, clients, scheme.alpha, scheme.balance)
-    counts, facts = _enough_for_all(rng, draw, scheme.min_rows, scheme.retries)
-    return Deal(_hand_out(rng, labels, counts), facts)
+    counts, facts = _draw_with_minimum(rng, draw, scheme.min_rows, scheme.retries)
+    return Deal(_assign_rows(rng, labels, counts), facts)
 
 
 @deal.register
 def _(scheme: Quantity, labels: Array, clients: int, seed: int) -> Deal:
     rng = np.random.default_rng(seed)
     draw = partial(_quantity_counts, rng, len(labels), clients, scheme)
-    counts, facts = _enough_for_all(rng, draw, scheme.min_rows, scheme.retries)
-    return Deal(_hand_out(rng, np.zeros(len(labels), dtype=np.int64), counts), facts)
+    counts, facts = _draw_with_minimum(rng, draw, scheme.min_rows, scheme.retries)
+    return Deal(_assign_rows(rng, np.zeros(len(labels), dtype=np.int64), counts), facts)
 
 
 @deal.register
@@ -129,7 +129,7 @@ def dirichlet_shares(rng: np.random.Generator, alpha: float, allowed: Array) -> 
     """One draw of Dirichlet(alpha, ..., alpha), conditioned on zero where not `allowed`.
 
     A Gamma(alpha) variable is Gamma(alpha + 1) · U^(1/alpha), so its logarithm times alpha is
-    alpha · log Gamma(alpha + 1) − Exp(1). Normalising these logarithms cannot underflow to all zeros,
+    alpha · log Gamma(alpha + 1) − Exp(1). Normalizing these logarithms cannot underflow to all zeros,
     however small alpha is, and the allowed client with the largest draw always has a share.
 
     Example:
@@ -144,7 +144,7 @@ def dirichlet_shares(rng: np.random.Generator, alpha: float, allowed: Array) -> 
     return np.asarray(weights / weights.sum())
 
 
-def _cut(shares: Array, size: int) -> Array:
+def _counts_from_shares(shares: Array, size: int) -> Array:
     """Whole numbers that sum to `size`, cut at the rounded cumulative shares.
 
     The published loop takes the floor, which hands the last client a row of nearly every class.
@@ -156,12 +156,12 @@ def _cut(shares: Array, size: int) -> Array:
 def _dirichlet_counts(rng: np.random.Generator, sizes: Array, clients: int, alpha: float, balance: bool) -> Array:
     """One attempt: rows per client and class."""
     counts = np.zeros((clients, len(sizes)), dtype=np.int64)
-    held, fair = np.zeros(clients, dtype=np.int64), sizes.sum() / clients
+    row_counts, fair = np.zeros(clients, dtype=np.int64), sizes.sum() / clients
     for column, size in enumerate(sizes):
         # Somebody always has room: were all at their fair number, no rows would be left.
-        room = held < fair if balance else np.ones(clients, dtype=bool)
-        counts[:, column] = _cut(dirichlet_shares(rng, alpha, room), size)
-        held += counts[:, column]
+        room = row_counts < fair if balance else np.ones(clients, dtype=bool)
+        counts[:, column] = _counts_from_shares(dirichlet_shares(rng, alpha, room), size)
+        row_counts += counts[:, column]
     return counts
 
 
@@ -173,10 +173,10 @@ def _quantity_counts(rng: np.random.Generator, rows: int, clients: int, scheme: 
         logs = (scheme.sigma or 0.0) * rng.standard_normal(clients)
         shares = np.exp(logs - logs.max())
         shares /= shares.sum()
-    return _cut(shares, rows)[:, None]
+    return _counts_from_shares(shares, rows)[:, None]
 
 
-def _enough_for_all(
+def _draw_with_minimum(
     rng: np.random.Generator, draw: Callable[[], Array], min_rows: int, retries: int
 ) -> tuple[Array, dict[str, object]]:
     """Counts (clients × classes) that leave nobody with fewer than `min_rows`.
@@ -186,35 +186,35 @@ def _enough_for_all(
     """
     best = draw()
     minimum = min(min_rows, int(best.sum()) // len(best))
-    tried = 0
-    while (lack := _lack(best, minimum)) and tried < retries:
-        tried += 1
-        best = min(best, draw(), key=partial(_lack, minimum=minimum))
+    attempts = 0
+    while (missing := _missing_rows(best, minimum)) and attempts < retries:
+        attempts += 1
+        best = min(best, draw(), key=partial(_missing_rows, minimum=minimum))
     facts: dict[str, object] = {
-        "retries": tried,
+        "retries": attempts,
         "min_rows": minimum,
         "smallest_drawn": int(best.sum(1).min()),
-        "rows_moved": lack,
+        "rows_moved": missing,
     }
-    return (_mended(rng, best, minimum) if lack else best), facts
+    return (_move_rows_to_minimum(rng, best, minimum) if missing else best), facts
 
 
-def _lack(counts: Array, minimum: int) -> int:
+def _missing_rows(counts: Array, minimum: int) -> int:
     """How many rows poor clients are short of."""
     return int(np.maximum(minimum - counts.sum(1), 0).sum())
 
 
-def _mended(rng: np.random.Generator, counts: Array, minimum: int) -> Array:
+def _move_rows_to_minimum(rng: np.random.Generator, counts: Array, minimum: int) -> Array:
     """Rows moved, at random, from whoever holds most to whoever holds least, until nobody is poor."""
     counts = counts.copy()
-    held = counts.sum(1)
-    while (need := minimum - held.min()) > 0:
-        poor, rich = int(held.argmin()), int(held.argmax())
-        moved = rng.multivariate_hypergeometric(counts[rich], min(need, held[rich] - minimum))
-        counts[rich] -= moved
-        counts[poor] += moved
-        held[rich] -= moved.sum()
-        held[poor] += moved.sum()
+    row_counts = counts.sum(1)
+    while (need := minimum - row_counts.min()) > 0:
+        smallest, largest = int(row_counts.argmin()), int(row_counts.argmax())
+        moved = rng.multivariate_hypergeometric(counts[largest], min(need, row_counts[largest] - minimum))
+        counts[largest] -= moved
+        counts[smallest] += moved
+        row_counts[largest] -= moved.sum()
+        row_counts[smallest] += moved.sum()
     return counts
 
 
@@ -226,10 +226,10 @@ def _split_among_owners(rng: np.random.Generator, labels: Array, owned: Array) -
         owners = np.flatnonzero(owned[:, column])
         if len(owners):
             counts[owners, column] = [len(part) for part in np.array_split(np.arange(size), len(owners))]
-    return _hand_out(rng, labels, counts)
+    return _assign_rows(rng, labels, counts)
 
 
-def _hand_out(rng: np.random.Generator, labels: Array, counts: Array) -> list[Array]:
+def _assign_rows(rng: np.random.Generator, labels: Array, counts: Array) -> list[Array]:
     """Positions per client, drawn at random so that client c gets counts[c, k] of the k-th class."""
     clients = len(counts)
     owner = np.full(len(labels), clients)

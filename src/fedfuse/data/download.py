@@ -39,10 +39,10 @@ def fetch_all(official: Official, folder: Path) -> None:
     if offline():
         raise ConfigError(
             f"{official.name} was found nowhere and FEDFUSE_OFFLINE forbids downloading; "
-            f"{_by_hand(official)}, or unset FEDFUSE_OFFLINE"
+            f"{_manual_instructions(official)}, or unset FEDFUSE_OFFLINE"
         )
     for remote in official.remotes:
-        fetch(remote, folder, _by_hand(official))
+        fetch(remote, folder, _manual_instructions(official))
 
 
 def fetch(remote: Remote, folder: Path, otherwise: str = "fetch it by hand") -> Path:
@@ -87,9 +87,9 @@ def _fill(remote: Remote, part: Path, otherwise: str) -> None:
 def _download(remote: Remote, part: Path, otherwise: str) -> None:
     """Take the download up again after each cut, until attempts in a row bring nothing new."""
     reason: object = ""
-    vain, furthest = 0, _size(part)
-    while vain < ATTEMPTS:
-        time.sleep(PAUSE * 2 ** (vain - 1) if vain else 0)
+    failures, furthest = 0, _size(part)
+    while failures < ATTEMPTS:
+        time.sleep(PAUSE * 2 ** (failures - 1) if failures else 0)
         try:
             if _continue(remote, part):
                 return
@@ -98,13 +98,13 @@ def _download(remote: Remote, part: Path, otherwise: str) -> None:
             error.close()
             reason = f"the server answered {error.code} {error.reason}"
             if error.code < 500:
-                raise _unreachable(remote, reason, otherwise) from error
+                raise _download_error(remote, reason, otherwise) from error
         except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
             reason = getattr(error, "reason", error)
-        vain = 0 if _size(part) > furthest else vain + 1
+        failures = 0 if _size(part) > furthest else failures + 1
         furthest = max(furthest, _size(part))
     kept = f" ({_size(part)} bytes are kept, and the next attempt resumes there)" if _size(part) else ""
-    raise _unreachable(remote, f"{reason}{kept}", otherwise)
+    raise _download_error(remote, f"{reason}{kept}", otherwise)
 
 
 def _continue(remote: Remote, part: Path) -> bool:
@@ -164,13 +164,13 @@ def _md5(path: Path) -> str:
         return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
-def _unreachable(remote: Remote, what: str, otherwise: str) -> ConfigError:
+def _download_error(remote: Remote, what: str, otherwise: str) -> ConfigError:
     return ConfigError(
         f"{remote.name} could not be fetched from {remote.url}: {what}; check the network, or {otherwise}"
     )
 
 
-def _by_hand(official: Official) -> str:
+def _manual_instructions(official: Official) -> str:
     files = ", ".join(remote.name for remote in official.remotes)
     return (
         f"fetch {files} by hand ({official.homepage}) into a folder {official.folders[0]} and set "

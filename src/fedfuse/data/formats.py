@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fedfuse.data.rows import Array, Rows
-from fedfuse.data.stores import BROKEN, damaged
+from fedfuse.data.stores import ARCHIVE_ERRORS, damaged_error
 from fedfuse.data.transforms import scale01
 from fedfuse.errors import ConfigError
 
@@ -52,14 +52,14 @@ def parse_idx(data: bytes, where: object) -> Array:
         array([7, 9], dtype=uint8)
     """
     if len(data) < 4 or data[:3] != b"\0\0\x08" or not 1 <= data[3] <= 4:
-        raise damaged(where, f"it starts with {data[:4].hex() or 'nothing'}, an IDX file of bytes with 000008")
+        raise damaged_error(where, f"it starts with {data[:4].hex() or 'nothing'}, an IDX file of bytes with 000008")
     head = 4 + 4 * data[3]
     if len(data) < head:
-        raise damaged(where, f"its header ends after {len(data)} bytes, expected {head}")
+        raise damaged_error(where, f"its header ends after {len(data)} bytes, expected {head}")
     shape = struct.unpack(f">{data[3]}I", data[4:head])
     expected = head + int(np.prod(shape, dtype=np.int64))
     if len(data) != expected:
-        raise damaged(where, f"it has {len(data)} bytes, its header promises {expected}")
+        raise damaged_error(where, f"it has {len(data)} bytes, its header promises {expected}")
     return np.frombuffer(data, np.uint8, offset=head).reshape(shape)
 
 
@@ -67,7 +67,9 @@ def parse_idx_pair(images: bytes, labels: bytes, where: object) -> ArraySplit:
     """Images (n, height, width) and labels (n,) of one half of an MNIST-like set."""
     x, y = parse_idx(images, f"the image file in {where}"), parse_idx(labels, f"the label file in {where}")
     if x.ndim != 3 or y.ndim != 1 or len(x) != len(y):
-        raise damaged(where, f"images have shape {x.shape} and labels {y.shape}, expected (n, height, width) and (n,)")
+        raise damaged_error(
+            where, f"images have shape {x.shape} and labels {y.shape}, expected (n, height, width) and (n,)"
+        )
     return ArraySplit(x[:, None], y)
 
 
@@ -86,7 +88,7 @@ def parse_cifar(data: bytes, label_bytes: int, label_at: int, where: object) -> 
     """
     record = label_bytes + 3 * 32 * 32
     if not data or len(data) % record:
-        raise damaged(where, f"it has {len(data)} bytes, expected a multiple of {record}")
+        raise damaged_error(where, f"it has {len(data)} bytes, expected a multiple of {record}")
     table = np.frombuffer(data, np.uint8).reshape(-1, record)
     return ArraySplit(table[:, label_bytes:].reshape(-1, 3, 32, 32), table[:, label_at])
 
@@ -100,9 +102,9 @@ def parse_svhn(data: bytes, where: object) -> ArraySplit:
         x, y = content["X"], content["y"].reshape(-1)
     # A scrambled MATLAB file surfaces as almost any exception inside scipy's parser.
     except Exception as error:
-        raise damaged(where, f"it is no MATLAB 5 file with X and y ({error})") from error
+        raise damaged_error(where, f"it is no MATLAB 5 file with X and y ({error})") from error
     if x.dtype != np.uint8 or x.shape != (32, 32, 3, len(y)) or not np.isin(y, range(1, 11)).all():
-        raise damaged(where, f"X is {x.dtype} of shape {x.shape}, y of shape {y.shape}, expected (32, 32, 3, n)")
+        raise damaged_error(where, f"X is {x.dtype} of shape {x.shape}, y of shape {y.shape}, expected (32, 32, 3, n)")
     return ArraySplit(np.ascontiguousarray(x.transpose(3, 2, 0, 1)), y % 10)
 
 
@@ -111,13 +113,13 @@ def read_npz(path: Path) -> dict[str, Array]:
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:  # noqa: TID251
             return {key: archive[key] for key in archive.files if key in (*NPZ_KEYS, "classes")}
-    except (*BROKEN, zipfile.BadZipFile, AttributeError) as error:
+    except (*ARCHIVE_ERRORS, zipfile.BadZipFile, AttributeError) as error:
         if "pickle" in str(error).lower():
             raise ConfigError(
                 f"{path} holds Python objects (or is no .npz file), expected plain arrays; save them again "
                 "with numpy.savez and numeric types"
             ) from error
-        raise damaged(path, error) from error
+        raise damaged_error(path, error) from error
 
 
 def splits_from_arrays(arrays: Mapping[str, object], where: object) -> tuple[ArraySplit, ArraySplit]:

@@ -16,12 +16,12 @@ from PIL import Image
 
 from fedfuse.data.progress import bar
 from fedfuse.data.rows import Array, Rows, stratified_split
-from fedfuse.data.stores import Folder, Store, damaged
+from fedfuse.data.stores import Folder, Store, damaged_error
 from fedfuse.data.transforms import scale01
 from fedfuse.errors import ConfigError
 
 SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"))
-GREY = frozenset(("1", "L", "LA", "I", "I;16", "F"))
+GRAY_MODES = frozenset(("1", "L", "LA", "I", "I;16", "F"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,14 +33,14 @@ class ImageSplit:
         names: one per row.
         y: labels.
         size: (width, height) to resize to, or None to insist that all are equal.
-        grey: one channel instead of three.
+        gray: one channel instead of three.
     """
 
     store: Store
     names: Array
     y: Array
     size: tuple[int, int] | None = None
-    grey: bool = False
+    gray: bool = False
 
     def __len__(self) -> int:
         return len(self.y)
@@ -56,8 +56,8 @@ class ImageSplit:
 
     def _decode(self) -> Array:
         width, height = self.size or self._open(self.names[0]).size
-        pixels = np.empty((len(self), 1 if self.grey else 3, height, width), dtype=np.uint8)
-        with bar(f"reading {self.store.place.name}", len(self)) as advance:
+        pixels = np.empty((len(self), 1 if self.gray else 3, height, width), dtype=np.uint8)
+        with bar(f"reading {self.store.location.name}", len(self)) as advance:
             for row, name in enumerate(self.names):
                 pixels[row] = self._pixels(str(name), (width, height))
                 advance(1)
@@ -68,15 +68,15 @@ class ImageSplit:
         picture = self._open(name)
         if picture.size != size and self.size is None:
             raise ConfigError(
-                f"{self.store.place / name} is {picture.width}x{picture.height}, expected "
+                f"{self.store.location / name} is {picture.width}x{picture.height}, expected "
                 f"{size[0]}x{size[1]} like the first; set options.image_size to resize all of them"
             )
         try:
-            picture = picture.convert("L" if self.grey else "RGB")
+            picture = picture.convert("L" if self.gray else "RGB")
             resized = picture if picture.size == size else picture.resize(size, Image.Resampling.BILINEAR)
             return np.asarray(resized).reshape(size[1], size[0], -1).transpose(2, 0, 1)
         except (OSError, SyntaxError, ValueError) as error:
-            raise damaged(self.store.place / name, error) from error
+            raise damaged_error(self.store.location / name, error) from error
 
     def _open(self, name: str) -> Image.Image:
         try:
@@ -84,63 +84,63 @@ class ImageSplit:
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise damaged(self.store.place / name, error) from error
+            raise damaged_error(self.store.location / name, error) from error
 
-    def is_grey(self) -> bool:
+    def is_gray(self) -> bool:
         """Whether no picture has colour, by their headers; stops at the first that has."""
-        return all(self._open(name).mode in GREY for name in self.names)
+        return all(self._open(name).mode in GRAY_MODES for name in self.names)
 
 
-def class_folders(place: Path, image_size: int | None = None) -> tuple[ImageSplit, tuple[str, ...]]:
+def class_folders(location: Path, image_size: int | None = None) -> tuple[ImageSplit, tuple[str, ...]]:
     """Every picture below a folder of class folders, and the class names in sorted order."""
-    store = Folder(place)
-    classes = tuple(name for name in store.listing("") if (place / name).is_dir())
+    store = Folder(location)
+    classes = tuple(name for name in store.listing("") if (location / name).is_dir())
     names = [[f"{one}/{name}" for name in store.listing(one) if is_picture(name)] for one in classes]
     if empty := [one for one, pictures in zip(classes, names, strict=True) if not pictures]:
         raise ConfigError(
-            f"{place / empty[0]} holds no pictures, expected files ending in {', '.join(sorted(SUFFIXES))}; "
+            f"{location / empty[0]} holds no pictures, expected files ending in {', '.join(sorted(SUFFIXES))}; "
             "add some or remove the folder"
         )
     if not classes:
         raise ConfigError(
-            f"{place} holds no folders, expected one folder per class (or train/ and test/ with those "
+            f"{location} holds no folders, expected one folder per class (or train/ and test/ with those "
             "inside); sort the pictures into class folders"
         )
-    return _labelled(store, names, image_size), classes
+    return _split_from_class_lists(store, names, image_size), classes
 
 
 def folder_halves(
-    place: Path, image_size: int | None = None, test_fraction: float = 0.2
+    location: Path, image_size: int | None = None, test_fraction: float = 0.2
 ) -> tuple[ImageSplit, ImageSplit, tuple[str, ...]]:
     """Training pictures, test pictures and class names of a folder of class folders.
 
     With `train/` and `test/` (or `val/`) inside, those are the halves; otherwise the class folders lie on
     the first level and every class is split in the same proportion, always the same way.
     """
-    if (half := _test_half(place)) is None:
-        every, classes = class_folders(place, image_size)
+    if (half := _test_half(location)) is None:
+        every, classes = class_folders(location, image_size)
         train, test = (every.take(index) for index in stratified_split(every.y, test_fraction))
     else:
-        train, classes = class_folders(place / "train", image_size)
-        test = _relabelled(*class_folders(place / half, image_size), classes)
-    grey = train.is_grey() and test.is_grey()
-    return replace(train, grey=grey), replace(test, grey=grey), classes
+        train, classes = class_folders(location / "train", image_size)
+        test = _relabel_test(*class_folders(location / half, image_size), classes)
+    gray = train.is_gray() and test.is_gray()
+    return replace(train, gray=gray), replace(test, gray=gray), classes
 
 
-def _test_half(place: Path) -> str | None:
+def _test_half(location: Path) -> str | None:
     """The name of the folder of test pictures beside `train/`, if the folder is laid out so."""
-    halves = [name for name in ("test", "val") if (place / name).is_dir()]
-    return halves[0] if halves and (place / "train").is_dir() else None
+    halves = [name for name in ("test", "val") if (location / name).is_dir()]
+    return halves[0] if halves and (location / "train").is_dir() else None
 
 
-def _relabelled(test: ImageSplit, held: tuple[str, ...], classes: tuple[str, ...]) -> ImageSplit:
+def _relabel_test(test: ImageSplit, test_classes: tuple[str, ...], classes: tuple[str, ...]) -> ImageSplit:
     """Test pictures numbered by the training half's classes, of which the test half may lack some."""
-    if strange := sorted(set(held) - set(classes)):
+    if unknown := sorted(set(test_classes) - set(classes)):
         raise ConfigError(
-            f"{test.store.place} has a class {strange[0]!r} without training pictures, expected only "
+            f"{test.store.location} has a class {unknown[0]!r} without training pictures, expected only "
             f"{', '.join(classes[:8])}{', ...' if len(classes) > 8 else ''}; add it to train/ or remove it"
         )
-    label = np.array([classes.index(name) for name in held])
+    label = np.array([classes.index(name) for name in test_classes])
     return replace(test, y=label[test.y])
 
 
@@ -152,7 +152,7 @@ def tiny_imagenet_train(store: Store) -> ImageSplit:
         else []
         for one in tiny_imagenet_ids(store)
     ]
-    return replace(_labelled(store, names, None), size=(64, 64))
+    return replace(_split_from_class_lists(store, names, None), size=(64, 64))
 
 
 def tiny_imagenet_test(store: Store) -> ImageSplit:
@@ -164,7 +164,9 @@ def tiny_imagenet_test(store: Store) -> ImageSplit:
     where = "val/val_annotations.txt"
     entries = [line.split("\t")[:2] for line in _lines(store, where)]
     if bad := [entry for entry in entries if len(entry) != 2 or entry[1] not in ids]:
-        raise damaged(store.place / where, f"a line says {bad[0]}, expected a picture and a class of wnids.txt")
+        raise damaged_error(
+            store.location / where, f"a line says {bad[0]}, expected a picture and a class of wnids.txt"
+        )
     present = [(f"val/images/{name}", ids[one]) for name, one in entries if store.has(f"val/images/{name}")]
     names, labels = [name for name, _ in present], [label for _, label in present]
     return ImageSplit(store, np.array(names), np.array(labels, dtype=np.int64), size=(64, 64))
@@ -192,7 +194,7 @@ def is_picture(name: str) -> bool:
     return Path(name).suffix.lower() in SUFFIXES
 
 
-def _labelled(store: Store, names: Sequence[Sequence[str]], image_size: int | None) -> ImageSplit:
+def _split_from_class_lists(store: Store, names: Sequence[Sequence[str]], image_size: int | None) -> ImageSplit:
     """Pictures listed class by class, as one split."""
     labels = np.repeat(np.arange(len(names)), [len(pictures) for pictures in names])
     flat = np.array([name for pictures in names for name in pictures])
@@ -203,4 +205,4 @@ def _lines(store: Store, name: str) -> list[str]:
     try:
         return [line for line in store.read(name).decode().splitlines() if line.strip()]
     except UnicodeDecodeError as error:
-        raise damaged(store.place / name, error) from error
+        raise damaged_error(store.location / name, error) from error

@@ -89,26 +89,28 @@ class Official:
     classes: Callable[[Store], tuple[str, ...]]
 
 
-def _joined(splits: Sequence[ArraySplit]) -> ArraySplit:
+def _concatenate(splits: Sequence[ArraySplit]) -> ArraySplit:
     # Even a single part is copied: torch wants arrays it may write to, and bytes read from a file are not.
     return ArraySplit(np.concatenate([s.x for s in splits]), np.concatenate([s.y for s in splits]))
 
 
 def _read_idx(store: Store, parts: Sequence[Part]) -> ArraySplit:
-    return _joined(
+    return _concatenate(
         [
-            formats.parse_idx_pair(store.read(pixels), store.read(labels), store.place / pixels)
+            formats.parse_idx_pair(store.read(pixels), store.read(labels), store.location / pixels)
             for pixels, labels in parts
         ]
     )
 
 
 def _read_cifar(store: Store, parts: Sequence[Part], label_bytes: int, label_at: int) -> ArraySplit:
-    return _joined([formats.parse_cifar(store.read(n), label_bytes, label_at, store.place / n) for (n,) in parts])
+    return _concatenate(
+        [formats.parse_cifar(store.read(n), label_bytes, label_at, store.location / n) for (n,) in parts]
+    )
 
 
 def _read_svhn(store: Store, parts: Sequence[Part]) -> ArraySplit:
-    return _joined([formats.parse_svhn(store.read(name), store.place / name) for (name,) in parts])
+    return _concatenate([formats.parse_svhn(store.read(name), store.location / name) for (name,) in parts])
 
 
 def _read_tiny_train(store: Store, _: Sequence[Part]) -> images.ImageSplit:
@@ -120,7 +122,7 @@ def _read_tiny_test(store: Store, _: Sequence[Part]) -> images.ImageSplit:
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
+class _FixedNames:
     """Class names that are the same wherever the set lies."""
 
     names: tuple[str, ...]
@@ -130,7 +132,7 @@ class _Named:
 
 
 @dataclass(frozen=True, slots=True)
-class _Listed:
+class _NamesFromFile:
     """Class names in a text file beside the data, one a line; numbers without that file."""
 
     file: str
@@ -161,7 +163,7 @@ def _mnist_like(name: str, folder: str, base: str, md5: Sequence[str], names: tu
         remotes=tuple(Remote(f"{f}.gz", f"{base}{f}.gz", m) for f, m in zip(files, md5, strict=True)),
         read_train=_read_idx,
         read_test=_read_idx,
-        classes=_Named(names),
+        classes=_FixedNames(names),
     )
 
 
@@ -212,7 +214,7 @@ CIFAR10 = Official(
     ),
     read_train=partial(_read_cifar, label_bytes=1, label_at=0),
     read_test=partial(_read_cifar, label_bytes=1, label_at=0),
-    classes=_Named(("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")),
+    classes=_FixedNames(("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")),
 )
 
 
@@ -236,7 +238,7 @@ def _cifar100(name: str, label_at: int, names: str, count: int) -> Official:
         ),
         read_train=partial(_read_cifar, label_bytes=2, label_at=label_at),
         read_test=partial(_read_cifar, label_bytes=2, label_at=label_at),
-        classes=_Listed(names, count),
+        classes=_NamesFromFile(names, count),
     )
 
 
@@ -264,7 +266,7 @@ SVHN = Official(
     ),
     read_train=_read_svhn,
     read_test=_read_svhn,
-    classes=_Named(DIGITS),
+    classes=_FixedNames(DIGITS),
 )
 
 TINY_IMAGENET = Official(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedfuse.data.dealing import Deal, deal
 from fedfuse.data.rows import Array
-from fedfuse.data.schemes import Labels, Scheme, ServerRows
+from fedfuse.data.schemes import Labels, Scheme, ServerRowsConfig
 from fedfuse.errors import ConfigError
 
 # One stream per purpose: asking for server rows or validation rows must not change who gets what.
@@ -48,7 +48,7 @@ def partition(
     seed: int,
     *,
     server_fraction: float = 0.0,
-    server_rows: ServerRows | None = None,
+    server_rows: ServerRowsConfig | None = None,
     validation_fraction: float = 0.0,
 ) -> Partition:
     """Share training rows out among clients.
@@ -75,34 +75,34 @@ def partition(
                 [ 0, 10,  0],
                 [ 0,  0, 10]])
     """
-    known = _checked_labels(labels)
+    label_array = _labels_as_array(labels)
     if not 0 <= seed < 2**32:
         raise ConfigError(f"partition: the seed is {seed}, expected a whole number from 0 to 2**32 - 1")
     _check_fraction("server_fraction", server_fraction)
     _check_fraction("validation_fraction", validation_fraction)
-    server, pool = _set_aside(known, _asked(server_fraction, server_rows), seed)
+    server, pool = _take_server_rows(label_array, _server_rows_config(server_fraction, server_rows), seed)
     if not 1 <= clients <= len(pool):
         raise ConfigError(
             f"partition: {clients} clients are to share {len(pool)} rows, expected at least one client and no "
             "more clients than rows; change the number of clients"
         )
-    dealt = deal(scheme, known[pool], clients, seed)
+    dealt = deal(scheme, label_array[pool], clients, seed)
     ids = client_ids(clients)
     rows = [pool[positions] for positions in dealt.rows]
     _refuse_empty(ids, rows, scheme)
-    validation = _validation(known, rows, scheme, validation_fraction, seed)
+    validation = _validation(label_array, rows, scheme, validation_fraction, seed)
     train = [own[~np.isin(own, kept)] for own, kept in zip(rows, validation, strict=True)]
-    held_out = np.setdiff1d(np.arange(len(known)), np.concatenate((server, *rows)))
+    held_out = np.setdiff1d(np.arange(len(label_array)), np.concatenate((server, *rows)))
     return Partition(
-        clients=_named(ids, train),
+        clients=_tensors_by_client(ids, train),
         server=torch.from_numpy(server),
         held_out=torch.from_numpy(held_out),
-        validation=_named(ids, validation) if validation_fraction else {},
-        facts=_facts(scheme, seed, dealt, known, train, server, held_out),
+        validation=_tensors_by_client(ids, validation) if validation_fraction else {},
+        facts=_facts(scheme, seed, dealt, label_array, train, server, held_out),
     )
 
 
-def _named(ids: list[str], rows: list[Array]) -> dict[str, Tensor]:
+def _tensors_by_client(ids: list[str], rows: list[Array]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(own) for name, own in zip(ids, rows, strict=True)}
 
 
@@ -117,7 +117,7 @@ def client_ids(clients: int) -> list[str]:
     return [f"client-{number:0{width}d}" for number in range(clients)]
 
 
-def _checked_labels(labels: Tensor) -> Array:
+def _labels_as_array(labels: Tensor) -> Array:
     if labels.ndim != 1 or labels.dtype != torch.int64 or (len(labels) and int(labels.min()) < 0):
         raise ConfigError(
             f"partition: labels are {labels.dtype} of shape {tuple(labels.shape)}, expected one int64 from 0 on "
@@ -131,13 +131,13 @@ def _check_fraction(name: str, value: float) -> None:
         raise ConfigError(f"{name} is {value}, expected a number from 0 to below 1; it is a share of the rows")
 
 
-def _asked(fraction: float, rows: ServerRows | None) -> ServerRows | None:
+def _server_rows_config(fraction: float, rows: ServerRowsConfig | None) -> ServerRowsConfig | None:
     if fraction and rows:
         raise ConfigError("server_fraction and server_rows are both given, expected one; drop the other")
-    return ServerRows(fraction=fraction) if fraction else rows
+    return ServerRowsConfig(fraction=fraction) if fraction else rows
 
 
-def _set_aside(labels: Array, asked: ServerRows | None, seed: int) -> tuple[Array, Array]:
+def _take_server_rows(labels: Array, asked: ServerRowsConfig | None, seed: int) -> tuple[Array, Array]:
     """The server's rows, and those left for clients."""
     every = np.arange(len(labels))
     if asked is None:
@@ -149,9 +149,9 @@ def _set_aside(labels: Array, asked: ServerRows | None, seed: int) -> tuple[Arra
     rng = np.random.default_rng([seed, SERVER])
     first = len(labels) - asked.reserve if asked.reserve else 0
     candidates = every[first:]
-    chosen = _chosen_classes(labels[candidates], asked.classes, rng)
+    chosen = _choose_classes(labels[candidates], asked.classes, rng)
     candidates = candidates[np.isin(labels[candidates], chosen)]
-    want = asked.wanted(len(labels))
+    want = asked.row_count(len(labels))
     if not 1 <= want <= len(candidates):
         raise ConfigError(
             f"the server is to hold {want} rows, but its classes have {len(candidates)} to draw from, expected "
@@ -161,14 +161,14 @@ def _set_aside(labels: Array, asked: ServerRows | None, seed: int) -> tuple[Arra
     return server, every[:first] if asked.reserve else np.setdiff1d(every, server)
 
 
-def _chosen_classes(labels: Array, classes: int | tuple[int, ...] | None, rng: np.random.Generator) -> Array:
+def _choose_classes(labels: Array, classes: int | tuple[int, ...] | None, rng: np.random.Generator) -> Array:
     """The classes the server draws from."""
     present = np.unique(labels)
     if classes is None:
         return present
     if isinstance(classes, tuple):
-        if strange := sorted(set(classes) - set(present.tolist())):
-            raise ConfigError(f"server_rows names class {strange[0]}, of which there are no rows; remove it")
+        if unknown := sorted(set(classes) - set(present.tolist())):
+            raise ConfigError(f"server_rows names class {unknown[0]}, of which there are no rows; remove it")
         return np.array(classes)
     if classes > len(present):
         raise ConfigError(f"server_rows asks for {classes} classes, but there are {len(present)}; ask for at most that")

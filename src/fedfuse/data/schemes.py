@@ -167,7 +167,7 @@ Scheme = Annotated[Iid | Shares | Dirichlet | Classes | Labels | Shards | Quanti
 """Any way of sharing out rows; pydantic tells them apart by `kind`."""
 
 
-class ServerRows(BaseModel):
+class ServerRowsConfig(BaseModel):
     """Rows the server holds itself, from some of the classes, as FedDU needs them.
 
     Attributes:
@@ -194,6 +194,6 @@ class ServerRows(BaseModel):
             raise _refuse(f"classes names {self.classes}, expected each class once")
         return self
 
-    def wanted(self, rows: int) -> int:
+    def row_count(self, rows: int) -> int:
         """How many rows the server asks of a training set of this size."""
         return self.count if self.count is not None else round((self.fraction or 0) * rows)

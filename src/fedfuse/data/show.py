@@ -77,8 +77,8 @@ class HeatMap:
         names, across = (self.class_names, "clients") if wide else (self.client_ids, "classes")
         label = min(16, max(map(len, names))) + 1
         dots = _dots(console, heat.shape[1], width - label)
-        step, group = _steps(heat.shape[0], COMPACT_ROWS), _steps(heat.shape[1], dots.room(width - label))
-        image = _pooled(_pooled(heat, step).T, group).T
+        step, group = _group_size(heat.shape[0], COMPACT_ROWS), _group_size(heat.shape[1], dots.room(width - label))
+        image = _average_lines(_average_lines(heat, step).T, group).T
         brightest = float(image.max()) or 1.0  # Means are paler than what they are means of.
         for line, values in enumerate((image / brightest).tolist()):
             text = Text(no_wrap=True)
@@ -115,7 +115,7 @@ def _heat(counts: Tensor) -> Tensor:
     return (counts.double() / counts.max().clamp(min=1)).sqrt()
 
 
-def _pooled(image: Tensor, step: int) -> Tensor:
+def _average_lines(image: Tensor, step: int) -> Tensor:
     """Neighbouring lines averaged, `step` at a time."""
     return torch.stack([image[i : i + step].mean(0) for i in range(0, len(image), step)])
 
@@ -147,7 +147,7 @@ class _Dots:
 def _dots(console: Console, values: int, characters: int) -> _Dots:
     """The roomiest way that fits: shades without colour, whole characters, or half characters."""
     if console.color_system is None:
-        return _Dots(1, _shaded)
+        return _Dots(1, _shade_blocks)
     return _Dots(1, _blocks) if values <= characters else _Dots(2, _half_blocks)
 
 
@@ -167,12 +167,12 @@ def _half_blocks(values: list[float]) -> Text:
     return text
 
 
-def _shaded(values: list[float]) -> Text:
+def _shade_blocks(values: list[float]) -> Text:
     """One value a character, for terminals without colour; anything above zero leaves a trace."""
     return Text("".join(SHADES[1 + min(3, int(4 * value)) if value else 0] for value in values))
 
 
-def _steps(lines: int, room: int) -> int:
+def _group_size(lines: int, room: int) -> int:
     """How many neighbours must share a line so that all fit."""
     return -(-lines // room)
 
@@ -261,7 +261,7 @@ def _paint_cells(axes: Any, table: Tensor) -> Any:
 
 def _name_axis(axes: Any, which: str, names: Sequence[str]) -> None:
     """Names along an axis: all of them, or every so many when they would touch."""
-    step = _steps(len(names), MARKS)
+    step = _group_size(len(names), MARKS)
     shown = list(range(0, len(names), step))
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_ticks([at + 0.5 for at in shown], [names[at] for at in shown])
@@ -273,7 +273,7 @@ def _name_axis(axes: Any, which: str, names: Sequence[str]) -> None:
 
 def _paint_bars(axes: Any, totals: Tensor, upright: bool) -> None:
     """How many rows each client has."""
-    at = [place + 0.5 for place in range(len(totals))]
+    at = [position + 0.5 for position in range(len(totals))]
     (axes.barh if upright else axes.bar)(at, totals.tolist(), 0.72 if len(totals) <= 250 else 1.0, color=PAPER[3])
     (axes.set_xlabel if upright else axes.set_ylabel)("rows", color=INK)
     axes.spines[:].set_visible(False)

@@ -21,41 +21,51 @@ import torch
 from fedfuse.core.folders import cache_folder
 from fedfuse.data import download, formats, images
 from fedfuse.data.formats import NPZ_KEYS, ArraySplit
+from fedfuse.data.locations import find_local, locate
 from fedfuse.data.official import DIGITS, OFFICIAL, Official, Split
-from fedfuse.data.places import local, locate
 from fedfuse.data.rows import Dataset, Rows, stratified_split
 from fedfuse.errors import ConfigError, DataMissing
 
-__all__ = ["Dataset", "Found", "Rows", "cache_folder", "find", "load", "load_or_outline", "outline", "source_names"]
+__all__ = [
+    "Dataset",
+    "Rows",
+    "SourceLocation",
+    "cache_folder",
+    "find",
+    "load",
+    "load_or_outline",
+    "outline",
+    "source_names",
+]
 
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 Options = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SourceLocation:
     """Where a source lies.
 
     Attributes:
         source: what the user called it.
-        place: the folder, archive, file, package or function.
+        location: the folder, archive, file, package or function.
         missing: files of the official set that are not there.
     """
 
     source: str
-    place: str
+    location: str
     missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Raw:
+class _OpenedSource:
     """A source opened, before limits are applied; `official_rows` is set for public sets."""
 
     name: str
     train: Split
     test: Split
     classes: tuple[str, ...]
-    place: str
+    location: str
     files: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     official_rows: tuple[int, int] | None = None
@@ -72,21 +82,21 @@ def source_names() -> tuple[str, ...]:
     return ("digits", *OFFICIAL)
 
 
-def find(source: str) -> Found | None:
+def find(source: str) -> SourceLocation | None:
     """Where the files of a source lie, or None when they would have to be downloaded.
 
     Only names are looked at, in folders and in archives: what is inside the files is checked by `load`.
 
     Example:
-        >>> find("digits").place
+        >>> find("digits").location
         'scikit-learn'
     """
     if source == "digits":
-        return Found(source, "scikit-learn")
+        return SourceLocation(source, "scikit-learn")
     if source in OFFICIAL:
         located = locate(OFFICIAL[source])
-        return Found(source, str(located.store.place), located.missing) if located else None
-    return Found(source, source if FUNCTION.fullmatch(source) else str(_place(source)))
+        return SourceLocation(source, str(located.store.location), located.missing) if located else None
+    return SourceLocation(source, source if FUNCTION.fullmatch(source) else str(_local_path(source)))
 
 
 def load(
@@ -120,8 +130,8 @@ def load(
             raise ConfigError(f"{name} is {limit}, expected at least 1; leave it out to use every row")
     raw = _open(source, options or {})
     whole = raw.official_rows or (len(raw.train), len(raw.test))
-    train = _limited(raw, "train", raw.train, train_limit, whole[0], seed)
-    test = _limited(raw, "test", raw.test, test_limit, whole[1], seed + 1)
+    train = _take_limit(raw, "train", raw.train, train_limit, whole[0], seed)
+    test = _take_limit(raw, "test", raw.test, test_limit, whole[1], seed + 1)
     return Dataset(raw.name, train, test, raw.classes, {**raw.facts, **_facts(raw, train, test)})
 
 
@@ -160,13 +170,13 @@ def load_or_outline(
         return outline(source, train_limit=train_limit, test_limit=test_limit)
 
 
-def _limited(raw: _Raw, half: str, split: Split, limit: int | None, whole: int, seed: int) -> Rows:
+def _take_limit(raw: _OpenedSource, half: str, split: Split, limit: int | None, whole: int, seed: int) -> Rows:
     """The rows a limit leaves, if what was found can serve it."""
     have = len(split)
     if have < whole and (limit is None or limit > have):
         missing = f" (missing: {', '.join(raw.missing)})" if raw.missing else ""
         raise DataMissing(
-            f"{raw.name} in {raw.place} is a partial set with {have} of {whole} {half} rows{missing}; "
+            f"{raw.name} in {raw.location} is a partial set with {have} of {whole} {half} rows{missing}; "
             f"complete it, or set {half}_limit to at most {have}"
         )
     if limit is None or limit >= have:
@@ -174,12 +184,12 @@ def _limited(raw: _Raw, half: str, split: Split, limit: int | None, whole: int, 
     return split.take(np.sort(np.random.default_rng(seed).permutation(have)[:limit])).rows()
 
 
-def _facts(raw: _Raw, train: Rows, test: Rows) -> dict[str, object]:
+def _facts(raw: _OpenedSource, train: Rows, test: Rows) -> dict[str, object]:
     """What a report should say about the data of a run."""
     found = (len(raw.train), len(raw.test))
     return {
         "source": raw.name,
-        "place": raw.place,
+        "place": raw.location,
         "files": list(raw.files),
         "missing": list(raw.missing),
         "partial": raw.official_rows is not None
@@ -202,21 +212,23 @@ def _checksum(*parts: Rows) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def _open(source: str, options: Options) -> _Raw:
+def _open(source: str, options: Options) -> _OpenedSource:
     """The source opened, whatever kind it is."""
     if source == "digits" or source in OFFICIAL:
         _refuse_options(source, options, ())
-        return _digits() if source == "digits" else _official(OFFICIAL[source])
+        return _open_digits() if source == "digits" else _open_official(OFFICIAL[source])
     if FUNCTION.fullmatch(source):
-        return _function(source, options)
-    place = _place(source)
-    return _npz(source, place, options) if place.suffix == ".npz" else _folder(source, place, options)
+        return _open_function(source, options)
+    location = _local_path(source)
+    return (
+        _open_npz(source, location, options) if location.suffix == ".npz" else _open_folder(source, location, options)
+    )
 
 
-def _place(source: str) -> Path:
+def _local_path(source: str) -> Path:
     """The folder or `.npz` file a user means, or an error that says what else may have been meant."""
-    if (place := local(source)) is not None:
-        return place
+    if (location := find_local(source)) is not None:
+        return location
     close = difflib.get_close_matches(source.lower(), source_names(), n=1, cutoff=0.5)
     raise ConfigError(
         f"the data source {source!r} is unknown, expected {', '.join(source_names())}, a folder of class "
@@ -232,17 +244,17 @@ def _refuse_options(source: str, options: Options, known: tuple[str, ...]) -> No
             raise ConfigError(f"option {name!r} is unknown to the source {source!r}, {expected}; remove it")
 
 
-def _digits() -> _Raw:
+def _open_digits() -> _OpenedSource:
     """Scikit-learn's 1797 digits of 8x8 pixels, 80 % of each class for training."""
     from sklearn.datasets import load_digits
 
     bundle = load_digits()
     every = ArraySplit((bundle.images[:, None] / 16).astype(np.float32), bundle.target)
     train, test = (every.take(index) for index in stratified_split(every.y, 0.2))
-    return _Raw("digits", train, test, DIGITS, "scikit-learn")
+    return _OpenedSource("digits", train, test, DIGITS, "scikit-learn")
 
 
-def _official(official: Official) -> _Raw:
+def _open_official(official: Official) -> _OpenedSource:
     """A public set, downloaded if no folder has it."""
     if (located := locate(official)) is None:
         folder = cache_folder() / official.folders[0]
@@ -255,10 +267,12 @@ def _official(official: Official) -> _Raw:
     store, classes = located.store, official.classes(located.store)
     train, test = official.read_train(store, located.train), official.read_test(store, located.test)
     files = tuple(dict.fromkeys(name for part in (*located.train, *located.test) for name in part))
-    return _Raw(official.name, train, test, classes, str(store.place), files, located.missing, official.rows)
+    return _OpenedSource(
+        official.name, train, test, classes, str(store.location), files, located.missing, official.rows
+    )
 
 
-def _folder(source: str, place: Path, options: Options) -> _Raw:
+def _open_folder(source: str, location: Path, options: Options) -> _OpenedSource:
     """A folder of class folders."""
     _refuse_options(source, options, ("image_size", "test_fraction"))
     size, fraction = options.get("image_size"), options.get("test_fraction", 0.2)
@@ -266,36 +280,36 @@ def _folder(source: str, place: Path, options: Options) -> _Raw:
         raise ConfigError(f"image_size is {size!r}, expected a number of pixels from 1 on; try 32")
     if not isinstance(fraction, int | float):
         raise ConfigError(f"test_fraction is {fraction!r}, expected a number between 0 and 1; try 0.2")
-    train, test, classes = images.folder_halves(place, size, fraction)
-    return _Raw(source, train, test, classes, str(place))
+    train, test, classes = images.folder_halves(location, size, fraction)
+    return _OpenedSource(source, train, test, classes, str(location))
 
 
-def _npz(source: str, place: Path, options: Options) -> _Raw:
+def _open_npz(source: str, location: Path, options: Options) -> _OpenedSource:
     """A NumPy archive of plain arrays."""
     _refuse_options(source, options, ())
-    arrays = formats.read_npz(place)
-    train, test = formats.splits_from_arrays(arrays, place)
+    arrays = formats.read_npz(location)
+    train, test = formats.splits_from_arrays(arrays, location)
     names = arrays.get("classes")
-    classes = tuple(map(str, names)) if names is not None else _numbered(train, test)
-    return _Raw(source, train, test, classes, str(place), (place.name,))
+    classes = tuple(map(str, names)) if names is not None else _number_classes(train, test)
+    return _OpenedSource(source, train, test, classes, str(location), (location.name,))
 
 
-def _function(source: str, options: Options) -> _Raw:
+def _open_function(source: str, options: Options) -> _OpenedSource:
     """What the user's own function returns."""
-    made = _call(source, options)
-    if isinstance(made, Dataset):
-        train, test = (ArraySplit(half.x.numpy(), half.y.numpy()) for half in (made.train, made.test))
-        return _Raw(source, train, test, made.classes, source, facts=made.facts)
-    if not isinstance(made, tuple | list) or len(made) != 4:
+    returned = _call_function(source, options)
+    if isinstance(returned, Dataset):
+        train, test = (ArraySplit(half.x.numpy(), half.y.numpy()) for half in (returned.train, returned.test))
+        return _OpenedSource(source, train, test, returned.classes, source, facts=returned.facts)
+    if not isinstance(returned, tuple | list) or len(returned) != 4:
         raise ConfigError(
-            f"{source} returned {type(made).__name__}, expected a fedfuse Dataset or a tuple "
+            f"{source} returned {type(returned).__name__}, expected a fedfuse Dataset or a tuple "
             "(x_train, y_train, x_test, y_test); change what it returns"
         )
-    train, test = formats.splits_from_arrays(dict(zip(NPZ_KEYS, made, strict=True)), source)
-    return _Raw(source, train, test, _numbered(train, test), source)
+    train, test = formats.splits_from_arrays(dict(zip(NPZ_KEYS, returned, strict=True)), source)
+    return _OpenedSource(source, train, test, _number_classes(train, test), source)
 
 
-def _call(source: str, options: Options) -> object:
+def _call_function(source: str, options: Options) -> object:
     """Import and call `package.module:function`."""
     module, _, name = source.partition(":")
     try:
@@ -315,6 +329,6 @@ def _call(source: str, options: Options) -> object:
         raise ConfigError(f"{source} raised {type(error).__name__}: {error}; call it alone to see where") from error
 
 
-def _numbered(*splits: ArraySplit) -> tuple[str, ...]:
+def _number_classes(*splits: ArraySplit) -> tuple[str, ...]:
     """Class names when there are none: the labels themselves."""
     return tuple(map(str, range(1 + max(int(split.y.max(initial=-1)) for split in splits))))

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from fedfuse.errors import ConfigError
 
-BROKEN = (OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError, RuntimeError, ValueError)
+ARCHIVE_ERRORS = (OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError, RuntimeError, ValueError)
 """What the standard library raises on an archive that is cut short, scrambled or locked."""
 
 
@@ -25,7 +25,7 @@ class Store(Protocol):
     """Files by relative name."""
 
     @property
-    def place(self) -> Path:
+    def location(self) -> Path:
         """The folder or the archive."""
         ...
 
@@ -42,25 +42,25 @@ class Store(Protocol):
         ...
 
 
-def damaged(place: object, reason: object) -> ConfigError:
+def damaged_error(location: object, reason: object) -> ConfigError:
     """The error for a file that is there but cannot be what it should be."""
-    return ConfigError(f"{place} is damaged: {reason}; delete it and fetch it again")
+    return ConfigError(f"{location} is damaged: {reason}; delete it and fetch it again")
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
     """A folder on disk; a file may also lie there gzipped, under its name and `.gz`."""
 
-    place: Path
+    location: Path
 
     def has(self, name: str) -> bool:
         """Whether there is a file or folder of this name, plain or gzipped."""
-        return (self.place / name).exists() or self._gzipped(name).is_file()
+        return (self.location / name).exists() or self._gzip_path(name).is_file()
 
     def read(self, name: str) -> bytes:
         """The content of a file, unzipped."""
-        plain = self.place / name
-        path = plain if plain.exists() else self._gzipped(name)
+        plain = self.location / name
+        path = plain if plain.exists() else self._gzip_path(name)
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -69,25 +69,27 @@ class Folder:
             ) from error
         try:
             return data if path == plain else _gunzip(data)
-        except BROKEN as error:
-            raise damaged(path, error) from error
+        except ARCHIVE_ERRORS as error:
+            raise damaged_error(path, error) from error
 
     def listing(self, folder: str) -> list[str]:
         """The visible names directly inside a folder, sorted."""
         try:
-            return sorted(entry.name for entry in (self.place / folder).iterdir() if entry.name[0] != ".")
+            return sorted(entry.name for entry in (self.location / folder).iterdir() if entry.name[0] != ".")
         except OSError as error:
-            raise ConfigError(f"{self.place / folder} cannot be listed: {error.strerror}; check the folder") from error
+            raise ConfigError(
+                f"{self.location / folder} cannot be listed: {error.strerror}; check the folder"
+            ) from error
 
-    def _gzipped(self, name: str) -> Path:
-        return self.place / f"{name}.gz"
+    def _gzip_path(self, name: str) -> Path:
+        return self.location / f"{name}.gz"
 
 
 class Zip:
     """A zip archive; a single top folder is left out of the names."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
+    def __init__(self, location: Path) -> None:
+        self.location = location
 
     def has(self, name: str) -> bool:
         """Whether there is a file or folder of this name."""
@@ -97,8 +99,8 @@ class Zip:
         """The content of a file."""
         try:
             return self._archive.read(self._members[name])
-        except (*BROKEN, KeyError) as error:
-            raise damaged(f"{name} in {self.place}", error) from error
+        except (*ARCHIVE_ERRORS, KeyError) as error:
+            raise damaged_error(f"{name} in {self.location}", error) from error
 
     def listing(self, folder: str) -> list[str]:
         """The names directly inside a folder, sorted."""
@@ -107,14 +109,14 @@ class Zip:
     @cached_property
     def _archive(self) -> zipfile.ZipFile:
         try:
-            return zipfile.ZipFile(self.place)
-        except BROKEN as error:
-            raise damaged(self.place, error) from error
+            return zipfile.ZipFile(self.location)
+        except ARCHIVE_ERRORS as error:
+            raise damaged_error(self.location, error) from error
 
     @cached_property
     def _members(self) -> dict[str, str]:
         names = [name for name in self._archive.namelist() if not name.endswith("/")]
-        return _without_top(names)
+        return _strip_top_folder(names)
 
     @cached_property
     def _children(self) -> dict[str, set[str]]:
@@ -129,8 +131,8 @@ class Zip:
 class Tar:
     """A tar archive, compressed or not, read whole in one pass because it has no index."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
+    def __init__(self, location: Path) -> None:
+        self.location = location
 
     def has(self, name: str) -> bool:
         """Whether there is a file of this name."""
@@ -141,7 +143,7 @@ class Tar:
         try:
             return self._content[name]
         except KeyError as error:
-            raise damaged(self.place, f"it holds no {name}") from error
+            raise damaged_error(self.location, f"it holds no {name}") from error
 
     def listing(self, folder: str) -> list[str]:
         """The files directly inside a folder, sorted."""
@@ -151,25 +153,25 @@ class Tar:
     def _content(self) -> dict[str, bytes]:
         content: dict[str, bytes] = {}
         try:
-            with tarfile.open(self.place) as archive:
+            with tarfile.open(self.location) as archive:
                 for member in archive:
                     if member.isfile() and (stream := archive.extractfile(member)):
                         content[member.name] = stream.read()
-        except BROKEN as error:
-            raise damaged(self.place, error) from error
-        return {short: content[name] for short, name in _without_top(list(content)).items()}
+        except ARCHIVE_ERRORS as error:
+            raise damaged_error(self.location, error) from error
+        return {short: content[name] for short, name in _strip_top_folder(list(content)).items()}
 
 
-def open_store(place: Path) -> Store:
+def open_store(location: Path) -> Store:
     """The store at a path, chosen by what lies there.
 
     Example:
-        >>> open_store(Path("tiny-imagenet-200.zip")).place.name
+        >>> open_store(Path("tiny-imagenet-200.zip")).location.name
         'tiny-imagenet-200.zip'
     """
-    if place.suffix == ".zip":
-        return Zip(place)
-    return Tar(place) if ".tar" in place.suffixes else Folder(place)
+    if location.suffix == ".zip":
+        return Zip(location)
+    return Tar(location) if ".tar" in location.suffixes else Folder(location)
 
 
 def _gunzip(data: bytes) -> bytes:
@@ -178,7 +180,7 @@ def _gunzip(data: bytes) -> bytes:
     return gzip.decompress(data)
 
 
-def _without_top(names: list[str]) -> dict[str, str]:
+def _strip_top_folder(names: list[str]) -> dict[str, str]:
     """Short name → name, where a top folder common to all names is dropped."""
     tops = {name.partition("/")[0] for name in names}
     drop = len(tops) == 1 and all("/" in name for name in names)

@@ -1,7 +1,7 @@
-"""What happens to pixels between the file and the network: scaling, standardising, augmenting.
+"""What happens to pixels between the file and the network: scaling, standardizing, augmenting.
 
 Augmentations work on a whole batch at once and draw from the generator they are given, so the same seed
-gives the same batch. They expect pixels before standardising, as the published pipelines do.
+gives the same batch. They expect pixels before standardizing, as the published pipelines do.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def scale01(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Standardise:
+class Standardize:
     """Shifts and scales each channel (or feature): (x − mean) / std.
 
     Example:
-        >>> Standardise((1.0,), (2.0,))(torch.tensor([[5.0]]))
+        >>> Standardize((1.0,), (2.0,))(torch.tensor([[5.0]]))
         tensor([[2.]])
     """
 
@@ -51,22 +51,22 @@ class Standardise:
     std: tuple[float, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The standardised batch."""
+        """The standardized batch."""
         shape = (1, -1) + (1,) * (x.ndim - 2)
         mean = torch.tensor(self.mean, dtype=x.dtype, device=x.device).view(shape)
         std = torch.tensor(self.std, dtype=x.dtype, device=x.device).view(shape)
         return (x - mean) / std
 
 
-def standardise(train: Tensor, block: int = 4096) -> Standardise:
-    """The standardisation that gives these training rows mean 0 and standard deviation 1 per channel.
+def standardize(train: Tensor, block: int = 4096) -> Standardize:
+    """The standardization that gives these training rows mean 0 and standard deviation 1 per channel.
 
     Give it training rows only: statistics of test rows must not reach a model. A channel that never
     changes is only shifted. Sums run in float64 over blocks, so a large set needs no second copy.
 
     Example:
-        >>> standardise(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
-        Standardise(mean=(2.0, 5.0), std=(1.0, 1.0))
+        >>> standardize(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
+        Standardize(mean=(2.0, 5.0), std=(1.0, 1.0))
     """
     axes = [axis for axis in range(train.ndim) if axis != 1]
     shape = (1, -1) + (1,) * (train.ndim - 2)
@@ -74,12 +74,12 @@ def standardise(train: Tensor, block: int = 4096) -> Standardise:
     total = torch.zeros(train.shape[1], dtype=torch.float64)
     for start in range(0, len(train), block):
         total += train[start : start + block].double().sum(axes)
-    mean, spread = total / count, torch.zeros_like(total)
+    mean, squares = total / count, torch.zeros_like(total)
     for start in range(0, len(train), block):
-        spread += (train[start : start + block].double() - mean.view(shape)).square().sum(axes)
-    std = (spread / count).sqrt()
+        squares += (train[start : start + block].double() - mean.view(shape)).square().sum(axes)
+    std = (squares / count).sqrt()
     std = torch.where(std > 0, std, torch.ones_like(std))
-    return Standardise(tuple(mean.tolist()), tuple(std.tolist()))
+    return Standardize(tuple(mean.tolist()), tuple(std.tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +138,10 @@ class Rotate:
         n, _, _, _ = _image_shape(x, "rotate")
         draw = torch.rand(n, generator=generator, device=generator.device, dtype=torch.float64)
         angle = ((2 * draw - 1) * math.radians(self.degrees)).to(x.device)
-        return turn(x, angle, self.mode)
+        return rotate(x, angle, self.mode)
 
 
-def turn(x: Tensor, angle: Tensor, mode: Literal["nearest", "bilinear"] = "nearest") -> Tensor:
+def rotate(x: Tensor, angle: Tensor, mode: Literal["nearest", "bilinear"] = "nearest") -> Tensor:
     """Each image turned counter-clockwise by its angle in radians, seen with the first row on top."""
     _, _, height, width = x.shape
     cos, sin, zero = angle.cos(), angle.sin(), torch.zeros_like(angle)
@@ -177,7 +177,7 @@ class Grayscale:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class Compose:
     """Several augmentations, one after another."""
 
     steps: tuple[Augment, ...]
@@ -201,7 +201,7 @@ AUGMENTATIONS: Mapping[str, Augment] = MappingProxyType(
 """What an experiment file may name: the settings of NIID-Bench, MOON and SWA."""
 
 
-def augmentation(names: Sequence[str]) -> Chain:
+def augmentation(names: Sequence[str]) -> Compose:
     """The augmentations of these names, in this order.
 
     Example:
@@ -213,7 +213,7 @@ def augmentation(names: Sequence[str]) -> Chain:
             close = difflib.get_close_matches(name, AUGMENTATIONS, n=1)
             hint = f"did you mean {close[0]!r}?" if close else "choose one of these."
             raise ConfigError(f"augmentation {name!r} is unknown, expected one of {', '.join(AUGMENTATIONS)}; {hint}")
-    return Chain(tuple(AUGMENTATIONS[name] for name in names))
+    return Compose(tuple(AUGMENTATIONS[name] for name in names))
 
 
 def _image_shape(x: Tensor, who: str) -> tuple[int, int, int, int]:

@@ -25,7 +25,7 @@ from fedfuse.wire.messages import encode_brief, receive_brief
 
 T = TypeVar("T")
 OnClient: TypeAlias = Callable[[str, float, bool], None]  # client, seconds, whether nothing was trained
-Trained: TypeAlias = Callable[[str], bytes | None]  # a client's reply without evidence, if its training is known
+FindTraining: TypeAlias = Callable[[str], bytes | None]  # a client's reply without evidence, if its training is known
 
 _log = logging.getLogger(__name__)
 
@@ -36,14 +36,14 @@ class Population:
 
     Example:
         >>> import torch
-        >>> people = Population(Rows(torch.zeros(4, 1), torch.arange(4)), {"a": torch.tensor([3, 1])})
-        >>> people.rows_of("a").y.tolist(), people.clients
+        >>> population = Population(Rows(torch.zeros(4, 1), torch.arange(4)), {"a": torch.tensor([3, 1])})
+        >>> population.rows_of("a").y.tolist(), population.clients
         ([3, 1], ('a',))
     """
 
     rows: Rows
     index: Mapping[str, Tensor]
-    _prints: dict[str, bytes] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _fingerprints: dict[str, bytes] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, data: Mapping[str, Rows]) -> Population:
@@ -51,9 +51,9 @@ class Population:
         if not data:
             raise ConfigError("a federation needs at least one client, got none")
         sizes = [len(rows) for rows in data.values()]
-        places = torch.arange(sum(sizes)).split(sizes)
+        indices = torch.arange(sum(sizes)).split(sizes)
         whole = Rows(torch.cat([r.x for r in data.values()]), torch.cat([r.y for r in data.values()]))
-        return cls(whole, dict(zip(data, places, strict=True)))
+        return cls(whole, dict(zip(data, indices, strict=True)))
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -71,10 +71,10 @@ class Population:
 
     def fingerprint(self, client: str) -> bytes:
         """A digest of one client's rows, made at its first use."""
-        if client not in self._prints:
+        if client not in self._fingerprints:
             rows = self.rows_of(client)
-            self._prints[client] = hashlib.sha256(encode({"x": rows.x, "y": rows.y}, {})).digest()
-        return self._prints[client]
+            self._fingerprints[client] = hashlib.sha256(encode({"x": rows.x, "y": rows.y}, {})).digest()
+        return self._fingerprints[client]
 
 
 class LocalEngine(Protocol):
@@ -96,21 +96,21 @@ class LocalEngine(Protocol):
         ...
 
     def exchange(
-        self, brief: Brief, work: Work, asked: tuple[str, ...], trained: Trained | None = None
+        self, brief: Brief, work: Work, asked: tuple[str, ...], trained: FindTraining | None = None
     ) -> Iterator[Envelope]:
         """Bring the asked clients' answers in any order; where `trained` knows a training, only evidence is new."""
         ...
 
 
 @dataclass(slots=True)
-class Spoken(Generic[T]):
+class OncePerBrief(Generic[T]):
     """What an engine makes of a brief, made once for all the clients that hear the same one."""
 
     brief: Brief
     make: Callable[[Brief], T]
     _common: list[T] = field(default_factory=list)
 
-    def to(self, client: str) -> T:
+    def for_client(self, client: str) -> T:
         """What was made of the brief as this client hears it."""
         if client in self.brief.own:
             return self.make(self.brief.to(client))
@@ -119,7 +119,7 @@ class Spoken(Generic[T]):
         return self._common[0]
 
 
-class Done(NamedTuple):
+class ClientResult(NamedTuple):
     """How one client's round ended: a payload and what the client remembers, both as bytes, or why there are none."""
 
     payload: bytes | None
@@ -131,7 +131,7 @@ class Done(NamedTuple):
 
 def answer(
     work: Work, brief: Brief, client: str, rows: Rows, memory: bytes, *, seed: int, trained: bytes | None = None
-) -> Done:
+) -> ClientResult:
     """One client's round as every local engine runs it, so that none can differ from another in a single bit.
 
     Everything comes from bytes (a tensor's strides decide the order of sums), and one thread does it.
@@ -140,7 +140,7 @@ def answer(
         ConfigError: when the user asked for what cannot be; any other failure is the client's own and drops it.
         RecipeError: likewise.
     """
-    began = time.perf_counter()
+    started = time.perf_counter()
     rows = Rows(rows.x.contiguous(), rows.y)
     try:
         with one_thread():
@@ -150,11 +150,11 @@ def answer(
         raise
     except Exception as why:
         _log.debug("%s failed", client, exc_info=True)
-        return Done(None, seconds=time.perf_counter() - began, dropped=f"{type(why).__name__}: {why}")
-    return Done(payload, encode(after, {}), time.perf_counter() - began, trained is not None)
+        return ClientResult(None, seconds=time.perf_counter() - started, dropped=f"{type(why).__name__}: {why}")
+    return ClientResult(payload, encode(after, {}), time.perf_counter() - started, trained is not None)
 
 
-def close_round(engine: LocalEngine, client: str, done: Done) -> Envelope:
+def close_round(engine: LocalEngine, client: str, done: ClientResult) -> Envelope:
     """Keep what the client remembers, tell who watches, and put its answer in an envelope."""
     if done.payload is not None:
         engine.memories[client] = dict(decode(done.memory).tensors)
@@ -179,12 +179,12 @@ class InProcess:
         return self.population.clients
 
     def exchange(
-        self, brief: Brief, work: Work, asked: tuple[str, ...], trained: Trained | None = None
+        self, brief: Brief, work: Work, asked: tuple[str, ...], trained: FindTraining | None = None
     ) -> Iterator[Envelope]:
         """Train the asked clients one by one; a client that fails is dropped with its reason."""
-        spoken = Spoken(brief, lambda told: receive_brief(encode_brief(told), told.spec))
+        per_brief = OncePerBrief(brief, lambda own_brief: receive_brief(encode_brief(own_brief), own_brief.spec))
         for client in asked:
             rows, memory = self.population.rows_of(client), encode(self.memories.get(client, {}), {})
             known = trained(client) if trained else None
-            done = answer(work, spoken.to(client), client, rows, memory, seed=self.seed, trained=known)
+            done = answer(work, per_brief.for_client(client), client, rows, memory, seed=self.seed, trained=known)
             yield close_round(self, client, done)

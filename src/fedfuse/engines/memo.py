@@ -22,7 +22,7 @@ from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.params import Params
 from fedfuse.core.seams import Work
 from fedfuse.core.terms import Terms
-from fedfuse.engines.local import Done, LocalEngine, Spoken, close_round
+from fedfuse.engines.local import ClientResult, LocalEngine, OncePerBrief, close_round
 from fedfuse.engines.naming import Name, Namer, brief_digest, digest
 from fedfuse.errors import ConfigError
 from fedfuse.wire.codec import Malformed, decode, encode, read, write
@@ -33,7 +33,7 @@ _ROOM = 0.9  # how full the store is after making room, so that it is not made f
 _log = logging.getLogger(__name__)
 
 
-class Kept(NamedTuple):
+class MemoEntry(NamedTuple):
     """What the store knows of a round: the reply, and what the client remembered after it (None: as before)."""
 
     payload: bytes
@@ -45,7 +45,7 @@ class Kept(NamedTuple):
         return digest(self.payload, self.memory or b"").hex()
 
 
-class _Entry(NamedTuple):
+class _StoredFile(NamedTuple):
     path: Path
     size: int
     used: float
@@ -63,9 +63,9 @@ class Memo:
     Example:
         >>> import tempfile
         >>> memo = Memo(tempfile.mkdtemp())
-        >>> memo.keep("ab12", Kept(b"reply"))
+        >>> memo.keep("ab12", MemoEntry(b"reply"))
         >>> memo.find("ab12"), memo.find("cd34")
-        (Kept(payload=b'reply', memory=None), None)
+        (MemoEntry(payload=b'reply', memory=None), None)
     """
 
     def __init__(self, folder: str | Path, limit: int = 20 * 2**30) -> None:
@@ -76,13 +76,13 @@ class Memo:
             raise ConfigError(
                 f"the memo cannot use {folder}: {why.strerror}; choose a folder you may write to"
             ) from why
-        self._held, self._written = self.size(), 0  # as counted last, and what we wrote since
+        self._bytes_stored, self._written = self.size(), 0  # as counted last, and what we wrote since
 
-    def around(self, engine: LocalEngine) -> MemoEngine:
+    def wrap(self, engine: LocalEngine) -> MemoEngine:
         """The engine, asking its clients only what is not known."""
         return MemoEngine(engine, self)
 
-    def find(self, key: str) -> Kept | None:
+    def find(self, key: str) -> MemoEntry | None:
         """The entry of a key, if there is a sound one; it counts as used now."""
         path = self._path(key)
         try:
@@ -91,22 +91,22 @@ class Memo:
             os.utime(path)
         except (OSError, Malformed):
             return None
-        kept = Kept(parts.get("reply", b""), parts.get("memory"))
-        return kept if packet.header.get("checksum") == kept.checksum else None
+        entry = MemoEntry(parts.get("reply", b""), parts.get("memory"))
+        return entry if packet.header.get("checksum") == entry.checksum else None
 
-    def keep(self, key: str, kept: Kept) -> None:
+    def keep(self, key: str, entry: MemoEntry) -> None:
         """Write an entry, and make room if that is needed; a store that cannot be written ends no run."""
-        parts = {"reply": kept.payload} | ({} if kept.memory is None else {"memory": kept.memory})
+        parts = {"reply": entry.payload} | ({} if entry.memory is None else {"memory": entry.memory})
         tensors = {name: torch.frombuffer(data, dtype=torch.uint8) for name, data in parts.items()}
         try:
-            header = {"kind": "memo", "checksum": kept.checksum}
+            header = {"kind": "memo", "checksum": entry.checksum}
             self._written += write(self._path(key), tensors, header, durable=False)  # the checksum sees a torn one
         except ConfigError as why:
             _log.warning("an answer was not kept: %s", why)
             return
         if self._written > self.limit // 20:  # count again: others may write here too
-            self._held, self._written = self.size(), 0
-        if self._held + self._written > self.limit:
+            self._bytes_stored, self._written = self.size(), 0
+        if self._bytes_stored + self._written > self.limit:
             self._make_room()
 
     def size(self) -> int:
@@ -115,16 +115,16 @@ class Memo:
 
     def _make_room(self) -> None:
         entries = sorted(self._entries(), key=lambda entry: entry.used)
-        held = sum(entry.size for entry in entries)
+        _bytes_stored = sum(entry.size for entry in entries)
         for entry in entries:
-            if held <= _ROOM * self.limit:
+            if _bytes_stored <= _ROOM * self.limit:
                 break
             with contextlib.suppress(OSError):
                 entry.path.unlink()
-            held -= entry.size
-        self._held, self._written = held, 0
+            _bytes_stored -= entry.size
+        self._bytes_stored, self._written = _bytes_stored, 0
 
-    def _entries(self) -> Iterator[_Entry]:
+    def _entries(self) -> Iterator[_StoredFile]:
         """Everything in the store, but for what a killed writer left behind: that is removed."""
         for path in self.folder.glob("*/*"):
             with contextlib.suppress(OSError):  # another run may remove it while we look
@@ -132,7 +132,7 @@ class Memo:
                 if path.name.startswith(".") and time.time() - facts.st_mtime > _DAY:
                     path.unlink()
                 else:
-                    yield _Entry(path, facts.st_size, facts.st_mtime)
+                    yield _StoredFile(path, facts.st_size, facts.st_mtime)
 
     def _path(self, key: str) -> Path:
         return self.folder / key[:2] / f"{key}.safetensors"
@@ -147,8 +147,8 @@ class _Trainings:
 
     def __call__(self, client: str) -> bytes | None:
         name = self.names[client]
-        kept = self.memo.find(name.training) if name and name.training else None
-        return kept.payload if kept else None
+        entry = self.memo.find(name.training) if name and name.training else None
+        return entry.payload if entry else None
 
 
 @dataclass(slots=True)
@@ -179,9 +179,9 @@ class MemoEngine:
         unknown = []
         for client in asked:
             name = names[client]
-            if name and (kept := self.memo.find(name.whole)):
-                memory = self._memory(client) if kept.memory is None else kept.memory
-                yield close_round(self.engine, client, Done(kept.payload, memory, remembered=True))
+            if name and (entry := self.memo.find(name.whole)):
+                memory = self._memory(client) if entry.memory is None else entry.memory
+                yield close_round(self.engine, client, ClientResult(entry.payload, memory, remembered=True))
             else:
                 unknown.append(client)
         if unknown:
@@ -196,17 +196,17 @@ class MemoEngine:
             if name and isinstance(envelope.payload, bytes):
                 memory = self._memory(envelope.client)
                 same = digest(memory) == before[envelope.client]
-                self.memo.keep(name.whole, Kept(envelope.payload, None if same else memory))
+                self.memo.keep(name.whole, MemoEntry(envelope.payload, None if same else memory))
                 if name.training and not envelope.remembered:
-                    self.memo.keep(name.training, Kept(without_evidence(envelope.payload)))
+                    self.memo.keep(name.training, MemoEntry(without_evidence(envelope.payload)))
             yield envelope
 
     def _names(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> dict[str, Name | None]:
         namer = Namer.of(work, self.engine.seed)
         if namer is None:
             return dict.fromkeys(asked)
-        spoken, rows = Spoken(brief, brief_digest), self.engine.population
-        return {c: namer.name(spoken.to(c), c, rows.fingerprint(c), self._memory(c)) for c in asked}
+        per_brief, rows = OncePerBrief(brief, brief_digest), self.engine.population
+        return {c: namer.name(per_brief.for_client(c), c, rows.fingerprint(c), self._memory(c)) for c in asked}
 
     def _memory(self, client: str) -> bytes:
         return encode(self.engine.memories.get(client, {}), {})

@@ -31,8 +31,8 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.terms import Terms
 from fedfuse.engines import local as local_engine
-from fedfuse.engines.local import Done, InProcess, LocalEngine, OnClient, Population, Spoken, Trained
-from fedfuse.engines.shared_rows import Placed, Shelf
+from fedfuse.engines.local import ClientResult, FindTraining, InProcess, LocalEngine, OncePerBrief, OnClient, Population
+from fedfuse.engines.shared_rows import MappedRows, RowFiles
 from fedfuse.engines.worker import READY, USERS_FAULT, ByValue, serve
 from fedfuse.errors import ConfigError, FuseError
 from fedfuse.wire.codec import encode
@@ -64,10 +64,10 @@ class Pool:
             raise ConfigError(f"workers is {workers!r}, expected a whole number ≥ 0; 0 trains in this process")
         self.workers = workers
         self._context = _context(warm=workers > 0)
-        self._crew: list[_Worker] = []
-        self._shelf = Shelf()
+        self._running: list[_Worker] = []
+        self._row_files = RowFiles()
         self._failed_starts = 0
-        self._end = weakref.finalize(self, _dismiss, self._crew, self._shelf, os.getpid())
+        self._end = weakref.finalize(self, _end_workers, self._running, self._row_files, os.getpid())
 
     def __enter__(self) -> Self:
         return self
@@ -91,66 +91,66 @@ class Pool:
             return InProcess(population, seed, on_client=on_client)
         return PoolEngine(self, population, seed, on_client=on_client)
 
-    def place(self, rows: Rows) -> Placed:
+    def share_rows(self, rows: Rows) -> MappedRows:
         """Put rows where the workers see them, unless they are there."""
         self._check_open()
-        return self._shelf.put(rows)
+        return self._row_files.add(rows)
 
-    def run(self, waiting: deque[Task]) -> Iterator[tuple[Task, Done]]:
+    def run(self, waiting: deque[Task]) -> Iterator[tuple[Task, ClientResult]]:
         """Do tasks in their order as workers come free, and give each back when it ends."""
         self._check_open()
-        if any(worker.task for worker in self._crew):
+        if any(worker.task for worker in self._running):
             raise FuseError("this pool is in the middle of another exchange; read that to its end or close it first")
         try:
-            while waiting or any(worker.task for worker in self._crew):
-                self._hand_out(waiting)
-                yield from self._listen(waiting)
+            while waiting or any(worker.task for worker in self._running):
+                self._assign_tasks(waiting)
+                yield from self._collect_results(waiting)
         finally:
-            for worker in [w for w in self._crew if w.task]:
+            for worker in [w for w in self._running if w.task]:
                 self._remove(worker)
 
     def _check_open(self) -> None:
         if not self._end.alive:
             raise FuseError("this pool is closed; make a new one")
 
-    def _hand_out(self, waiting: deque[Task]) -> None:
+    def _assign_tasks(self, waiting: deque[Task]) -> None:
         """Give every idle worker a task, and start the workers that are missing."""
-        idle = [worker for worker in self._crew if not worker.task]
-        for _ in range(min(self.workers - len(self._crew), len(waiting) - len(idle))):
-            self._crew.append(_Worker.start(self._context))
-            idle.append(self._crew[-1])
+        idle = [worker for worker in self._running if not worker.task]
+        for _ in range(min(self.workers - len(self._running), len(waiting) - len(idle))):
+            self._running.append(_Worker.start(self._context))
+            idle.append(self._running[-1])
         for worker in idle[: len(waiting)]:
             task = waiting.popleft()
             try:
-                worker.give(task)
+                worker.send(task)
             except OSError:  # it had died before it could begin
-                self._bury(worker)
+                self._discard_dead_worker(worker)
                 waiting.appendleft(task)
 
-    def _listen(self, waiting: deque[Task]) -> Iterator[tuple[Task, Done]]:
+    def _collect_results(self, waiting: deque[Task]) -> Iterator[tuple[Task, ClientResult]]:
         """Wait until a worker says something, and hear all who do."""
-        busy = {worker.wire: (worker, worker.task) for worker in self._crew if worker.task}
+        busy = {worker.wire: (worker, worker.task) for worker in self._running if worker.task}
         for wire in wait(list(busy)) if busy else []:  # it would wait for nobody for ever
             worker, task = busy[wire]  # type: ignore[index]  # wait() gives back what it was given
             try:
-                done = worker.hear()
+                done = worker.receive()
             except (EOFError, OSError):
                 done = self._retry(worker, task, waiting)
             if done is not None:
                 self._failed_starts, worker.task = 0, None
-                self._hand_out(waiting)  # before the reader looks at the result: it may take its time
+                self._assign_tasks(waiting)  # before the reader looks at the result: it may take its time
                 yield task, done
 
-    def _retry(self, worker: _Worker, task: Task, waiting: deque[Task]) -> Done | None:
+    def _retry(self, worker: _Worker, task: Task, waiting: deque[Task]) -> ClientResult | None:
         """Try a dead worker's client once more in another worker, then give it up."""
-        self._bury(worker)
+        self._discard_dead_worker(worker)
         task.tries += worker.ready  # one that never woke up says nothing about the client
         if task.tries >= _TRIES:
-            return Done(None, dropped="its worker died twice")
+            return ClientResult(None, dropped="its worker died twice")
         waiting.appendleft(task)
         return None
 
-    def _bury(self, worker: _Worker) -> None:
+    def _discard_dead_worker(self, worker: _Worker) -> None:
         self._remove(worker)
         self._failed_starts += not worker.ready
         if self._failed_starts >= _TRIES:
@@ -160,7 +160,7 @@ class Pool:
             )
 
     def _remove(self, worker: _Worker) -> None:
-        self._crew.remove(worker)
+        self._running.remove(worker)
         worker.end()
 
 
@@ -181,36 +181,36 @@ class PoolEngine:
         return self.population.clients
 
     def exchange(
-        self, brief: Brief, work: Work, asked: tuple[str, ...], trained: Trained | None = None
+        self, brief: Brief, work: Work, asked: tuple[str, ...], trained: FindTraining | None = None
     ) -> Iterator[Envelope]:
         """Train the asked clients, the longest first; a client that fails is dropped with its reason."""
-        placed, sizes = self.pool.place(self.population.rows), self.population.sizes()
-        spoken = Spoken(brief, lambda told: Lesson(work, told, self.seed, placed))
+        mapped, sizes = self.pool.share_rows(self.population.rows), self.population.sizes()
+        per_brief = OncePerBrief(brief, lambda own_brief: RoundInputs(work, own_brief, self.seed, mapped))
         order = sorted(asked, key=lambda client: (-sizes[client], client_order(client)))
-        for task, done in self.pool.run(deque(self._task(c, spoken.to(c), trained) for c in order)):
+        for task, done in self.pool.run(deque(self._task(c, per_brief.for_client(c), trained) for c in order)):
             yield local_engine.close_round(self, task.client, done)
 
-    def _task(self, client: str, lesson: Lesson, trained: Trained | None) -> Task:
+    def _task(self, client: str, inputs: RoundInputs, trained: FindTraining | None) -> Task:
         index = torch.as_tensor(self.population.index[client], dtype=torch.int64).numpy()
-        return Task(client, lesson, index, self.memories.get(client, {}), trained)
+        return Task(client, inputs, index, self.memories.get(client, {}), trained)
 
 
 @dataclass(slots=True)
-class Lesson:
+class RoundInputs:
     """What all clients that hear the same brief share; packed once, and sent to each worker once."""
 
     work: Work
     brief: Brief
     seed: int
-    placed: Placed
-    _packed: memoryview | None = None
+    mapped: MappedRows
+    _bytes: memoryview | None = None
 
-    def packed(self) -> memoryview:
+    def to_bytes(self) -> memoryview:
         """The lesson as bytes for a worker."""
-        if self._packed is None:
+        if self._bytes is None:
             spec = self.brief.spec
             try:
-                self._packed = ByValue.dumps((self.work, spec, encode_brief(self.brief), self.seed, self.placed))
+                self._bytes = ByValue.dumps((self.work, spec, encode_brief(self.brief), self.seed, self.mapped))
             except FuseError:
                 raise
             except Exception as why:  # a user's object may raise anything when it is pickled
@@ -218,7 +218,7 @@ class Lesson:
                     f"the recipe or the model {spec.factory!r} cannot be sent to a worker process ({why}); "
                     "define its parts as classes or functions of a module, or use workers=0"
                 ) from why
-        return self._packed
+        return self._bytes
 
 
 @dataclass(slots=True)
@@ -226,13 +226,13 @@ class Task:
     """One client's turn."""
 
     client: str
-    lesson: Lesson
+    inputs: RoundInputs
     index: npt.NDArray[np.int64]
     memory: Params
-    trained: Trained | None
+    trained: FindTraining | None
     tries: int = 0
 
-    def packed(self) -> memoryview:
+    def to_bytes(self) -> memoryview:
         """The task as bytes for a worker; a known training is fetched now and not kept."""
         known = self.trained(self.client) if self.trained else None
         return ByValue.dumps((self.client, self.index, encode(self.memory, {}), known))
@@ -245,7 +245,7 @@ class _Worker:
     process: BaseProcess
     wire: Connection
     task: Task | None = None
-    lesson: Lesson | None = None
+    inputs: RoundInputs | None = None
     ready: bool = False
 
     @classmethod
@@ -257,15 +257,15 @@ class _Worker:
         theirs.close()  # so that the wire ends when the worker does
         return cls(process, ours)
 
-    def give(self, task: Task) -> None:
+    def send(self, task: Task) -> None:
         """Send a task, after its lesson if that is another than before; raises OSError if nobody is there."""
-        fresh = b"" if self.lesson is task.lesson else task.lesson.packed()
-        turn = task.packed()
-        self.lesson, self.task = task.lesson, task
+        fresh = b"" if self.inputs is task.inputs else task.inputs.to_bytes()
+        turn = task.to_bytes()
+        self.inputs, self.task = task.inputs, task
         self.wire.send_bytes(fresh)
         self.wire.send_bytes(turn)
 
-    def hear(self) -> Done | None:
+    def receive(self) -> ClientResult | None:
         """How its task ended, or None for other words; raises EOFError or OSError if it died."""
         word = self.wire.recv_bytes()
         if word == READY:
@@ -273,10 +273,10 @@ class _Worker:
             return None
         facts = json.loads(word)
         if "error" in facts:
-            self.lesson = self.task = None
+            self.inputs = self.task = None
             raise USERS_FAULT[facts["error"]](facts["text"])
         payload, memory = self.wire.recv_bytes(), self.wire.recv_bytes()
-        return Done(None if facts["dropped"] else payload, memory, **facts)
+        return ClientResult(None if facts["dropped"] else payload, memory, **facts)
 
     def end(self) -> None:
         """Stop the process at once: it holds nothing worth waiting for."""
@@ -328,10 +328,10 @@ def _main_if_a_file() -> Iterator[None]:
         main.__file__ = path
 
 
-def _dismiss(crew: list[_Worker], shelf: Shelf, owner: int) -> None:
+def _end_workers(workers: list[_Worker], row_files: RowFiles, owner: int) -> None:
     """End a pool; a forked copy of its process must not."""
     if os.getpid() != owner:
         return
-    while crew:
-        crew.pop().end()
-    shelf.clear()
+    while workers:
+        workers.pop().end()
+    row_files.clear()

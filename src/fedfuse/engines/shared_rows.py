@@ -18,7 +18,7 @@ from fedfuse.errors import ConfigError
 _DESCRIPTORS = Path("/proc/self/fd")  # where it exists, a file needs no name to be opened by another process
 
 
-class Placed(NamedTuple):
+class MappedRows(NamedTuple):
     """Rows that lie in two files; any process of this user may map them."""
 
     x: str
@@ -29,10 +29,10 @@ class Placed(NamedTuple):
     def rows(self) -> Rows:
         """The rows as views of the files; nobody may write to them."""
         x, y = self.dtypes
-        return Rows(_mapped(self.x, self.shape, x), _mapped(self.y, self.shape[:1], y))
+        return Rows(_map_file(self.x, self.shape, x), _map_file(self.y, self.shape[:1], y))
 
 
-def _mapped(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _map_file(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if not math.prod(shape):  # nothing cannot be mapped
         return torch.empty(shape, dtype=dtype)
     if not Path(path).exists():  # torch would make it
@@ -40,40 +40,40 @@ def _mapped(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_file(path, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
 
 
-class _Entry(NamedTuple):
+class _RowFilePair(NamedTuple):
     rows: Rows
     files: tuple[IO[bytes], IO[bytes]]
-    placed: Placed
+    mapped: MappedRows
 
     def close(self) -> None:
         for file in self.files:
             file.close()
 
 
-class Shelf:
+class RowFiles:
     """Where rows lie: in memory if it has room, else on disk; each written once, only the last used kept.
 
     The files have no name where the system allows that, so nothing can stay behind, however we end.
 
     Example:
-        >>> shelf = Shelf()
-        >>> shelf.put(Rows(torch.ones(2, 3), torch.tensor([0, 1]))).rows().y.tolist()
+        >>> row_files = RowFiles()
+        >>> row_files.add(Rows(torch.ones(2, 3), torch.tensor([0, 1]))).rows().y.tolist()
         [0, 1]
-        >>> shelf.clear()
+        >>> row_files.clear()
     """
 
     def __init__(self, keep: int = 2) -> None:
         self._keep = keep
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _RowFilePair] = {}
 
-    def put(self, rows: Rows) -> Placed:
+    def add(self, rows: Rows) -> MappedRows:
         """The files of these rows, written unless they are there."""
         key = id(rows.x)  # an entry holds on to its rows, so no others can have their id
         entry = self._entries.pop(key, None) or _write(rows)
         while len(self._entries) >= self._keep:
             self._entries.pop(next(iter(self._entries))).close()
         self._entries[key] = entry
-        return entry.placed
+        return entry.mapped
 
     def clear(self) -> None:
         """Remove everything."""
@@ -81,20 +81,20 @@ class Shelf:
             self._entries.popitem()[1].close()
 
 
-def _write(rows: Rows) -> _Entry:
+def _write(rows: Rows) -> _RowFilePair:
     x = _file(rows.x)
     try:
         y = _file(rows.y)
     except ConfigError:
         x.close()
         raise
-    placed = Placed(_path(x), _path(y), tuple(rows.x.shape), (rows.x.dtype, rows.y.dtype))
-    return _Entry(rows, (x, y), placed)
+    mapped = MappedRows(_path(x), _path(y), tuple(rows.x.shape), (rows.x.dtype, rows.y.dtype))
+    return _RowFilePair(rows, (x, y), mapped)
 
 
 def _file(tensor: Tensor) -> IO[bytes]:
     """A file with a tensor's numbers, which ends when it is closed."""
-    folder = _roomy(tensor.nbytes)
+    folder = _folder_with_room(tensor.nbytes)
     try:
         make = tempfile.TemporaryFile if _DESCRIPTORS.is_dir() else tempfile.NamedTemporaryFile
         file: IO[bytes] = make(prefix="fedfuse-", dir=folder)
@@ -117,7 +117,7 @@ def _path(file: IO[bytes]) -> str:
     return file.name if isinstance(file.name, str) else f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
-def _roomy(size: int) -> Path:
+def _folder_with_room(size: int) -> Path:
     """The first folder with room to spare: memory, then disk."""
     folders = [folder for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())) if folder.is_dir()]
     roomy = [folder for folder in folders if shutil.disk_usage(folder).free > size + size // 4]

@@ -23,7 +23,7 @@ import torch
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
-from fedfuse.engines.local import Done, answer
+from fedfuse.engines.local import ClientResult, answer
 from fedfuse.errors import ConfigError, FuseError, RecipeError
 from fedfuse.wire.messages import receive_brief
 
@@ -42,11 +42,11 @@ def serve(wire: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends us
     threading.Thread(target=_follow_parent, daemon=True).start()
     torch.set_num_threads(1)
-    lesson: _Opened | None = None
+    inputs: _UnpackedInputs | None = None
     with contextlib.suppress(EOFError, OSError):  # the wire ended: nobody listens any more
         wire.send_bytes(READY)
         while True:
-            lesson = _turn(wire, lesson)
+            inputs = _turn(wire, inputs)
 
 
 def _follow_parent() -> None:
@@ -57,7 +57,7 @@ def _follow_parent() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
+class _UnpackedInputs:
     """A lesson as a worker holds it."""
 
     work: Work
@@ -66,22 +66,22 @@ class _Opened:
     rows: Rows
 
     @classmethod
-    def of(cls, packed: bytes) -> _Opened:
+    def of(cls, packed: bytes) -> _UnpackedInputs:
         try:
-            work, spec, brief, seed, placed = ForkingPickler.loads(packed)
+            work, spec, brief, seed, mapped = ForkingPickler.loads(packed)
         except Exception as why:  # a user's object may raise anything when it is unpickled
             raise ConfigError(
                 f"a worker process cannot rebuild the recipe or the model ({type(why).__name__}: {why}); "
                 "define its classes in a module that can be imported, or use workers=0"
             ) from why
-        return cls(work, receive_brief(brief, spec), seed, placed.rows())
+        return cls(work, receive_brief(brief, spec), seed, mapped.rows())
 
 
-def _turn(wire: Connection, lesson: _Opened | None) -> _Opened | None:
+def _turn(wire: Connection, inputs: _UnpackedInputs | None) -> _UnpackedInputs | None:
     fresh, turn = wire.recv_bytes(), wire.recv_bytes()
     try:
-        lesson = _Opened.of(fresh) if fresh else lesson
-        done = _answer(lesson, turn)
+        inputs = _UnpackedInputs.of(fresh) if fresh else inputs
+        done = _answer(inputs, turn)
     except (ConfigError, RecipeError) as why:
         kind = next(name for name, cls in USERS_FAULT.items() if isinstance(why, cls))
         wire.send_bytes(json.dumps({"error": kind, "text": str(why)}).encode())
@@ -89,12 +89,12 @@ def _turn(wire: Connection, lesson: _Opened | None) -> _Opened | None:
     facts = {"seconds": done.seconds, "remembered": done.remembered, "dropped": done.dropped}
     for part in (json.dumps(facts).encode(), done.payload or b"", done.memory):
         wire.send_bytes(part)
-    return lesson
+    return inputs
 
 
-def _answer(lesson: _Opened | None, turn: bytes) -> Done:
-    if lesson is None:
-        raise ConfigError("a worker was given a task without its lesson")
+def _answer(inputs: _UnpackedInputs | None, turn: bytes) -> ClientResult:
+    if inputs is None:
+        raise ConfigError("a worker was given a task without its inputs")
     client, index, memory, known = ForkingPickler.loads(turn)
-    rows = lesson.rows.take(torch.from_numpy(index))
-    return answer(lesson.work, lesson.brief, client, rows, memory, seed=lesson.seed, trained=known)
+    rows = inputs.rows.take(torch.from_numpy(index))
+    return answer(inputs.work, inputs.brief, client, rows, memory, seed=inputs.seed, trained=known)

@@ -23,13 +23,13 @@ from pydantic import (
 
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
-from fedfuse.core.settings import LocalSettings, Settings, checked
+from fedfuse.core.settings import LocalSettings, Settings, validate_settings
 from fedfuse.core.words import check_options, suggest
-from fedfuse.data import Iid, Scheme, ServerRows
+from fedfuse.data import Iid, Scheme, ServerRowsConfig
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.toml import to_toml
 from fedfuse.server.filters import with_filters
-from fedfuse.server.steps.disturb import measured
+from fedfuse.server.steps.disturb import with_disturbance
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 SCHEMES: Mapping[str, type[BaseModel]] = {s.model_fields["kind"].default: s for s in get_args(get_args(Scheme)[0])}
@@ -38,7 +38,7 @@ SCHEMES: Mapping[str, type[BaseModel]] = {s.model_fields["kind"].default: s for 
 class DataConfig(Settings):
     """Which data, and who holds what.
 
-    `standardise` subtracts the training rows' mean and divides by their standard deviation, per channel. `unlabelled`
+    `standardize` subtracts the training rows' mean and divides by their standard deviation, per channel. `unlabelled`
     is a source whose training inputs the server may use, their labels unseen; `unlabelled_limit` takes so many of them.
     """
 
@@ -48,26 +48,26 @@ class DataConfig(Settings):
     train_limit: PositiveInt | None = None
     test_limit: PositiveInt | None = None
     server_fraction: Share = 0.0
-    server_rows: ServerRows | None = None
+    server_rows: ServerRowsConfig | None = None
     unlabelled: str | None = None
     unlabelled_limit: PositiveInt | None = None
     validation_fraction: Share = 0.0
-    standardise: bool = False
+    standardize: bool = False
     options: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("partition", mode="before")
     @classmethod
-    def _scheme(cls, said: Any) -> Any:
+    def _scheme(cls, given: Any) -> Any:
         """The scheme its kind names, so that a misspelt key is explained by the keys of that one."""
-        if not isinstance(said, Mapping):
-            return said
-        kind = str(said.get("kind", ""))
+        if not isinstance(given, Mapping):
+            return given
+        kind = str(given.get("kind", ""))
         if kind not in SCHEMES:
             raise ValueError(f"kind is {kind!r}{suggest(kind, SCHEMES)} expected one of {', '.join(SCHEMES)}")
-        return checked(SCHEMES[kind], said)
+        return validate_settings(SCHEMES[kind], given)
 
 
-class Named(BaseModel):
+class NameWithOptions(BaseModel):
     """A name with options of its own."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -79,30 +79,30 @@ class Named(BaseModel):
         return dict(self.model_extra or {})
 
 
-class GroupConfig(Named):
+class GroupConfig(NameWithOptions):
     """A network of their own for some clients: those whose numbers are `first`, `first + every`, and so on."""
 
     first: Annotated[int, Field(ge=0)] = 0
     every: PositiveInt = 1
 
 
-class MethodConfig(Named):
+class MethodConfig(NameWithOptions):
     """One method to run, perhaps behind an alignment and a guard, and another method after its first rounds."""
 
     label: str | None = None
-    align: Named | None = None
-    guard: Named | None = None
+    align: NameWithOptions | None = None
+    guard: NameWithOptions | None = None
     rounds: PositiveInt | None = None
     then: MethodConfig | None = None
 
     @field_validator("align", "guard", mode="before")
     @classmethod
-    def _by_name(cls, said: Any) -> Any:
+    def _expand_name(cls, given: Any) -> Any:
         """`align = "weights"` and `guard = "krum"` are short for a table with that name."""
-        return {"name": said} if isinstance(said, str) else said
+        return {"name": given} if isinstance(given, str) else given
 
     @model_validator(mode="after")
-    def _handover(self) -> MethodConfig:
+    def _check_handover(self) -> MethodConfig:
         if (self.rounds is None) != (self.then is None):
             raise ValueError(f"method {self.name!r}: `rounds` and `then` belong together: n rounds of it, then another")
         return self
@@ -111,11 +111,11 @@ class MethodConfig(Named):
         """The recipe it stands for."""
         method = find_method(self.name)
         check_options(f"method {self.name!r}", self.options, [*method.schema.model_fields, *type(self).model_fields])
-        made = method.recipe(**self.options)
-        made = with_filters(made, align=_choice(self.align), guard=_choice(self.guard))
+        recipe = method.recipe(**self.options)
+        recipe = with_filters(recipe, align=_as_table(self.align), guard=_as_table(self.guard))
         if self.then is not None and self.rounds is not None:
-            made = made.then(self.rounds, self.then.recipe())
-        return replace(made, label=self.label) if self.label else made
+            recipe = recipe.then(self.rounds, self.then.recipe())
+        return replace(recipe, label=self.label) if self.label else recipe
 
 
 class JudgeConfig(Settings):
@@ -162,7 +162,7 @@ class Experiment(Settings):
     start: Literal["shared", "separate"] = "shared"
     select: Literal["last", "best-on-server"] = "last"
     data: DataConfig = DataConfig()
-    model: Named = Named(name="mlp")
+    model: NameWithOptions = NameWithOptions(name="mlp")
     models: tuple[GroupConfig, ...] = ()
     local: LocalConfig = LocalConfig()
     methods: tuple[MethodConfig, ...]
@@ -179,16 +179,16 @@ class Experiment(Settings):
 
     def recipes(self) -> dict[str, Recipe]:
         """Every method's recipe by its label, all checked."""
-        made: dict[str, Recipe] = {}
+        by_label: dict[str, Recipe] = {}
         for entry in self.methods:
-            recipe = measured(entry.recipe()) if self.judge.disturbance else entry.recipe()
-            if alike := [label for label in made if file_name(label) == file_name(recipe.label)]:
+            recipe = with_disturbance(entry.recipe()) if self.judge.disturbance else entry.recipe()
+            if alike := [label for label in by_label if file_name(label) == file_name(recipe.label)]:
                 raise ConfigError(
                     f"two methods are labelled {alike[0]!r} and {recipe.label!r}, whose files would have one name; "
                     "give one of them another label"
                 )
-            made[recipe.label] = recipe
-        return made
+            by_label[recipe.label] = recipe
+        return by_label
 
     def to_toml(self) -> str:
         """The resolved experiment as a file that gives the same experiment."""
@@ -228,49 +228,49 @@ def load_experiment(path: Path, sets: Sequence[str] = ()) -> Experiment:
 
 
 def _experiment(values: Mapping[str, Any]) -> Experiment:
-    experiment = checked(Experiment, values)
+    experiment = validate_settings(Experiment, values)
     experiment.recipes()
     return experiment
 
 
 def _cells(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Every combination of the sweep's values, written into the rest of the file."""
-    sweep = dict(_dotted(values.pop("sweep", {})))
+    sweep = dict(_flatten_keys(values.pop("sweep", {})))
     if not all(key and isinstance(choices, list) and choices for key, choices in sweep.items()):
         raise ConfigError("sweep must be a table of keys with a list of values each")
     for choice in itertools.product(*sweep.values()):
         cell = copy.deepcopy(values)
         for key, value in zip(sweep, choice, strict=True):
-            put(cell, key, value, f"sweep.{key}")
-        words = [_word(value) for value in choice]
+            set_at_path(cell, key, value, f"sweep.{key}")
+        words = [_name_part(value) for value in choice]
         yield cell | {"name": "-".join([str(values["name"]), *words])}
 
 
-def _dotted(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_keys(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """A table's entries by dotted key, whether the user quoted the dots or not.
 
     Example:
-        >>> dict(_dotted({"data": {"clients": [5, 10]}, "local.epochs": [1]}))
+        >>> dict(_flatten_keys({"data": {"clients": [5, 10]}, "local.epochs": [1]}))
         {'data.clients': [5, 10], 'local.epochs': [1]}
     """
     if not isinstance(table, dict):
         yield prefix.rstrip("."), table
         return
     for key, value in table.items():
-        yield from _dotted(value, f"{prefix}{key}.")
+        yield from _flatten_keys(value, f"{prefix}{key}.")
 
 
-def _word(value: Any) -> str:
+def _name_part(value: Any) -> str:
     """A swept value as part of a name.
 
     Example:
-        >>> _word({"kind": "dirichlet", "alpha": 0.1})
+        >>> _name_part({"kind": "dirichlet", "alpha": 0.1})
         'dirichlet-0.1'
     """
     if isinstance(value, dict):
-        return "-".join(_word(v) for v in value.values())
+        return "-".join(_name_part(v) for v in value.values())
     if isinstance(value, list):
-        return "-".join(_word(v) for v in value)
+        return "-".join(_name_part(v) for v in value)
     return str(value)
 
 
@@ -287,8 +287,8 @@ def file_name(label: str) -> str:
     return f"{name[:80]}{hashlib.sha256(label.encode()).hexdigest()[:12]}"
 
 
-def _choice(said: Named | None) -> dict[str, Any] | None:
-    return None if said is None else {"name": said.name, **said.options}
+def _as_table(given: NameWithOptions | None) -> dict[str, Any] | None:
+    return None if given is None else {"name": given.name, **given.options}
 
 
 def assign(values: dict[str, Any], text: str) -> None:
@@ -300,38 +300,38 @@ def assign(values: dict[str, Any], text: str) -> None:
         >>> values
         {'methods': [{'name': 'fedprox', 'mu': 0.5}]}
     """
-    path, equals, said = text.partition("=")
+    path, equals, given = text.partition("=")
     if not equals or not path:
         raise ConfigError(f"--set {text!r} is not of the form key.key=value")
     try:
-        value = tomllib.loads(f"v = {said}")["v"]
+        value = tomllib.loads(f"v = {given}")["v"]
     except tomllib.TOMLDecodeError:
-        value = said
-    put(values, path.strip(), value, f"--set {text!r}")
+        value = given
+    set_at_path(values, path.strip(), value, f"--set {text!r}")
 
 
-def put(values: dict[str, Any], path: str, value: Any, text: str) -> None:
+def set_at_path(values: dict[str, Any], path: str, value: Any, text: str) -> None:
     """Put a value at a dotted path; numbers are places in a list."""
     *parents, leaf = path.split(".")
-    place: Any = values
+    container: Any = values
     for key in parents:
-        place = _step(place, key, text)
-    if isinstance(place, list):
-        place[_index(leaf, place, text)] = value
+        container = _descend(container, key, text)
+    if isinstance(container, list):
+        container[_index(leaf, container, text)] = value
     else:
-        place[leaf] = value
+        container[leaf] = value
 
 
-def _step(place: Any, key: str, text: str) -> Any:
-    if isinstance(place, list):
-        return place[_index(key, place, text)]
-    found = place.setdefault(key, {})
+def _descend(container: Any, key: str, text: str) -> Any:
+    if isinstance(container, list):
+        return container[_index(key, container, text)]
+    found = container.setdefault(key, {})
     if not isinstance(found, dict | list):
         raise ConfigError(f"{text}: {key!r} is a value, not a table")
     return found
 
 
-def _index(key: str, place: list[Any], text: str) -> int:
-    if not key.isdecimal() or int(key) >= len(place):
-        raise ConfigError(f"{text}: {key!r} is not a place in a list of {len(place)}")
+def _index(key: str, container: list[Any], text: str) -> int:
+    if not key.isdecimal() or int(key) >= len(container):
+        raise ConfigError(f"{text}: {key!r} is not a place in a list of {len(container)}")
     return int(key)

@@ -13,7 +13,7 @@ from fedfuse.data import cache_folder, find, source_names
 from fedfuse.errors import FuseError
 from fedfuse.experiment.environment import versions
 from fedfuse.kernels import why_not
-from fedfuse.kernels.place import is_cold
+from fedfuse.kernels.code_cache import is_cold
 
 
 def examine() -> dict[str, dict[str, str]]:
@@ -62,5 +62,5 @@ def _data(name: str) -> str:
     if found is None:
         return "not found: set FEDFUSE_DATA to the folder that has it, or it is downloaded when used"
     if found.missing:
-        return f"{found.place}, without {', '.join(found.missing)}: set train_limit to use what is there"
-    return found.place
+        return f"{found.location}, without {', '.join(found.missing)}: set train_limit to use what is there"
+    return found.location

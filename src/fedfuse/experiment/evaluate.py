@@ -8,7 +8,7 @@ from typing import Any
 
 from fedfuse.core.rows import Rows
 from fedfuse.data import load
-from fedfuse.data import standardise as standardiser
+from fedfuse.data import standardize as standardizer
 from fedfuse.errors import ConfigError
 from fedfuse.server.judge import Judge
 from fedfuse.wire.files import load_model
@@ -19,7 +19,7 @@ def evaluate_files(
     source: str,
     test_limit: int | None = None,
     train_limit: int | None = None,
-    standardise: bool = False,
+    standardize: bool = False,
     bins: int = 15,
     trusted: Collection[str] = (),
 ) -> dict[str, dict[str, Any]]:
@@ -31,8 +31,8 @@ def evaluate_files(
     loaded = {str(path): load_model(path, trusted)[0] for path in models}
     dataset = load(source, test_limit=test_limit, train_limit=train_limit)
     test = dataset.test
-    if standardise:
-        test = Rows(standardiser(dataset.train.x)(test.x), test.y)
+    if standardize:
+        test = Rows(standardizer(dataset.train.x)(test.x), test.y)
     judge = Judge(test, len(dataset.classes), bins)
     scores = {}
     for name, model in loaded.items():

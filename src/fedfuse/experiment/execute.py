@@ -28,7 +28,7 @@ from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment, file_name
 from fedfuse.experiment.environment import environment
 from fedfuse.experiment.ledger import Ledger, plain, write_json, write_results
-from fedfuse.experiment.prepare import Prepared, Setting, prepare
+from fedfuse.experiment.prepare import PreparedExperiment, Setting, prepare
 from fedfuse.experiment.resume import Checkpoints, same_run
 from fedfuse.experiment.watch import Quiet, Watcher
 from fedfuse.nets.cost import density
@@ -36,16 +36,16 @@ from fedfuse.report.tables import markdown, summary
 from fedfuse.server.loop import Record, run
 from fedfuse.wire.files import load_model, save_model
 
-_HALF = re.compile(r"\..+\.[0-9a-f]{16}")  # a file that was being written; see `atomic`
+_PARTIAL_FILE = re.compile(r"\..+\.[0-9a-f]{16}")  # a file that was being written; see `atomic`
 
 
-class Remembering(Engine, Protocol):
+class EngineWithMemory(Engine, Protocol):
     """An engine whose clients' memories can be saved and brought back."""
 
     memories: dict[str, Params]
 
 
-class Crew(Protocol):
+class Backend(Protocol):
     """Whoever trains an experiment's clients: worker processes here, or sites elsewhere."""
 
     @property
@@ -53,17 +53,17 @@ class Crew(Protocol):
         """How many processes of this machine train."""
         ...
 
-    def sites(self, prepared: Prepared) -> Mapping[str, int] | None:
+    def sites(self, prepared: PreparedExperiment) -> Mapping[str, int] | None:
         """The clients and how many rows each holds, where that is not for the experiment's partition to say."""
         ...
 
-    def engine(self, setting: Setting, label: str, recipe: Recipe, watch: Watcher) -> Remembering:
+    def engine(self, setting: Setting, label: str, recipe: Recipe, watch: Watcher) -> EngineWithMemory:
         """The clients of one method on one seed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Here:
+class _LocalBackend:
     """Worker processes of this machine, and a memo of what they did before."""
 
     pool: Pool
@@ -73,12 +73,12 @@ class _Here:
     def workers(self) -> int:
         return self.pool.workers
 
-    def sites(self, _: Prepared) -> None:
+    def sites(self, _: PreparedExperiment) -> None:
         return None
 
-    def engine(self, setting: Setting, _: str, __: Recipe, watch: Watcher) -> Remembering:
+    def engine(self, setting: Setting, _: str, __: Recipe, watch: Watcher) -> EngineWithMemory:
         plain = self.pool.engine(setting.population, setting.seed, watch.client_done)
-        return self.store.around(plain) if self.store else plain
+        return self.store.wrap(plain) if self.store else plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,46 +122,48 @@ def execute(
     """
     prepared = prepare(experiment)
     prepared.check()
-    store = _memo(memo) if memo else None
-    folder = _Folder(out)
-    with folder.held():
+    store = _open_memo(memo) if memo else None
+    folder = _RunFolder(out)
+    with folder.lock():
         folder.open(experiment, resume)
-        with one_thread(), _pool(workers) as pool:
-            return _run(folder, prepared, None, _Here(pool, store), watch or Quiet())
+        with one_thread(), _start_pool(workers) as pool:
+            return _run(folder, prepared, None, _LocalBackend(pool, store), watch or Quiet())
 
 
 def execute_with(
-    experiment: Experiment, out: Path, crew: Crew, *, resume: bool = False, watch: Watcher | None = None
+    experiment: Experiment, out: Path, backend: Backend, *, resume: bool = False, watch: Watcher | None = None
 ) -> Results:
     """Run an experiment into a directory with clients that live elsewhere; all else is as in `execute`."""
     prepared = prepare(experiment)
-    sites = crew.sites(prepared)
+    sites = backend.sites(prepared)
     prepared.check(sites)
-    folder = _Folder(out)
-    with folder.held():
+    folder = _RunFolder(out)
+    with folder.lock():
         folder.open(experiment, resume)
         with one_thread():
-            return _run(folder, prepared, sites, crew, watch or Quiet())
+            return _run(folder, prepared, sites, backend, watch or Quiet())
 
 
-def _run(folder: _Folder, prepared: Prepared, sites: Mapping[str, int] | None, crew: Crew, watch: Watcher) -> Results:
+def _run(
+    folder: _RunFolder, prepared: PreparedExperiment, sites: Mapping[str, int] | None, backend: Backend, watch: Watcher
+) -> Results:
     """Every seed, every method."""
     experiment = prepared.experiment
-    write_json(folder.path / "environment.json", environment(prepared.dataset, crew.workers))
+    write_json(folder.path / "environment.json", environment(prepared.dataset, backend.workers))
     for seed in experiment.seeds:
         setting = prepared.setting(seed, sites)
         if sites is None:
-            folder.note_partition(prepared, setting)
+            folder.write_partition(prepared, setting)
         for label, recipe in prepared.recipes.items():
-            engine, saved = crew.engine(setting, label, recipe, watch), folder.checkpoints(label, seed)
-            _Course(folder, prepared, setting, label, recipe, engine, watch, saved).go()
+            engine, saved = backend.engine(setting, label, recipe, watch), folder.checkpoints(label, seed)
+            _MethodRun(folder, prepared, setting, label, recipe, engine, watch, saved).run_rounds()
             folder.publish(experiment)
-    rows = ({"experiment": experiment.name, **line} for line in folder.ordered(experiment))
+    rows = ({"experiment": experiment.name, **line} for line in folder.ordered_lines(experiment))
     return Results(experiment.name, folder.path, tuple(rows))
 
 
 @dataclass(frozen=True, slots=True)
-class _Folder:
+class _RunFolder:
     """A run directory and the names of what is in it."""
 
     path: Path
@@ -170,7 +172,7 @@ class _Folder:
     def ledger(self) -> Ledger:
         return Ledger(self.path / "ledger.jsonl")
 
-    def held(self) -> AbstractContextManager[None]:
+    def lock(self) -> AbstractContextManager[None]:
         """The directory, for this run alone."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -191,24 +193,24 @@ class _Folder:
         elif self.ledger.path.exists() or (resume and self._has_files()):
             raise ConfigError(f"{self.path} is not a run directory: it has no config.toml; choose another --out")
         if resume:
-            self._clear_up()
+            self._remove_partial_files()
         if rounds < experiment.rounds:
-            self._reopen_last(rounds)
+            self._drop_round(rounds)
         with write_atomically(config) as file:
             file.write(text.encode())
 
     def _has_files(self) -> bool:
         """Whether anything is there but what a run killed at its very start left behind."""
-        return self.path.is_dir() and any(not _HALF.fullmatch(path.name) for path in self.path.iterdir())
+        return self.path.is_dir() and any(not _PARTIAL_FILE.fullmatch(path.name) for path in self.path.iterdir())
 
-    def _clear_up(self) -> None:
+    def _remove_partial_files(self) -> None:
         """Remove what a killed run wrote by half."""
-        self.ledger.mend()
+        self.ledger.drop_partial_line()
         for path in self.path.rglob(".*"):
-            if _HALF.fullmatch(path.name):
+            if _PARTIAL_FILE.fullmatch(path.name):
                 path.unlink(missing_ok=True)
 
-    def _reopen_last(self, last: int) -> None:
+    def _drop_round(self, last: int) -> None:
         """A round that was the last one is scored differently, so it is done again when rounds are added."""
         self.ledger.keep(lambda line: line["round"] != last)
 
@@ -220,7 +222,7 @@ class _Folder:
         """A course's final model."""
         return self.path / "models" / f"{file_name(label)}-{seed}.safetensors"
 
-    def note_partition(self, prepared: Prepared, setting: Setting) -> None:
+    def write_partition(self, prepared: PreparedExperiment, setting: Setting) -> None:
         """Who holds what, for the report."""
         path, classes = self.path / "partition.json", len(prepared.dataset.classes)
         labels, parts = prepared.dataset.train.y, setting.partition
@@ -230,7 +232,7 @@ class _Folder:
         seeds[str(setting.seed)] = {"clients": counts, "server": server, **plain(parts.facts)}
         write_json(path, {"classes": list(prepared.dataset.classes), "seeds": seeds})
 
-    def ordered(self, experiment: Experiment) -> list[dict[str, Any]]:
+    def ordered_lines(self, experiment: Experiment) -> list[dict[str, Any]]:
         """The ledger in the experiment's own order: method, seed, round."""
         labels, seeds = list(experiment.recipes()), list(experiment.seeds)
         known = [line for line in self.ledger.lines() if line["label"] in labels and line["seed"] in seeds]
@@ -238,40 +240,40 @@ class _Folder:
 
     def publish(self, experiment: Experiment) -> None:
         """Bring results.json up to the ledger."""
-        write_results(self.path / "results.json", experiment.name, self.ordered(experiment))
+        write_results(self.path / "results.json", experiment.name, self.ordered_lines(experiment))
 
 
 @dataclass(frozen=True, slots=True)
-class _Course:
+class _MethodRun:
     """One method on one seed, from wherever it stands to its last round."""
 
-    folder: _Folder
-    prepared: Prepared
+    folder: _RunFolder
+    prepared: PreparedExperiment
     setting: Setting
     label: str
     recipe: Recipe
-    engine: Remembering
+    engine: EngineWithMemory
     watch: Watcher
     checkpoints: Checkpoints
 
-    def go(self) -> None:
+    def run_rounds(self) -> None:
         """Run the rounds that are missing and leave the final model."""
         setting, seed = self.setting, self.setting.seed
-        state = self._stand()
+        state = self._resume_state()
         asked = min(setting.plan.per_round or setting.bench.population, setting.bench.population)
-        self.watch.course_began(self.label, seed, state.round, setting.plan.rounds, asked)
+        self.watch.method_started(self.label, seed, state.round, setting.plan.rounds, asked)
         for record in run(self.recipe, self.engine, setting.bench, setting.judge, state, setting.plan):
             state = record.state
             self._record(record)
             self.watch.round_done(self.label, seed, state.round, record.facts.get("accuracy"))
         self._finish(state)
 
-    def _stand(self) -> ServerState:
+    def _resume_state(self) -> ServerState:
         """Where the ledger and the checkpoints agree that we are."""
         mine = {line["round"]: line for line in self.folder.ledger.lines() if self._is_mine(line)}
         done = next(r for r in range(len(mine) + 1) if r + 1 not in mine)
         state, memories = self.setting.start, dict[str, Params]()
-        found = self.checkpoints.restore(done, state, self._trusted()) if done else None
+        found = self.checkpoints.restore(done, state, self._trusted_factories()) if done else None
         if found is not None and self._has_best(found[0].round, mine):
             state, memories = found
         self.engine.memories = memories
@@ -316,11 +318,11 @@ class _Course:
     def _best_facts(self) -> Mapping[str, Any]:
         """What the best model's file says of it; nothing if there is none that can be read."""
         try:
-            return load_model(self._best_path(), self._trusted())[1]
+            return load_model(self._best_path(), self._trusted_factories())[1]
         except ConfigError:
             return {}
 
-    def _trusted(self) -> frozenset[str]:
+    def _trusted_factories(self) -> frozenset[str]:
         return self.setting.plan.rules.trusted
 
     def _finish(self, state: ServerState) -> None:
@@ -328,35 +330,35 @@ class _Course:
         facts = {"method": self.recipe.name, "label": self.label, "seed": self.setting.seed, "round": state.round}
         model = state.model
         if self.prepared.experiment.select == "best-on-server":
-            model, best = load_model(self._best_path(), self._trusted())
+            model, best = load_model(self._best_path(), self._trusted_factories())
             facts["round"] = best["round"]
-            self._mark(int(best["round"]))
+            self._mark_selected(int(best["round"]))
         save_model(model, self.folder.model(self.label, self.setting.seed), facts)
 
-    def _mark(self, chosen: int) -> None:
+    def _mark_selected(self, chosen: int) -> None:
         for line in self.folder.ledger.lines():
             wanted = line["round"] == chosen
             if self._is_mine(line) and line.get("selected") != wanted:
                 self.folder.ledger.append(line | {"selected": wanted})
 
 
-def _memo(folder: Path) -> Memo:
+def _open_memo(folder: Path) -> Memo:
     try:
         return Memo(folder)
     except ConfigError as why:
         raise ConfigError(f"{why}, or do without it: --no-memo") from why
 
 
-def _pool(workers: int | None) -> Pool:
+def _start_pool(workers: int | None) -> Pool:
     """A pool whose processes never hear Ctrl-C, not even while they wake up: it is for us, who then end them."""
     if workers == 0 or not hasattr(signal, "pthread_sigmask"):
         return Pool(workers)
     resource_tracker.ensure_running()  # starting it later would open our ears again
-    heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return Pool(workers)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, heard)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def free_folder(parent: Path, name: str) -> Path:
@@ -371,10 +373,10 @@ def free_folder(parent: Path, name: str) -> Path:
 def _sizes(state: ServerState) -> dict[str, Any]:
     """How large the model is: all its numbers, those no mask holds at zero, and the channels its layers have kept."""
     sizes = [(m, sum(t.numel() for t in m.posterior.mean.values())) for m in state.model.members]
-    held = sum(round(size * density(m.posterior.mean, state.memory)) for m, size in sizes)
-    told = {"parameters": sum(size for _, size in sizes), "weights": held}
+    nonzero = sum(round(size * density(m.posterior.mean, state.memory)) for m, size in sizes)
+    facts = {"parameters": sum(size for _, size in sizes), "weights": nonzero}
     channels = _channels(state.model.spec) if isinstance(state.model, Single) else {}
-    return told | ({"channels": channels} if channels else {})
+    return facts | ({"channels": channels} if channels else {})
 
 
 def _channels(spec: Spec) -> dict[str, list[int]]:

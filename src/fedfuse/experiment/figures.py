@@ -19,7 +19,7 @@ Draw = Callable[[Path], list[Path]]
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class PaperFigure:
     """A figure: its name, whose it is, and how to draw it into a folder."""
 
     name: str
@@ -32,14 +32,14 @@ class Figure:
         return (self.draw.__doc__ or "").strip().split("\n")[0]
 
 
-_FIGURES: dict[str, Figure] = {}
+_FIGURES: dict[str, PaperFigure] = {}
 
 
 def figure(name: str, *, paper: str) -> Callable[[Draw], Draw]:
     """Register a function that draws a figure into a folder and returns the files it wrote."""
 
     def register(draw: Draw) -> Draw:
-        _FIGURES[name] = Figure(name, paper, draw)
+        _FIGURES[name] = PaperFigure(name, paper, draw)
         return draw
 
     return register
@@ -52,14 +52,14 @@ def experiments_folder() -> Path:
         ConfigError: if there is no such folder.
     """
     named = os.environ.get("FEDFUSE_EXPERIMENTS")
-    places = [Path(named)] if named else [Path("experiments"), Path(__file__).resolve().parents[3] / "experiments"]
-    for place in places:
-        if place.is_dir():
-            return place
-    raise ConfigError(f"there is no folder of experiments at {places[0]}; set FEDFUSE_EXPERIMENTS to it")
+    folders = [Path(named)] if named else [Path("experiments"), Path(__file__).resolve().parents[3] / "experiments"]
+    for folder in folders:
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"there is no folder of experiments at {folders[0]}; set FEDFUSE_EXPERIMENTS to it")
 
 
-def all_figures() -> Mapping[str, Figure]:
+def all_figures() -> Mapping[str, PaperFigure]:
     """Every figure by name."""
     for path in sorted((experiments_folder() / "figures").glob("*.py")):
         load_figures(path)

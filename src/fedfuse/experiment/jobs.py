@@ -30,7 +30,7 @@ class Jobs:
     folder: Path
     each: tuple[Job, ...]
 
-    def together(self, done: Sequence[Results]) -> Results:
+    def merge_results(self, done: Sequence[Results]) -> Results:
         """The jobs' results as one."""
         return Results(self.name, self.folder, tuple(row for results in done for row in results.rows))
 
@@ -48,8 +48,10 @@ def jobs_of(file: Path, sets: Sequence[str] = (), out: Path | None = None, resum
     base = out or free_folder(Path("runs"), name)
     if len(cells) == 1:
         return Jobs(name, base, (Job(cells[0], base, resume),))
-    places = [(cell, base / file_name(cell.name)) for cell in cells]
-    return Jobs(name, base, tuple(Job(c, place, resume and (place / "config.toml").exists()) for c, place in places))
+    folders = [(cell, base / file_name(cell.name)) for cell in cells]
+    return Jobs(
+        name, base, tuple(Job(c, folder, resume and (folder / "config.toml").exists()) for c, folder in folders)
+    )
 
 
 def run_file(
@@ -65,7 +67,7 @@ def run_file(
     jobs = jobs_of(file, sets, out, resume)
     store = memo_folder() if memo else None
     done = [execute(j.experiment, j.folder, resume=j.resume, workers=workers, memo=store) for j in jobs.each]
-    return jobs.together(done)
+    return jobs.merge_results(done)
 
 
 def load_results(folder: Path) -> Results:
@@ -77,7 +79,7 @@ def load_results(folder: Path) -> Results:
     found = [folder] if (folder / "ledger.jsonl").exists() else sorted(p.parent for p in folder.glob("*/ledger.jsonl"))
     if not found:
         raise ConfigError(f"{folder} holds no run; expected a directory that `fedfuse run` has written")
-    runs = [read_run(place) for place in found]
+    runs = [read_run(folder) for folder in found]
     return Results(folder.name, folder, tuple({"experiment": run.name, **row} for run in runs for row in run.rows))
 
 

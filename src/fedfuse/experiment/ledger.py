@@ -51,7 +51,7 @@ class Ledger:
         except OSError as why:
             raise ConfigError(f"cannot write {self.path}: {why.strerror or why}; free some space and --resume") from why
 
-    def mend(self) -> None:
+    def drop_partial_line(self) -> None:
         """Cut off a line that a crash left unfinished, so that the next one stands on its own."""
         if self.path.exists() and (whole := self.path.read_bytes().rfind(b"\n") + 1) < self.path.stat().st_size:
             os.truncate(self.path, whole)

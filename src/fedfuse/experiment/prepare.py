@@ -20,10 +20,10 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec, factory_of
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.words import check_options
-from fedfuse.data import Dataset, Iid, Partition, Standardise, augmentation, load, partition, standardise
+from fedfuse.data import Dataset, Iid, Partition, Standardize, augmentation, load, partition, standardize
 from fedfuse.engines.local import Population
 from fedfuse.errors import ConfigError, FuseError
-from fedfuse.experiment.config import Experiment, Named
+from fedfuse.experiment.config import Experiment, NameWithOptions
 from fedfuse.experiment.rehearse import rehearse, some_rows
 from fedfuse.server.door.admit import Rules
 from fedfuse.server.judge import Judge
@@ -44,7 +44,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedExperiment:
     """An experiment whose words have been turned into things, seed by seed."""
 
     experiment: Experiment
@@ -55,7 +55,7 @@ class Prepared:
     local: LocalSettings
     inputs: InputForm
     unlabelled: torch.Tensor | None = None
-    strangers: torch.Tensor | None = None
+    ood_inputs: torch.Tensor | None = None
 
     def setting(self, seed: int, sites: Mapping[str, int] | None = None) -> Setting:
         """Everything one seed needs.
@@ -80,14 +80,14 @@ class Prepared:
         bench = Bench(server, self.unlabelled, len(population.clients), classes, self.local, seed, self.inputs)
         held_out = {c: train.take(rows) for c, rows in parts.validation.items()}
         score = self.experiment.judge
-        judge = Judge(test, classes, score.bins, held_out, score.clients, strangers=self.strangers)
+        judge = Judge(test, classes, score.bins, held_out, score.clients, ood_inputs=self.ood_inputs)
         plan = self._plan(population.sizes() if sites is None else sites)
         return Setting(seed, parts, population, bench, judge, self._start(seed, population), plan)
 
     def check(self, sites: Mapping[str, int] | None = None) -> None:
         """Everything that can be known before training, for every seed and method; each takes one step on two rows."""
         _check_device(self.local.device)
-        _check_alike({_check_fit(spec, self.dataset) for spec in {self.spec, *(s for _, _, s in self.groups)}})
+        _check_equal_outputs({_check_fit(spec, self.dataset) for spec in {self.spec, *(s for _, _, s in self.groups)}})
         for seed in self.experiment.seeds:
             setting = self.setting(seed, sites)
             for recipe in self.recipes.values():
@@ -113,15 +113,15 @@ class Prepared:
             )
 
     def _start(self, seed: int, population: Population) -> ServerState:
-        first = Single.of(_fresh(self.spec, seed, "start"), self.spec)
+        first = Single.of(_build_network(self.spec, seed, "start"), self.spec)
         starts: dict[str, Start] = {}
         own = self.experiment.start == "separate"
-        for place, client in enumerate(population.clients):
-            mine = [s for begin, every, s in self.groups if place >= begin and (place - begin) % every == 0]
+        for position, client in enumerate(population.clients):
+            mine = [s for begin, every, s in self.groups if position >= begin and (position - begin) % every == 0]
             if own or mine:
                 spec = mine[-1] if mine else self.spec
                 words = ("start", client) if own else ("start", spec.to_text())
-                starts[client] = Start(spec, Single.of(_fresh(spec, seed, *words), spec).posterior.mean)
+                starts[client] = Start(spec, Single.of(_build_network(spec, seed, *words), spec).posterior.mean)
         return ServerState(0, first, starts=starts)
 
     def _plan(self, sizes: Mapping[str, int]) -> Plan:
@@ -131,7 +131,7 @@ class Prepared:
         return Plan(self.experiment.rounds, self.experiment.clients_per_round, rules, sizes)
 
 
-def prepare(experiment: Experiment, fetch: Callable[..., Dataset] | None = None) -> Prepared:
+def prepare(experiment: Experiment, fetch: Callable[..., Dataset] | None = None) -> PreparedExperiment:
     """Load the data and build what all seeds share.
 
     Args:
@@ -143,8 +143,8 @@ def prepare(experiment: Experiment, fetch: Callable[..., Dataset] | None = None)
     """
     data, fetch = experiment.data, fetch or load
     dataset = fetch(data.source, train_limit=data.train_limit, test_limit=data.test_limit, options=data.options or None)
-    blank = "outline" in dataset.facts  # nothing to standardise by, and nothing to train on
-    scale = standardise(dataset.train.x) if data.standardise and not blank else None
+    blank = "outline" in dataset.facts  # nothing to standardize by, and nothing to train on
+    scale = standardize(dataset.train.x) if data.standardize and not blank else None
     if scale is not None:
         dataset = Dataset(
             dataset.name,
@@ -157,7 +157,7 @@ def prepare(experiment: Experiment, fetch: Callable[..., Dataset] | None = None)
     names = experiment.local.augment
     plain = experiment.local.model_dump() | {"augment": augmentation(names) if names else None}
     local = LocalSettings(**plain)
-    return Prepared(
+    return PreparedExperiment(
         experiment,
         dataset,
         experiment.recipes(),
@@ -165,13 +165,13 @@ def prepare(experiment: Experiment, fetch: Callable[..., Dataset] | None = None)
         groups,
         local,
         _input_form(dataset, scale),
-        _unlabelled(experiment, fetch, dataset, scale),
-        _strangers(experiment, fetch, dataset, scale),
+        _load_unlabelled(experiment, fetch, dataset, scale),
+        _load_ood_inputs(experiment, fetch, dataset, scale),
     )
 
 
-def _input_form(dataset: Dataset, scale: Standardise | None) -> InputForm:
-    """What an input looks like: pixels lie in [0, 1] before they are standardised, standardised features in ±3."""
+def _input_form(dataset: Dataset, scale: Standardize | None) -> InputForm:
+    """What an input looks like: pixels lie in [0, 1] before they are standardized, standardized features in ±3."""
     shape = tuple(dataset.train.x.shape[1:])
     if scale is None:
         return InputForm(shape)
@@ -181,29 +181,29 @@ def _input_form(dataset: Dataset, scale: Standardise | None) -> InputForm:
     return InputForm(shape, *map(tuple, ends))
 
 
-def _unlabelled(
-    experiment: Experiment, fetch: Callable[..., Dataset], dataset: Dataset, scale: Standardise | None
+def _load_unlabelled(
+    experiment: Experiment, fetch: Callable[..., Dataset], dataset: Dataset, scale: Standardize | None
 ) -> torch.Tensor | None:
     """The inputs without labels the server may use."""
     data = experiment.data
     if data.unlabelled is None:
         return None
     x = fetch(data.unlabelled, train_limit=data.unlabelled_limit).train.x
-    return _like_ours(x, f"data.unlabelled: the inputs of {data.unlabelled!r}", dataset, scale)
+    return _match_inputs(x, f"data.unlabelled: the inputs of {data.unlabelled!r}", dataset, scale)
 
 
-def _strangers(
-    experiment: Experiment, fetch: Callable[..., Dataset], dataset: Dataset, scale: Standardise | None
+def _load_ood_inputs(
+    experiment: Experiment, fetch: Callable[..., Dataset], dataset: Dataset, scale: Standardize | None
 ) -> torch.Tensor | None:
     """The inputs from elsewhere that models should be less sure of."""
     source = experiment.judge.ood
     if source is None:
         return None
     x = fetch(source, train_limit=1, test_limit=experiment.data.test_limit).test.x  # its training rows are not used
-    return _like_ours(x, f"judge.ood: the inputs of {source!r}", dataset, scale)
+    return _match_inputs(x, f"judge.ood: the inputs of {source!r}", dataset, scale)
 
 
-def _like_ours(x: torch.Tensor, whose: str, dataset: Dataset, scale: Standardise | None) -> torch.Tensor:
+def _match_inputs(x: torch.Tensor, whose: str, dataset: Dataset, scale: Standardize | None) -> torch.Tensor:
     """Another source's inputs, as our networks read them."""
     if x.shape[1:] != dataset.train.x.shape[1:]:
         came, wanted = ("×".join(map(str, t.shape[1:])) for t in (x, dataset.train.x))
@@ -211,41 +211,41 @@ def _like_ours(x: torch.Tensor, whose: str, dataset: Dataset, scale: Standardise
     return x if scale is None else scale(x)
 
 
-def spec_for(model: Named, dataset: Dataset) -> Spec:
+def spec_for(model: NameWithOptions, dataset: Dataset) -> Spec:
     """The network's spec, with what the data decide (classes, channels, size, inputs) filled in where it can be.
 
     `output` says which of a network's outputs are the logits, unless its factory has an option of that name.
     """
-    make = _imported(model.name)
-    said, output = dict(model.options), None
+    make = _import_factory(model.name)
+    given, output = dict(model.options), None
     try:
         parameters = inspect.signature(make).parameters
     except (TypeError, ValueError):  # a callable that hides its signature is called with the user's options alone
-        return Spec(model.name, said, output=said.pop("output", None))
+        return Spec(model.name, given, output=given.pop("output", None))
     if "output" not in parameters:
-        output = said.pop("output", None)
+        output = given.pop("output", None)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        check_options(f"model {model.name!r}", said, list(parameters))
+        check_options(f"model {model.name!r}", given, list(parameters))
     shape = dataset.train.x.shape[1:]
     facts: dict[str, Any] = {"classes": len(dataset.classes), "inputs": shape.numel()}
     if len(shape) == 3:
         facts |= {"channels": shape[0], "size": shape[1]}
-    fill = {k: v for k, v in facts.items() if k in parameters and k not in said}
-    return Spec(model.name, {**fill, **said}, output=output)
+    fill = {k: v for k, v in facts.items() if k in parameters and k not in given}
+    return Spec(model.name, {**fill, **given}, output=output)
 
 
-def _imported(factory: str) -> Callable[..., object]:
+def _import_factory(factory: str) -> Callable[..., object]:
     try:
         return factory_of(factory)
     except FuseError:
         raise
     except Exception as why:  # a user's module may raise anything when it is imported
         raise ConfigError(
-            f"model {factory!r} cannot be imported ({_words(why)}); correct {factory.partition(':')[0]}"
+            f"model {factory!r} cannot be imported ({_error_text(why)}); correct {factory.partition(':')[0]}"
         ) from why
 
 
-def _fresh(spec: Spec, seed: int, *purpose: str | int) -> torch.nn.Module:
+def _build_network(spec: Spec, seed: int, *purpose: str | int) -> torch.nn.Module:
     with seeded(seed, *purpose):
         return spec.build()
 
@@ -254,10 +254,10 @@ def _check_device(device: str) -> None:
     try:
         torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError) as why:  # torch asserts that it was built with CUDA
-        raise ConfigError(f"local.device is {device!r}, which cannot be used here: {_words(why)}") from why
+        raise ConfigError(f"local.device is {device!r}, which cannot be used here: {_error_text(why)}") from why
 
 
-def _check_alike(outputs: set[int]) -> None:
+def _check_equal_outputs(outputs: set[int]) -> None:
     if len(outputs) > 1:
         counts = " and ".join(map(str, sorted(outputs)))
         raise ConfigError(f"the networks of [model] and [[models]] give {counts} logits; all must give as many")
@@ -281,7 +281,9 @@ def _answer(spec: Spec, rows: torch.Tensor) -> object:
     except FuseError:
         raise
     except Exception as why:
-        raise ConfigError(f"model {spec.factory!r} cannot be built with {dict(spec.options)}: {_words(why)}") from why
+        raise ConfigError(
+            f"model {spec.factory!r} cannot be built with {dict(spec.options)}: {_error_text(why)}"
+        ) from why
     try:
         with torch.no_grad():
             return network(spec.cast(rows))
@@ -289,9 +291,9 @@ def _answer(spec: Spec, rows: torch.Tensor) -> object:
         raise
     except Exception as why:
         shape = "×".join(map(str, rows.shape[1:]))
-        raise ConfigError(f"model {spec.factory!r} cannot read rows of shape {shape}: {_words(why)}") from why
+        raise ConfigError(f"model {spec.factory!r} cannot read rows of shape {shape}: {_error_text(why)}") from why
 
 
-def _words(why: BaseException) -> str:
+def _error_text(why: BaseException) -> str:
     """An error's kind and the first line of what it says."""
     return f"{type(why).__name__}: {str(why).strip().splitlines()[0] if str(why).strip() else 'no reason given'}"

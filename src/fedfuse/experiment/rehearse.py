@@ -41,11 +41,11 @@ def rehearse(recipe: Recipe, brief: Brief, rows: Rows, local: LocalSettings, rou
         ConfigError: naming the network, the method and what went wrong.
     """
     step = local.model_copy(update={"epochs": 1, "max_steps": 1, "batch_size": _ROWS, "drop_last": False})
-    networks = {told.spec: told for told in (brief.to(client) for client in ("", *brief.own))}
-    for told in networks.values():
-        for round_, now in _occasions(recipe, told, rounds):
+    networks = {variant.spec: variant for variant in (brief.to(client) for client in ("", *brief.own))}
+    for variant in networks.values():
+        for round_, now in _distinct_rounds(recipe, variant, rounds):
             with one_thread(), seeded(0, _WHO):
-                _take_step(now, replace(told, round=round_), now.work(step), rows)
+                _take_step(now, replace(variant, round=round_), now.work(step), rows)
 
 
 def some_rows(dataset: Dataset, form: InputForm) -> Rows:
@@ -55,12 +55,12 @@ def some_rows(dataset: Dataset, form: InputForm) -> Rows:
     return dataset.train.take(torch.arange(_ROWS))
 
 
-def _occasions(recipe: Recipe, brief: Brief, rounds: int) -> Iterator[tuple[int, Recipe]]:
+def _distinct_rounds(recipe: Recipe, brief: Brief, rounds: int) -> Iterator[tuple[int, Recipe]]:
     """The first round of every recipe in force and of every set of evidence that is due together."""
     seen: set[tuple[int, frozenset[str]]] = set()
     for round_ in range(rounds):
-        now, told = recipe.at(round_), replace(brief, round=round_)
-        due = id(now), frozenset(name for kind in now.evidence for name in kind.expects(told))
+        now, variant = recipe.at(round_), replace(brief, round=round_)
+        due = id(now), frozenset(name for kind in now.evidence for name in kind.expects(variant))
         if due not in seen:
             seen.add(due)
             yield round_, now

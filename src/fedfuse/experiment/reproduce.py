@@ -8,7 +8,7 @@ from typing import Literal
 
 from fedfuse.core.words import suggest
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.figures import Figure, all_figures, experiments_folder
+from fedfuse.experiment.figures import PaperFigure, all_figures, experiments_folder
 
 Scale = Literal["cpu", "paper"]
 
@@ -34,7 +34,7 @@ def catalogue() -> list[Reproducible]:
     return tables + [Reproducible(p.name, f"{p.summary} ({p.paper})", ("figure",)) for p in all_figures().values()]
 
 
-def find(name: str, scale: Scale) -> Path | Figure:
+def find(name: str, scale: Scale) -> Path | PaperFigure:
     """The experiment file of a table at a scale, or a figure."""
     figures = all_figures()
     if name in figures:

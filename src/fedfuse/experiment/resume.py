@@ -34,20 +34,22 @@ class Checkpoints:
     """
 
     folder: Path
-    _filed: dict[str, tuple[Params, str]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _written_parts: dict[str, tuple[Params, str]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def save(self, state: ServerState, memories: Mapping[str, Params]) -> None:
         """Write a round's state; the seal is written last, so a folder with a seal is whole."""
-        place = self._place(state.round)
-        save_model(state.model, place / "model.safetensors")
-        write(place / "memory.safetensors", state.memory, {"kind": "memory", "round": state.round})
+        round_folder = self._round_folder(state.round)
+        save_model(state.model, round_folder / "model.safetensors")
+        write(round_folder / "memory.safetensors", state.memory, {"kind": "memory", "round": state.round})
         clients = {f"client/{client}": memory for client, memory in memories.items() if memory}
         seal = {
-            "files": {name: _checksum(place / name) for name in ("model.safetensors", "memory.safetensors")},
-            "parts": self._file(clients | {f"start/{client}": start.params for client, start in state.starts.items()}),
+            "files": {name: _checksum(round_folder / name) for name in ("model.safetensors", "memory.safetensors")},
+            "parts": self._write_changed_parts(
+                clients | {f"start/{client}": start.params for client, start in state.starts.items()}
+            ),
             "specs": {client: start.spec.to_json() for client, start in state.starts.items()},
         }
-        with write_atomically(place / SEAL) as file:
+        with write_atomically(round_folder / SEAL) as file:
             file.write(json.dumps(seal).encode())
         self._tidy()
 
@@ -61,11 +63,11 @@ class Checkpoints:
         return None
 
     def _load(self, round_: int, like: ServerState, trusted: Collection[str]) -> tuple[ServerState, dict[str, Params]]:
-        place, seal = self._place(round_), self._seal(round_)
+        round_folder, seal = self._round_folder(round_), self._seal(round_)
         for name, checksum in seal["files"].items():
-            _check(place / name, checksum)
-        model, _ = load_model(place / "model.safetensors", trusted)
-        memory = dict(read(place / "memory.safetensors").tensors)
+            _check(round_folder / name, checksum)
+        model, _ = load_model(round_folder / "model.safetensors", trusted)
+        memory = dict(read(round_folder / "memory.safetensors").tensors)
         found: dict[str, dict[str, Params]] = {"client": {}, "start": {}}
         for name, checksum in seal["parts"].items():
             kind, client = name.split("/", 1)
@@ -74,14 +76,14 @@ class Checkpoints:
         starts = {client: Start(spec, found["start"][client]) for client, spec in specs.items()}
         return replace(like, round=round_, model=model, memory=memory, starts=starts), found["client"]
 
-    def _file(self, parts: Mapping[str, Params]) -> dict[str, str]:
+    def _write_changed_parts(self, parts: Mapping[str, Params]) -> dict[str, str]:
         """Write the parts that changed; what is still the same object has not."""
-        known = {name: self._filed[name] for name in parts if name in self._filed}
-        self._filed.clear()
+        known = {name: self._written_parts[name] for name in parts if name in self._written_parts}
+        self._written_parts.clear()
         for name, tensors in parts.items():
             before, checksum = known.get(name, (None, ""))
-            self._filed[name] = (tensors, checksum if before is tensors else self._write_part(tensors))
-        return {name: checksum for name, (_, checksum) in self._filed.items()}
+            self._written_parts[name] = (tensors, checksum if before is tensors else self._write_part(tensors))
+        return {name: checksum for name, (_, checksum) in self._written_parts.items()}
 
     def _write_part(self, tensors: Params) -> str:
         """Write a part; nobody waits for the disk, for a torn part does not fit its checksum."""
@@ -97,10 +99,10 @@ class Checkpoints:
 
     def _tidy(self) -> None:
         """Keep the last rounds and their parts; what has no seal was left by a crash."""
-        kept = {self._place(round_) for round_ in self._rounds()[-KEEP:]}
-        for place in set(self.folder.glob("round-*")) - kept:
-            (place / SEAL).unlink(missing_ok=True)  # first: what has no seal does not count
-            shutil.rmtree(place, ignore_errors=True)
+        kept = {self._round_folder(round_) for round_ in self._rounds()[-KEEP:]}
+        for round_folder in set(self.folder.glob("round-*")) - kept:
+            (round_folder / SEAL).unlink(missing_ok=True)  # first: what has no seal does not count
+            shutil.rmtree(round_folder, ignore_errors=True)
         used = set[str]()
         for round_ in self._rounds():
             with contextlib.suppress(OSError, ValueError, KeyError):  # a damaged round needs its parts no longer
@@ -109,9 +111,9 @@ class Checkpoints:
             path.unlink(missing_ok=True)
 
     def _seal(self, round_: int) -> dict[str, Any]:
-        return dict(json.loads((self._place(round_) / SEAL).read_bytes()))
+        return dict(json.loads((self._round_folder(round_) / SEAL).read_bytes()))
 
-    def _place(self, round_: int) -> Path:
+    def _round_folder(self, round_: int) -> Path:
         return self.folder / f"round-{round_:06d}"
 
     def _part_path(self, checksum: str) -> Path:

@@ -9,11 +9,11 @@ from typing import Any
 from fedfuse.api import Fused, Update, fuse, local_update
 from fedfuse.api import recipe as recipe_of
 from fedfuse.core.rng import seeded
-from fedfuse.core.settings import checked
+from fedfuse.core.settings import validate_settings
 from fedfuse.core.spec import Spec
 from fedfuse.data import augmentation, load
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.config import LocalConfig, Named, assign
+from fedfuse.experiment.config import LocalConfig, NameWithOptions, assign
 from fedfuse.experiment.prepare import spec_for
 
 
@@ -28,15 +28,15 @@ def site_update(
     seed: int,
 ) -> Update:
     """Train on a source's training rows and bring what the method asks for."""
-    said: dict[str, Any] = {"model": {}, "local": {}, "method": {}}
+    given: dict[str, Any] = {"model": {}, "local": {}, "method": {}}
     for text in sets:
-        if text.split(".", 1)[0] not in said:
+        if text.split(".", 1)[0] not in given:
             raise ConfigError(f"--set {text!r} must begin with model., local. or method.")
-        assign(said, text)
-    recipe = recipe_of(method, **said["method"])
-    local = checked(LocalConfig, said["local"], "local")
+        assign(given, text)
+    recipe = recipe_of(method, **given["method"])
+    local = validate_settings(LocalConfig, given["local"], "local")
     dataset = load(source, train_limit=train_limit)
-    spec = spec_for(Named(name=model, **said["model"]), dataset)
+    spec = spec_for(NameWithOptions(name=model, **given["model"]), dataset)
     settings = local.model_dump() | {"augment": augmentation(local.augment) if local.augment else None}
     with seeded(seed, "start"):
         begin = start if start is not None else spec.build().state_dict()

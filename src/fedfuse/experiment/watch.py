@@ -8,7 +8,7 @@ from typing import Protocol
 class Watcher(Protocol):
     """Told as things happen; must not take long."""
 
-    def course_began(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
+    def method_started(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
         """A method starts on a seed, with some rounds done already and so many clients to ask in each."""
         ...
 
@@ -24,7 +24,7 @@ class Watcher(Protocol):
 class Quiet:
     """Nobody."""
 
-    def course_began(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
+    def method_started(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
         """Nothing."""
 
     def client_done(self, client: str, seconds: float, remembered: bool) -> None:

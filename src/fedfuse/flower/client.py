@@ -22,7 +22,7 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
-from fedfuse.engines.local import Done, answer
+from fedfuse.engines.local import ClientResult, answer
 from fedfuse.errors import ConfigError
 from fedfuse.flower.network import Network, own_network, spec_of
 from fedfuse.flower.parts import recipe_from
@@ -37,7 +37,7 @@ from fedfuse.flower.records import (
     to_arrays,
     to_tensors,
 )
-from fedfuse.server.steps.dynamic import exam
+from fedfuse.server.steps.dynamic import accuracy_and_loss
 from fedfuse.wire.codec import decode, encode
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict  # isort: skip - after the check
@@ -71,7 +71,7 @@ def train(
             Where the server says it (`FuseStrategy(…, local=…)`), only `device` and `augment` are this client's.
     """
     data = rows if isinstance(rows, Rows) else Rows(*rows)
-    return reply_with(message, lambda: _trained(message.content, context, model, data, recipe, settings))
+    return reply_with(message, lambda: _train_reply(message.content, context, model, data, recipe, settings))
 
 
 def evaluate(
@@ -94,43 +94,43 @@ def evaluate(
         recipe: as for `train`.
     """
     data = rows if isinstance(rows, Rows) else Rows(*rows)
-    return reply_with(message, lambda: _scores(message.content, model, data, recipe))
+    return reply_with(message, lambda: _evaluate_reply(message.content, model, data, recipe))
 
 
-def _trained(
-    content: RecordDict, context: Context, model: Network, rows: Rows, recipe: Recipe | None, said: dict[str, Any]
+def _train_reply(
+    content: RecordDict, context: Context, model: Network, rows: Rows, recipe: Recipe | None, settings: dict[str, Any]
 ) -> RecordDict:
     if BRIEF not in content.config_records:
         raise ConfigError("the server sent a plain model; let it say FuseStrategy(…, clients='fedfuse')")
-    now, brief, order = _heard_brief(content, model, recipe)
+    now, brief, order = _receive_brief(content, model, recipe)
     if len(rows) and brief.classes and int(rows.y.max()) >= brief.classes:
         raise ConfigError(
             f"this client has the label {int(rows.y.max())} and the federation has {brief.classes} classes, counted "
             "from 0; number its labels as the others do"
         )
     check_work(now.work(LocalSettings()), order)  # how to train is said apart
-    return client_reply(now.work(_agreed(order, said)), brief, order, rows, context)
+    return client_reply(now.work(_agree_on_settings(order, settings)), brief, order, rows, context)
 
 
-def _scores(content: RecordDict, model: Network, rows: Rows, recipe: Recipe | None) -> RecordDict:
+def _evaluate_reply(content: RecordDict, model: Network, rows: Rows, recipe: Recipe | None) -> RecordDict:
     if BRIEF in content.config_records:
-        _, brief, _ = _heard_brief(content, model, recipe)
+        _, brief, _ = _receive_brief(content, model, recipe)
         single = Single(brief.spec, Posterior(brief.params))
     else:
         (arrays,) = content.array_records.values()
         single = Single(spec_of(model), Posterior(to_tensors(arrays)))
-    accuracy, loss = exam(single, rows)
+    accuracy, loss = accuracy_and_loss(single, rows)
     return RecordDict({"metrics": MetricRecord({"num-examples": len(rows), "loss": loss, "accuracy": accuracy})})
 
 
-def _heard_brief(content: RecordDict, model: Network, recipe: Recipe | None) -> tuple[Recipe, Brief, Order]:
+def _receive_brief(content: RecordDict, model: Network, recipe: Recipe | None) -> tuple[Recipe, Brief, Order]:
     """The recipe in force, the brief with this client's own network in it, and the order."""
     brief, order = read_brief(content, None)  # its spec is compared with our own network's, and not built
-    now = (recipe or _told_recipe(order)).at(brief.round)
+    now = (recipe or _recipe_from_order(order)).at(brief.round)
     return now, replace(brief, spec=own_network(model, brief.spec, now.prepare_model, brief.classes)), order
 
 
-def _told_recipe(order: Order) -> Recipe:
+def _recipe_from_order(order: Order) -> Recipe:
     if not order.method:
         raise ConfigError(
             f"the server's {order.label!r} is a recipe of its own and this client was not given it; pass the same "
@@ -139,9 +139,9 @@ def _told_recipe(order: Order) -> Recipe:
     return recipe_from(json.loads(order.method))
 
 
-def _agreed(order: Order, said: dict[str, Any]) -> LocalSettings:
+def _agree_on_settings(order: Order, settings: dict[str, Any]) -> LocalSettings:
     """How to train: as the server says, if it does, or else as this client does."""
-    mine = settings_from(said)
+    mine = settings_from(settings)
     if not order.local:
         return mine
     theirs = LocalSettings.from_json(json.loads(order.local))
@@ -186,21 +186,21 @@ def check_work(work: Work, order: Order) -> None:
 
 def client_reply(work: Work, brief: Brief, order: Order, rows: Rows, context: Context) -> RecordDict:
     """One client's round as every app of ours does it; what the client remembers stays in Flower's state."""
-    done = answer(work, brief, order.client, rows, _recalled(context, order), seed=order.seed)
+    done = answer(work, brief, order.client, rows, _recall_memory(context, order), seed=order.seed)
     if done.payload is None:
         return failed_content(done.dropped)
     _remember(context, order, done)
     return reply_content(done.payload, done.seconds)
 
 
-def _recalled(context: Context, order: Order) -> bytes:
+def _recall_memory(context: Context, order: Order) -> bytes:
     """What this client remembers of this course; a course that begins remembers nothing of the one before."""
     course = dict(context.state.config_records.get(COURSE, {}))
     mine = (course.get("label"), course.get("seed")) == (order.label, order.seed)
     return encode(to_tensors(context.state.array_records.get(MEMORY, {})) if mine else {}, {})
 
 
-def _remember(context: Context, order: Order, done: Done) -> None:
+def _remember(context: Context, order: Order, done: ClientResult) -> None:
     """Keep what the client remembers; one course is at work at a time, so only its memory is kept."""
     context.state[COURSE] = ConfigRecord({"label": order.label, "seed": order.seed})
     context.state[MEMORY] = to_arrays(decode(done.memory).tensors)

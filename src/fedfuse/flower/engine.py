@@ -23,7 +23,7 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.terms import Terms
-from fedfuse.engines.local import OnClient, Spoken
+from fedfuse.engines.local import OncePerBrief, OnClient
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.flower.records import (
     BRIEF,
@@ -43,10 +43,10 @@ from flwr.serverapp import Grid  # isort: skip
 
 ENROL = "query.enrol"
 SITE = "site"
-HELD = 64 * 2**20  # bytes of one round's replies kept in memory; the rest waits in files
-_WENT_AWAY = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
-_HEAVY = 16 * 2**20  # bytes of a brief from which on it pays to look for what nobody uses
-_PAUSE, _LONGEST_PAUSE, _SLOWER = 0.02, 1.0, 1.3  # seconds between two looks for answers
+INBOX_BYTES = 64 * 2**20  # bytes of one round's replies kept in memory; the rest waits in files
+_NODE_GONE = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
+_LARGE_BRIEF = 16 * 2**20  # bytes of a brief from which on it pays to look for what nobody uses
+_PAUSE, _LONGEST_PAUSE, _PAUSE_GROWTH = 0.02, 1.0, 1.3  # seconds between two looks for answers
 
 
 class Member(NamedTuple):
@@ -69,7 +69,7 @@ class Federation:
         patience: seconds to wait for everybody at the beginning.
         names: what clients are called in a simulation, by the number of their partition.
         members: who takes part, by client.
-        strangers: nodes that do not, and why.
+        unknown_nodes: nodes that do not, and why.
         closed: set by whoever ends the federation, so that nobody waits for answers any more.
     """
 
@@ -80,12 +80,12 @@ class Federation:
     patience: float = 3600.0
     names: Sequence[str] = ()
     members: dict[str, Member] = field(default_factory=dict)
-    strangers: dict[int, str] = field(default_factory=dict)
+    unknown_nodes: dict[int, str] = field(default_factory=dict)
     closed: bool = False
     _asked: dict[int, str] = field(default_factory=dict)  # nodes that have not said yet who they are
 
     @property
-    def simulated(self) -> bool:
+    def is_simulated(self) -> bool:
         """Whether its nodes are parts of one data set on one machine."""
         return bool(self.members) and all(member.partition >= 0 for member in self.members.values())
 
@@ -98,36 +98,36 @@ class Federation:
         ends, pause = time.monotonic() + self.patience, _PAUSE
         while not self._complete() and time.monotonic() < ends and not self.closed:
             time.sleep(pause)
-            pause = min(pause * _SLOWER, _LONGEST_PAUSE)
+            pause = min(pause * _PAUSE_GROWTH, _LONGEST_PAUSE)
         if not self.members or len(self.members) < self.quorum * self.expected:
-            unheard = [f"node {node}: it has not said who it is" for node in self._asked]
-            why = "; ".join([*self.strangers.values(), *unheard]) or "no other node connected"
+            silent = [f"node {node}: it has not said who it is" for node in self._asked]
+            why = "; ".join([*self.unknown_nodes.values(), *silent]) or "no other node connected"
             raise QuorumLost(
                 f"{len(self.members)} of {self.expected} clients enrolled within {self.patience:g} s and the quorum is "
                 f"{self.quorum:.0%}; {why}; start the missing SuperNodes or lower data.clients"
             )
 
-    def welcome(self) -> dict[int, str]:
+    def poll_nodes(self) -> dict[int, str]:
         """Ask nodes not met yet who they are, and hear those asked before; returns who is connected now.
 
         Nobody waits here: a node that takes its time to answer takes part from a later round on.
         """
         online = {info.node_id: info.name for info in self.grid.get_nodes()}
-        self.strangers = {node: why for node, why in self.strangers.items() if node in online}
-        known = {member.node for member in self.members.values()} | self.strangers.keys() | self._asked.keys()
-        self._greet([node for node in online if node not in known])
+        self.unknown_nodes = {node: why for node, why in self.unknown_nodes.items() if node in online}
+        known = {member.node for member in self.members.values()} | self.unknown_nodes.keys() | self._asked.keys()
+        self._ask_to_enrol([node for node in online if node not in known])
         for node, message_id in list(self._asked.items()):
             if reply := next(iter(self.grid.pull_messages([message_id])), None):
                 del self._asked[node]
-                if not (reply.has_error() and reply.error.code in _WENT_AWAY):  # else it is asked again when it is back
+                if not (reply.has_error() and reply.error.code in _NODE_GONE):  # else it is asked again when it is back
                     self._enrol(node, online.get(node, ""), content_or_reason(reply), online)
         return online
 
     def _complete(self) -> bool:
-        self.welcome()
+        self.poll_nodes()
         return len(self.members) >= self.expected
 
-    def _greet(self, nodes: list[int]) -> None:
+    def _ask_to_enrol(self, nodes: list[int]) -> None:
         content = RecordDict({BRIEF: ConfigRecord({"version": VERSION})})
         messages = {node: Message(content, node, ENROL) for node in nodes}
         taken = set(self.grid.push_messages(list(messages.values()))) if messages else set()
@@ -145,7 +145,7 @@ class Federation:
         taken = set(self.grid.push_messages(list(messages.values()))) if messages else set()
         sent = {key: message.metadata.message_id for key, message in messages.items()}
         messages.clear()  # what was sent is the SuperLink's to keep
-        if weight > _HEAVY:
+        if weight > _LARGE_BRIEF:
             gc.collect()  # Flower's records refer to themselves: without this they stay long after their last use
         for key in [key for key, message_id in sent.items() if message_id not in taken]:
             del sent[key]
@@ -158,7 +158,7 @@ class Federation:
                     del sent[key]
                     yield key, content_or_reason(reply)
                     reply = None
-            pause = _PAUSE if len(sent) < before else min(pause * _SLOWER, _LONGEST_PAUSE)
+            pause = _PAUSE if len(sent) < before else min(pause * _PAUSE_GROWTH, _LONGEST_PAUSE)
             if sent:
                 time.sleep(max(0.0, min(pause, ends - time.monotonic())))
         for key in sent:
@@ -166,25 +166,25 @@ class Federation:
 
     def _enrol(self, node: int, registered: str, reply: Message | str, online: Mapping[int, str]) -> None:
         if isinstance(reply, str):
-            self.strangers[node] = f"node {node}: {reply}"
+            self.unknown_nodes[node] = f"node {node}: {reply}"
             return
-        said = dict(reply.content.config_records.get(SITE, {}))
-        rows, partition = (said.get(key) for key in ("rows", "partition"))
+        answer = dict(reply.content.config_records.get(SITE, {}))
+        rows, partition = (answer.get(key) for key in ("rows", "partition"))
         if type(rows) is not int or type(partition) is not int or rows < 0:
-            self.strangers[node] = f"node {node}: it did not say what it has"
+            self.unknown_nodes[node] = f"node {node}: it did not say what it has"
             return
-        name = registered or self._claimed(node, said.get("name"), partition)
+        name = registered or self._claimed_name(node, answer.get("name"), partition)
         if name is None:
-            self.strangers[node] = f"node {node}: this federation has no place for partition {partition}"
+            self.unknown_nodes[node] = f"node {node}: this federation has no place for partition {partition}"
         elif name in self.members and self.members[name].node in online:
-            self.strangers[node] = f"node {node}: it is called {name!r} as node {self.members[name].node} is"
+            self.unknown_nodes[node] = f"node {node}: it is called {name!r} as node {self.members[name].node} is"
         else:  # the name is free, or its old node is gone and this is the site come back
             self.members[name] = Member(node, rows, -1 if registered else partition)
 
-    def _claimed(self, node: int, said: object, partition: int) -> str | None:
+    def _claimed_name(self, node: int, answer: object, partition: int) -> str | None:
         if partition >= 0:
             return self.names[partition] if partition < len(self.names) else None
-        return printable(said, 80) if isinstance(said, str) and said.strip() else f"node-{node}"
+        return printable(answer, 80) if isinstance(answer, str) and answer.strip() else f"node-{node}"
 
 
 @dataclass(slots=True)
@@ -216,7 +216,7 @@ class FlowerEngine:
     @property
     def clients(self) -> tuple[str, ...]:
         """Everybody who ever enrolled, in client order; who is not connected now is dropped when asked."""
-        self.federation.welcome()
+        self.federation.poll_nodes()
         here = [c for c in self.federation.members if self.among is None or c in self.among]
         return tuple(sorted(here, key=client_order))
 
@@ -232,27 +232,27 @@ class FlowerEngine:
                 "experiment file says, by lending them rows for instance; run it on this machine"
             )
         which, members, deadline = fingerprint(work), self.federation.members, self.federation.deadline
-        online = self.federation.welcome()
+        online = self.federation.poll_nodes()
         here = [client for client in asked if members[client].node in online]
         messages = self._messages(brief, which, here)
-        for node, why in self.federation.strangers.items():
+        for node, why in self.federation.unknown_nodes.items():
             yield Envelope(f"node {node}", None, dropped=why)
         yield from (Envelope(client, None, dropped="it is not connected") for client in asked if client not in here)
-        self._inbox = Inbox(HELD)  # it stays until the next round: models are fused from its files
+        self._inbox = Inbox(INBOX_BYTES)  # it stays until the next round: models are fused from its files
         for client, reply in self.federation.ask(messages, deadline, forms_size(forms_of(brief.params))):
             yield self._close(self._inbox.open(client, reply))
             del reply
 
     def _messages(self, brief: Brief, which: str, clients: list[str]) -> dict[str, Message]:
         """A message per client; whoever empties it holds the last of the brief's copies."""
-        spoken, round_ = Spoken(brief, BriefRecords.of), str(brief.round)
+        per_brief, round_ = OncePerBrief(brief, BriefRecords.of), str(brief.round)
         ttl = max(self.federation.deadline, 1.0)
-        made = {}
+        messages = {}
         for client in clients:
-            content = spoken.to(client).to(Order(self.label, self.seed, client, which))
+            content = per_brief.for_client(client).to(Order(self.label, self.seed, client, which))
             node = self.federation.members[client].node
-            made[client] = Message(content, node, MessageType.TRAIN, ttl=ttl, group_id=round_)
-        return made
+            messages[client] = Message(content, node, MessageType.TRAIN, ttl=ttl, group_id=round_)
+        return messages
 
     def _close(self, envelope: Envelope) -> Envelope:
         if self.on_client is not None:
@@ -282,14 +282,14 @@ class Inbox:
             return Envelope(client, None, dropped=reply)
         seconds = seconds_in(reply.content)
         try:
-            payload = read_reply(reply.content, self._put)
+            payload = read_reply(reply.content, self._store_reply)
         except Malformed as why:
             return Envelope(client, None, dropped=f"malformed: {printable(why)}", seconds=seconds)
         for record in reply.content.array_records.values():
             record.clear()  # see `ask`: what was read must not wait to be collected
         return Envelope(client, payload, seconds=seconds)
 
-    def _put(self, tensors: Params, header: Mapping[str, Any]) -> bytes | Path:
+    def _store_reply(self, tensors: Params, header: Mapping[str, Any]) -> bytes | Path:
         size = forms_size(forms_of(tensors))
         if size <= self._room:
             self._room -= size
@@ -303,11 +303,11 @@ class Inbox:
         return path
 
 
-def printable(said: object, limit: int = 300) -> str:
+def printable(text: object, limit: int = 300) -> str:
     r"""What a node said as one line that cannot trouble a terminal or flood a ledger.
 
     Example:
         >>> printable("no\x1b[31m data")
         'no [31m data'
     """
-    return "".join(c if c.isprintable() else " " for c in str(said)[:limit]).strip()
+    return "".join(c if c.isprintable() else " " for c in str(text)[:limit]).strip()

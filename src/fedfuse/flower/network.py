@@ -27,17 +27,17 @@ def spec_of(network: Network) -> Spec:
     """
     if isinstance(network, Spec):
         return network
-    return Spec.of(network) if isinstance(network, nn.Module) else _made_by(network)
+    return Spec.of(network) if isinstance(network, nn.Module) else _spec_from_factory(network)
 
 
 @lru_cache(maxsize=4)
-def _made_by(factory: Callable[[], nn.Module]) -> Spec:
+def _spec_from_factory(factory: Callable[[], nn.Module]) -> Spec:
     """Once per process: modules that were built before can then be used again."""
     with seeded(0, "network"):  # its weights are never used, and nobody else's draws may depend on it
-        made = factory()
-    if not isinstance(made, nn.Module):
-        raise ConfigError(f"{factory!r:.80} gave a {type(made).__name__}, expected a torch.nn.Module")
-    return Spec.of(made)
+        module = factory()
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"{factory!r:.80} gave a {type(module).__name__}, expected a torch.nn.Module")
+    return Spec.of(module)
 
 
 def own_network(network: Network, asked: Spec, prepare_model: ModelPreparation, classes: int) -> Spec:

@@ -14,14 +14,14 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.layerwise import MatchedLayers
 from fedfuse.server.aggregate.matched import MatchedUnits
-from fedfuse.server.aggregate.mean import NormalisedMean
+from fedfuse.server.aggregate.mean import NormalizedMean
 from fedfuse.server.steps.prune import Prune
 
 Clients: TypeAlias = Literal["plain", "fedfuse"]
 
 _AS_APP = "run it as an app (`fedfuse flower FILE --app`)"
 _HERE = "run it on one machine (`fedfuse run FILE`)"
-OURS = f"{_AS_APP}, or let your ClientApp train with `fedfuse.flower` and say clients='fedfuse'"
+USE_FEDFUSE_CLIENTS = f"{_AS_APP}, or let your ClientApp train with `fedfuse.flower` and say clients='fedfuse'"
 _RESHAPE = (Prune, MatchedUnits, MatchedLayers)  # the network that comes out has other shapes
 
 
@@ -55,7 +55,9 @@ def refuse_unfit(recipe: Recipe, clients: Clients) -> None:
         for why, way in _obstacles(now):
             raise RecipeError(f"method {now.name!r} {why}; {way}")
         for why in _asked_of_clients(now) if clients == "plain" else ():
-            raise RecipeError(f"method {now.name!r} {why}, which a plain Flower client does not know of; {OURS}")
+            raise RecipeError(
+                f"method {now.name!r} {why}, which a plain Flower client does not know of; {USE_FEDFUSE_CLIENTS}"
+            )
 
 
 def _obstacles(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -114,20 +116,20 @@ def counts_steps(recipe: Recipe) -> bool:
         >>> counts_steps(find_method("fednova").recipe()), counts_steps(find_method("fedavg").recipe())
         (True, False)
     """
-    return any(isinstance(part, NormalisedMean) for part in _server_parts(recipe))
+    return any(isinstance(part, NormalizedMean) for part in _server_parts(recipe))
 
 
 def _server_parts(recipe: Recipe) -> Iterator[object]:
     """Every part of the server's half, and the parts they are made of."""
     for part in (recipe.before_first_round, recipe.aggregate, *recipe.steps):
-        yield from _within(part)
+        yield from _nested_parts(part)
 
 
-def _within(part: object) -> Iterator[object]:
+def _nested_parts(part: object) -> Iterator[object]:
     yield part
     if is_dataclass(part):
         for own in fields(part):
-            yield from _within(getattr(part, own.name))
+            yield from _nested_parts(getattr(part, own.name))
 
 
 def _kind(part: object) -> str:

@@ -15,7 +15,7 @@ from fedfuse.wire.messages import reply_header
 
 from flwr.app import MetricRecord, RecordDict  # isort: skip - after records has checked that it is there
 
-MASS, STEPS = "num-examples", "num-steps"
+NUM_EXAMPLES, STEPS = "num-examples", "num-steps"
 _MANY = 10**9
 
 
@@ -25,20 +25,24 @@ def numbers_in(content: RecordDict) -> dict[str, float]:
     return {key: value for key, value in found.items() if isinstance(value, int | float)}
 
 
-def plain_envelope(client: str, content: RecordDict, said: Mapping[str, float], brief: Brief, unsaid: int) -> Envelope:
+def plain_envelope(
+    client: str, content: RecordDict, numbers: Mapping[str, float], brief: Brief, default_steps: int
+) -> Envelope:
     """The reply of a client that is not ours, as the door wants it.
 
     Args:
         client: who sent it.
         content: what it sent.
-        said: the numbers in it.
+        numbers: the numbers in it.
         brief: what it was asked.
-        unsaid: how many steps it took, where it does not say so.
+        default_steps: how many steps it took, where it does not say so.
     """
-    facts = {key: value for key, value in said.items() if key not in (MASS, STEPS)}
-    num_examples = said.get(MASS, math.nan)
+    facts = {key: value for key, value in numbers.items() if key not in (NUM_EXAMPLES, STEPS)}
+    num_examples = numbers.get(NUM_EXAMPLES, math.nan)
     try:
-        header = reply_header(brief, num_examples=num_examples, steps=int(said.get(STEPS, unsaid)), facts=facts)
+        header = reply_header(
+            brief, num_examples=num_examples, steps=int(numbers.get(STEPS, default_steps)), facts=facts
+        )
         if not math.isfinite(num_examples):
             header["num_examples"] = str(num_examples)  # the door refuses it by name
         (arrays,) = content.array_records.values()
@@ -60,14 +64,16 @@ def steps_by(local: LocalSettings, num_examples: float) -> int:
     return min(local.epochs * int(batches), local.max_steps or _MANY)
 
 
-def averaged(numbers: Mapping[str, Mapping[str, float]], shares: Mapping[str, float], left_out: int) -> MetricRecord:
+def average_numbers(
+    numbers: Mapping[str, Mapping[str, float]], shares: Mapping[str, float], left_out: int
+) -> MetricRecord:
     """Everybody's common finite numbers, weighted by examples; and how many were left out.
 
     Example:
-        >>> dict(averaged({"a": {"loss": 1.0}, "b": {"loss": 3.0}}, {"a": 0.25, "b": 0.75}, 1))
+        >>> dict(average_numbers({"a": {"loss": 1.0}, "b": {"loss": 3.0}}, {"a": 0.25, "b": 0.75}, 1))
         {'loss': 2.5, 'left-out': 1}
     """
     common = set.intersection(*({k for k, v in numbers[name].items() if math.isfinite(v)} for name in shares))
-    common.discard(MASS)  # it is the weight
+    common.discard(NUM_EXAMPLES)  # it is the weight
     means = {key: sum(share * numbers[name][key] for name, share in shares.items()) for key in sorted(common)}
     return MetricRecord({**means, "left-out": left_out})

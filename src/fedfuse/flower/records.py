@@ -189,8 +189,8 @@ def read_brief(content: RecordDict, trusted: Collection[str] | None = ()) -> tup
         raise Malformed(
             f"the server speaks version {words['version']} and this site version {VERSION}; install the same fedfuse"
         )
-    said = json.loads(words["spec"])
-    spec = Spec.from_json(said, _named_in(said) if trusted is None else trusted)
+    value = json.loads(words["spec"])
+    spec = Spec.from_json(value, _named_in(value) if trusted is None else trusted)
     params, memory = (to_tensors(content.array_records.get(key, {})) for key in (PARAMS, MEMORY))
     more = {key: str(words.get(key, "")) for key in ("method", "local")}
     order = Order(words["label"], words["seed"], words["client"], words["work"], **more)
@@ -227,8 +227,8 @@ def failed_content(why: str) -> RecordDict:
     return RecordDict({FAILED: ConfigRecord({"why": why[:500]})})
 
 
-def read_reply(content: RecordDict, put: Callable[[Params, Mapping[str, Any]], Any]) -> Any:
-    """Hand a reply's tensors and header to `put`, as the client's own message had them; nothing is judged here.
+def read_reply(content: RecordDict, store: Callable[[Params, Mapping[str, Any]], Any]) -> Any:
+    """Hand a reply's tensors and header to `store`, as the client's own message had them; nothing is judged here.
 
     Raises:
         Malformed: if the records cannot be read as a message at all.
@@ -244,7 +244,7 @@ def read_reply(content: RecordDict, put: Callable[[Params, Mapping[str, Any]], A
             "steps": numbers.pop("steps"),
             "facts": numbers,
         }
-        return put(to_tensors(content.array_records[PARAMS]), header)
+        return store(to_tensors(content.array_records[PARAMS]), header)
     except (KeyError, ValueError, TypeError, RecursionError) as why:
         raise Malformed(f"its records are not a reply ({type(why).__name__}: {why})"[:200]) from why
 
@@ -256,5 +256,5 @@ def _finite(value: Any) -> Any:
 
 def seconds_in(content: RecordDict) -> float:
     """How long a client says it worked; nothing depends on it."""
-    said: object = dict(content.metric_records.get(TIME, {})).get("seconds", 0.0)
-    return float(said) if isinstance(said, int | float) and math.isfinite(said) and said >= 0 else 0.0
+    value: object = dict(content.metric_records.get(TIME, {})).get("seconds", 0.0)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else 0.0

@@ -21,7 +21,7 @@ from fedfuse.data import client_ids
 from fedfuse.errors import ConfigError, FuseError
 from fedfuse.experiment.config import Experiment, load_experiment
 from fedfuse.experiment.execute import Results, execute_with
-from fedfuse.experiment.prepare import Prepared, Setting
+from fedfuse.experiment.prepare import PreparedExperiment, Setting
 from fedfuse.experiment.watch import Watcher
 from fedfuse.flower.engine import Federation, FlowerEngine
 from fedfuse.flower.records import fingerprint
@@ -38,30 +38,30 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
+class FlowerBackend:
     """A federation as the crew of an experiment."""
 
     federation: Federation
     workers: int = 0
 
-    def sites(self, prepared: Prepared) -> Mapping[str, int] | None:
+    def sites(self, prepared: PreparedExperiment) -> Mapping[str, int] | None:
         """Wait for the sites; those of a simulation hold what the file deals out."""
         self.federation.gather()
-        if self.federation.simulated:
+        if self.federation.is_simulated:
             _check_remote(prepared, prepared.setting(prepared.experiment.seeds[0]))
             return None
-        if prepared.experiment.data.standardise:
+        if prepared.experiment.data.standardize:
             raise ConfigError(
-                "data.standardise takes the mean of all training rows, which nobody may see in a federation; "
+                "data.standardize takes the mean of all training rows, which nobody may see in a federation; "
                 "set it to false and let every site bring rows that are scaled alike"
             )
-        held = {name: member.rows for name, member in self.federation.members.items()}
-        _check_remote(prepared, prepared.setting(prepared.experiment.seeds[0], held))
-        return held
+        row_counts = {name: member.rows for name, member in self.federation.members.items()}
+        _check_remote(prepared, prepared.setting(prepared.experiment.seeds[0], row_counts))
+        return row_counts
 
     def engine(self, setting: Setting, label: str, recipe: Recipe, watch: Watcher) -> FlowerEngine:
         """The clients of one course."""
-        among = setting.population.clients if self.federation.simulated else None
+        among = setting.population.clients if self.federation.is_simulated else None
         return FlowerEngine(
             self.federation, label, recipe, setting.bench.local, setting.seed, among, on_client=watch.client_done
         )
@@ -80,7 +80,7 @@ class _Probe:
         return iter(())
 
 
-def _check_remote(prepared: Prepared, setting: Setting) -> None:
+def _check_remote(prepared: PreparedExperiment, setting: Setting) -> None:
     """Every method's client half must be what sites can make from the file alone."""
     for label, recipe in prepared.recipes.items():
         now: Recipe | None = recipe
@@ -104,7 +104,7 @@ def _check_work(label: str, recipe: Recipe, setting: Setting) -> None:
 
 
 @dataclass(slots=True)
-class Conductor:
+class ExperimentServer:
     """A federation's server: Flower hands it the grid, and the experiment runs as it would anywhere.
 
     Attributes:
@@ -126,15 +126,17 @@ class Conductor:
 
     def __call__(self, grid: Grid, context: Context) -> None:
         """Run the experiment and write its page."""
-        experiment, said = load_experiment(self.path), context.run_config
-        out = self.out or Path(str(said.get("out") or Path("runs") / experiment.name))
-        resume = bool(said.get("resume", False)) if self.resume is None else self.resume
-        deadline = float(said.get("deadline", DEADLINE)) if self.deadline is None else self.deadline
-        clients, wait = experiment.data.clients, float(said.get("wait", DEADLINE))
+        experiment, run_config = load_experiment(self.path), context.run_config
+        out = self.out or Path(str(run_config.get("out") or Path("runs") / experiment.name))
+        resume = bool(run_config.get("resume", False)) if self.resume is None else self.resume
+        deadline = float(run_config.get("deadline", DEADLINE)) if self.deadline is None else self.deadline
+        clients, wait = experiment.data.clients, float(run_config.get("wait", DEADLINE))
         quorum, names = experiment.server.quorum, client_ids(clients)
         self.federation = Federation(grid, clients, quorum, deadline, wait, names)
         try:
-            self.results = execute_with(experiment, out, Nodes(self.federation), resume=resume, watch=self.watch)
+            self.results = execute_with(
+                experiment, out, FlowerBackend(self.federation), resume=resume, watch=self.watch
+            )
         except FuseError as why:
             _log.error("%s", why)
             raise
@@ -149,7 +151,7 @@ class Conductor:
 def server_app(path: str | Path) -> ServerApp:
     """Flower's `ServerApp` for an experiment file."""
     app = ServerApp()
-    app.main()(Conductor(Path(path)))
+    app.main()(ExperimentServer(Path(path)))
     return app
 
 
@@ -176,26 +178,26 @@ def simulate(
         os.environ.setdefault(name, value)
     from flwr.simulation import run_simulation
 
-    with _workplace() as home:
+    with _simulation_folder() as home:
         path = home / "experiment.toml"
         path.write_text(experiment.to_toml(), encoding="utf-8")
-        conductor = Conductor(path, out, resume, deadline, watch)
+        experiment_server = ExperimentServer(path, out, resume, deadline, watch)
         server = ServerApp()
-        server.main()(conductor)
+        server.main()(experiment_server)
         ray = {"num_cpus": workers or os.cpu_count() or 1, "_temp_dir": str(home / "ray")}
         quiet = {"include_dashboard": False, "log_to_driver": False}  # why a client failed stands in the ledger
         backend: dict[str, Any] = {"init_args": {**ray, **quiet}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
         try:
             run_simulation(server, site_app(path), experiment.data.clients, "ray", backend)
         finally:
-            conductor.close()
-    if conductor.results is None:
+            experiment_server.close()
+    if experiment_server.results is None:
         raise FuseError("Flower's simulation ended before the experiment did; its own words are above")
-    return conductor.results
+    return experiment_server.results
 
 
 @contextmanager
-def _workplace() -> Iterator[Path]:
+def _simulation_folder() -> Iterator[Path]:
     """A short-named folder for the simulation's files and sockets, and silence but for errors."""
     home, logger = Path(tempfile.mkdtemp(prefix="ff-")), logging.getLogger("flwr")
     before = logger.level

@@ -48,7 +48,7 @@ class Site(Protocol):
     """What a site has of its own: rows, and a copy of the experiment."""
 
     @property
-    def trusted(self) -> frozenset[str]:
+    def trusted_factories(self) -> frozenset[str]:
         """Networks that are not fedfuse's and may be built because the site's own file names them."""
         ...
 
@@ -66,7 +66,7 @@ class Site(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Clerk:
+class SiteMessageHandler:
     """Answers the server's messages for a site; whatever goes wrong is told, and the site stays."""
 
     site: Site
@@ -83,7 +83,7 @@ class Clerk:
         return RecordDict({SITE: ConfigRecord(dict(self.site.enrol(context)._asdict()))})
 
     def _round(self, message: Message, context: Context) -> RecordDict:
-        brief, order = read_brief(message.content, self.site.trusted)
+        brief, order = read_brief(message.content, self.site.trusted_factories)
         work = self.site.work(order, brief.round)
         check_work(work, order)
         return client_reply(work, brief, order, self.site.rows(context, brief, order), context)
@@ -91,9 +91,9 @@ class Clerk:
 
 def client_app(site: Site) -> ClientApp:
     """Flower's `ClientApp` for a site."""
-    app, clerk = ClientApp(), Clerk(site)
-    app.query(ENROL.partition(".")[2])(clerk.enrol)
-    app.train()(clerk.train)
+    app, handler = ClientApp(), SiteMessageHandler(site)
+    app.query(ENROL.partition(".")[2])(handler.enrol)
+    app.train()(handler.train)
     return app
 
 
@@ -109,7 +109,7 @@ class FileSite:
     path: Path
 
     @property
-    def trusted(self) -> frozenset[str]:
+    def trusted_factories(self) -> frozenset[str]:
         """The networks its own copy of the file names."""
         experiment = _experiment(self.path)
         named = (Spec(model.name, model.options).factories for model in (experiment.model, *experiment.models))
@@ -120,12 +120,12 @@ class FileSite:
         if source := _source(context):
             name = context.node_config.get("name") or os.environ.get(SITE_NAME, "")
             return Enrolment(str(name), len(_own_rows(self.path, source)))
-        return Enrolment("", 0, _place(context))
+        return Enrolment("", 0, _partition_id(context))
 
     def rows(self, context: Context, brief: Brief, order: Order) -> Rows:
         """Its own rows, or those the file deals to this client."""
         if not (source := _source(context)):
-            _place(context)
+            _partition_id(context)
             return _setting(self.path, order.seed).population.rows_of(order.client)
         rows = _own_rows(self.path, source)
         if len(rows) and int(rows.y.max()) >= brief.classes:
@@ -148,12 +148,12 @@ def _source(context: Context) -> str:
     return str(context.node_config.get("data") or os.environ.get(SITE_DATA, ""))
 
 
-def _place(context: Context) -> int:
+def _partition_id(context: Context) -> int:
     """This node's number in a simulation; a real site must not fall back to the file's data set."""
-    place = context.node_config.get("partition-id")
+    partition_id = context.node_config.get("partition-id")
     ray = sys.modules.get("ray")
-    if isinstance(place, int) and ray is not None and ray.is_initialized():
-        return place
+    if isinstance(partition_id, int) and ray is not None and ray.is_initialized():
+        return partition_id
     raise ConfigError(
         f"this site has no data: start its SuperNode with --node-config 'data=\"SOURCE\"' or {SITE_DATA}=SOURCE, where "
         "SOURCE is a folder, an .npz or package.module:function"

@@ -22,12 +22,12 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.local import Spoken
+from fedfuse.engines.local import OncePerBrief
 from fedfuse.errors import ConfigError, QuorumLost, RecipeError, Refused
-from fedfuse.flower.engine import HELD, Inbox, content_or_reason, printable
+from fedfuse.flower.engine import INBOX_BYTES, Inbox, content_or_reason, printable
 from fedfuse.flower.network import Network, spec_of
 from fedfuse.flower.parts import (
-    OURS,
+    USE_FEDFUSE_CLIENTS,
     Clients,
     counts_steps,
     named_recipe,
@@ -35,12 +35,12 @@ from fedfuse.flower.parts import (
     refuse_unknown_training,
     stages,
 )
-from fedfuse.flower.plain import MASS, averaged, numbers_in, plain_envelope, steps_by
+from fedfuse.flower.plain import NUM_EXAMPLES, average_numbers, numbers_in, plain_envelope, steps_by
 from fedfuse.flower.records import BriefRecords, Order, fingerprint, to_arrays, to_tensors
 from fedfuse.server.door.admit import Admission, Rules, admit_all
 from fedfuse.server.door.files import first_difference
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
-from fedfuse.server.loop import check_quorum, choose
+from fedfuse.server.loop import check_quorum, choose_clients
 from fedfuse.server.round import fuse_round
 from fedfuse.wire.codec import forms_of
 
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _RoundTask:
     """One round under way: the recipe in force, the state it began with, and who was asked what."""
 
     recipe: Recipe
@@ -68,7 +68,7 @@ class FuseStrategy(Strategy):
     """Any method as a Flower strategy.
 
     With plain clients, each answers with one `ArrayRecord` (the names, shapes and dtypes it was sent) and one
-    `MetricRecord` with `num-examples`, as for Flower's own FedAvg. Methods that normalise by local steps read
+    `MetricRecord` with `num-examples`, as for Flower's own FedAvg. Methods that normalize by local steps read
     `num-steps`, which follows from `local` where a client does not say it. A method that asks more of clients is
     refused here, before anything is sent, unless they train with `fedfuse.flower.train`.
 
@@ -121,10 +121,10 @@ class FuseStrategy(Strategy):
         quorum: float = 0.5,
         bench: Bench | None = None,
     ) -> None:
-        made, self._method = named_recipe(recipe)
-        self.recipe = with_filters(made, align=align, guard=guard)
+        base, self._method = named_recipe(recipe)
+        self.recipe = with_filters(base, align=align, guard=guard)
         self.spec = None if model is None else spec_of(model)
-        self.clients, self.local = clients, _told_settings(local, bench)
+        self.clients, self.local = clients, _known_settings(local, bench)
         _check_shares(fraction_train=fraction_train, fraction_evaluate=fraction_evaluate, quorum=quorum)
         self.fractions = {MessageType.TRAIN: fraction_train, MessageType.EVALUATE: fraction_evaluate}
         self.available, self.rules, self.bench = min_available_nodes, Rules(quorum=quorum), bench or Bench()
@@ -153,9 +153,9 @@ class FuseStrategy(Strategy):
         self.rounds_fused = self.rounds_lost = 0
         self._state: ServerState | None = None
         self._arrays: ArrayRecord | None = None  # the state's model, as Flower was given it
-        self._turn: _Turn | None = None
+        self._task: _RoundTask | None = None
         self._inbox: Inbox | None = None  # fused models may still be read from its files
-        self._last_words = ""
+        self._last_loss_reason = ""
 
     @property
     def fused(self) -> Fused:
@@ -178,11 +178,11 @@ class FuseStrategy(Strategy):
             ConfigError: likewise, if the method does not fit the network.
         """
         self._begin()
-        first = self._standing(1, initial_arrays)
+        first = self._state_before(1, initial_arrays)
         self.recipe.check(num_rounds, self._bench(first), first if self.spec is not None else None)
         result = super().start(grid, initial_arrays, num_rounds, *args, **kwargs)
         if self.rounds_lost and not self.rounds_fused:
-            raise QuorumLost(f"none of {num_rounds} rounds could be fused; {self._last_words}")
+            raise QuorumLost(f"none of {num_rounds} rounds could be fused; {self._last_loss_reason}")
         return result
 
     def summary(self) -> None:
@@ -195,45 +195,45 @@ class FuseStrategy(Strategy):
     ) -> Iterable[Message]:
         """What this round's nodes are asked: the global model, or a method's whole brief."""
         nodes, now = self._nodes(grid), self.recipe.at(server_round - 1)
-        before = self._standing(server_round, arrays)
+        before = self._state_before(server_round, arrays)
         bench = self._bench(before, len(nodes))
         state = now.begin_round(before, bench)
         self._state = state
         self._arrays = arrays if state.model is before.model else to_arrays(state.single.posterior.mean)
-        brief, asked = state.brief(now.publishes, bench.classes), self._chosen(MessageType.TRAIN, server_round, nodes)
-        self._turn = _Turn(now, bench, state, brief, nodes, asked)
+        brief, asked = state.brief(now.publishes, bench.classes), self._choose(MessageType.TRAIN, server_round, nodes)
+        self._task = _RoundTask(now, bench, state, brief, nodes, asked)
         config["server-round"] = server_round
-        return list(self._train_messages(self._turn, arrays, config))
+        return list(self._train_messages(self._task, arrays, config))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Admit the replies, fuse them, take the server's steps; below the quorum the model stays as it was sent."""
-        turn, self._turn = self._turn, None
-        if turn is None:
+        task, self._task = self._task, None
+        if task is None:
             return None, None
         numbers = dict[str, dict[str, float]]()
-        self._inbox = Inbox(HELD)
-        envelopes = (self._envelope(reply, turn, numbers) for reply in replies)
+        self._inbox = Inbox(INBOX_BYTES)
+        envelopes = (self._envelope(reply, task, numbers) for reply in replies)
         self.admission = seen = admit_all(
-            envelopes, turn.brief, turn.recipe.evidence, turn.asked, self.rules, training=self.local
+            envelopes, task.brief, task.recipe.evidence, task.asked, self.rules, training=self.local
         )
-        left_out = len(turn.asked) - len(seen.cohort)
-        for told in seen.refused:
-            _log.warning("round %s: %s", server_round, Refused(**told))
-        for told in seen.dropped:
-            _log.warning("round %s: %s: %s", server_round, told["client"], told["reason"])
+        left_out = len(task.asked) - len(seen.cohort)
+        for entry in seen.refused:
+            _log.warning("round %s: %s", server_round, Refused(**entry))
+        for entry in seen.dropped:
+            _log.warning("round %s: %s: %s", server_round, entry["client"], entry["reason"])
         try:
-            check_quorum(seen, turn.asked, self.rules.quorum, server_round - 1)
+            check_quorum(seen, task.asked, self.rules.quorum, server_round - 1)
         except QuorumLost as why:
             return self._arrays, self._count_loss(why, left_out)
-        self._state = after = fuse_round(turn.recipe, seen.cohort, turn.state, turn.bench)
-        self._check_shape(turn)
+        self._state = after = fuse_round(task.recipe, seen.cohort, task.state, task.bench)
+        self._check_shape(task)
         self.rounds_fused += 1
         self._arrays = to_arrays(after.single.posterior.mean)
         shares = dict(zip(seen.cohort.clients, seen.cohort.weights.tolist(), strict=True))
-        said = {update.client: numbers.get(update.client, update.facts) for update in seen.cohort}
-        return self._arrays, averaged(said, shares, left_out)
+        reported = {update.client: numbers.get(update.client, update.facts) for update in seen.cohort}
+        return self._arrays, average_numbers(reported, shares, left_out)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -244,9 +244,9 @@ class FuseStrategy(Strategy):
         nodes = self._nodes(grid)
         config["server-round"] = server_round
         numbers = {name: node for node, name in nodes.items()}
-        asked = self._chosen(MessageType.EVALUATE, server_round, nodes)
+        asked = self._choose(MessageType.EVALUATE, server_round, nodes)
         return [
-            Message(self._exam(name, server_round, arrays, config), numbers[name], MessageType.EVALUATE)
+            Message(self._evaluate_content(name, server_round, arrays, config), numbers[name], MessageType.EVALUATE)
             for name in asked
         ]
 
@@ -254,14 +254,14 @@ class FuseStrategy(Strategy):
         """The nodes' numbers, averaged by their examples."""
         numbers = dict[str, dict[str, float]]()
         for reply in replies:
-            heard, name = content_or_reason(reply), _default_name(reply.metadata.src_node_id)
-            if isinstance(heard, str):
-                _log.warning("round %s: %s could not evaluate: %s", server_round, name, heard)
-            numbers[name] = {} if isinstance(heard, str) else numbers_in(heard.content)
-        num_examples = {name: said.get(MASS, 0.0) for name, said in numbers.items()}
+            received, name = content_or_reason(reply), _default_name(reply.metadata.src_node_id)
+            if isinstance(received, str):
+                _log.warning("round %s: %s could not evaluate: %s", server_round, name, received)
+            numbers[name] = {} if isinstance(received, str) else numbers_in(received.content)
+        num_examples = {name: reported.get(NUM_EXAMPLES, 0.0) for name, reported in numbers.items()}
         good = {name: n for name, n in num_examples.items() if 0 < n < 1e12}
         shares = {name: num_examples / sum(good.values()) for name, num_examples in good.items()}
-        return averaged(numbers, shares, len(numbers) - len(shares)) if shares else None
+        return average_numbers(numbers, shares, len(numbers) - len(shares)) if shares else None
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:  # noqa: ARG002 - Flower's own signature
         """What Flower's older server calls first: here it ends, for nothing after it could work.
@@ -281,15 +281,15 @@ class FuseStrategy(Strategy):
             time.sleep(1)
         names: dict[str, int] = {}
         for node, name in sorted(found.items()):
-            said = printable(name, 80)
-            names[said if said and said not in names else _default_name(node)] = node
+            reported = printable(name, 80)
+            names[reported if reported and reported not in names else _default_name(node)] = node
         return {names[name]: name for name in sorted(names, key=client_order)}
 
-    def _chosen(self, kind: str, server_round: int, nodes: Mapping[int, str]) -> tuple[str, ...]:
+    def _choose(self, kind: str, server_round: int, nodes: Mapping[int, str]) -> tuple[str, ...]:
         wanted = max(1, math.ceil(self.fractions[kind] * len(nodes)))
-        return choose(tuple(nodes.values()), wanted, self.bench.seed, server_round - 1)
+        return choose_clients(tuple(nodes.values()), wanted, self.bench.seed, server_round - 1)
 
-    def _standing(self, server_round: int, arrays: ArrayRecord) -> ServerState:
+    def _state_before(self, server_round: int, arrays: ArrayRecord) -> ServerState:
         """What the server knows before a round: its memory stays, and the model unless Flower hands us another."""
         if self._state is not None and arrays is self._arrays:
             return replace(self._state, round=server_round - 1, facts={})
@@ -309,23 +309,23 @@ class FuseStrategy(Strategy):
         classes = self.bench.classes or (0 if self.spec is None else outputs(state.single) or 0)
         return replace(self.bench, population=self.bench.population or nodes, classes=classes)
 
-    def _train_messages(self, turn: _Turn, arrays: ArrayRecord, config: ConfigRecord) -> Iterator[Message]:
-        numbers = {name: node for node, name in turn.nodes.items()}
+    def _train_messages(self, task: _RoundTask, arrays: ArrayRecord, config: ConfigRecord) -> Iterator[Message]:
+        numbers = {name: node for node, name in task.nodes.items()}
         if self.clients == "plain":
             content = RecordDict({"arrays": arrays, CONFIG: config})
-            yield from (Message(content, numbers[name], MessageType.TRAIN) for name in turn.asked)
+            yield from (Message(content, numbers[name], MessageType.TRAIN) for name in task.asked)
             return
-        spoken = Spoken(turn.brief, lambda told: BriefRecords.of(replace(told, spec=_nameable(told.spec))))
-        for name in turn.asked:
-            content = spoken.to(name).to(self._order(turn.recipe, name))
+        per_brief = OncePerBrief(task.brief, lambda brief: BriefRecords.of(replace(brief, spec=_nameable(brief.spec))))
+        for name in task.asked:
+            content = per_brief.for_client(name).to(self._order(task.recipe, name))
             content[CONFIG] = config
             yield Message(content, numbers[name], MessageType.TRAIN)
 
-    def _exam(self, name: str, server_round: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
+    def _evaluate_content(self, name: str, server_round: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
         """What a node hears that is to evaluate."""
         if self.clients == "plain":
             return RecordDict({"arrays": arrays, CONFIG: config})
-        now, state = self.recipe.at(server_round - 1), self._state or self._standing(server_round, arrays)
+        now, state = self.recipe.at(server_round - 1), self._state or self._state_before(server_round, arrays)
         brief = Brief(server_round - 1, _nameable(state.single.spec), {}, classes=self._bench(state).classes)
         content = replace(BriefRecords.of(brief), params=arrays).to(self._order(now, name))
         content[CONFIG] = config
@@ -336,35 +336,37 @@ class FuseStrategy(Strategy):
         work = fingerprint(recipe.work(LocalSettings()))  # how to train is said apart, or is the client's own choice
         return Order(self.recipe.label or self.recipe.name, self.bench.seed, client, work, self._method, local)
 
-    def _envelope(self, reply: Message, turn: _Turn, numbers: dict[str, dict[str, float]]) -> Envelope:
-        client = turn.nodes.get(reply.metadata.src_node_id, _default_name(reply.metadata.src_node_id))
-        heard = content_or_reason(reply)
+    def _envelope(self, reply: Message, task: _RoundTask, numbers: dict[str, dict[str, float]]) -> Envelope:
+        client = task.nodes.get(reply.metadata.src_node_id, _default_name(reply.metadata.src_node_id))
+        received = content_or_reason(reply)
         if self.clients == "fedfuse" and self._inbox is not None:
-            return self._inbox.open(client, heard)
-        if isinstance(heard, str):
-            return Envelope(client, None, dropped=heard)
-        numbers[client] = said = numbers_in(heard.content)
-        unsaid = steps_by(self.local, said.get(MASS, 0.0)) if self.local else int(not counts_steps(turn.recipe))
-        return plain_envelope(client, heard.content, said, turn.brief, unsaid)
+            return self._inbox.open(client, received)
+        if isinstance(received, str):
+            return Envelope(client, None, dropped=received)
+        numbers[client] = reported = numbers_in(received.content)
+        default_steps = (
+            steps_by(self.local, reported.get(NUM_EXAMPLES, 0.0)) if self.local else int(not counts_steps(task.recipe))
+        )
+        return plain_envelope(client, received.content, reported, task.brief, default_steps)
 
-    def _check_shape(self, turn: _Turn) -> None:
+    def _check_shape(self, task: _RoundTask) -> None:
         """A plain client could not load a network of other shapes than its own."""
         if self.clients == "plain" and self._state is not None:
             now = forms_of(self._state.single.posterior.mean)
-            if odd := first_difference(now, forms_of(turn.brief.params)):
+            if odd := first_difference(now, forms_of(task.brief.params)):
                 raise RecipeError(
-                    f"method {turn.recipe.name!r} has changed the network's shape ({odd[0]} is {odd[1]}) and a plain "
-                    f"Flower client could not load it; {OURS}"
+                    f"method {task.recipe.name!r} has changed the network's shape ({odd[0]} is {odd[1]}) and a plain "
+                    f"Flower client could not load it; {USE_FEDFUSE_CLIENTS}"
                 )
 
     def _count_loss(self, why: QuorumLost, left_out: int) -> MetricRecord:
         _log.error("%s", why)
         self.rounds_lost += 1
-        self._last_words = str(why)
+        self._last_loss_reason = str(why)
         return MetricRecord({"quorum-lost": 1, "left-out": left_out})
 
 
-def _told_settings(local: LocalSettings | Mapping[str, Any] | None, bench: Bench | None) -> LocalSettings | None:
+def _known_settings(local: LocalSettings | Mapping[str, Any] | None, bench: Bench | None) -> LocalSettings | None:
     """How clients train, if anybody has said it."""
     if local is None:
         return bench.local if bench is not None and bench.local != LocalSettings() else None

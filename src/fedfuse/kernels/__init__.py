@@ -19,7 +19,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError
 from fedfuse.kernels.choice import is_faster
-from fedfuse.kernels.place import is_cold
+from fedfuse.kernels.code_cache import is_cold
 from fedfuse.kernels.trace import Layer, Shape, Uncovered, chain_of, shape_after
 
 if TYPE_CHECKING:
@@ -116,8 +116,8 @@ def _check(
 ) -> None:
     """What beside the network's layers must be as the kernels have it."""
     params = dict(module.named_parameters())
-    if odd := [f"{name!r} of {p.dtype}" for name, p in params.items() if p.dtype != torch.float32]:
-        raise Uncovered(f"the parameter {odd[0]}")
+    if wrong := [f"{name!r} of {p.dtype}" for name, p in params.items() if p.dtype != torch.float32]:
+        raise Uncovered(f"the parameter {wrong[0]}")
     if settings.device != "cpu" or rows.x.dtype != torch.float32:
         raise Uncovered(f"inputs of {rows.x.dtype} on {settings.device}")
     if settings.optimizer.name != "sgd" or settings.l1:

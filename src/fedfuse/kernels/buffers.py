@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedfuse.kernels.pointwise import Runs
-from fedfuse.kernels.target import LANES, Floats, padded
+from fedfuse.kernels.target import LANES, Floats, pad_to_lanes
 from fedfuse.kernels.tiles import Four, Two
 
 
@@ -75,22 +75,22 @@ class Table:
     grads: Floats = field(init=False)
 
     def __post_init__(self) -> None:
-        size = self.batch * padded(self.columns)
+        size = self.batch * pad_to_lanes(self.columns)
         self.data, self.grads = np.zeros(size, np.float32), np.zeros(size, np.float32)
 
     @property
     def form(self) -> Two:
         """Columns, and the length of a row."""
-        return self.columns, padded(self.columns)
+        return self.columns, pad_to_lanes(self.columns)
 
     @property
     def features(self) -> int:
         """Numbers of one example, the filling too."""
-        return padded(self.columns)
+        return pad_to_lanes(self.columns)
 
     def runs(self, other: Table, count: int) -> Runs:  # noqa: ARG002 - both lie alike
         """This table and another of its size as one run of numbers; see `pointwise`."""
-        return (1, 1, count * padded(self.columns), 0, 0, 0, 0, 0, 0)
+        return (1, 1, count * pad_to_lanes(self.columns), 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +110,18 @@ class Slot:
     @property
     def length(self) -> int:
         """Numbers from row to row."""
-        return padded(self.columns)
+        return pad_to_lanes(self.columns)
 
     def view(self, row: Floats) -> Tensor:
         """The place as a tensor with one row per output, without the filling."""
         whole = torch.from_numpy(row)
         return whole.as_strided((self.rows, self.columns), (self.length, 1), self.offset)
 
-    def put(self, row: Floats, tensor: Tensor) -> None:
+    def write(self, row: Floats, tensor: Tensor) -> None:
         """Copy a tensor to its place."""
         self.view(row).copy_(tensor.reshape(self.shape).permute(self.axes).reshape(self.rows, -1))
 
-    def get(self, row: Floats, tensor: Tensor) -> None:
+    def read(self, row: Floats, tensor: Tensor) -> None:
         """Copy it back."""
         there = [self.shape[axis] for axis in self.axes]
         back = [self.axes.index(axis) for axis in range(len(self.axes))]
@@ -129,7 +129,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Shelf:
+class FlatTensors:
     """Tensors by name, side by side in one long row; every one begins at a multiple of LANES."""
 
     slots: dict[str, Slot] = field(default_factory=dict)
@@ -145,15 +145,15 @@ class Shelf:
     def skip(self, count: int) -> int:
         """Make room that stays zero; gives where it begins."""
         begin = self.size
-        self.size += padded(count)
+        self.size += pad_to_lanes(count)
         return begin
 
-    def room(self) -> Floats:
+    def zeros(self) -> Floats:
         """A long row of zeros."""
         return np.zeros(self.size, np.float32)
 
-    def put(self, tensors: Mapping[str, Tensor], row: Floats) -> Floats:
+    def write(self, tensors: Mapping[str, Tensor], row: Floats) -> Floats:
         """Copy these tensors to their places in a long row, which has zeros between them; gives the row back."""
         for name, tensor in tensors.items():
-            self.slots[name].put(row, tensor)
+            self.slots[name].write(row, tensor)
         return row

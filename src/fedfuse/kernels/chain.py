@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedfuse.core.settings import LocalSettings
 from fedfuse.kernels import learn, move, trace
-from fedfuse.kernels.buffers import Images, Shelf, Table
+from fedfuse.kernels.buffers import FlatTensors, Images, Table
 from fedfuse.kernels.layers import (
     ConvOp,
     DropoutOp,
@@ -26,7 +26,7 @@ from fedfuse.kernels.layers import (
     TanhOp,
 )
 from fedfuse.kernels.target import Floats, Ints
-from fedfuse.kernels.trace import Activation, Conv, Dropout, Flatten, Layer, Linear, Norm, Pool, Shape
+from fedfuse.kernels.trace import Activation, Conv, Dropout, Flatten, Layer, Linear, Norm, PoolLayer, Shape
 
 _NOTHING = np.zeros(0, np.float32)
 
@@ -52,7 +52,7 @@ class Chain:
     """
 
     def __init__(self, layers: Sequence[Layer], shape: Shape, batch: int) -> None:
-        self._weights, self._statistics = Shelf(), Shelf()
+        self._weights, self._statistics = FlatTensors(), FlatTensors()
         self._numbers = Numbers(_NOTHING, _NOTHING, _NOTHING)
         self._batch, self._dropouts = batch, 0
         layers = list(layers)
@@ -63,8 +63,8 @@ class Chain:
         self._order: Shape | None = None  # channels, height, width that the columns of a table came from
         self._ops = list(self._build(layers, shape))
         own, weights = self._numbers, self._weights
-        own.weights, own.grads, own.statistics = weights.room(), weights.room(), self._statistics.room()
-        self._anchor, self._velocity = weights.room(), weights.room()
+        own.weights, own.grads, own.statistics = weights.zeros(), weights.zeros(), self._statistics.zeros()
+        self._anchor, self._velocity = weights.zeros(), weights.zeros()
 
     def _build(self, layers: Sequence[Layer], shape: Shape) -> Iterator[Op]:
         self._start = self._end = self._buffer(shape, layers[0])
@@ -88,7 +88,7 @@ class Chain:
                 return self._linear(layer, shape, x, y, first)
             case Norm(), _, _:
                 return self._norm(layer, shape, x, y)
-            case Pool(kind=kind), Images(), Images():
+            case PoolLayer(kind=kind), Images(), Images():
                 size = (layer.kernel, layer.stride, layer.padding)
                 return MaxPoolOp(x, y, size) if kind == "max" else MeanPoolOp(x, y, size)
             case Flatten(), Images(), Table():
@@ -104,9 +104,9 @@ class Chain:
         raise trace.Uncovered(f"{type(layer).__name__} on inputs of shape {shape}")
 
     def _conv(self, layer: Conv, shape: Shape, x: Images, y: Images, first: bool) -> Op:
-        k, shelf = layer.kernel, self._weights
-        weights = shelf.add(f"{layer.name}.weight", (layer.outputs, shape[0], k, k), (0, 2, 3, 1), layer.outputs)
-        size = (k, layer.stride, shelf.slots[f"{layer.name}.weight"].length)
+        k, tensors = layer.kernel, self._weights
+        weights = tensors.add(f"{layer.name}.weight", (layer.outputs, shape[0], k, k), (0, 2, 3, 1), layer.outputs)
+        size = (k, layer.stride, tensors.slots[f"{layer.name}.weight"].length)
         return ConvOp(x, y, self._numbers, (weights, self._bias(layer)), size, layer.bias, first)
 
     def _linear(self, layer: Linear, shape: Shape, x: Table, y: Table, first: bool) -> Op:
@@ -158,22 +158,22 @@ class Chain:
         state, weights, own = module.state_dict(), self._weights, self._numbers
         for row in (own.weights, own.grads, self._velocity):  # a client that diverged leaves no zeros between tensors
             row.fill(0)
-        weights.put({name: state[name] for name in weights.slots}, own.weights)
-        self._statistics.put({name: state[name] for name in self._statistics.slots}, own.statistics)
+        weights.write({name: state[name] for name in weights.slots}, own.weights)
+        self._statistics.write({name: state[name] for name in self._statistics.slots}, own.statistics)
         for op in self._ops:
             if isinstance(op, NormOp):
                 op.batches = 0
-        near = weights.put(anchor, self._anchor) if mu else _NOTHING
-        added = weights.put(linear, weights.room()) if linear else _NOTHING
+        near = weights.write(anchor, self._anchor) if mu else _NOTHING
+        added = weights.write(linear, weights.zeros()) if linear else _NOTHING
         return Round(settings, mu, near, added, self._velocity if settings.optimizer.momentum else _NOTHING)
 
     @torch.no_grad()
     def finish(self, module: nn.Module) -> None:
         """Give the weights and statistics back to the network."""
         state = module.state_dict()
-        for shelf, row in ((self._weights, self._numbers.weights), (self._statistics, self._numbers.statistics)):
-            for name, slot in shelf.slots.items():
-                slot.get(row, state[name])
+        for tensors, row in ((self._weights, self._numbers.weights), (self._statistics, self._numbers.statistics)):
+            for name, slot in tensors.slots.items():
+                slot.read(row, state[name])
         norms = [op for op in self._ops if isinstance(op, NormOp)]
         counters = [t for n, t in state.items() if n.endswith("num_batches_tracked")]
         for op, counter in zip(norms, counters, strict=True):

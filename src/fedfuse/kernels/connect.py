@@ -5,14 +5,14 @@ A form of tables is (columns, length of a row); weights have one row per output,
 
 from __future__ import annotations
 
-from fedfuse.kernels.target import LANES, Floats, compiled
+from fedfuse.kernels.target import LANES, Floats, compile_kernel
 from fedfuse.kernels.tiles import LEFTS, RIGHTS, ROWS, Two, fill, products, share, tile
 
 
-@compiled
-def forward(count: int, x: Floats, xform: Two, w: Floats, places: Two, y: Floats, yform: Two) -> None:
+@compile_kernel
+def forward(count: int, x: Floats, xform: Two, w: Floats, offsets: Two, y: Floats, yform: Two) -> None:
     """Write y = x Wᵀ + bias."""
-    (wo, bo), (outputs, row), length = places, yform, xform[1]
+    (wo, bo), (outputs, row), length = offsets, yform, xform[1]
     for i in range(count):
         for o in range(outputs):
             y[i * row + o] = w[bo + o]
@@ -28,7 +28,7 @@ def forward(count: int, x: Floats, xform: Two, w: Floats, places: Two, y: Floats
         i += n
 
 
-@compiled
+@compile_kernel
 def to_inputs(count: int, dy: Floats, yform: Two, w: Floats, wo: int, zero: Floats, dx: Floats, xform: Two) -> None:
     """Write dx = dy W."""
     tiles, length, row = (count + ROWS - 1) // ROWS, xform[1], yform[1]
@@ -41,7 +41,7 @@ def to_inputs(count: int, dy: Floats, yform: Two, w: Floats, wo: int, zero: Floa
             i += n
 
 
-@compiled
+@compile_kernel
 def to_weights(count: int, x: Floats, xform: Two, dy: Floats, yform: Two, zero: Floats, g: Floats, go: int) -> None:
     """Write dW = dyᵀ x."""
     (outputs, row), length = yform, xform[1]
@@ -55,7 +55,7 @@ def to_weights(count: int, x: Floats, xform: Two, dy: Floats, yform: Two, zero: 
             o += n
 
 
-@compiled
+@compile_kernel
 def to_biases(count: int, dy: Floats, yform: Two, g: Floats, go: int) -> None:
     """The sums of the columns of dy."""
     outputs, row = yform

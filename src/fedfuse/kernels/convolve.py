@@ -6,21 +6,21 @@ wide as the next convolution's padding.
 
 from __future__ import annotations
 
-from fedfuse.kernels.target import LANES, Floats, compiled
+from fedfuse.kernels.target import LANES, Floats, compile_kernel
 from fedfuse.kernels.tiles import LEFTS, RIGHTS, ROWS, Four, Three, Two, fill, products, share, tile, total
 
 _NEAR = 6144  # numbers of an output's gradient that are gone through while they are near (24 KiB)
 
 
-@compiled
+@compile_kernel
 def pixel(form: Four, block: int, h: int, q: int) -> int:
     """Where a pixel of images of this form begins; rows and columns count from the border's end."""
     height, width, border, channels = form
     return ((block * (height + 2 * border) + h + border) * (width + 2 * border) + q + border) * channels * LANES
 
 
-@compiled
-def forward(blocks: int, x: Floats, xform: Four, w: Floats, places: Two, size: Three, y: Floats, yform: Four) -> None:
+@compile_kernel
+def forward(blocks: int, x: Floats, xform: Four, w: Floats, offsets: Two, size: Three, y: Floats, yform: Four) -> None:
     """Write y = bias + Σ w · x.
 
     Args:
@@ -28,12 +28,12 @@ def forward(blocks: int, x: Floats, xform: Four, w: Floats, places: Two, size: T
         x: the images.
         xform: their form.
         w: all weights of the network.
-        places: where the layer's weights and where its biases begin.
+        offsets: where the layer's weights and where its biases begin.
         size: the kernel's side, its stride, and the length of a row of weights.
         y: the images that come out.
         yform: their form.
     """
-    (wo, bo), (kernel, stride, row) = places, size
+    (wo, bo), (kernel, stride, row) = offsets, size
     outputs, taps = yform[3], kernel * xform[3]
     line, tiles = (xform[1] + 2 * xform[2]) * xform[3] * LANES, (yform[3] + ROWS - 1) // ROWS
     for block in range(blocks):
@@ -49,11 +49,11 @@ def forward(blocks: int, x: Floats, xform: Four, w: Floats, places: Two, size: T
             o += n
 
 
-@compiled
-def _reach(place: int, kernel: int, stride: int, outputs: int) -> Three:
+@compile_kernel
+def _reach(position: int, kernel: int, stride: int, outputs: int) -> Three:
     """Of the outputs that a pixel at this place of the padded input reaches: the last, its tap, and how many."""
-    tap = place % stride
-    last = (place - tap) // stride
+    tap = position % stride
+    last = (position - tap) // stride
     if last > outputs - 1:
         tap += (last - outputs + 1) * stride
         last = outputs - 1
@@ -61,7 +61,7 @@ def _reach(place: int, kernel: int, stride: int, outputs: int) -> Three:
     return last, tap, min(taps, last + 1)
 
 
-@compiled
+@compile_kernel
 def to_inputs(
     blocks: int, dy: Floats, yform: Four, w: Floats, wo: int, size: Three, zero: Floats, dx: Floats, xform: Four
 ) -> None:
@@ -86,7 +86,7 @@ def to_inputs(
             c += n
 
 
-@compiled
+@compile_kernel
 def to_weights(blocks: int, x: Floats, xform: Four, dy: Floats, yform: Four, size: Three, g: Floats, go: int) -> None:
     """The gradient with respect to the weights: inner products over pixels and lanes."""
     kernel, stride, row = size
@@ -112,7 +112,7 @@ def to_weights(blocks: int, x: Floats, xform: Four, dy: Floats, yform: Four, siz
                 o += n
 
 
-@compiled
+@compile_kernel
 def to_biases(blocks: int, dy: Floats, yform: Four, g: Floats, go: int, sums: Floats) -> None:
     """The gradient with respect to the biases: sums over pixels and lanes."""
     size = yform[3] * LANES

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fedfuse.kernels import connect, convolve, move, normalise, pointwise, pool
+from fedfuse.kernels import connect, convolve, move, normalize, pointwise, pool
 from fedfuse.kernels.buffers import Images, Table, blocks_of
 from fedfuse.kernels.pointwise import Runs
 from fedfuse.kernels.target import LANES, Floats
@@ -45,7 +45,7 @@ class ConvOp:
     x: Images
     y: Images
     own: Numbers
-    places: Two
+    offsets: Two
     size: Three
     bias: bool
     first: bool
@@ -57,12 +57,12 @@ class ConvOp:
     def forward(self, count: int) -> None:
         """See `convolve.forward`."""
         x, y, weights = self.x, self.y, self.own.weights
-        convolve.forward(blocks_of(count), x.data, x.form, weights, self.places, self.size, y.data, y.form)
+        convolve.forward(blocks_of(count), x.data, x.form, weights, self.offsets, self.size, y.data, y.form)
 
     def backward(self, count: int) -> None:
         """See `convolve`."""
         x, y, own, blocks = self.x, self.y, self.own, blocks_of(count)
-        weights, biases = self.places
+        weights, biases = self.offsets
         convolve.to_weights(blocks, x.data, x.form, y.grads, y.form, self.size, own.grads, weights)
         if self.bias:
             convolve.to_biases(blocks, y.grads, y.form, own.grads, biases, self._sums)
@@ -77,19 +77,19 @@ class LinearOp:
     x: Table
     y: Table
     own: Numbers
-    places: Two
+    offsets: Two
     bias: bool
     first: bool
 
     def forward(self, count: int) -> None:
         """See `connect.forward`."""
         x, y = self.x, self.y
-        connect.forward(count, x.data, x.form, self.own.weights, self.places, y.data, y.form)
+        connect.forward(count, x.data, x.form, self.own.weights, self.offsets, y.data, y.form)
 
     def backward(self, count: int) -> None:
         """See `connect`."""
         x, y, own = self.x, self.y, self.own
-        weights, biases = self.places
+        weights, biases = self.offsets
         connect.to_weights(count, x.data, x.form, y.grads, y.form, own.zero, own.grads, weights)
         if self.bias:
             connect.to_biases(count, y.grads, y.form, own.grads, biases)
@@ -143,7 +143,7 @@ class DropoutOp:
     x: Images | Table
     y: Images | Table
     own: Numbers
-    place: int
+    index: int
     p: float
     _mask: Floats = field(init=False)
 
@@ -154,13 +154,13 @@ class DropoutOp:
     def forward(self, count: int) -> None:
         """Draw a mask, and apply it."""
         across = LANES if isinstance(self.x, Images) else 0
-        key = self.own.keys[self.place]
+        key = self.own.keys[self.index]
         pointwise.draw_mask(self._mask, count, self.x.features, across, key, 1 - self.p)
-        pointwise.times(self.x.data, self._mask, self.y.data, runs_of(self.x, self.y, count))
+        pointwise.multiply_mask(self.x.data, self._mask, self.y.data, runs_of(self.x, self.y, count))
 
     def backward(self, count: int) -> None:
         """Apply the same mask; the roles of the two buffers' borders change sides."""
-        pointwise.times(self.y.grads, self._mask, self.x.grads, runs_of(self.y, self.x, count))
+        pointwise.multiply_mask(self.y.grads, self._mask, self.x.grads, runs_of(self.y, self.x, count))
 
 
 def padded_batch(images: Images) -> int:
@@ -231,7 +231,7 @@ class NormOp:
     x: Images | Table
     y: Images | Table
     own: Numbers
-    places: Two
+    offsets: Two
     statistics: Two
     eps: float
     momentum: float
@@ -266,23 +266,23 @@ class NormOp:
         return count * (self.x.height * self.x.width if isinstance(self.x, Images) else 1)
 
     def forward(self, count: int) -> None:
-        """Take the batch's statistics, let the running ones follow, and normalise."""
+        """Take the batch's statistics, let the running ones follow, and normalize."""
         x, own, runs, size = self.x, self.own, self._runs(count), self._size
         mean, scale, channels = self._mean, self._scale, size[0]
         if count > 1:
             numbers = self._numbers(count)
-            normalise.moments(x.data, runs, size, self._live(count), numbers, mean, scale)
-            normalise.follow(own.statistics, mean, scale, self.statistics, channels, numbers, self.momentum)
+            normalize.moments(x.data, runs, size, self._live(count), numbers, mean, scale)
+            normalize.follow(own.statistics, mean, scale, self.statistics, channels, numbers, self.momentum)
             self.batches += 1
         else:
             mean[:channels], scale[:channels] = (own.statistics[at : at + channels] for at in self.statistics)
         scale[:channels] = 1 / np.sqrt(scale[:channels] + np.float32(self.eps))
-        normalise.forward(x.data, self.y.data, runs, size, own.weights, self.places, mean, scale)
+        normalize.forward(x.data, self.y.data, runs, size, own.weights, self.offsets, mean, scale)
 
     def backward(self, count: int) -> None:
-        """See `normalise`."""
+        """See `normalize`."""
         x, dy, own, runs, size = self.x, self.y.grads, self.own, self._runs(count), self._size
-        normalise.to_weights(x.data, dy, runs, size, self._mean, self._scale, own.grads, self.places)
+        normalize.to_weights(x.data, dy, runs, size, self._mean, self._scale, own.grads, self.offsets)
         numbers = self._numbers(count) if count > 1 else 0
-        known = normalise.coefficients(own.weights, own.grads, self.places, self._scale, numbers, size[0])
-        normalise.to_inputs(x.data, dy, x.grads, runs, size, self._live(count), self._mean, known)
+        known = normalize.coefficients(own.weights, own.grads, self.offsets, self._scale, numbers, size[0])
+        normalize.to_inputs(x.data, dy, x.grads, runs, size, self._live(count), self._mean, known)

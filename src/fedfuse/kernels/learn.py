@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedfuse.kernels.target import Floats, Ints, compiled
+from fedfuse.kernels.target import Floats, Ints, compile_kernel
 from fedfuse.kernels.tiles import Two
 
 
-@compiled
+@compile_kernel
 def cross_entropy(count: int, z: Floats, form: Two, y: Ints, order: Ints, begin: int, dz: Floats) -> float:
     """The mean of −log softmax(z)_y over the rows, and its gradient (softmax(z) − onehot(y)) / n in dz."""
     classes, row = form
@@ -30,7 +30,7 @@ def cross_entropy(count: int, z: Floats, form: Two, y: Ints, order: Ints, begin:
     return total / count
 
 
-@compiled
+@compile_kernel
 def pull(w: Floats, g: Floats, anchor: Floats, linear: Floats, mu: float) -> float:
     """Add g += μ (w − anchor) + linear, the gradient of μ/2 ‖w − anchor‖² + ⟨linear, w⟩, whose value comes back.
 
@@ -53,7 +53,7 @@ def pull(w: Floats, g: Floats, anchor: Floats, linear: Floats, mu: float) -> flo
     return value
 
 
-@compiled
+@compile_kernel
 def norm_of(g: Floats) -> float:
     """‖g‖."""
     total = np.float32(0)
@@ -62,7 +62,7 @@ def norm_of(g: Floats) -> float:
     return float(np.sqrt(total))
 
 
-@compiled
+@compile_kernel
 def step(w: Floats, g: Floats, velocity: Floats, scale: float, rate: float, momentum: float, decay: float) -> None:
     """Move: v ← ρ v + scale · g + λ w;  w ← w − η v; without momentum the velocity is empty."""
     s, lr, rho, weight = np.float32(scale), np.float32(rate), np.float32(momentum), np.float32(decay)
@@ -76,7 +76,7 @@ def step(w: Floats, g: Floats, velocity: Floats, scale: float, rate: float, mome
             w[i] -= lr * (s * g[i] + weight * w[i])
 
 
-@compiled
+@compile_kernel
 def pulled_step(
     w: Floats,
     g: Floats,

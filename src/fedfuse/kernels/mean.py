@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from fedfuse.kernels.target import Floats, Ints, exact
+from fedfuse.kernels.target import Floats, Ints, compile_exactly
 
 Doubles = npt.NDArray[np.float64]
 _NEAR = 1 << 13  # numbers whose sums stay near (64 KiB): long enough for memory to be read in long runs
@@ -31,13 +31,13 @@ def _pointer(typing, address):  # type: ignore[no-untyped-def] # noqa: ARG001
     return types.voidptr(types.int64), generate
 
 
-@exact
+@compile_exactly
 def _row(address: int, begin: int, count: int) -> Floats:
     """So many numbers of a row that lies at an address."""
     return numba.carray(_pointer(address + 4 * begin), count, np.float32)  # type: ignore[no-any-return]
 
 
-@exact
+@compile_exactly
 def weighted_sums(rows: Ints, weights: Doubles, divisor: float, begin: int, out: Floats) -> None:
     """Write out[i] = Σ_k weights[k] · row_k[begin + i] / divisor, for rows at the given addresses.
 
@@ -63,7 +63,7 @@ def weighted_sums(rows: Ints, weights: Doubles, divisor: float, begin: int, out:
         divide(sums[:count], divisor, out[first : first + count])
 
 
-@exact
+@compile_exactly
 def _add_four(rows: Ints, weights: Doubles, begin: int, sums: Doubles) -> None:
     """Four rows in their order, while a sum is in its register."""
     a, b = _row(rows[0], begin, sums.size), _row(rows[1], begin, sums.size)
@@ -76,14 +76,14 @@ def _add_four(rows: Ints, weights: Doubles, begin: int, sums: Doubles) -> None:
         sums[i] = total + s * np.float64(d[i])
 
 
-@exact
+@compile_exactly
 def add_row(row: Floats, weight: float, sums: Doubles) -> None:
     """Add sums += weight · row."""
     for i in range(sums.size):
         sums[i] += weight * np.float64(row[i])
 
 
-@exact
+@compile_exactly
 def divide(sums: Doubles, divisor: float, out: Floats) -> None:
     """Write out = sums / divisor."""
     for i in range(sums.size):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fedfuse.kernels.convolve import pixel
-from fedfuse.kernels.target import LANES, Floats, Ints, compiled
+from fedfuse.kernels.target import LANES, Floats, Ints, compile_kernel
 from fedfuse.kernels.tiles import Four
 
 
-@compiled
+@compile_kernel
 def rows_in(count: int, x: Floats, order: Ints, begin: int, features: int, length: int, table: Floats) -> None:
     """table[i] = x[order[begin + i]], whose rows are `features` long."""
     for i in range(count):
@@ -16,7 +16,7 @@ def rows_in(count: int, x: Floats, order: Ints, begin: int, features: int, lengt
             table[b + f] = x[a + f]
 
 
-@compiled
+@compile_kernel
 def images_in(count: int, x: Floats, order: Ints, begin: int, images: Floats, form: Four) -> None:
     """images[block, …, lane] = x[order[begin + i]], whose rows are [row][column][channel]; lanes without are zero."""
     height, width, _, channels = form
@@ -35,7 +35,7 @@ def images_in(count: int, x: Floats, order: Ints, begin: int, images: Floats, fo
                         images[b + v * LANES] = 0
 
 
-@compiled
+@compile_kernel
 def flatten(count: int, images: Floats, form: Four, table: Floats, length: int) -> None:
     """table[i] = image i as a row, [row][column][channel]; the images have no border."""
     features = form[0] * form[1] * form[3]
@@ -48,7 +48,7 @@ def flatten(count: int, images: Floats, form: Four, table: Floats, length: int) 
                 table[(first + lane) * length + f] = images[a + lane]
 
 
-@compiled
+@compile_kernel
 def flatten_back(count: int, table: Floats, length: int, images: Floats, form: Four) -> None:
     """The inverse of `flatten`; lanes without an example become zero."""
     features = form[0] * form[1] * form[3]

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from fedfuse.kernels.target import Floats, compiled
+from fedfuse.kernels.target import Floats, compile_kernel
 
 Runs = tuple[int, int, int, int, int, int, int, int, int]
 ZERO = np.float32(0)
 
 
-@compiled
+@compile_kernel
 def relu(x: Floats, y: Floats, runs: Runs, slope: float) -> None:
     """Write y = x where x > 0, else slope · x; NaN stays NaN."""
     groups, rows, length, xo, xg, xr, yo, yg, yr = runs
@@ -29,7 +29,7 @@ def relu(x: Floats, y: Floats, runs: Runs, slope: float) -> None:
                 target[i] = steep * source[i] if source[i] <= ZERO else source[i]
 
 
-@compiled
+@compile_kernel
 def relu_back(y: Floats, dy: Floats, dx: Floats, runs: Runs, slope: float) -> None:
     """Write dx = dy where y > 0, else slope · dy."""
     groups, rows, length, xo, xg, xr, yo, yg, yr = runs
@@ -42,7 +42,7 @@ def relu_back(y: Floats, dy: Floats, dx: Floats, runs: Runs, slope: float) -> No
                 target[i] = steep * source[i] if seen[i] <= ZERO else source[i]
 
 
-@compiled
+@compile_kernel
 def tanh(x: Floats, y: Floats, runs: Runs) -> None:
     """Write y = tanh x, by a quotient of polynomials without branches, exact to five units of 2⁻²⁴."""
     groups, rows, length, xo, xg, xr, yo, yg, yr = runs
@@ -54,7 +54,7 @@ def tanh(x: Floats, y: Floats, runs: Runs) -> None:
                 target[i] = _tanh(source[i])
 
 
-@compiled
+@compile_kernel
 def _tanh(x: Any) -> Any:
     """Eigen's approximation; beyond ±7.9 the nearest float32 is ±1."""
     f = np.float32
@@ -73,7 +73,7 @@ def _tanh(x: Any) -> Any:
     return v * top / low
 
 
-@compiled
+@compile_kernel
 def tanh_back(y: Floats, dy: Floats, dx: Floats, runs: Runs) -> None:
     """Write dx = (1 − y²) dy."""
     groups, rows, length, xo, xg, xr, yo, yg, yr = runs
@@ -85,7 +85,7 @@ def tanh_back(y: Floats, dy: Floats, dx: Floats, runs: Runs) -> None:
                 target[i] = (np.float32(1) - seen[i] * seen[i]) * source[i]
 
 
-@compiled
+@compile_kernel
 def _mix(value: Any) -> Any:
     """A number of 32 bits stirred until every bit depends on every other (MurmurHash3's finish)."""
     v = np.uint32(value)
@@ -96,7 +96,7 @@ def _mix(value: Any) -> Any:
     return np.uint32(v ^ (v >> np.uint32(16)))
 
 
-@compiled
+@compile_kernel
 def draw_mask(mask: Floats, examples: int, features: int, across: int, key: int, keep: float) -> None:
     """Write mask = 1/keep with probability `keep`, else 0: a function of the key, the example and the feature alone.
 
@@ -118,8 +118,8 @@ def draw_mask(mask: Floats, examples: int, features: int, across: int, key: int,
             mask[first + f * step] = up if drawn < below else ZERO
 
 
-@compiled
-def times(x: Floats, mask: Floats, y: Floats, runs: Runs) -> None:
+@compile_kernel
+def multiply_mask(x: Floats, mask: Floats, y: Floats, runs: Runs) -> None:
     """Write y = mask · x; the mask has no border."""
     groups, rows, length, xo, xg, xr, yo, yg, yr = runs
     for g in range(groups):

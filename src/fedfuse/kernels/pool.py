@@ -6,14 +6,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fedfuse.kernels.convolve import pixel
-from fedfuse.kernels.target import LANES, Floats, compiled
+from fedfuse.kernels.target import LANES, Floats, compile_kernel
 from fedfuse.kernels.tiles import Four, Three, fill
 
-Places = npt.NDArray[np.int32]
+Argmaxes = npt.NDArray[np.int32]
 
 
-@compiled
-def largest(blocks: int, x: Floats, xform: Four, size: Three, y: Floats, yform: Four, chosen: Places) -> None:
+@compile_kernel
+def largest(blocks: int, x: Floats, xform: Four, size: Three, y: Floats, yform: Four, chosen: Argmaxes) -> None:
     """Write y = the largest of each window, and which it was: the first of equals, and NaN before all, as in torch."""
     kernel, stride, padding = size
     length = xform[3] * LANES
@@ -22,21 +22,21 @@ def largest(blocks: int, x: Floats, xform: Four, size: Three, y: Floats, yform: 
             for q in range(yform[1]):
                 b = pixel(yform, block, h, q)
                 c = ((block * yform[0] + h) * yform[1] + q) * length
-                target, place = y[b : b + length], chosen[c : c + length]
+                target, largest_at = y[b : b + length], chosen[c : c + length]
                 if kernel == 2 and padding == 0:
                     a, d = pixel(xform, block, h * stride, q * stride), pixel(xform, block, h * stride + 1, q * stride)
-                    _take_largest(x[a : a + 2 * length], x[d : d + 2 * length], target, place)
+                    _take_largest(x[a : a + 2 * length], x[d : d + 2 * length], target, largest_at)
                     continue
                 fill(y, b, b + length, -np.inf)
                 for k in range(kernel * kernel):
                     i, j = h * stride - padding + k // kernel, q * stride - padding + k % kernel
                     if 0 <= i < xform[0] and 0 <= j < xform[1]:
                         a = pixel(xform, block, i, j)
-                        _take_larger(x[a : a + length], target, place, k)
+                        _take_larger(x[a : a + length], target, largest_at, k)
 
 
-@compiled
-def _take_largest(upper: Floats, lower: Floats, target: Floats, place: Places) -> None:
+@compile_kernel
+def _take_largest(upper: Floats, lower: Floats, target: Floats, largest_at: Argmaxes) -> None:
     """Of two by two pixels, without going through memory in between."""
     n = target.size
     a, b, c, d = upper[:n], upper[n:], lower[:n], lower[n:]
@@ -48,20 +48,20 @@ def _take_largest(upper: Floats, lower: Floats, target: Floats, place: Places) -
         best, k = (c[v], np.int32(2)) if for_c else (best, k)
         for_d = (d[v] > best) | (d[v] != d[v])
         target[v] = d[v] if for_d else best
-        place[v] = np.int32(3) if for_d else k
+        largest_at[v] = np.int32(3) if for_d else k
 
 
-@compiled
-def _take_larger(source: Floats, target: Floats, place: Places, k: int) -> None:
+@compile_kernel
+def _take_larger(source: Floats, target: Floats, largest_at: Argmaxes, k: int) -> None:
     for v in range(source.size):
         here, best = source[v], target[v]
         more = (here > best) | (here != here)
         target[v] = here if more else best
-        place[v] = np.int32(k) if more else place[v]
+        largest_at[v] = np.int32(k) if more else largest_at[v]
 
 
-@compiled
-def largest_back(blocks: int, dy: Floats, yform: Four, size: Three, chosen: Places, dx: Floats, xform: Four) -> None:
+@compile_kernel
+def largest_back(blocks: int, dy: Floats, yform: Four, size: Three, chosen: Argmaxes, dx: Floats, xform: Four) -> None:
     """Write dx = dy at the place that was the largest; windows that overlap add up."""
     kernel, stride, padding = size
     length, overlap = xform[3] * LANES, stride < kernel
@@ -72,26 +72,26 @@ def largest_back(blocks: int, dy: Floats, yform: Four, size: Three, chosen: Plac
             for q in range(yform[1]):
                 b = pixel(yform, block, h, q)
                 c = ((block * yform[0] + h) * yform[1] + q) * length
-                source, place = dy[b : b + length], chosen[c : c + length]
+                source, largest_at = dy[b : b + length], chosen[c : c + length]
                 for k in range(kernel * kernel):
                     i, j = h * stride - padding + k // kernel, q * stride - padding + k % kernel
                     if 0 <= i < xform[0] and 0 <= j < xform[1]:
                         a = pixel(xform, block, i, j)
-                        _give(source, place, dx[a : a + length], k, overlap)
+                        _give(source, largest_at, dx[a : a + length], k, overlap)
 
 
-@compiled
-def _give(source: Floats, place: Places, target: Floats, k: int, add: bool) -> None:
+@compile_kernel
+def _give(source: Floats, largest_at: Argmaxes, target: Floats, k: int, add: bool) -> None:
     zero = np.float32(0)
     if add:
         for v in range(source.size):
-            target[v] += source[v] if place[v] == k else zero
+            target[v] += source[v] if largest_at[v] == k else zero
     else:
         for v in range(source.size):
-            target[v] = source[v] if place[v] == k else zero
+            target[v] = source[v] if largest_at[v] == k else zero
 
 
-@compiled
+@compile_kernel
 def mean(blocks: int, x: Floats, xform: Four, size: Three, y: Floats, yform: Four) -> None:
     """Write y = the mean of each window."""
     kernel, stride, _ = size
@@ -111,7 +111,7 @@ def mean(blocks: int, x: Floats, xform: Four, size: Three, y: Floats, yform: Fou
                     target[v] *= part
 
 
-@compiled
+@compile_kernel
 def mean_back(blocks: int, dy: Floats, yform: Four, size: Three, dx: Floats, xform: Four) -> None:
     """Write dx = dy spread evenly; windows that overlap add up."""
     kernel, stride, _ = size

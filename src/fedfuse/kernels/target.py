@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import binding
 
-from fedfuse.kernels.place import code_folder
+from fedfuse.kernels.code_cache import code_folder
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -30,24 +30,24 @@ LANES, STEP = (32, 16) if _WIDE else (16, 8)
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
 
 
-def padded(count: int) -> int:
+def pad_to_lanes(count: int) -> int:
     """The next multiple of LANES: what rows of tables are filled up to with zeros.
 
     Example:
-        >>> padded(1) == LANES == padded(LANES)
+        >>> pad_to_lanes(1) == LANES == pad_to_lanes(LANES)
         True
     """
     return -(-count // LANES) * LANES
 
 
-def compiled(function: _Function) -> _Function:
+def compile_kernel(function: _Function) -> _Function:
     """A function translated to machine code at its first call, and kept for every later process."""
     with _cache_in(code_folder()):
         return numba.njit(cache=True, no_cfunc_wrapper=True, nogil=True, error_model="numpy", fastmath=_FAST)(function)  # type: ignore[no-any-return]
 
 
-def exact(function: _Function) -> _Function:
-    """As `compiled`, but every product and sum is rounded by itself and in the order written."""
+def compile_exactly(function: _Function) -> _Function:
+    """As `compile_kernel`, but every product and sum is rounded by itself and in the order written."""
     with _cache_in(code_folder()):
         return numba.njit(cache=True, no_cfunc_wrapper=True, nogil=True, error_model="numpy", fastmath=False)(function)  # type: ignore[no-any-return]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fedfuse.kernels.target import Floats, compiled
+from fedfuse.kernels.target import Floats, compile_kernel
 from fedfuse.kernels.vectors import make_products, make_tile
 
 ROWS, LEFTS, RIGHTS = 6, 4, 3  # the largest tiles: ROWS vectors, or LEFTS × RIGHTS inner products
@@ -23,13 +23,13 @@ _P31, _P32, _P33 = (make_products(3, n) for n in range(1, RIGHTS + 1))
 _P41, _P42, _P43 = (make_products(4, n) for n in range(1, RIGHTS + 1))
 
 
-@compiled
+@compile_kernel
 def share(left: int, parts: int) -> int:
     """The next of `parts` shares that differ by one at most."""
     return (left + parts - 1) // parts
 
 
-@compiled
+@compile_kernel
 def fill(array: Floats, begin: int, end: int, value: float) -> None:
     """array[begin:end] = value; numba's own assignment takes seconds to compile."""
     number = np.float32(value)
@@ -37,7 +37,7 @@ def fill(array: Floats, begin: int, end: int, value: float) -> None:
         array[i] = number
 
 
-@compiled
+@compile_kernel
 def total(array: Floats, begin: int, end: int) -> Any:
     """The sum of array[begin:end]; numba's own takes seconds to compile."""
     value = np.float32(0)
@@ -46,7 +46,7 @@ def total(array: Floats, begin: int, end: int) -> Any:
     return value
 
 
-@compiled
+@compile_kernel
 def tile(
     n: int, counts: Three, x: Floats, xs: Four, w: Floats, ws: Five, b: Floats, bs: Two, z: Floats, zs: Two
 ) -> None:
@@ -78,7 +78,7 @@ def tile(
         _T1(counts, x, xs, w, ws, b, bs, z, zs)
 
 
-@compiled
+@compile_kernel
 def products(n: int, m: int, counts: Two, x: Floats, xs: Four, d: Floats, ds: Four, g: Floats, gs: Three) -> None:
     """g[i, j] += Σ over two nested loops of ⟨d_i, x_j⟩, inner products of LANES numbers, for n × m pairs.
 

@@ -58,7 +58,7 @@ class Activation:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class PoolLayer:
     """The largest or the mean value of square windows."""
 
     kind: Literal["max", "mean"]
@@ -79,7 +79,7 @@ class Flatten:
     """An image as a row of numbers."""
 
 
-Layer: TypeAlias = Conv | Linear | Norm | Activation | Pool | Dropout | Flatten
+Layer: TypeAlias = Conv | Linear | Norm | Activation | PoolLayer | Dropout | Flatten
 
 
 def chain_of(module: nn.Module, shape: Shape) -> tuple[Layer, ...]:
@@ -99,8 +99,8 @@ def chain_of(module: nn.Module, shape: Shape) -> tuple[Layer, ...]:
     if len(set(names)) < len(names):
         raise Uncovered("a layer used twice")
     norms = {layer.name for layer in layers if isinstance(layer, Norm)}
-    if odd := [name for name, _ in module.named_buffers() if name.rpartition(".")[0] not in norms]:
-        raise Uncovered(f"the buffer {odd[0]!r}, which a forward may change")
+    if wrong := [name for name, _ in module.named_buffers() if name.rpartition(".")[0] not in norms]:
+        raise Uncovered(f"the buffer {wrong[0]!r}, which a forward may change")
     return tuple(_pool_first(layers))
 
 
@@ -127,7 +127,7 @@ def _pool_first(layers: list[Layer]) -> list[Layer]:
     layers = list(layers)
     for i in range(len(layers) - 1):
         first, second = layers[i : i + 2]
-        if first == Activation("relu") and isinstance(second, Pool) and second.kind == "max":
+        if first == Activation("relu") and isinstance(second, PoolLayer) and second.kind == "max":
             layers[i : i + 2] = [second, first]
     return layers
 
@@ -180,7 +180,7 @@ def _layer(node: fx.Node, parts: Mapping[str, nn.Module], shape: Shape) -> Layer
         found = make(str(node.target), module, shape) if make else Uncovered(what)
     else:
         find = _METHODS.get(str(node.target)) if node.op == "call_method" else _FUNCTIONS.get(node.target)
-        found = find(_Call(node, shape)) if find else Uncovered(what)
+        found = find(_FunctionCall(node, shape)) if find else Uncovered(what)
     if isinstance(found, Uncovered):
         raise Uncovered(str(found) if str(found) != what else what) from None
     return found
@@ -200,8 +200,8 @@ def _single(value: Any) -> int | None:
 
 def _conv(name: str, m: Any, shape: Shape) -> Found:
     kernel, stride, padding = _single(m.kernel_size), _single(m.stride), _single(m.padding)
-    odd = None in (kernel, stride, padding) or m.dilation != (1, 1) or m.groups != 1 or m.padding_mode != "zeros"
-    if odd or len(shape) != 3 or m.in_channels != shape[0] or padding >= kernel:  # type: ignore[operator]
+    wrong = None in (kernel, stride, padding) or m.dilation != (1, 1) or m.groups != 1 or m.padding_mode != "zeros"
+    if wrong or len(shape) != 3 or m.in_channels != shape[0] or padding >= kernel:  # type: ignore[operator]
         return Uncovered(f"Conv2d {name!r} with {_oddity(m)}")
     return Conv(name, m.out_channels, kernel, stride, padding, m.bias is not None)  # type: ignore[arg-type]
 
@@ -238,7 +238,7 @@ def _pool(kind: Literal["max", "mean"], kernel: Any, stride: Any, padding: Any, 
     k, s, p = _single(kernel), _single(kernel if stride is None else stride), _single(padding)
     if k is None or s is None or p is None or len(shape) != 3 or (p and kind == "mean"):
         return Uncovered(f"{kind} pooling with kernel_size={kernel}, stride={stride}, padding={padding}")
-    return Pool(kind, k, s, p)
+    return PoolLayer(kind, k, s, p)
 
 
 def _max_pool(_: str, m: Any, shape: Shape) -> Found:
@@ -258,7 +258,7 @@ def _adaptive(kind: Literal["max", "mean"], size: Any, shape: Shape) -> Found:
     side = _single(size)
     if side is None or len(shape) != 3 or shape[1] != shape[2] or shape[1] % side:
         return Uncovered(f"adaptive pooling of {shape[1:]} to {size}")
-    return Pool(kind, shape[1] // side, shape[1] // side)
+    return PoolLayer(kind, shape[1] // side, shape[1] // side)
 
 
 def _dropout(p: float, training: bool = True) -> Found:
@@ -296,23 +296,23 @@ _MODULES: Mapping[type[nn.Module], Callable[[str, Any, Shape], Found]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _FunctionCall:
     """A function's or method's arguments, after the tensor it works on."""
 
     node: fx.Node
     shape: Shape
 
-    def get(self, place: int, name: str, default: Any) -> Any:
+    def get(self, index: int, name: str, default: Any) -> Any:
         rest = self.node.args[1:]
-        return rest[place] if place < len(rest) else self.node.kwargs.get(name, default)
+        return rest[index] if index < len(rest) else self.node.kwargs.get(name, default)
 
     def only(self, *names: str) -> bool:
         """Whether nothing else is said than these arguments, in this order."""
         return len(self.node.args) - 1 <= len(names) and self.node.kwargs.keys() <= {*names}
 
 
-def _call_pool(kind: Literal["max", "mean"]) -> Callable[[_Call], Found]:
-    def find(call: _Call) -> Found:
+def _call_pool(kind: Literal["max", "mean"]) -> Callable[[_FunctionCall], Found]:
+    def find(call: _FunctionCall) -> Found:
         # torch.fx gives max_pool2d's defaults by name
         plain = {"dilation": 1, "ceil_mode": False, "return_indices": False, "count_include_pad": True}
         plain["divisor_override"] = None  # type: ignore[assignment]
@@ -326,7 +326,7 @@ def _call_pool(kind: Literal["max", "mean"]) -> Callable[[_Call], Found]:
     return find
 
 
-def _view(call: _Call) -> Found:
+def _view(call: _FunctionCall) -> Found:
     """x.view(x.size(0), -1) and its like: everything but the rows in one axis."""
     sizes = call.node.args[1:]
     if len(sizes) == 1 and isinstance(sizes[0], tuple):
@@ -338,19 +338,19 @@ def _view(call: _Call) -> Found:
     return Flatten() if len(call.shape) > 1 else None
 
 
-def _call_flatten(call: _Call) -> Found:
+def _call_flatten(call: _FunctionCall) -> Found:
     return _flatten(call.get(0, "start_dim", 0), call.get(1, "end_dim", -1), call.shape)
 
 
-def _call_dropout(call: _Call) -> Found:
+def _call_dropout(call: _FunctionCall) -> Found:
     return _dropout(call.get(0, "p", 0.5), bool(call.get(1, "training", True)))
 
 
-def _call_leaky(call: _Call) -> Found:
+def _call_leaky(call: _FunctionCall) -> Found:
     return _relu(float(call.get(0, "negative_slope", 0.01)))
 
 
-_FUNCTIONS: Mapping[Any, Callable[[_Call], Found]] = {
+_FUNCTIONS: Mapping[Any, Callable[[_FunctionCall], Found]] = {
     F.relu: lambda _: _relu(0.0),
     torch.relu: lambda _: _relu(0.0),
     F.leaky_relu: _call_leaky,
@@ -365,7 +365,7 @@ _FUNCTIONS: Mapping[Any, Callable[[_Call], Found]] = {
     torch.reshape: _view,
 }
 
-_METHODS: Mapping[str, Callable[[_Call], Found]] = {
+_METHODS: Mapping[str, Callable[[_FunctionCall], Found]] = {
     "relu": lambda _: _relu(0.0),
     "tanh": lambda _: Activation("tanh"),
     "view": _view,
@@ -379,13 +379,13 @@ def shape_after(layer: Layer, shape: Shape) -> Shape:
     """The shape of one example after a layer.
 
     Example:
-        >>> shape_after(Pool("max", 2, 2), (6, 24, 24))
+        >>> shape_after(PoolLayer("max", 2, 2), (6, 24, 24))
         (6, 12, 12)
     """
     match layer:
         case Conv(outputs=outputs, kernel=k, stride=s, padding=p):
             after: Shape = (outputs, *((side + 2 * p - k) // s + 1 for side in shape[1:]))
-        case Pool(kernel=k, stride=s, padding=p):
+        case PoolLayer(kernel=k, stride=s, padding=p):
             after = (shape[0], *((side + 2 * p - k) // s + 1 for side in shape[1:]))
         case Linear(outputs=outputs):
             after = (outputs,)

@@ -90,7 +90,7 @@ def make_tile(outputs: int, width: int = LANES) -> Any:
     @intrinsic
     def tile(typing, counts, x, xs, w, ws, b, bs, z, zs):  # type: ignore[no-untyped-def] # noqa: ARG001
         def generate(context: Any, build: Any, signature: Any, args: Any) -> Any:
-            array: Any = lambda place, offset: _at(context, build, signature.args[place], args[place], offset)
+            array: Any = lambda index, offset: _at(context, build, signature.args[index], args[index], offset)
             ahead: Any = lambda pointer, stride, j: build.gep(pointer, [build.mul(stride, ir.Constant(_INT, j))])
             n1, n2, n3 = _numbers(build, args[0], 3)
             xo, x1, x2, x3 = _numbers(build, args[2], 4)
@@ -121,7 +121,7 @@ def make_products(lefts: int, rights: int) -> Any:
     @intrinsic
     def products(typing, counts, x, xs, d, ds, g, gs):  # type: ignore[no-untyped-def] # noqa: ARG001
         def generate(context: Any, build: Any, signature: Any, args: Any) -> Any:
-            array: Any = lambda place, offset: _at(context, build, signature.args[place], args[place], offset)
+            array: Any = lambda index, offset: _at(context, build, signature.args[index], args[index], offset)
             ahead: Any = lambda pointer, stride, j: build.gep(pointer, [build.mul(stride, ir.Constant(_INT, j))])
             n1, n2 = _numbers(build, args[0], 2)
             (xo, x1, x2, xj), (do, d1, d2, di) = _numbers(build, args[2], 4), _numbers(build, args[4], 4)
@@ -141,8 +141,8 @@ def make_products(lefts: int, rights: int) -> Any:
                 return sums
 
             row: Any = lambda at, sums: _loop(build, n2, (x2, d2), at, sums, pixel)
-            for place, total in enumerate(_loop(build, n1, (x1, d1), starts, sums, row)):
-                target = ahead(ahead(out, gi, place // rights), gj, place % rights)
+            for index, total in enumerate(_loop(build, n1, (x1, d1), starts, sums, row)):
+                target = ahead(ahead(out, gi, index // rights), gj, index % rights)
                 build.store(build.fadd(build.load(target), _add_up(build, total)), target)
             return context.get_dummy_value()
 

@@ -32,7 +32,7 @@ class Assignment:
     total: float
 
 
-def match(cost: Tensor, *, maximise: bool = False) -> Assignment:
+def match(cost: Tensor, *, maximize: bool = False) -> Assignment:
     """Pair rows with columns so that the sum of the matched entries is least, or largest.
 
     The rectangular assignment problem, solved exactly (Crouse 2016); all of the shorter side is matched.
@@ -45,7 +45,7 @@ def match(cost: Tensor, *, maximise: bool = False) -> Assignment:
     if cost.ndim != 2 or not bool(torch.isfinite(cost).all()):
         raise ConfigError(f"match: got a tensor of shape {tuple(cost.shape)}, expected a matrix of finite numbers")
     table = cost.detach().double().cpu().numpy()
-    rows, cols = linear_sum_assignment(table, maximize=maximise)
+    rows, cols = linear_sum_assignment(table, maximize=maximize)
     total = float(table[rows, cols].sum())
     return Assignment(torch.as_tensor(rows).to(cost.device), torch.as_tensor(cols).to(cost.device), total)
 
@@ -53,7 +53,7 @@ def match(cost: Tensor, *, maximise: bool = False) -> Assignment:
 def match_each(gains: Tensor) -> Tensor:
     """For each of several square matrices, the column of every row that makes the sum of matched entries largest.
 
-    The same as `match` with `maximise` for one after another, checked and converted once.
+    The same as `match` with `maximize` for one after another, checked and converted once.
 
     Example:
         >>> match_each(torch.tensor([[[0.0, 2.0], [1.0, 0.0]], [[2.0, 0.0], [0.0, 1.0]]]))
@@ -155,7 +155,7 @@ def sinkhorn(
     if not math.isclose(mass, float(b.sum()), rel_tol=1e-9):
         raise ConfigError(f"{what}: rows weigh {mass:g} and columns {float(b.sum()):g}, expected equal masses")
     f, g, done, error = torch.zeros_like(a), torch.zeros_like(b), 0, math.inf
-    for heat in _cooling(float(C.max() - C.min()), reg):
+    for heat in _annealing_schedule(float(C.max() - C.min()), reg):
         sweeps = max_iters - done if heat == reg else min(_WARM_SWEEPS, max_iters - done)
         u, v, spent, error = _scale(C / heat, a, b, g / heat, sweeps, tol * mass)
         f, g, done = u * heat, v * heat, done + spent
@@ -180,9 +180,9 @@ def _masses(given: Tensor | None, C: Tensor, dim: int, what: str) -> Tensor:
     return masses
 
 
-def _cooling(spread: float, reg: float) -> Iterator[float]:
+def _annealing_schedule(cost_range: float, reg: float) -> Iterator[float]:
     """Temperatures from the cost's spread down to `reg`, each half of the one before."""
-    halvings = max(0, math.ceil(math.log2(spread / reg))) if spread > 0 else 0
+    halvings = max(0, math.ceil(math.log2(cost_range / reg))) if cost_range > 0 else 0
     return (reg * 2.0**k for k in range(halvings, -1, -1))
 
 

@@ -37,13 +37,13 @@ class Units:
     precision: Tensor
 
     @property
-    def weighed(self) -> Tensor:
+    def weighted_values(self) -> Tensor:
         """Values times precisions: what the units add to their atoms."""
         return self.values * self.precision
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Belief:
+class AtomPrior:
     """What is believed of an atom before anybody is heard: N(mean, 1/precision), and how many atoms there are.
 
     Attributes:
@@ -72,18 +72,18 @@ class Belief:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shared:
+class SharedAtoms:
     """The atoms that clients share.
 
     Attributes:
-        places: for every client the atom of each of its units.
+        assignment: for every client the atom of each of its units.
         sums: per atom the precision-weighted sum of its units.
         precision: per atom the sum of their precisions.
         users: how many clients use each atom.
         sweeps: rounds over the clients until nothing changed, or until there were enough.
     """
 
-    places: tuple[Tensor, ...]
+    assignment: tuple[Tensor, ...]
     sums: Tensor
     precision: Tensor
     users: Tensor
@@ -92,7 +92,7 @@ class Shared:
     def __len__(self) -> int:
         return len(self.users)
 
-    def mode(self, belief: Belief) -> Tensor:
+    def mode(self, belief: AtomPrior) -> Tensor:
         """The most probable atoms: (μ₀/σ₀² + Σ v/σ²) / (1/σ₀² + Σ 1/σ²), so the prior shrinks what few use."""
         return (belief.mean * belief.precision + self.sums) / (belief.precision + self.precision)
 
@@ -112,15 +112,15 @@ def gains(units: Units, sums: Tensor, precision: Tensor) -> Tensor:
         tensor([[0.3333],
                 [8.3333]])
     """
-    v, after = units.weighed, units.precision + precision
+    v, after = units.weighted_values, units.precision + precision
     squares = v.square() if len(units.precision) > 1 else v.square().sum(1, keepdim=True)
-    alone = (sums.square() / after).sum(1) - (sums.square() / precision).sum(1)
-    return squares @ (1 / after).T + 2 * v @ (sums / after).T + alone
+    without_units = (sums.square() / after).sum(1) - (sums.square() / precision).sum(1)
+    return squares @ (1 / after).T + 2 * v @ (sums / after).T + without_units
 
 
 def share_atoms(
-    clients: Sequence[Units], belief: Belief, *, sweeps: int = 5, draw: torch.Generator | None = None
-) -> Shared:
+    clients: Sequence[Units], belief: AtomPrior, *, sweeps: int = 5, draw: torch.Generator | None = None
+) -> SharedAtoms:
     """Find the atoms of several clients' units: the mode of the Beta–Bernoulli process, by coordinate ascent.
 
     Clients come in decreasing size; each one's units are assigned to the atoms there are, or to new ones, with the
@@ -136,8 +136,8 @@ def share_atoms(
     Example:
         >>> a = torch.eye(3, dtype=torch.float64) * 9
         >>> one = torch.ones(1, dtype=torch.float64)
-        >>> found = share_atoms([Units(a, one), Units(a[[2, 0]], one)], Belief(torch.zeros(3).double(), one))
-        >>> [p.tolist() for p in found.places], found.users.tolist()
+        >>> found = share_atoms([Units(a, one), Units(a[[2, 0]], one)], AtomPrior(torch.zeros(3).double(), one))
+        >>> [p.tolist() for p in found.assignment], found.users.tolist()
         ([[0, 1, 2], [2, 0]], [2, 1, 2])
     """
     if not clients or len({u.values.shape[1] for u in clients}) > 1:
@@ -145,35 +145,35 @@ def share_atoms(
         raise ConfigError(f"share_atoms: got units of {widths} coordinates, expected one number for all clients")
     draw = torch.Generator().manual_seed(0) if draw is None else draw
     table = _Table.empty(clients, belief)
-    for place in sorted(range(len(clients)), key=lambda j: -len(clients[j].values)):
-        table.assign(place)
-    places, changed, done = _by_first_use(table.places), True, 0
+    for atoms in sorted(range(len(clients)), key=lambda j: -len(clients[j].values)):
+        table.assign(atoms)
+    assignment, changed, done = _by_first_use(table.assignment), True, 0
     while changed and done < sweeps:
-        for place in torch.randperm(len(clients), generator=draw).tolist():
-            table.remove(place)
-            table.assign(place)
-        before, places, done = places, _by_first_use(table.places), done + 1
-        changed = not all(a.equal(b) for a, b in zip(before, places, strict=True))
-    return gathered(clients, places, sweeps=done)
+        for atoms in torch.randperm(len(clients), generator=draw).tolist():
+            table.remove(atoms)
+            table.assign(atoms)
+        before, assignment, done = assignment, _by_first_use(table.assignment), done + 1
+        changed = not all(a.equal(b) for a, b in zip(before, assignment, strict=True))
+    return atoms_of_assignment(clients, assignment, sweeps=done)
 
 
-def gathered(clients: Sequence[Units], places: Sequence[Tensor], *, sweeps: int = 0) -> Shared:
+def atoms_of_assignment(clients: Sequence[Units], assignment: Sequence[Tensor], *, sweeps: int = 0) -> SharedAtoms:
     """The atoms of a known assignment.
 
     Example:
         >>> two = Units(torch.tensor([[1.0], [5.0]]), torch.ones(1))
-        >>> gathered([two, two], [torch.tensor([0, 1]), torch.tensor([1, 2])]).mean().flatten()
+        >>> atoms_of_assignment([two, two], [torch.tensor([0, 1]), torch.tensor([1, 2])]).mean().flatten()
         tensor([1., 3., 5.])
     """
-    count = 1 + max((int(p.max()) for p in places if len(p)), default=-1)
+    count = 1 + max((int(p.max()) for p in assignment if len(p)), default=-1)
     first = clients[0]
     sums = first.values.new_zeros(count, first.values.shape[1])
     precision, users = sums.new_zeros(count, len(first.precision)), sums.new_zeros(count)
-    for units, place in zip(clients, places, strict=True):
-        sums[place] += units.weighed
-        precision[place] += units.precision
-        users[place] += 1
-    return Shared(tuple(places), sums, precision, users.long(), sweeps)
+    for units, atoms in zip(clients, assignment, strict=True):
+        sums[atoms] += units.weighted_values
+        precision[atoms] += units.precision
+        users[atoms] += 1
+    return SharedAtoms(tuple(assignment), sums, precision, users.long(), sweeps)
 
 
 @dataclass(slots=True, eq=False)
@@ -181,14 +181,14 @@ class _Table:
     """The atoms at some moment of the search, prior included: G, S and m of the formulas."""
 
     clients: Sequence[Units]
-    belief: Belief
-    places: list[Tensor]
+    belief: AtomPrior
+    assignment: list[Tensor]
     sums: Tensor
     precision: Tensor
     users: Tensor
 
     @classmethod
-    def empty(cls, clients: Sequence[Units], belief: Belief) -> _Table:
+    def empty(cls, clients: Sequence[Units], belief: AtomPrior) -> _Table:
         nobody = torch.zeros(0, dtype=torch.int64)
         sums = belief.mean.new_zeros(0, len(belief.mean))
         precision = sums.new_zeros(0, len(belief.precision))
@@ -197,20 +197,20 @@ class _Table:
     def assign(self, client: int) -> None:
         """Give every unit of a client the atom, or a new one, by the largest sum of gains."""
         units, there = self.clients[client], len(self.users)
-        place = match(self._gains(units), maximise=True).cols
-        new = place >= there
-        place[new] = there + torch.arange(int(new.sum()), device=place.device)  # new atoms are all alike
+        atoms = match(self._gains(units), maximize=True).cols
+        new = atoms >= there
+        atoms[new] = there + torch.arange(int(new.sum()), device=atoms.device)  # new atoms are all alike
         self._grow(int(new.sum()))
-        self._add(client, place, 1)
-        self.places[client] = place
+        self._add(client, atoms, 1)
+        self.assignment[client] = atoms
 
     def remove(self, client: int) -> None:
         """Take a client's units out; atoms nobody uses any more vanish."""
-        self._add(client, self.places[client], -1)
-        self.places[client] = self.places[client][:0]
+        self._add(client, self.assignment[client], -1)
+        self.assignment[client] = self.assignment[client][:0]
         used = self.users > 0
         renumbered = used.cumsum(0) - 1
-        self.places = [renumbered[p] for p in self.places]
+        self.assignment = [renumbered[p] for p in self.assignment]
         self.sums, self.precision, self.users = self.sums[used], self.precision[used], self.users[used]
 
     def _gains(self, units: Units) -> Tensor:
@@ -226,16 +226,16 @@ class _Table:
         self.precision = torch.cat([self.precision, belief.precision.expand(count, -1)])
         self.users = torch.cat([self.users, self.users.new_zeros(count)])
 
-    def _add(self, client: int, place: Tensor, sign: int) -> None:
+    def _add(self, client: int, atoms: Tensor, sign: int) -> None:
         units = self.clients[client]
-        self.sums[place] += sign * units.weighed
-        self.precision[place] += sign * units.precision
-        self.users[place] += sign
+        self.sums[atoms] += sign * units.weighted_values
+        self.precision[atoms] += sign * units.precision
+        self.users[atoms] += sign
 
 
-def _by_first_use(places: Sequence[Tensor]) -> list[Tensor]:
+def _by_first_use(assignment: Sequence[Tensor]) -> list[Tensor]:
     """The same assignment with atoms numbered as they come up, client by client and unit by unit."""
     number: dict[int, int] = {}
-    for atom in torch.cat(list(places)).tolist():
+    for atom in torch.cat(list(assignment)).tolist():
         number.setdefault(atom, len(number))
-    return [torch.tensor([number[a] for a in p.tolist()], dtype=torch.int64, device=p.device) for p in places]
+    return [torch.tensor([number[a] for a in p.tolist()], dtype=torch.int64, device=p.device) for p in assignment]

@@ -71,10 +71,10 @@ def k_statistics(x: Tensor, *, per_row: bool = False) -> KStatistics:
     return KStatistics(*_row_k(x.detach().flatten(1)))
 
 
-def non_gaussianity(x: Tensor, *, standardised: bool = False, per_row: bool = False) -> Tensor:
+def non_gaussianity(x: Tensor, *, standardized: bool = False, per_row: bool = False) -> Tensor:
     """|k3·k4| of a tensor's entries (SWA's score), or of each slice along its first axis.
 
-    The raw product grows with the seventh power of the entries' scale; `standardised` divides by k2^3.5,
+    The raw product grows with the seventh power of the entries' scale; `standardized` divides by k2^3.5,
     which leaves |skewness · excess kurtosis| and no scale. NaN means no score.
 
     Example:
@@ -87,7 +87,7 @@ def non_gaussianity(x: Tensor, *, standardised: bool = False, per_row: bool = Fa
         _, k2, k3, k4 = _row_k(x.detach().flatten(1))
     else:  # in plain floats: most layers are so small that tensors of one number would take longer than the sums
         _, k2, k3, k4 = _vector_k(x.detach().reshape(-1))
-    score = abs((k3 / k2**1.5) * (k4 / k2**2) if standardised else k3 * k4)
+    score = abs((k3 / k2**1.5) * (k4 / k2**2) if standardized else k3 * k4)
     if isinstance(score, Tensor):
         return score
     return torch.tensor([score] if per_row else score, dtype=torch.float64)
@@ -111,8 +111,8 @@ def renyi_to_gaussian(
       for orders near one; order 0 sees only which bins are occupied, and orders well above one lean on
       the sparse bins of the tails.
     - `samples`: SWA's text. Entry i has probability softmax(x)_i, against softmax of as many normal draws.
-    - `grid`: SWA's released code. softmax(x)_i against the normal density, not normalised, at the i-th of
-      as many equally spaced points of [−1, 1]; at order 1 both are normalised after adding 1e-10; the
+    - `grid`: SWA's released code. softmax(x)_i against the normal density, not normalized, at the i-th of
+      as many equally spaced points of [−1, 1]; at order 1 both are normalized after adding 1e-10; the
       absolute value of the result.
 
     Args:
@@ -137,11 +137,11 @@ def renyi_to_gaussian(
     k = k_statistics(x)
     if bool(k.k2.isnan()):
         return math.nan
-    entries, spread = x.detach().flatten(), float(k.k2.sqrt())
-    if reference == "fitted":  # the divergence does not change when both sides are standardised
-        entries, spread = (entries.double() - k.k1) / spread, 1.0
+    entries, std = x.detach().flatten(), float(k.k2.sqrt())
+    if reference == "fitted":  # the divergence does not change when both sides are standardized
+        entries, std = (entries.double() - k.k1) / std, 1.0
     if density == "histogram":
-        return _renyi(*_binned(entries, spread, bins), order)
+        return _renyi(*_bin_log_masses(entries, std, bins), order)
     log_p = torch.log_softmax(entries.double(), 0)
     if density == "grid":
         return _renyi_on_grid(log_p, order)
@@ -242,13 +242,13 @@ def _vector_k(vector: Tensor) -> tuple[float, float, float, float]:
     square = r1 * r1
     m2, m3 = r2 - square, r3 - 3 * r1 * r2 + 2 * square * r1
     m4 = r4 - 4 * r1 * r3 + 6 * square * r2 - 3 * square * square
-    found = _unbiased(n, begin + r1, m2, m3, m4)
+    found = _k_from_moments(n, begin + r1, m2, m3, m4)
     return found if math.isfinite(found[3]) and m2 > _rounding(found[0]) else _NOTHING
 
 
 def _power_sums(vector: Tensor, begin: float) -> list[float]:
     """Sums of the 1st to 4th powers of a vector's entries about a point."""
-    room = _room(_BLOCK, threading.get_ident())
+    room = _work_buffers(_BLOCK, threading.get_ident())
     sums = [0.0] * 4
     for block in vector.split(_BLOCK):
         off, square = room[0, : block.numel()], room[1, : block.numel()]
@@ -262,7 +262,7 @@ def _power_sums(vector: Tensor, begin: float) -> list[float]:
 
 
 @lru_cache(maxsize=2)
-def _room(size: int, thread: int) -> Tensor:  # noqa: ARG001 - each thread has its own
+def _work_buffers(size: int, thread: int) -> Tensor:  # noqa: ARG001 - each thread has its own
     """Working memory for a block and its squares, kept: to ask for it anew would cost as much as a small layer."""
     return torch.empty(2, size, dtype=torch.float64)
 
@@ -275,7 +275,7 @@ def _row_k(rows: Tensor) -> Tensor:
         return torch.full((4, len(rows)), math.nan, dtype=torch.float64)
     with np.errstate(all="ignore"):
         mean, m2, m3, m4 = _row_moments(rows)
-        found = np.stack(_unbiased(float(rows.shape[1]), mean, m2, m3, m4))
+        found = np.stack(_k_from_moments(float(rows.shape[1]), mean, m2, m3, m4))
         meaning = np.isfinite(found[3]) & (m2 > _rounding(mean))
     return torch.from_numpy(np.where(meaning, found, np.nan))
 
@@ -306,7 +306,7 @@ def _row_sums(rows: Tensor) -> Array:
     return np.asarray(torch.cat(sums, 1).cpu())
 
 
-def _unbiased(n: float, mean: V, m2: V, m3: V, m4: V) -> tuple[V, V, V, V]:
+def _k_from_moments(n: float, mean: V, m2: V, m3: V, m4: V) -> tuple[V, V, V, V]:
     """k-statistics from central moments; see `k_statistics`."""
     k2 = n * m2 / (n - 1)
     k3 = n * n * m3 / ((n - 1) * (n - 2))
@@ -320,11 +320,11 @@ def _rounding(mean: V) -> V:
     return step * step
 
 
-def _binned(x: Tensor, spread: float, bins: int | None) -> tuple[Tensor, Tensor]:
+def _bin_log_masses(x: Tensor, std: float, bins: int | None) -> tuple[Tensor, Tensor]:
     """Log shares of x and log masses of N(0, 1) in the equal bins between x's extremes that x occupies."""
     low, high = (float(end) for end in torch.aminmax(x))
     if bins is None:  # Scott 1979: 3.49 σ n^(−1/3) wide
-        bins = math.ceil(min((high - low) / (3.49 * spread * x.numel() ** (-1 / 3)), _MOST_BINS))
+        bins = math.ceil(min((high - low) / (3.49 * std * x.numel() ** (-1 / 3)), _MOST_BINS))
     if bins < 1:
         raise ConfigError(f"Rényi divergence: bins is {bins}, expected at least 1")
     counts = torch.zeros(bins, dtype=torch.float64, device=x.device)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedfuse.errors import ConfigError, NotConverged
 from fedfuse.linalg.cg import Solution, conjugate_gradient
-from fedfuse.linalg.psd import inverse, shifted
+from fedfuse.linalg.psd import add_diagonal, inverse
 
 Solver = Literal["exact", "expectation", "gradient"]
 Split = Literal["one", "trace", "frobenius"]
@@ -70,10 +70,10 @@ class KronSum:
             raise ConfigError("a sum of Kronecker products: got no factors, expected at least one client's")
         total = cls.empty(len(factors), *factors[0][:2])
         for k, (A, B, weight) in enumerate(factors):
-            total.put(k, A, B, float(weight))
+            total.set_client(k, A, B, float(weight))
         return total
 
-    def put(self, client: int, A: Tensor, B: Tensor, weight: float) -> None:
+    def set_client(self, client: int, A: Tensor, B: Tensor, weight: float) -> None:
         """Lay one client's factors in its place."""
         self.left[:, client] = B.double() * weight
         self.right[:, client] = A
@@ -227,7 +227,7 @@ def damp(A: Tensor, B: Tensor, lam: float, pi: Split = "one") -> tuple[Tensor, T
     root, ratio = math.sqrt(lam), balance(A, B, pi)
     if pi != "one" and not (bool(A.any()) and bool(B.any())):
         A, B = torch.zeros_like(A), torch.zeros_like(B)
-    return shifted(A, ratio * root), shifted(B, root / ratio)
+    return add_diagonal(A, ratio * root), add_diagonal(B, root / ratio)
 
 
 def balance(A: Tensor, B: Tensor, pi: Split) -> float:
@@ -279,7 +279,7 @@ class _System:
                 f"{self.what}: client {client} has M {tuple(M.shape)}, A {tuple(A.shape)}, B {tuple(B.shape)}, "
                 f"expected the first client's {tuple(self.Z.shape)}, {tuple(self.A.shape)}, {tuple(self.B.shape)}"
             )
-        self.operator.put(client, A, B, f)
+        self.operator.set_client(client, A, B, f)
         M, A, B = M.double(), A.double(), B.double()
         self.Z.add_(B @ M @ A, alpha=f)
         for total, term in ((self.plain, M), (self.A, A), (self.B, B)):

@@ -11,22 +11,22 @@ from fedfuse.errors import ConfigError, NotConverged
 _WORST_PIVOT_RATIO = 1e-6
 
 
-def symmetrise(A: Tensor) -> Tensor:
+def symmetrize(A: Tensor) -> Tensor:
     """The symmetric part (A + Aᵀ) / 2 of a matrix, or of each matrix of a stack.
 
     Example:
-        >>> symmetrise(torch.tensor([[1.0, 4.0], [0.0, 1.0]]))
+        >>> symmetrize(torch.tensor([[1.0, 4.0], [0.0, 1.0]]))
         tensor([[1., 2.],
                 [2., 1.]])
     """
     return (A + A.mT) / 2
 
 
-def shifted(A: Tensor, shift: float) -> Tensor:
+def add_diagonal(A: Tensor, shift: float) -> Tensor:
     """A + shift·I, leaving A as it was.
 
     Example:
-        >>> shifted(torch.zeros(2, 2), 3.0)
+        >>> add_diagonal(torch.zeros(2, 2), 3.0)
         tensor([[3., 0.],
                 [0., 3.]])
     """
@@ -97,8 +97,8 @@ def is_psd(A: Tensor, tol: float = 1e-6) -> bool:
     slack = tol * float(A.norm())
     if float((A - A.mT).abs().max()) > slack:
         return False
-    A = symmetrise(A)
-    if _cholesky_holds(shifted(A, slack)):
+    A = symmetrize(A)
+    if _cholesky_holds(add_diagonal(A, slack)):
         return True
     return float(torch.linalg.eigvalsh(A)[0]) >= -slack
 
@@ -113,7 +113,7 @@ def sqrtm(A: Tensor) -> Tensor:
         tensor([[2., 0.],
                 [0., 3.]])
     """
-    values, vectors = torch.linalg.eigh(symmetrise(A))
+    values, vectors = torch.linalg.eigh(symmetrize(A))
     root: Tensor = (vectors * values.clamp(min=0).sqrt()) @ vectors.mT
     return root
 
@@ -142,7 +142,7 @@ def inverse(A: Tensor) -> Tensor:
         tensor([[0.2500, 0.0000],
                 [0.0000, 0.0000]])
     """
-    factor, info = torch.linalg.cholesky_ex(symmetrise(A))
+    factor, info = torch.linalg.cholesky_ex(symmetrize(A))
     pivots = factor.diagonal()
     if int(info) == 0 and float(pivots.min()) > _WORST_PIVOT_RATIO * float(pivots.max()):
         return torch.cholesky_inverse(factor)
@@ -163,11 +163,11 @@ def cholesky(A: Tensor, *, what: str = "a matrix") -> Tensor:
         tensor([[2., 0.],
                 [1., 2.]])
     """
-    A = symmetrise(A)
+    A = symmetrize(A)
     scale = float(A.diagonal().mean())
     factor: Tensor
     for jitter in (0.0, *(10.0**e for e in range(-14, -5))):
-        factor, info = torch.linalg.cholesky_ex(shifted(A, jitter * scale))
+        factor, info = torch.linalg.cholesky_ex(add_diagonal(A, jitter * scale))
         if int(info) == 0:
             return factor
     raise NotConverged(
@@ -193,7 +193,7 @@ def _cholesky_holds(A: Tensor) -> bool:
 
 def _range(A: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvectors and eigenvalues of A that stand above rounding."""
-    values, vectors = torch.linalg.eigh(symmetrise(A))
+    values, vectors = torch.linalg.eigh(symmetrize(A))
     floor = len(A) * torch.finfo(A.dtype).eps * float(values.abs().max())
     kept = values > floor
     return vectors[:, kept], values[kept]

@@ -10,11 +10,11 @@ from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.client.evidence.spectrum import CurvatureSpectrum
 from fedfuse.core.seams import Evidence
 from fedfuse.core.settings import Settings
-from fedfuse.nets.curvature import Look
+from fedfuse.nets.curvature import CurvatureProbe
 from fedfuse.server.steps.prune import Share
 from fedfuse.server.steps.rates import ExpectedRate, FixedRate, SpectralRate
 
-_LOOK = Look()
+_PROBE = CurvatureProbe()
 
 
 class Rates(Settings):
@@ -34,23 +34,23 @@ class Rates(Settings):
     at: PositiveInt = 30
     rule: Literal["plateau", "gap", "fixed"] = "plateau"
     rate: Share = 0.6
-    lanczos: PositiveInt = _LOOK.steps
-    probes: PositiveInt = _LOOK.probes
-    sample: PositiveInt = _LOOK.rows
+    lanczos: PositiveInt = _PROBE.steps
+    probes: PositiveInt = _PROBE.probes
+    sample: PositiveInt = _PROBE.rows
     eps: PositiveFloat = 1e-4
 
     @property
     def evidence(self) -> tuple[Evidence, ...]:
         """What clients must send for it."""
-        return () if self.rule == "fixed" else (LabelCounts(), CurvatureSpectrum(self.at - 1, self._look))
+        return () if self.rule == "fixed" else (LabelCounts(), CurvatureSpectrum(self.at - 1, self._probe))
 
-    def expected(self) -> ExpectedRate:
+    def expected_rate(self) -> ExpectedRate:
         """How the rate is found."""
-        return FixedRate(self.rate) if self.rule == "fixed" else SpectralRate(self.rule, self._look, self.eps)
+        return FixedRate(self.rate) if self.rule == "fixed" else SpectralRate(self.rule, self._probe, self.eps)
 
     @property
-    def _look(self) -> Look:
-        return Look(self.lanczos, self.probes, self.sample)
+    def _probe(self) -> CurvatureProbe:
+        return CurvatureProbe(self.lanczos, self.probes, self.sample)
 
 
 class Ranking(Settings):

@@ -14,7 +14,7 @@ from fedfuse.core.seams import Evidence
 from fedfuse.nets.combine import FirstLayer, TopLogit
 from fedfuse.server.aggregate.cover import CoverAnswers, CoverClasses
 from fedfuse.server.aggregate.ensemble import KeepAll
-from fedfuse.server.steps.distill import From, distillation
+from fedfuse.server.steps.distill import InputSource, distillation
 from fedfuse.server.steps.disturb import Disturbance
 
 
@@ -26,7 +26,7 @@ def ams(
     fitted: Literal["clients", "server"] = "clients",
     cover: Literal["none", "classes", "answers"] = "none",
     share: Annotated[float, Field(gt=0, le=1)] = 0.95,
-    distil: From = "none",
+    distill: InputSource = "none",
     inputs: PositiveInt = 2000,
     temperature: PositiveFloat = 1.0,
     epochs: PositiveInt = 100,
@@ -41,11 +41,11 @@ def ams(
     Args:
         k: how many networks answer an input, or "all".
         layer: "first" chooses by the first layer's largest output, so that only the chosen ones run to the end.
-        calibrate: make logits comparable: divide by a "temperature", or standardise confidence ("zscore").
+        calibrate: make logits comparable: divide by a "temperature", or standardize confidence ("zscore").
         fitted: where the calibration is found: by the "clients", each on its own rows, or on the "server" rows.
         cover: leave out networks that others cover, by the "classes" of their rows or by their "answers".
         share: how much of everybody those kept must cover.
-        distil: the inputs on which one network learns from all: "server" rows, "unlabelled" inputs, "impressions" or
+        distill: the inputs on which one network learns from all: "server" rows, "unlabelled" inputs, "impressions" or
             "generated" ones made of the networks themselves; "none" keeps all networks.
         inputs: how many "impressions" are made.
         temperature: of distillation. Confidences of different networks are on different scales, and a high temperature
@@ -64,5 +64,5 @@ def ams(
             calibrate=None if calibrate == "none" else calibrate,
             fitted=fitted,
         ),
-        steps=(Disturbance(),) * disturbance + distillation(distil, inputs, temperature, epochs, lr),
+        steps=(Disturbance(),) * disturbance + distillation(distill, inputs, temperature, epochs, lr),
     )

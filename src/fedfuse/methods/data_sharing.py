@@ -7,7 +7,7 @@ from pydantic import PositiveInt
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.roster import LendRows
+from fedfuse.server.roster import ShareServerRows
 
 
 @method("data_sharing", paper="arXiv:1806.00582")
@@ -20,4 +20,4 @@ def data_sharing(most: PositiveInt | None = None) -> Recipe:
     Args:
         most: give at most so many rows, drawn at random once; by default all the server has.
     """
-    return Recipe(aggregate=Mean(), roster=LendRows(most))
+    return Recipe(aggregate=Mean(), roster=ShareServerRows(most))

@@ -10,7 +10,7 @@ from fedfuse.core.settings import Optimizer
 from fedfuse.nets.combine import MeanLogit
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.steps.distill import Distill
-from fedfuse.server.steps.synthesise import Generate
+from fedfuse.server.steps.synthesize import Generate
 
 
 @method("dense", paper="arXiv:2112.12371")
@@ -47,6 +47,6 @@ def dense(
         lr: the student's rate, by SGD.
         momentum: of the student's SGD.
     """
-    lessons = Generate(batch, latent, steps, generator_lr, oh, bn, adv, width)
+    input_source = Generate(batch, latent, steps, generator_lr, oh, bn, adv, width)
     optimizer = Optimizer(name="sgd", lr=lr, momentum=momentum)
-    return Recipe(aggregate=KeepAll(MeanLogit()), steps=(Distill(lessons, temperature, epochs, batch, optimizer),))
+    return Recipe(aggregate=KeepAll(MeanLogit()), steps=(Distill(input_source, temperature, epochs, batch, optimizer),))

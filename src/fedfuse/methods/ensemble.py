@@ -10,13 +10,13 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.nets.combine import MeanProbability
 from fedfuse.server.aggregate.ensemble import KeepAll
-from fedfuse.server.steps.distill import From, distillation
+from fedfuse.server.steps.distill import InputSource, distillation
 
 
 @method("ensemble")
 def ensemble(
     weights: Literal["uniform", "examples"] = "uniform",
-    distil: From = "none",
+    distill: InputSource = "none",
     inputs: PositiveInt = 2000,
     temperature: PositiveFloat = 20.0,
     epochs: PositiveInt = 100,
@@ -24,11 +24,11 @@ def ensemble(
 ) -> Recipe:
     """Keep every client's network and average their probabilities: p(x) = Σ_k w_k softmax(f_k(x)).
 
-    The networks may differ; only their classes must agree. With `distil`, one network learns to answer as they do.
+    The networks may differ; only their classes must agree. With `distill`, one network learns to answer as they do.
 
     Args:
         weights: "uniform" counts every client alike, "examples" by its number of examples.
-        distil: the inputs on which one network learns from all: "server" rows, "unlabelled" inputs, "impressions" or
+        distill: the inputs on which one network learns from all: "server" rows, "unlabelled" inputs, "impressions" or
             "generated" ones made of the networks themselves; "none" keeps all networks.
         inputs: how many "impressions" are made.
         temperature: of distillation.
@@ -36,5 +36,5 @@ def ensemble(
         lr: of distillation, by Adam.
     """
     return Recipe(
-        aggregate=KeepAll(MeanProbability(), weights), steps=distillation(distil, inputs, temperature, epochs, lr)
+        aggregate=KeepAll(MeanProbability(), weights), steps=distillation(distill, inputs, temperature, epochs, lr)
     )

@@ -22,5 +22,5 @@ def fedap(rates: Rates = RATES, ranking: Ranking = RANKING) -> Recipe:
         rates: when and how much.
         ranking: which filters stay.
     """
-    step = Prune(rates.at - 1, rates.expected(), "magnitude", ranking.images, ranking.tolerance)
+    step = Prune(rates.at - 1, rates.expected_rate(), "magnitude", ranking.images, ranking.tolerance)
     return Recipe(evidence=rates.evidence, aggregate=Mean(), steps=(step,))

@@ -20,6 +20,6 @@ def fedduap(update: ServerUpdate = USUAL, rates: Rates = RATES, ranking: Ranking
         rates: when and how much is pruned.
         ranking: which filters stay.
     """
-    prune = Prune(rates.at - 1, rates.expected(), "magnitude", ranking.images, ranking.tolerance)
+    prune = Prune(rates.at - 1, rates.expected_rate(), "magnitude", ranking.images, ranking.tolerance)
     evidence = rates.evidence or (LabelCounts(),)
     return Recipe(evidence=evidence, aggregate=Mean(), steps=(update.step(), prune))

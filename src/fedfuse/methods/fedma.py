@@ -8,7 +8,7 @@ from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.linalg.atoms import Odds
-from fedfuse.server.aggregate.chain import Matcher, Scale
+from fedfuse.server.aggregate.chain import Matcher, VarianceScale
 from fedfuse.server.aggregate.layerwise import MatchedLayers
 
 
@@ -21,7 +21,7 @@ def fedma(
     sweeps: PositiveInt = 5,
     shrink: bool = True,
     odds: Odds = "exact",
-    scale: Scale = "absolute",
+    scale: VarianceScale = "absolute",
 ) -> Recipe:
     """Match hidden units layer by layer from the inputs on; between two layers clients train what comes after.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
-from fedfuse.server.aggregate.mean import NormalisedMean
+from fedfuse.server.aggregate.mean import NormalizedMean
 
 
 @method("fednova", paper="arXiv:2007.07481")
@@ -14,4 +14,4 @@ def fednova(momentum: float | None = None) -> Recipe:
     Args:
         momentum: the clients' SGD momentum; by default the run's own.
     """
-    return Recipe(aggregate=NormalisedMean(momentum))
+    return Recipe(aggregate=NormalizedMean(momentum))

@@ -1,4 +1,4 @@
-"""The server as an optimiser: Hsu et al., 2019; Reddi et al., Adaptive Federated Optimization, ICLR 2021."""
+"""The server as an optimizer: Hsu et al., 2019; Reddi et al., Adaptive Federated Optimization, ICLR 2021."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat
 
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
-from fedfuse.server.aggregate.adaptive import ServerOptimiser
+from fedfuse.server.aggregate.adaptive import ServerOptimizer
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -21,7 +21,7 @@ def fedavgm(lr: PositiveFloat = 1.0, momentum: Fraction = 0.9) -> Recipe:
         lr: the server's rate.
         momentum: β of the server.
     """
-    return Recipe(aggregate=ServerOptimiser("momentum", lr, beta1=momentum))
+    return Recipe(aggregate=ServerOptimizer("momentum", lr, beta1=momentum))
 
 
 @method("fedadam", paper="arXiv:2003.00295")
@@ -36,7 +36,7 @@ def fedadam(
         beta2: the second moment's memory.
         tau: the floor of the step's denominator.
     """
-    return Recipe(aggregate=ServerOptimiser("adam", lr, beta1, beta2, tau))
+    return Recipe(aggregate=ServerOptimizer("adam", lr, beta1, beta2, tau))
 
 
 @method("fedyogi", paper="arXiv:2003.00295")
@@ -51,4 +51,4 @@ def fedyogi(
         beta2: the second moment's memory.
         tau: the floor of the step's denominator.
     """
-    return Recipe(aggregate=ServerOptimiser("yogi", lr, beta1, beta2, tau))
+    return Recipe(aggregate=ServerOptimizer("yogi", lr, beta1, beta2, tau))

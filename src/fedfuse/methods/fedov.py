@@ -12,7 +12,7 @@ from fedfuse.core.registry import method
 from fedfuse.nets.combine import OpenSetVote
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.outputs import UnknownClass
-from fedfuse.server.steps.distill import From, distillation
+from fedfuse.server.steps.distill import InputSource, distillation
 
 
 @method("fedov", paper="https://openreview.net/forum?id=rzrqh85f4Sc")
@@ -22,7 +22,7 @@ def fedov(
     stride: PositiveFloat = 0.002,
     reach: PositiveFloat = 0.5,
     mix: NonNegativeFloat = 0.01,
-    distil: From = "none",
+    distill: InputSource = "none",
     inputs: PositiveInt = 2000,
     temperature: PositiveFloat = 20.0,
     epochs: PositiveInt = 100,
@@ -39,7 +39,7 @@ def fedov(
         stride: the size of such a step.
         reach: how far the steps may move a pixel.
         mix: weight of the term of mixed features.
-        distil: the inputs on which one network learns from all: "server" rows, "unlabelled" inputs, "impressions" or
+        distill: the inputs on which one network learns from all: "server" rows, "unlabelled" inputs, "impressions" or
             "generated" ones made of the networks themselves; "none" keeps all networks.
         inputs: how many "impressions" are made.
         temperature: of distillation.
@@ -50,5 +50,5 @@ def fedov(
         objective=OpenSet(steps, stride, reach, mix),
         prepare_model=UnknownClass(),
         aggregate=KeepAll(OpenSetVote(voters)),
-        steps=distillation(distil, inputs, temperature, epochs, lr),
+        steps=distillation(distill, inputs, temperature, epochs, lr),
     )

@@ -7,7 +7,7 @@ from pydantic import PositiveFloat, PositiveInt
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.align.alignment import Aligned
+from fedfuse.server.align.alignment import AlignUnits
 from fedfuse.server.align.graph import ByGraph
 from fedfuse.server.steps.renorm import RestateNorms
 
@@ -32,7 +32,7 @@ def gamf(
         renorm: estimate BatchNorm's statistics anew on the server's rows.
     """
     return Recipe(
-        align=Aligned(ByGraph(hot, cold, cooling, sweeps)),
+        align=AlignUnits(ByGraph(hot, cold, cooling, sweeps)),
         aggregate=Mean(uniform),
         steps=(RestateNorms(),) * renorm,
     )

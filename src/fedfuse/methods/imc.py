@@ -24,5 +24,5 @@ def imc(every: PositiveInt = 10, times: PositiveInt = 3, rates: Rates = RATES) -
         times: prunings in all; each leaves the same share of what is left.
         rates: when the first one comes, and how the rate is found.
     """
-    mask = MagnitudeMask(rates.at - 1, every, times, rates.expected())
+    mask = MagnitudeMask(rates.at - 1, every, times, rates.expected_rate())
     return Recipe(evidence=rates.evidence, aggregate=Mean(), steps=(mask,), project=Masked(), publishes=("mask",))

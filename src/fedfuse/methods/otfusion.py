@@ -8,7 +8,7 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.align.activations import Inputs
-from fedfuse.server.align.alignment import Aligned, Reference
+from fedfuse.server.align.alignment import AlignUnits, Reference
 from fedfuse.server.align.transport import ByTransport, Ground, Reading
 from fedfuse.server.steps.renorm import RestateNorms
 
@@ -39,4 +39,4 @@ def otfusion(
         renorm: estimate BatchNorm's statistics anew on the server's rows.
     """
     way = ByTransport(reg, ground, reading, inputs, rows)
-    return Recipe(align=Aligned(way, reference), aggregate=Mean(uniform), steps=(RestateNorms(),) * renorm)
+    return Recipe(align=AlignUnits(way, reference), aggregate=Mean(uniform), steps=(RestateNorms(),) * renorm)

@@ -10,7 +10,7 @@ from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.linalg.atoms import Odds
-from fedfuse.server.aggregate.chain import Matcher, Scale
+from fedfuse.server.aggregate.chain import Matcher, VarianceScale
 from fedfuse.server.aggregate.matched import MatchedUnits
 
 Choices: TypeAlias = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
@@ -25,7 +25,7 @@ def pfnm(
     sweeps: PositiveInt = 5,
     shrink: bool = True,
     odds: Odds = "exact",
-    scale: Scale = "absolute",
+    scale: VarianceScale = "absolute",
 ) -> Recipe:
     """Match the hidden units of fully connected networks; the common network grows as wide as they differ.
 

@@ -13,7 +13,7 @@ from fedfuse.core.registry import method
 from fedfuse.core.seams import CrossEntropy
 from fedfuse.errors import ConfigError
 from fedfuse.linalg.divergence import Density
-from fedfuse.server.aggregate.gaussianity import Distance, HigherOrder, Level, NonGaussianMean, Normalise, Renyi
+from fedfuse.server.aggregate.gaussianity import Distance, HigherOrder, Level, NonGaussianMean, Normalize, Renyi
 
 PAPER = "Chatzikonstantinou et al., Federated Learning Aggregation based on Weight Distribution Analysis, 2023"
 
@@ -23,8 +23,8 @@ def swa(
     distance: Literal["hos", "renyi"] = "hos",
     order: NonNegativeFloat = 1.0,
     density: Density = "histogram",
-    scale: Literal["raw", "standardised"] = "raw",
-    normalise: Normalise = "sum",
+    scale: Literal["raw", "standardized"] = "raw",
+    normalize: Normalize = "sum",
     level: Level = "layer",
     mix: Annotated[float, Field(ge=0, le=1)] = 0.0,
     contrastive: NonNegativeFloat = 0.0,
@@ -40,8 +40,8 @@ def swa(
         distance: "hos", the product of the third and fourth k-statistics, or "renyi", a divergence from N(0, 1).
         order: of the Rényi divergence: 0, 0.5, 1 (Kullback–Leibler), 2 or any other.
         density: of the Rényi divergence: "histogram", "samples" (the paper's text) or "grid" (its released code).
-        scale: "raw" scores depend on the weights' scale ("hos" on its seventh power), "standardised" ones do not.
-        normalise: "sum" gives an average; "max" is the printed equation 8, which is none.
+        scale: "raw" scores depend on the weights' scale ("hos" on its seventh power), "standardized" ones do not.
+        normalize: "sum" gives an average; "max" is the printed equation 8, which is none.
         level: one weight per "layer", or per output "filter".
         mix: share of the example-count weights mixed in.
         contrastive: weight of MOON's term in the clients' loss (the paper takes 8, 5 and 3); 0 leaves it out.
@@ -52,10 +52,10 @@ def swa(
             f"method 'swa': order {order:g} and density {density!r} came with distance 'hos', which has neither; "
             "expected distance = 'renyi' with them"
         )
-    standardised = scale == "standardised"
-    measure: Distance = HigherOrder(standardised) if distance == "hos" else Renyi(order, density, standardised)
+    standardized = scale == "standardized"
+    measure: Distance = HigherOrder(standardized) if distance == "hos" else Renyi(order, density, standardized)
     return Recipe(
         objective=Contrastive(contrastive, temperature) if contrastive else CrossEntropy(),
         memory=(KeepModel(),) if contrastive else (),
-        aggregate=NonGaussianMean(measure, normalise, level, mix),
+        aggregate=NonGaussianMean(measure, normalize, level, mix),
     )

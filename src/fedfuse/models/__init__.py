@@ -13,9 +13,9 @@ from types import MappingProxyType
 from torch import nn
 
 from fedfuse.errors import ConfigError
-from fedfuse.models.bayes import bayesian, rebuilt
+from fedfuse.models.bayes import bayesian, build_bayesian
 from fedfuse.models.convnet import convnet_ams, convnet_feddu
-from fedfuse.models.heads import projected
+from fedfuse.models.heads import add_projection
 from fedfuse.models.lenet import lenet
 from fedfuse.models.mlp import mlp
 from fedfuse.models.resnet import resnet18, resnet50
@@ -24,6 +24,7 @@ from fedfuse.models.vgg import vgg11, vgg16
 __all__ = [
     "MODELS",
     "WRAPPERS",
+    "add_projection",
     "bayesian",
     "convnet_ams",
     "convnet_feddu",
@@ -31,7 +32,6 @@ __all__ = [
     "mlp",
     "model_factory",
     "model_names",
-    "projected",
     "resnet18",
     "resnet50",
     "vgg11",
@@ -43,7 +43,7 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
 )
 """Every network by name."""
 
-WRAPPERS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType({"bayesian": rebuilt})
+WRAPPERS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType({"bayesian": build_bayesian})
 """Networks made of another one, whose spec stands among their options; methods use them, users name the inner one."""
 
 

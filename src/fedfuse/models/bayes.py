@@ -64,23 +64,25 @@ class MeanField(nn.Module):
         out: Tensor = getattr(self, "_conv_forward", F.linear)(x, weight, bias)
         return out
 
-    def seen(self, log_variance: Tensor) -> Tensor:
+    def clamp_log_variance(self, log_variance: Tensor) -> Tensor:
         """The log-variances the layer works with."""
         return log_variance if self.bounds is None else log_variance.clamp(*self.bounds)
 
     def factors(self) -> Iterator[Factor]:
         """The Gaussians this layer holds."""
-        yield Factor("weight", self.weight, self.seen(self.log_variance))
+        yield Factor("weight", self.weight, self.clamp_log_variance(self.log_variance))
         if self.bias is not None and self.bias_log_variance is not None:
-            yield Factor("bias", self.bias, self.seen(self.bias_log_variance))
+            yield Factor("bias", self.bias, self.clamp_log_variance(self.bias_log_variance))
 
     def forward(self, input: Tensor) -> Tensor:
         """Output at the means; while training, a draw from N(x μᵀ + b, x² (σ²)ᵀ), of its own for every example."""
         mean = self.affine(input, self.weight, self.bias)
         if not (self.training and self.noise):
             return mean
-        spread = None if self.bias_log_variance is None else self.seen(self.bias_log_variance).exp()
-        variance = self.affine(input.square(), self.seen(self.log_variance).exp(), spread)
+        bias_variance = (
+            None if self.bias_log_variance is None else self.clamp_log_variance(self.bias_log_variance).exp()
+        )
+        variance = self.affine(input.square(), self.clamp_log_variance(self.log_variance).exp(), bias_variance)
         return mean + (variance + _TINY).sqrt() * torch.randn_like(mean)
 
 
@@ -158,10 +160,12 @@ class Bayesian(nn.Module):
             return logits.log_softmax(-1)[None] if apart else logits
         common, rest = _halves(self.net)
         x = common(x)
-        each = torch.stack([functional_call(rest, self._drawn(s), (x,)).log_softmax(-1) for s in range(self.draws)])
+        each = torch.stack(
+            [functional_call(rest, self._draw_weights(s), (x,)).log_softmax(-1) for s in range(self.draws)]
+        )
         return each if apart else each.logsumexp(0) - math.log(self.draws)
 
-    def _drawn(self, draw: int) -> dict[str, Tensor]:
+    def _draw_weights(self, draw: int) -> dict[str, Tensor]:
         """The Bayesian layers' weights of one drawn network."""
         drawn = {}
         for name, mean, log_variance in factors(self.net):
@@ -209,7 +213,7 @@ def bayesian(
         >>> tuple(net.eval()(torch.ones(2, 4)).shape), tuple(net(torch.ones(2, 4), apart=True).shape)
         ((2, 3), (10, 2, 3))
     """
-    chosen = _chosen(model, layers) if layers else _last(model, whole("bayesian", "last", last))
+    chosen = _named_layers(model, layers) if layers else _last(model, whole("bayesian", "last", last))
     twins = {id(layer): _twin(name, layer, log_variance, bias, noise, released) for name, layer in chosen}
     for path, part in list(model.named_modules(remove_duplicate=False)):
         if id(part) in twins and path:
@@ -219,11 +223,11 @@ def bayesian(
     return made
 
 
-def rebuilt(of: Mapping[str, Any], **options: Any) -> Bayesian:
+def build_bayesian(of: Mapping[str, Any], **options: Any) -> Bayesian:
     """The model factory "bayesian": a network built from the spec in `of`, with options of `bayesian`.
 
     Example:
-        >>> rebuilt({"factory": "mlp", "options": {"inputs": 4, "hidden": []}}, last=1).net.classifier
+        >>> build_bayesian({"factory": "mlp", "options": {"inputs": 4, "hidden": []}}, last=1).net.classifier
         BayesLinear(in_features=4, out_features=10, bias=True)
     """
     spec = Spec.from_json(of, trusted=Spec("bayesian", {"of": of}).factories)  # trust was checked with the whole spec
@@ -297,11 +301,11 @@ def _last(model: nn.Module, count: int) -> list[tuple[str, PlainLayer]]:
     return found[-count:]
 
 
-def _chosen(model: nn.Module, names: Sequence[str]) -> list[tuple[str, PlainLayer]]:
+def _named_layers(model: nn.Module, names: Sequence[str]) -> list[tuple[str, PlainLayer]]:
     found = dict(_layers(model))
-    if strange := [name for name in names if name not in found]:
+    if unknown := [name for name in names if name not in found]:
         raise ConfigError(
-            f"bayesian: there is no linear layer or convolution {strange[0]!r}; "
+            f"bayesian: there is no linear layer or convolution {unknown[0]!r}; "
             f"{type(model).__name__} has {', '.join(found)}"
         )
     return [(name, found[name]) for name in names]
@@ -318,8 +322,8 @@ def _twin(name: str, layer: PlainLayer, log_variance: float, bias: bool, noise: 
     twin = _TWINS[type(layer)](**sizes, bias=layer.bias is not None, device="meta")
     twin.weight, twin.bias = layer.weight, layer.bias
     twin.log_variance = nn.Parameter(torch.full_like(twin.weight, log_variance))
-    spread = torch.full_like(twin.bias, log_variance) if bias and twin.bias is not None else None
-    twin.bias_log_variance = None if spread is None else nn.Parameter(spread)
+    log_variances = torch.full_like(twin.bias, log_variance) if bias and twin.bias is not None else None
+    twin.bias_log_variance = None if log_variances is None else nn.Parameter(log_variances)
     twin.noise, twin.bounds, twin.training = noise, None, layer.training
     return _as_released(twin) if released else twin
 
@@ -330,7 +334,7 @@ def _as_released(layer: MeanField) -> MeanField:
     layer.weight.normal_(0.0, layer.weight[0].numel() ** -0.5)
     if layer.bias is not None:
         layer.bias.zero_()
-    for spread in (layer.log_variance, layer.bias_log_variance):
-        if spread is not None:
-            spread.normal_(RELEASED_START, 0.001)
+    for log_variances in (layer.log_variance, layer.bias_log_variance):
+        if log_variances is not None:
+            log_variances.normal_(RELEASED_START, 0.001)
     return layer

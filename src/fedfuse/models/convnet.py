@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fedfuse.models.heads import headed
+from fedfuse.models.heads import with_head
 from fedfuse.models.layers import (
-    connected,
     convolutions,
     draw_he,
     draw_normal,
-    filled,
+    initialize,
     least_size,
+    linear_layers,
     side_after,
     stack,
     whole,
@@ -78,7 +78,7 @@ def convnet_feddu(
     """
     with torch.device("meta"):
         net = plain_cnn("convnet_feddu", channels, size, classes, widths, hidden, head, pool_last=False)
-    return filled(net, _he)
+    return initialize(net, _he)
 
 
 def plain_cnn(
@@ -102,7 +102,7 @@ def plain_cnn(
     size = whole(who, "size", size, least_size(pooled, kernel, padding))
     features = widths[-1] * side_after(size, pooled, kernel, padding) ** 2
     layers = convolutions(widths, pooled, kernel=kernel, padding=padding)
-    return headed(stack(*layers, *connected((features, *hidden), classes)), head)
+    return with_head(stack(*layers, *linear_layers((features, *hidden), classes)), head)
 
 
 def _he(module: nn.Module) -> None:

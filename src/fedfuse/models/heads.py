@@ -10,7 +10,7 @@ from fedfuse.errors import ConfigError
 from fedfuse.models.layers import stack, whole
 
 
-def projected(model: nn.Module, hidden: int | None = None, out: int = 256) -> nn.Module:
+def add_projection(model: nn.Module, hidden: int | None = None, out: int = 256) -> nn.Module:
     """Put a two-layer projection between a model's representation and its classifier.
 
     The last linear layer d → classes becomes d → hidden, ReLU, hidden → out, out → classes (Li et al.,
@@ -26,12 +26,12 @@ def projected(model: nn.Module, hidden: int | None = None, out: int = 256) -> nn
         The model with the head; its new layers have biases if the old classifier had one.
 
     Example:
-        >>> projected(nn.Sequential(nn.Flatten(), nn.Linear(84, 10)))[-1].logits
+        >>> add_projection(nn.Sequential(nn.Flatten(), nn.Linear(84, 10)))[-1].logits
         Linear(in_features=256, out_features=10, bias=True)
     """
     name, last = _last_linear(model)
-    hidden = last.in_features if hidden is None else whole("projected", "hidden", hidden)
-    out = whole("projected", "out", out)
+    hidden = last.in_features if hidden is None else whole("add_projection", "hidden", hidden)
+    out = whole("add_projection", "out", out)
     head = _head((last.in_features, hidden, out, last.out_features), last).train(last.training)
     if not name:
         return head
@@ -39,16 +39,16 @@ def projected(model: nn.Module, hidden: int | None = None, out: int = 256) -> nn
     return model
 
 
-def headed(model: nn.Module, head: int) -> nn.Module:
+def with_head(model: nn.Module, head: int) -> nn.Module:
     """The model with a projection of length `head`, or as it is when `head` is 0."""
-    return projected(model, out=head) if head else model
+    return add_projection(model, out=head) if head else model
 
 
 def _last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not linears:
         raise ConfigError(
-            f"projected: {type(model).__name__} has no linear layer, expected one as its classifier; "
+            f"add_projection: {type(model).__name__} has no linear layer, expected one as its classifier; "
             "give the model a torch.nn.Linear at its end"
         )
     return linears[-1]

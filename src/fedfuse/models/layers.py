@@ -39,11 +39,11 @@ def wholes(who: str, option: str, value: object, least: int = 0) -> tuple[int, .
     return tuple(whole(who, f"{option}[{i}]", width) for i, width in enumerate(value))
 
 
-def scaled(who: str, widths: object, full: tuple[int, ...]) -> tuple[int, ...]:
+def scale_widths(who: str, widths: object, full: tuple[int, ...]) -> tuple[int, ...]:
     """The published widths times a number, or the list of widths given in their place.
 
     Example:
-        >>> scaled("vgg11", 0.25, (64, 128)), scaled("vgg11", [8, 9], (64, 128))
+        >>> scale_widths("vgg11", 0.25, (64, 128)), scale_widths("vgg11", [8, 9], (64, 128))
         ((16, 32), (8, 9))
     """
     expected = f"a multiplier above 0 and up to 1024, or {len(full)} widths"
@@ -123,7 +123,7 @@ def convolutions(
         yield f"conv{i}_relu", nn.ReLU()
 
 
-def connected(widths: Sequence[int], classes: int, *, dropout: float = 0.0, bias: bool = True) -> Iterator[Named]:
+def linear_layers(widths: Sequence[int], classes: int, *, dropout: float = 0.0, bias: bool = True) -> Iterator[Named]:
     """Fully connected layers with ReLU from `widths[0]` features onwards, and last the classifier."""
     yield "flatten", nn.Flatten()
     for i, (inputs, outputs) in enumerate(pairwise(widths), 1):
@@ -134,15 +134,15 @@ def connected(widths: Sequence[int], classes: int, *, dropout: float = 0.0, bias
     yield "classifier", nn.Linear(widths[-1], classes, bias=bias)
 
 
-def filled(net: nn.Module, rule: Rule) -> nn.Module:
+def initialize(net: nn.Module, rule: Rule) -> nn.Module:
     """Give a net that was built on the meta device its memory, and each layer its initial values once.
 
     Layers built where they will live draw PyTorch's own initial values first, only to have them replaced.
     """
-    home = torch.get_default_device()
-    if home.type == "meta":
+    device = torch.get_default_device()
+    if device.type == "meta":
         return net
-    net.to_empty(device=home)
+    net.to_empty(device=device)
     for module in net.modules():
         rule(module)
     return net
@@ -161,7 +161,7 @@ def draw_he(conv: nn.Conv2d) -> None:
     draw_normal(conv, math.sqrt(2.0 / (math.prod(conv.kernel_size) * conv.out_channels)))
 
 
-def usual(module: nn.Module) -> None:
+def default_init(module: nn.Module) -> None:
     """PyTorch's own initial values."""
     if isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
         module.reset_parameters()
@@ -169,4 +169,4 @@ def usual(module: nn.Module) -> None:
 
 def he_convolutions(module: nn.Module) -> None:
     """He's rule for convolutions, PyTorch's own values for the rest."""
-    draw_he(module) if isinstance(module, nn.Conv2d) else usual(module)
+    draw_he(module) if isinstance(module, nn.Conv2d) else default_init(module)

@@ -7,8 +7,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from fedfuse.models.heads import headed
-from fedfuse.models.layers import Rule, connected, draw_normal, filled, one_of, stack, usual, whole, wholes
+from fedfuse.models.heads import with_head
+from fedfuse.models.layers import (
+    Rule,
+    default_init,
+    draw_normal,
+    initialize,
+    linear_layers,
+    one_of,
+    stack,
+    whole,
+    wholes,
+)
 
 
 def mlp(
@@ -36,8 +46,8 @@ def mlp(
     classes, head = whole("mlp", "classes", classes, 2), whole("mlp", "head", head, 0)
     rule = _RULES[one_of("mlp", "init", init, tuple(_RULES))]
     with torch.device("meta"):
-        net = headed(stack(*connected(widths, classes)), head)
-    return filled(net, rule)
+        net = with_head(stack(*linear_layers(widths, classes)), head)
+    return initialize(net, rule)
 
 
 def _pfnm(module: nn.Module) -> None:
@@ -45,4 +55,4 @@ def _pfnm(module: nn.Module) -> None:
         draw_normal(module, 0.1, bias=0.1)
 
 
-_RULES: Mapping[str, Rule] = {"default": usual, "pfnm": _pfnm}
+_RULES: Mapping[str, Rule] = {"default": default_init, "pfnm": _pfnm}

@@ -8,8 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fedfuse.models.heads import headed
-from fedfuse.models.layers import Named, connected, filled, flag, he_convolutions, scaled, stack, whole
+from fedfuse.models.heads import with_head
+from fedfuse.models.layers import Named, flag, he_convolutions, initialize, linear_layers, scale_widths, stack, whole
 
 # The convolutions of one block: (kernel, output channels per unit of width).
 Plan: TypeAlias = tuple[tuple[int, int], ...]
@@ -101,16 +101,16 @@ def _resnet(
     bias: bool,
     head: int,
 ) -> nn.Module:
-    stages = scaled(who, widths, _WIDTHS)
+    stages = scale_widths(who, widths, _WIDTHS)
     bias, channels = flag(who, "bias", bias), whole(who, "channels", channels)
     classes, head = whole(who, "classes", classes, 2), whole(who, "head", head, 0)
     whole(who, "size", size, 8)
     with torch.device("meta"):
         stem = (*_unit("conv1", channels, stages[0], 3, 1, bias), ("conv1_relu", nn.ReLU()))
         body = _stages(plan, blocks, stages, bias)
-        tail = connected((stages[-1] * plan[-1][1],), classes)
-        net = headed(stack(*stem, *body, ("mean", nn.AdaptiveAvgPool2d(1)), *tail), head)
-    return filled(net, he_convolutions)
+        tail = linear_layers((stages[-1] * plan[-1][1],), classes)
+        net = with_head(stack(*stem, *body, ("mean", nn.AdaptiveAvgPool2d(1)), *tail), head)
+    return initialize(net, he_convolutions)
 
 
 def _stages(plan: Plan, blocks: Sequence[int], widths: Sequence[int], bias: bool) -> Iterator[Named]:

@@ -8,21 +8,21 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fedfuse.models.heads import headed
+from fedfuse.models.heads import with_head
 from fedfuse.models.layers import (
-    connected,
     convolutions,
+    default_init,
     draw_he,
     draw_normal,
-    filled,
     flag,
     he_convolutions,
+    initialize,
     least_size,
+    linear_layers,
     one_of,
-    scaled,
+    scale_widths,
     share,
     stack,
-    usual,
     whole,
     wholes,
 )
@@ -82,7 +82,7 @@ def vgg11(
         Linear(in_features=128, out_features=10, bias=True)
     """
     net = _vgg(_VGG11, channels, size, classes, widths, hidden, norm, bias, dropout, head)
-    return filled(net, he_convolutions)
+    return initialize(net, he_convolutions)
 
 
 def vgg16(
@@ -120,7 +120,7 @@ def vgg16(
     if bias == "auto":
         bias = "linear" if norm else "all"
     net = _vgg(_VGG16, channels, size, classes, widths, hidden, norm, bias, dropout, head)
-    return filled(net, _swa)
+    return initialize(net, _swa)
 
 
 def _vgg(
@@ -137,20 +137,20 @@ def _vgg(
 ) -> nn.Module:
     """The layers of a plan on the meta device, their options checked."""
     who = plan.name
-    maps = scaled(who, widths, plan.widths)
+    maps = scale_widths(who, widths, plan.widths)
     whole(who, "size", size, least_size(plan.pooled, kernel=3, padding=1))
     classes, head = whole(who, "classes", classes, 2), whole(who, "head", head, 0)
     one_of(who, "bias", bias, ("all", "linear", "none"))
     inputs = whole(who, "channels", channels)
     with torch.device("meta"):
         body = convolutions((inputs, *maps), plan.pooled, norm=flag(who, "norm", norm), bias=bias == "all")
-        tail = connected(
+        tail = linear_layers(
             (maps[-1], *wholes(who, "hidden", hidden)),
             classes,
             dropout=share(who, "dropout", dropout),
             bias=bias != "none",
         )
-        return headed(stack(*body, ("mean", nn.AdaptiveAvgPool2d(1)), *tail), head)
+        return with_head(stack(*body, ("mean", nn.AdaptiveAvgPool2d(1)), *tail), head)
 
 
 def _swa(module: nn.Module) -> None:
@@ -159,5 +159,5 @@ def _swa(module: nn.Module) -> None:
     elif isinstance(module, nn.Linear):
         draw_normal(module, 0.01)
     elif isinstance(module, nn.BatchNorm2d):
-        usual(module)
+        default_init(module)
         nn.init.constant_(module.weight, 0.5)

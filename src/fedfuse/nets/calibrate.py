@@ -24,7 +24,7 @@ class Affine(NamedTuple):
 def calibration(kind: Calibration, logits: Tensor, labels: Tensor) -> Affine:
     """The map that makes a network's logits comparable with those of others, from its answers on some rows.
 
-    "temperature" divides by the temperature of `fit_temperature`; "zscore" standardises the network's confidence
+    "temperature" divides by the temperature of `fit_temperature`; "zscore" standardizes the network's confidence
     m(x) = max_c z_c(x): it becomes the number of standard deviations from its mean over these rows.
 
     Example:
@@ -34,8 +34,8 @@ def calibration(kind: Calibration, logits: Tensor, labels: Tensor) -> Affine:
     if kind == "temperature":
         return Affine(0.0, fit_temperature(logits, labels))
     confidence = logits.double().amax(-1)
-    spread = float(confidence.std(correction=0))
-    return Affine(float(confidence.mean()), spread if spread > _COLD else 1.0)
+    std = float(confidence.std(correction=0))
+    return Affine(float(confidence.mean()), std if std > _COLD else 1.0)
 
 
 def fit_temperature(logits: Tensor, labels: Tensor, tolerance: float = 1e-10) -> float:

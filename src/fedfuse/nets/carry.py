@@ -11,7 +11,7 @@ from torch import Tensor
 from fedfuse.core.params import Params
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
-from fedfuse.nets.channels import Group, channel_groups, narrowed, placed
+from fedfuse.nets.channels import Group, channel_groups, keep_channels, move_units
 
 Channels: TypeAlias = Mapping[str, Sequence[int]]  # by layer, which of its original channels there are
 
@@ -32,7 +32,7 @@ def carry_over(params: Params, before: Channels, spec: Spec, shape: tuple[int, .
         >>> import torch
         >>> whole = Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2})
         >>> (group,) = channel_groups(whole, (4,))
-        >>> small, _ = narrowed(whole, whole.build().state_dict(), {group: [0, 2]})
+        >>> small, _ = keep_channels(whole, whole.build().state_dict(), {group: [0, 2]})
         >>> carry_over({"fc1.bias": torch.tensor([5.0, 6.0, 7.0])}, {}, small, (4,))
         {'fc1.bias': tensor([5., 7.])}
     """
@@ -40,8 +40,8 @@ def carry_over(params: Params, before: Channels, spec: Spec, shape: tuple[int, .
     try:
         then = _with_channels(whole, before, shape)
         moves = _moves(channel_groups(then, shape), before, spec.kept)
-        here = {replace(g, places=tuple(p for p in g.places if p.tensor in params)): u for g, u in moves.items()}
-        moved = placed(params, here)
+        here = {replace(g, locations=tuple(p for p in g.locations if p.tensor in params)): u for g, u in moves.items()}
+        moved = move_units(params, here)
     except (ConfigError, RuntimeError, IndexError):  # channels that are not those of this network
         return None
     wanted = spec.skeleton().state_dict()
@@ -53,14 +53,14 @@ def _with_channels(whole: Spec, kept: Channels, shape: tuple[int, ...]) -> Spec:
     if not kept:
         return whole
     moves = _moves(channel_groups(whole, shape), {}, kept)
-    return narrowed(whole, whole.skeleton().state_dict(), moves)[0]
+    return keep_channels(whole, whole.skeleton().state_dict(), moves)[0]
 
 
 def _moves(groups: Sequence[Group], before: Channels, after: Channels) -> dict[Group, list[int]]:
     """Of each group whose layers were pruned, the units that stay."""
     moves: dict[Group, list[int]] = {}
     for group in groups:
-        for layer in {place.tensor.rpartition(".")[0] for place in group.makers} & after.keys():
+        for layer in {location.tensor.rpartition(".")[0] for location in group.makers} & after.keys():
             have = list(before.get(layer, range(group.size)))
             if not set(after[layer]) <= set(have) or len(have) != group.size:
                 raise ConfigError(f"layer {layer!r} has channels now that it had not before")

@@ -27,7 +27,7 @@ EMPTY = -1  # stands in an order for a unit that nobody fills
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """Where the units of a group stand in one tensor.
 
     Unit u stands on `axis` at offset + u·per … offset + (u + 1)·per − 1: `per` is the number of pixels behind a
@@ -54,7 +54,7 @@ class Place:
         """Everything this tensor knows of each unit, one row per unit.
 
         Example:
-            >>> Place("w", axis=1, per=2).rows({"w": torch.arange(8.0).view(2, 4)}, size=2)
+            >>> Location("w", axis=1, per=2).rows({"w": torch.arange(8.0).view(2, 4)}, size=2)
             tensor([[0., 4., 1., 5.],
                     [2., 6., 3., 7.]])
         """
@@ -71,25 +71,25 @@ class Group:
     Attributes:
         name: the layer that makes them.
         size: how many there are.
-        places: where they stand.
-        rooms: into how many equal, adjacent parts they fall that cannot trade units (a grouped convolution and a
+        locations: where they stand.
+        sections: into how many equal, adjacent parts they fall that cannot trade units (a grouped convolution and a
             GroupNorm have walls); one for all others.
     """
 
     name: str
     size: int
-    places: tuple[Place, ...]
-    rooms: int = 1
+    locations: tuple[Location, ...]
+    sections: int = 1
 
     @property
-    def makers(self) -> tuple[Place, ...]:
+    def makers(self) -> tuple[Location, ...]:
         """What makes a unit, and what belongs to it alone: weights' rows, biases, norms."""
-        return tuple(p for p in self.places if not p.reads)
+        return tuple(p for p in self.locations if not p.reads)
 
     @property
-    def readers(self) -> tuple[Place, ...]:
+    def readers(self) -> tuple[Location, ...]:
         """What reads a unit: columns of the weights behind it."""
-        return tuple(p for p in self.places if p.reads)
+        return tuple(p for p in self.locations if p.reads)
 
 
 def channel_groups(network: Spec | nn.Module, shape: Sequence[int]) -> tuple[Group, ...]:
@@ -110,64 +110,64 @@ def channel_groups(network: Spec | nn.Module, shape: Sequence[int]) -> tuple[Gro
         >>> [(g.name, g.size) for g in channel_groups(Spec("lenet"), (1, 28, 28))]
         [('conv1', 6), ('conv2', 16), ('fc1', 120), ('fc2', 84)]
         >>> channel_groups(Spec("lenet"), (1, 28, 28))[1].readers
-        (Place(tensor='fc1.weight', axis=1, per=16, offset=0, blocks=1, reads=True),)
+        (Location(tensor='fc1.weight', axis=1, per=16, offset=0, blocks=1, reads=True),)
     """
     spec = network if isinstance(network, Spec) else Spec.of(network)
-    return _found(spec, tuple(shape))
+    return _cached_groups(spec, tuple(shape))
 
 
 @lru_cache(maxsize=64)
-def _found(spec: Spec, shape: tuple[int, ...]) -> tuple[Group, ...]:
+def _cached_groups(spec: Spec, shape: tuple[int, ...]) -> tuple[Group, ...]:
     from fedfuse.nets.trace import traced_groups  # the tracer knows groups, and pulls in a pruning library
 
     return traced_groups(spec, shape)
 
 
-def permuted(params: Params, group: Group, order: Order) -> dict[str, Tensor]:
+def permute_group(params: Params, group: Group, order: Order) -> dict[str, Tensor]:
     """The weights with a group's units in another order: unit i is what unit order[i] was.
 
     Example:
-        >>> group = Group("fc1", 2, (Place("fc1.weight", 0), Place("fc2.weight", 1, reads=True)))
+        >>> group = Group("fc1", 2, (Location("fc1.weight", 0), Location("fc2.weight", 1, reads=True)))
         >>> net = {"fc1.weight": torch.tensor([[1.0], [2.0]]), "fc2.weight": torch.tensor([[3.0, 4.0]])}
-        >>> permuted(net, group, [1, 0])["fc2.weight"]
+        >>> permute_group(net, group, [1, 0])["fc2.weight"]
         tensor([[4., 3.]])
     """
     units = _units(group, order)
     if sorted(units.tolist()) != list(range(group.size)):
         raise ConfigError(f"group {group.name!r}: an order must hold each of {group.size} units once")
-    return placed(params, {group: units})
+    return move_units(params, {group: units})
 
 
-def kept(params: Params, group: Group, units: Order) -> dict[str, Tensor]:
+def keep_units(params: Params, group: Group, units: Order) -> dict[str, Tensor]:
     """The weights with only these units of a group, in this order; the others are removed from every tensor.
 
     Example:
-        >>> group = Group("fc1", 2, (Place("fc1.weight", 0), Place("fc2.weight", 1, reads=True)))
+        >>> group = Group("fc1", 2, (Location("fc1.weight", 0), Location("fc2.weight", 1, reads=True)))
         >>> net = {"fc1.weight": torch.tensor([[1.0], [2.0]]), "fc2.weight": torch.tensor([[3.0, 4.0]])}
-        >>> kept(net, group, [1])["fc2.weight"]
+        >>> keep_units(net, group, [1])["fc2.weight"]
         tensor([[4.]])
     """
     chosen = _units(group, units)
     if not len(chosen) or len(set(chosen.tolist())) < len(chosen) or int(chosen.min()) < 0:
         raise ConfigError(f"group {group.name!r}: what is kept must be at least one unit, and none twice")
-    return placed(params, {group: chosen})
+    return move_units(params, {group: chosen})
 
 
-def grown(params: Params, group: Group, size: int) -> dict[str, Tensor]:
+def add_empty_units(params: Params, group: Group, size: int) -> dict[str, Tensor]:
     """The weights with empty units behind a group's own, `size` in all: nothing makes them and nobody reads them.
 
     Example:
-        >>> group = Group("fc1", 2, (Place("fc1.weight", 0), Place("fc2.weight", 1, reads=True)))
+        >>> group = Group("fc1", 2, (Location("fc1.weight", 0), Location("fc2.weight", 1, reads=True)))
         >>> net = {"fc1.weight": torch.tensor([[1.0], [2.0]]), "fc2.weight": torch.tensor([[3.0, 4.0]])}
-        >>> grown(net, group, 3)["fc2.weight"]
+        >>> add_empty_units(net, group, 3)["fc2.weight"]
         tensor([[3., 4., 0.]])
     """
     if size < group.size:
-        raise ConfigError(f"group {group.name!r} has {group.size} units and cannot grow to {size}; use `kept`")
-    return placed(params, {group: [*range(group.size), *(size - group.size) * [EMPTY]]})
+        raise ConfigError(f"group {group.name!r} has {group.size} units and cannot grow to {size}; use `keep_units`")
+    return move_units(params, {group: [*range(group.size), *(size - group.size) * [EMPTY]]})
 
 
-def placed(params: Params, moves: Mapping[Group, Order]) -> dict[str, Tensor]:
+def move_units(params: Params, moves: Mapping[Group, Order]) -> dict[str, Tensor]:
     """The weights with units wherever they are wanted: permuted, removed and grown in one go.
 
     Per group, new unit i is what unit order[i] was, or empty where order[i] is −1. An empty unit is zero, with
@@ -175,9 +175,9 @@ def placed(params: Params, moves: Mapping[Group, Order]) -> dict[str, Tensor]:
     once, since a unit removed before a concatenation shifts the units after it.
 
     Example:
-        >>> group = Group("fc1", 2, (Place("fc1.weight", 0), Place("fc2.weight", 1, reads=True)))
+        >>> group = Group("fc1", 2, (Location("fc1.weight", 0), Location("fc2.weight", 1, reads=True)))
         >>> net = {"fc1.weight": torch.tensor([[1.0], [2.0]]), "fc2.weight": torch.tensor([[3.0, 4.0]])}
-        >>> placed(net, {group: [1, -1, 0]})["fc2.weight"]
+        >>> move_units(net, {group: [1, -1, 0]})["fc2.weight"]
         tensor([[4., 0., 3.]])
     """
     orders = {group: _units(group, order) for group, order in moves.items()}
@@ -189,24 +189,26 @@ def placed(params: Params, moves: Mapping[Group, Order]) -> dict[str, Tensor]:
     return result
 
 
-def placed_posterior(posterior: Posterior, moves: Mapping[Group, Order], layout: Layout) -> Posterior:
+def move_posterior_units(posterior: Posterior, moves: Mapping[Group, Order], layout: Layout) -> Posterior:
     """A posterior with its units permuted or removed: mean, variances and Kronecker factors alike.
 
     A factor A knows what a layer reads, patch by patch and with the bias last, B what it makes: both are moved as the
     columns and the rows of [W | b] are, and A ⊗ B stays the precision of the moved weights. Removing units conditions
     a Kronecker geometry on their absence.
     """
-    mean = placed(posterior.mean, moves)
-    return replace(posterior, mean=mean, geometry=placed_geometry(posterior.geometry, posterior.mean, moves, layout))
+    mean = move_units(posterior.mean, moves)
+    return replace(
+        posterior, mean=mean, geometry=move_geometry_units(posterior.geometry, posterior.mean, moves, layout)
+    )
 
 
-def narrowed(spec: Spec, params: Params, keep: Mapping[Group, Order]) -> tuple[Spec, dict[str, Tensor]]:
+def keep_channels(spec: Spec, params: Params, keep: Mapping[Group, Order]) -> tuple[Spec, dict[str, Tensor]]:
     """The network with only these units of each group, and the spec that builds it.
 
     Example:
         >>> spec = Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2})
         >>> (group,) = channel_groups(spec, (4,))
-        >>> small, weights = narrowed(spec, spec.build().state_dict(), {group: [0, 2]})
+        >>> small, weights = keep_channels(spec, spec.build().state_dict(), {group: [0, 2]})
         >>> small.kept, small.build()
         ({'fc1': (0, 2)}, Sequential(
           (flatten): Flatten(start_dim=1, end_dim=-1)
@@ -215,17 +217,17 @@ def narrowed(spec: Spec, params: Params, keep: Mapping[Group, Order]) -> tuple[S
           (classifier): Linear(in_features=2, out_features=2, bias=True)
         ))
     """
-    weights = placed(params, keep)
+    weights = move_units(params, keep)
     roles = spec.layout.roles
     remain: dict[str, tuple[int, ...]] = {}
     for group, units in keep.items():
         chosen = _units(group, units).tolist()
-        for place in group.makers:
-            if roles.get(place.tensor) == "weight":
-                layer = place.tensor.rpartition(".")[0]
+        for location in group.makers:
+            if roles.get(location.tensor) == "weight":
+                layer = location.tensor.rpartition(".")[0]
                 before = spec.kept.get(layer, tuple(range(group.size)))
                 remain[layer] = tuple(before[u] for u in chosen)
-    return spec.resized(weights, remain), weights
+    return spec.with_shapes_of(weights, remain), weights
 
 
 def _units(group: Group, order: Order) -> Tensor:
@@ -233,51 +235,52 @@ def _units(group: Group, order: Order) -> Tensor:
     units = torch.as_tensor(order, dtype=torch.int64, device="cpu")
     if units.ndim != 1 or bool(((units < EMPTY) | (units >= group.size)).any()):
         raise ConfigError(f"group {group.name!r} has units 0 to {group.size - 1}; the order names others")
-    if group.rooms > 1:
-        room = group.size // group.rooms
-        home = torch.arange(group.rooms).repeat_interleave(max(1, len(units) // group.rooms))
-        if len(units) % group.rooms or bool(((units != EMPTY) & (units // room != home)).any()):
+    if group.sections > 1:
+        section_size = group.size // group.sections
+        section = torch.arange(group.sections).repeat_interleave(max(1, len(units) // group.sections))
+        if len(units) % group.sections or bool(((units != EMPTY) & (units // section_size != section)).any()):
             raise ConfigError(
-                f"group {group.name!r} falls into {group.rooms} rooms of {room} units that cannot trade places; "
-                "give each room as many units of its own"
+                f"group {group.name!r} falls into {group.sections} sections of {section_size} units, between which "
+                "units cannot trade places; "
+                "give each section as many units of its own"
             )
     return units
 
 
-Here: TypeAlias = list[tuple[Group, Place]]
+AxisUnits: TypeAlias = list[tuple[Group, Location]]
 
 
-def by_axis(groups: Iterable[Group]) -> Iterator[tuple[tuple[str, int], Here]]:
+def by_axis(groups: Iterable[Group]) -> Iterator[tuple[tuple[str, int], AxisUnits]]:
     """The places of some groups on each axis of each tensor, from the front."""
-    every = [(group, place) for group in groups for place in group.places]
+    every = [(group, location) for group in groups for location in group.locations]
     every.sort(key=lambda at: (at[1].tensor, at[1].axis, at[1].offset))
     for key, here in groupby(every, key=lambda at: (at[1].tensor, at[1].axis)):
         yield key, list(here)
 
 
-def _on_axis(t: Tensor, name: str, axis: int, here: Here, orders: Mapping[Group, Tensor]) -> Tensor:
+def _on_axis(t: Tensor, name: str, axis: int, here: AxisUnits, orders: Mapping[Group, Tensor]) -> Tensor:
     """One tensor, its units rearranged on one axis."""
-    group, place = here[0]
-    if place.blocks > 1:
-        return _in_blocks(t, place.blocks, orders[group], group.size)
+    group, location = here[0]
+    if location.blocks > 1:
+        return _in_blocks(t, location.blocks, orders[group], group.size)
     index = _index(t.shape[axis], here, orders).to(t.device)
     moved = t.index_select(axis, index.clamp(min=0))
     return moved if bool((index >= 0).all()) else moved.index_fill_(axis, (index < 0).nonzero()[:, 0], _blank(name, t))
 
 
-def _index(length: int, here: Here, orders: Mapping[Group, Tensor]) -> Tensor:
+def _index(length: int, here: AxisUnits, orders: Mapping[Group, Tensor]) -> Tensor:
     """For every new position on an axis the old one, or −1."""
     parts, done = [], 0
-    for group, place in here:
-        parts.append(torch.arange(done, place.offset))
+    for group, location in here:
+        parts.append(torch.arange(done, location.offset))
         units = orders[group][:, None]
-        positions = place.offset + units * place.per + torch.arange(place.per)
+        positions = location.offset + units * location.per + torch.arange(location.per)
         parts.append(torch.where(units == EMPTY, EMPTY, positions).flatten())
-        done = place.offset + group.size * place.per
+        done = location.offset + group.size * location.per
     if done > length:
-        group, place = here[-1]
+        group, location = here[-1]
         raise ConfigError(
-            f"group {group.name!r} stands at {done} positions of {place.tensor!r} on axis {place.axis}, "
+            f"group {group.name!r} stands at {done} positions of {location.tensor!r} on axis {location.axis}, "
             f"which has {length}; the weights are of another network"
         )
     return torch.cat([*parts, torch.arange(done, length)])
@@ -301,7 +304,7 @@ def _blank(name: str, t: Tensor) -> float:
     return 1.0 if leaf == "running_var" else 0.0
 
 
-def placed_geometry(geometry: Geometry, mean: Params, moves: Mapping[Group, Order], layout: Layout) -> Geometry:
+def move_geometry_units(geometry: Geometry, mean: Params, moves: Mapping[Group, Order], layout: Layout) -> Geometry:
     """A posterior's geometry with its units permuted or removed, around a mean that has not moved yet."""
     orders = {group: _units(group, order) for group, order in moves.items()}
     if not isinstance(geometry, Diag | Kron):
@@ -311,12 +314,12 @@ def placed_geometry(geometry: Geometry, mean: Params, moves: Mapping[Group, Orde
     if isinstance(geometry, Kron):
         layers = {layer.name: layer for layer in layout.layers}
         return Kron(_MovedFactors(geometry.factors, mean, layers, orders, dict(by_axis(orders))))
-    known = {replace(g, places=_within(g.places, geometry.variance)): o for g, o in orders.items()}
-    return Diag(placed(geometry.variance, known))
+    known = {replace(g, locations=_within(g.locations, geometry.variance)): o for g, o in orders.items()}
+    return Diag(move_units(geometry.variance, known))
 
 
-def _within(places: tuple[Place, ...], params: Params) -> tuple[Place, ...]:
-    return tuple(p for p in places if p.tensor in params)
+def _within(locations: tuple[Location, ...], params: Params) -> tuple[Location, ...]:
+    return tuple(p for p in locations if p.tensor in params)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -327,7 +330,7 @@ class _MovedFactors(Mapping[str, tuple[Tensor, Tensor]]):
     mean: Params
     layers: Mapping[str, Layer]
     orders: Mapping[Group, Tensor]
-    by_axis: Mapping[tuple[str, int], Here]
+    by_axis: Mapping[tuple[str, int], AxisUnits]
 
     def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:
         A, B = self.factors[name]
@@ -339,7 +342,9 @@ class _MovedFactors(Mapping[str, tuple[Tensor, Tensor]]):
         if stacks > 1 and stacks == len(weight):  # depthwise: one factor per channel, and whole factors move
             return A[rows], B[rows]
         columns = _columns(weight, layer.bias is not None, reads, self.orders).to(A.device)
-        return _both(A, columns.expand(stacks, -1)), _both(B, (rows % (len(weight) // stacks)).view(stacks, -1))
+        return _permute_square(A, columns.expand(stacks, -1)), _permute_square(
+            B, (rows % (len(weight) // stacks)).view(stacks, -1)
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.factors)
@@ -348,7 +353,7 @@ class _MovedFactors(Mapping[str, tuple[Tensor, Tensor]]):
         return len(self.factors)
 
 
-def _columns(weight: Tensor, bias: bool, here: Here, orders: Mapping[Group, Tensor]) -> Tensor:
+def _columns(weight: Tensor, bias: bool, here: AxisUnits, orders: Mapping[Group, Tensor]) -> Tensor:
     """For every new column of [W | b] the old one, per block of a grouped convolution."""
     if here and here[0][1].blocks > 1:
         channels = (orders[here[0][0]] % weight.shape[1]).view(here[0][1].blocks, -1)
@@ -360,7 +365,7 @@ def _columns(weight: Tensor, bias: bool, here: Here, orders: Mapping[Group, Tens
     return torch.cat([columns, last], 1)
 
 
-def _both(matrices: Tensor, index: Tensor) -> Tensor:
+def _permute_square(matrices: Tensor, index: Tensor) -> Tensor:
     """A square matrix, or a stack of them, with rows and columns in another order."""
     if matrices.ndim == 2:
         return matrices[index[0]][:, index[0]]

@@ -92,7 +92,7 @@ class TopLogit:
 
     def __call__(self, weights: Tensor, logits: Tensor) -> Tensor:  # noqa: ARG002 - members count by confidence alone
         """The sum of the chosen members' calibrated logits."""
-        z = self._calibrated(logits)
+        z = self._calibrate(logits)
         if self.k == "all" or self.k >= len(z):
             return z.sum(0)
         if self.k == 1:
@@ -100,11 +100,11 @@ class TopLogit:
             return z[best, torch.arange(len(best), device=z.device)]
         return torch.where(largest(z.amax(-1), self.k)[..., None], z, 0.0).sum(0)
 
-    def chosen(self, logits: Tensor) -> Tensor:
+    def choose_members(self, logits: Tensor) -> Tensor:
         """Which members answer which inputs (k, n)."""
-        return largest(self._calibrated(logits).amax(-1), self.k)
+        return largest(self._calibrate(logits).amax(-1), self.k)
 
-    def _calibrated(self, logits: Tensor) -> Tensor:
+    def _calibrate(self, logits: Tensor) -> Tensor:
         for name, numbers in (("shift", self.shift), ("scale", self.scale)):
             if numbers and len(numbers) != len(logits):
                 raise ConfigError(f"AMS has a {name} for {len(numbers)} members, expected {len(logits)}")
@@ -166,16 +166,16 @@ class OpenSetVote:
         return torch.logsumexp(known, 0) - votes.sum(0)[:, None].to(logits).log()
 
 
-def among(rule: Combine, places: Sequence[int]) -> Combine:
+def rule_for_members(rule: Combine, indices: Sequence[int]) -> Combine:
     """The rule for some of a mixture's members: what it says of each member follows it.
 
     Example:
-        >>> among(TopLogit(1, shift=(1.0, 2.0, 3.0)), [0, 2])
+        >>> rule_for_members(TopLogit(1, shift=(1.0, 2.0, 3.0)), [0, 2])
         TopLogit(k=1, shift=(1.0, 3.0), scale=())
     """
     if not isinstance(rule, TopLogit):
         return rule
-    shift, scale = (tuple(numbers[i] for i in places) if numbers else () for numbers in (rule.shift, rule.scale))
+    shift, scale = (tuple(numbers[i] for i in indices) if numbers else () for numbers in (rule.shift, rule.scale))
     return TopLogit(rule.k, shift, scale)
 
 
@@ -192,15 +192,15 @@ def largest(confidence: Tensor, count: Count) -> Tensor:
     return torch.zeros_like(confidence, dtype=torch.bool).scatter_(0, best, True)
 
 
-def disturbed(logits: Tensor) -> Tensor:
+def find_disturbed(logits: Tensor) -> Tensor:
     """Where members disturb each other: the sum of logits answers otherwise than the most confident member (n,).
 
     Example:
-        >>> disturbed(torch.tensor([[[5.0, 4.0]], [[0.0, 3.0]]]))
+        >>> find_disturbed(torch.tensor([[[5.0, 4.0]], [[0.0, 3.0]]]))
         tensor([True])
     """
-    alone = TopLogit()(torch.ones(len(logits)), logits)
-    return logits.sum(0).argmax(-1) != alone.argmax(-1)
+    most_confident = TopLogit()(torch.ones(len(logits)), logits)
+    return logits.sum(0).argmax(-1) != most_confident.argmax(-1)
 
 
 COMBINES: dict[str, type] = {

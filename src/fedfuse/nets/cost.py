@@ -15,7 +15,7 @@ from fedfuse.core.messages import Brief, ClientUpdate
 from fedfuse.core.params import Params
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import part
+from fedfuse.core.state import entries_of
 from fedfuse.errors import ConfigError
 
 _TRAINING = 3  # passes: forward, the gradient of what goes in, the gradient of the weights
@@ -90,14 +90,14 @@ def cohort_flops(updates: Iterable[ClientUpdate], settings: LocalSettings, shape
     return total
 
 
-class Spared(NamedTuple):
+class SparseSavings(NamedTuple):
     """Bytes that sparse messages would not carry."""
 
     up: int
     down: int
 
 
-def spared(brief: Brief) -> Spared:
+def sparse_savings(brief: Brief) -> SparseSavings:
     """What a sparse encoding of masked weights saves on one client, beside the dense messages of the simulation.
 
     Down go the weights a mask leaves, and the mask itself as one bit per weight where the dense brief has a byte; up
@@ -106,13 +106,13 @@ def spared(brief: Brief) -> Spared:
     Example:
         >>> import torch
         >>> brief = Brief(0, Spec("mlp"), {"w": torch.zeros(16)}, {"mask/w": torch.arange(16) < 4})
-        >>> spared(brief)
-        Spared(up=48, down=62)
+        >>> sparse_savings(brief)
+        SparseSavings(up=48, down=62)
     """
-    masks = {name: m for name, m in part(brief.memory, MASK).items() if name in brief.params}
+    masks = {name: m for name, m in entries_of(brief.memory, MASK).items() if name in brief.params}
     up = sum(int((~m.bool()).sum()) * brief.params[name].element_size() for name, m in masks.items())
     bits = sum(m.nbytes - math.ceil(m.numel() / 8) for m in masks.values())
-    return Spared(up, up + bits)
+    return SparseSavings(up, up + bits)
 
 
 def density(params: Params, memory: Params) -> float:
@@ -123,6 +123,6 @@ def density(params: Params, memory: Params) -> float:
         >>> density({"w": torch.zeros(4), "b": torch.zeros(1)}, {"mask/w": torch.tensor([1, 0, 0, 0]).bool()})
         0.4
     """
-    masks = part(memory, MASK)
+    masks = entries_of(memory, MASK)
     gone = sum(int((~m.bool()).sum()) for m in masks.values())
     return 1 - gone / sum(t.numel() for t in params.values())

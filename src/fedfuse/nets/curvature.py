@@ -33,7 +33,7 @@ class Curvature(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class CurvatureProbe:
     """How closely a Hessian is looked at.
 
     Attributes:
@@ -76,7 +76,7 @@ class Look:
         back = {n: start[n].to(p) - p for n, p in params.items()}
         return Curvature(seen, _lipschitz(loss, params, back, hessian(_flat(back)), _flat_slopes(hessian.gradient)))
 
-    def found(self, size: int) -> int:
+    def num_values(self, size: int) -> int:
         """Ritz values per probe for a network of so many parameters."""
         return min(self.steps, size)
 
@@ -98,14 +98,14 @@ def curvature_in(notes: Params) -> Curvature:
     return Curvature(found, float(notes["spectrum/lipschitz"]))
 
 
-def _lipschitz(loss: _Loss, params: Params, back: Params, pushed: Tensor, slope: Tensor) -> float:
+def _lipschitz(loss: _Loss, params: Params, back: Params, image: Tensor, slope: Tensor) -> float:
     length = float(_flat(back).double().norm())
     if length == 0:
         return 0.0
     with torch.enable_grad():
         there = {n: (p + back[n]).requires_grad_() for n, p in params.items()}
         slopes = torch.autograd.grad(loss(there), list(there.values()), materialize_grads=True)
-    return float((pushed - _flat_slopes(slopes) + slope).double().norm()) / length
+    return float((image - _flat_slopes(slopes) + slope).double().norm()) / length
 
 
 def _flat(params: Params) -> Tensor:

@@ -22,11 +22,11 @@ def maskable(spec: Spec) -> tuple[str, ...]:
     return tuple(layer.weight for layer in spec.layout.layers if layer.kind != "other" and layer.weight in own)
 
 
-def comes_round(round_: int, every: int) -> bool:
+def is_every_nth(round_: int, every: int) -> bool:
     """Whether a round, counted from 0, is the every-th, the 2·every-th, …, counted from 1.
 
     Example:
-        >>> [comes_round(r, 2) for r in range(4)]
+        >>> [is_every_nth(r, 2) for r in range(4)]
         [False, True, False, True]
     """
     return (round_ + 1) % every == 0

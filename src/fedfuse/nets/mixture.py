@@ -27,7 +27,7 @@ class _Group(NamedTuple):
     """Members of one network: their places, and all of them as one wide network where that can be."""
 
     spec: Spec
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     stack: Stack | None
 
 
@@ -68,22 +68,22 @@ class Mixture:
         parts = x.split(self.chunk(x)) if len(x) else [x]
         rule = self.combine
         if x.requires_grad and isinstance(rule, TopLogit) and rule.k != "all":
-            return torch.cat([self._by_the_chosen(part, rule) for part in parts])
+            return torch.cat([self._differentiable_answer(part, rule) for part in parts])
         return torch.cat([self.at_once(part) for part in parts])
 
     def at_once(self, x: Tensor) -> Tensor:
         """The combined answer to all inputs in one go, whatever memory it takes."""
         if not isinstance(self.combine, Route):
             return self.combine(self.weights, self.answers(x))
-        return self._answered(x, self.combine.choose(self.confidence(x)))
+        return self._combine_chosen(x, self.combine.choose(self.confidence(x)))
 
-    def _by_the_chosen(self, x: Tensor, rule: TopLogit) -> Tensor:
+    def _differentiable_answer(self, x: Tensor, rule: TopLogit) -> Tensor:
         """The combined answer where its slope is wanted too: networks that are not chosen have none, so need none."""
         with torch.no_grad():
             every = self.answers(x)
-        return self._answered(x, rule.chosen(every), every)
+        return self._combine_chosen(x, rule.choose_members(every), every)
 
-    def _answered(self, x: Tensor, chosen: Tensor, every: Tensor | None = None) -> Tensor:
+    def _combine_chosen(self, x: Tensor, chosen: Tensor, every: Tensor | None = None) -> Tensor:
         """The combined answer of the chosen networks' logits; the others' are given, or zeros."""
         mine = [m.logits(x[rows]) for m, rows in zip(self.members, chosen, strict=True)]
         others = mine[0].new_zeros(len(mine), len(x), mine[0].shape[-1]) if every is None else every
@@ -92,29 +92,29 @@ class Mixture:
     def answers(self, x: Tensor) -> Tensor:
         """Every member's own logits (members, n, classes)."""
         found: dict[int, Tensor] = {}
-        for group in self._grouped():
+        for group in self._member_groups():
             if group.stack is None or not group.stack.fits(x):
-                found |= {place: self.members[place].logits(x) for place in group.places}
-            elif len(group.places) == len(self.members):
+                found |= {index: self.members[index].logits(x) for index in group.indices}
+            elif len(group.indices) == len(self.members):
                 return group.stack(x)
             else:
-                found |= dict(zip(group.places, group.stack(x), strict=True))
+                found |= dict(zip(group.indices, group.stack(x), strict=True))
         if len({z.shape for z in found.values()}) > 1:
             counts = sorted({z.shape[-1] for z in found.values()})
             raise ConfigError(f"the members of a mixture give {counts} logits; all must tell the same classes apart")
-        return torch.stack([found[place] for place in range(len(self.members))])
+        return torch.stack([found[index] for index in range(len(self.members))])
 
     def confidence(self, x: Tensor) -> Tensor:
         """The largest output of every member's first layer (members, n)."""
         found: dict[int, Tensor] = {}
-        for group in self._grouped():
+        for group in self._member_groups():
             if group.stack is not None and group.stack.fits(x):
-                found |= dict(zip(group.places, group.stack.first(x).amax(1), strict=True))
+                found |= dict(zip(group.indices, group.stack.first(x).amax(1), strict=True))
             else:
-                mine = [(place, self.members[place]) for place in group.places]
+                mine = [(index, self.members[index]) for index in group.indices]
                 outs = {p: first_output(m.spec, m.posterior.mean, x).flatten(1) for p, m in mine}
-                found |= {place: out.amax(1) for place, out in outs.items()}
-        return torch.stack([found[place] for place in range(len(self.members))])
+                found |= {index: out.amax(1) for index, out in outs.items()}
+        return torch.stack([found[index] for index in range(len(self.members))])
 
     def to(self, device: str) -> Mixture:
         """The same mixture with its weights elsewhere."""
@@ -123,22 +123,22 @@ class Mixture:
     def chunk(self, x: Tensor) -> int:
         """How many inputs go through at a time: what a stack keeps of all members at once must fit the memory."""
         floats = 1
-        for group in self._grouped():
+        for group in self._member_groups():
             cost = cost_of(group.spec, tuple(x.shape[1:]))
             alive = group.stack.floats if group.stack is not None and group.stack.fits(x) else cost.floats
             floats = max(floats, alive + cost.outputs * len(self.members))
         return max(1, min(_ROWS, self.memory // (_BYTES * floats)))
 
-    def _grouped(self) -> list[_Group]:
+    def _member_groups(self) -> list[_Group]:
         """Members by network; made at the first use, for stacking copies their weights."""
         if not self._groups:
-            places: dict[Spec, list[int]] = {}
-            for place, member in enumerate(self.members):
-                places.setdefault(member.spec, []).append(place)
-            self._groups.extend(_Group(s, tuple(p), self._stack(s, p)) for s, p in places.items())
+            indices: dict[Spec, list[int]] = {}
+            for index, member in enumerate(self.members):
+                indices.setdefault(member.spec, []).append(index)
+            self._groups.extend(_Group(s, tuple(p), self._stack(s, p)) for s, p in indices.items())
         return self._groups
 
-    def _stack(self, spec: Spec, places: list[int]) -> Stack | None:
-        weights = [self.members[p].posterior.mean for p in places]
+    def _stack(self, spec: Spec, indices: list[int]) -> Stack | None:
+        weights = [self.members[p].posterior.mean for p in indices]
         size = sum(t.numel() * t.element_size() for w in weights for t in w.values())
-        return Stack.of(spec, weights) if len(places) > 1 and size <= self.memory else None
+        return Stack.of(spec, weights) if len(indices) > 1 and size <= self.memory else None

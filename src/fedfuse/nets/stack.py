@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from fedfuse.core.inputs import as_read, run_once
 from fedfuse.core.params import Params
-from fedfuse.core.spec import Spec, one_name_each
+from fedfuse.core.spec import Spec, drop_tied_names
 from fedfuse.errors import ConfigError
 
 _POINTWISE = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Softplus, nn.Tanh, nn.Sigmoid, nn.Identity)
@@ -73,7 +73,7 @@ class Stack:
         program = Program.of(spec)
         if program is None:
             return None
-        return cls(program, tuple(_stacked(members, s) if isinstance(s, str) else s for s in program.steps))
+        return cls(program, tuple(_stack_layer(members, s) if isinstance(s, str) else s for s in program.steps))
 
     @property
     def floats(self) -> int:
@@ -131,7 +131,7 @@ def cost_of(spec: Spec, shape: tuple[int, ...]) -> Cost:
     products, floats = list[int](), [0]
 
     def watch(part: nn.Module, args: tuple[object, ...], out: object) -> None:
-        floats.append(sum(_held(t) for t in (*args, out) if isinstance(t, Tensor)))
+        floats.append(sum(_floats_taken(t) for t in (*args, out) if isinstance(t, Tensor)))
         if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) and isinstance(out, Tensor):
             products.append(out.numel() * part.weight[0].numel())
 
@@ -145,12 +145,12 @@ def cost_of(spec: Spec, shape: tuple[int, ...]) -> Cost:
     return Cost(sum(products), next(iter(products), 0), max(floats), outputs)
 
 
-def _held(t: Tensor) -> int:
+def _floats_taken(t: Tensor) -> int:
     """How many numbers a tensor takes; libraries keep the channels of images in blocks of sixteen."""
     return t.numel() if t.ndim != 4 else math.ceil(t.shape[1] / 16) * 16 * t.shape[2] * t.shape[3]
 
 
-class _Seen(Exception):
+class _FirstOutput(Exception):
     """Carries the first layer's output out of a forward pass that need not go on."""
 
     def __init__(self, out: Tensor) -> None:
@@ -172,12 +172,12 @@ def first_output(spec: Spec, params: Params, x: Tensor) -> Tensor:
     module, name = spec.skeleton(), layers[0].weight.rpartition(".")[0]
 
     def stop(_: nn.Module, __: object, out: Tensor) -> None:
-        raise _Seen(out)
+        raise _FirstOutput(out)
 
     hook = module.get_submodule(name).register_forward_hook(stop)
     try:
-        functional_call(module, one_name_each(spec, params), (spec.cast(as_read(spec, x)),))
-    except _Seen as seen:
+        functional_call(module, drop_tied_names(spec, params), (spec.cast(as_read(spec, x)),))
+    except _FirstOutput as seen:
         return seen.out
     finally:
         hook.remove()
@@ -192,7 +192,7 @@ def _chain(module: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
     return [step for name, part in parts for step in _chain(part, name)]
 
 
-def _stacked(members: Sequence[Params], layer: str) -> _Layer:
+def _stack_layer(members: Sequence[Params], layer: str) -> _Layer:
     dot = f"{layer}." if layer else ""
     weight = torch.stack([m[f"{dot}weight"] for m in members])
     if f"{dot}bias" not in members[0]:

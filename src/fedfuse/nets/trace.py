@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from fedfuse.core.inputs import reads_tokens
 from fedfuse.core.rng import seeded, stream
-from fedfuse.core.spec import Spec, one_name_each
+from fedfuse.core.spec import Spec, drop_tied_names
 from fedfuse.errors import ConfigError
-from fedfuse.nets.channels import Group, Place, by_axis, placed
+from fedfuse.nets.channels import Group, Location, by_axis, move_units
 
 _ROWS = 4  # inputs that go through the network: enough to tell functions apart
 _TOLERANCE = 1e-7  # relative, in float64: rounding is a million times smaller, a unit out of place far larger
@@ -42,11 +42,11 @@ def traced_groups(spec: Spec, shape: Sequence[int]) -> tuple[Group, ...]:
         [3, 5]
     """
     with seeded(0, "trace"), torch.enable_grad():
-        net = _quiet(spec.build())
-        _randomise(net)
+        net = _without_noise(spec.build())
+        _randomize(net)
         x = _inputs(spec, tuple(shape))
-        said = getattr(net, "channel_groups", None)
-        groups = _in_order(net, _follow(spec, net, x)) if said is None else tuple(said)
+        declared = getattr(net, "channel_groups", None)
+        groups = _in_order(net, _follow(spec, net, x)) if declared is None else tuple(declared)
         _check_apart(spec, groups)
         _prove(spec, net, x, groups)
     return groups
@@ -65,8 +65,8 @@ def _check_apart(spec: Spec, groups: Sequence[Group]) -> None:
         ConfigError: naming the tied tensors.
     """
     for (tensor, _), here in by_axis(groups):
-        ends = [place.offset + group.size * place.per for group, place in here if place.blocks == 1]
-        if all(end <= place.offset for end, (_, place) in zip(ends, here[1:], strict=False)):
+        ends = [location.offset + group.size * location.per for group, location in here if location.blocks == 1]
+        if all(end <= location.offset for end, (_, location) in zip(ends, here[1:], strict=False)):
             continue
         tied = next((same for same in spec.layout.tied if tensor in same), (tensor,))
         raise ConfigError(
@@ -75,7 +75,7 @@ def _check_apart(spec: Spec, groups: Sequence[Group]) -> None:
         )
 
 
-def _quiet(net: nn.Module) -> nn.Module:
+def _without_noise(net: nn.Module) -> nn.Module:
     """The network as a plain function: no dropout, and Bayesian layers at their means."""
     for part in net.modules():
         if isinstance(getattr(part, "noise", None), bool) and "noise" in vars(part):
@@ -84,7 +84,7 @@ def _quiet(net: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def _randomise(net: nn.Module) -> None:
+def _randomize(net: nn.Module) -> None:
     """Weights among which no two units are alike, so that no misplaced unit goes unseen."""
     draw = stream(0, "trace", "weights")
     for name, t in net.state_dict(keep_vars=True).items():
@@ -100,7 +100,7 @@ def _randomise(net: nn.Module) -> None:
 def _in_order(net: nn.Module, groups: Iterable[Group]) -> tuple[Group, ...]:
     """Groups and their places in the order of the state dict, each named after the first layer that makes it."""
     rank = {name: i for i, name in enumerate(net.state_dict())}
-    found = [replace(g, places=tuple(sorted(g.places, key=lambda p: (rank[p.tensor], p.axis)))) for g in groups]
+    found = [replace(g, locations=tuple(sorted(g.locations, key=lambda p: (rank[p.tensor], p.axis)))) for g in groups]
     found = [replace(g, name=_maker(g) + g.name) for g in found]
     return tuple(sorted(found, key=lambda g: (rank[g.makers[0].tensor], g.makers[0].offset)))
 
@@ -123,12 +123,12 @@ def _follow(spec: Spec, net: nn.Module, x: Tensor) -> Iterator[Group]:
     """The groups as torch-pruning's graph has them, without those that reach the input or the output."""
     import torch_pruning as tp
 
-    walled = _Walled(net, x)
+    gated = _GatedNetwork(net, x)
     graph = tp.DependencyGraph()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about operations it guesses; they are proved below
         try:
-            graph.build_dependency(walled, x, verbose=False)
+            graph.build_dependency(gated, x, verbose=False)
         except Exception as why:  # the user's own forward runs in here: whatever it raises is told
             raise ConfigError(
                 f"model {spec.factory!r} cannot be followed with an input of shape {tuple(x.shape[1:])}: "
@@ -137,13 +137,13 @@ def _follow(spec: Spec, net: nn.Module, x: Tensor) -> Iterator[Group]:
     names = _names(net)
     for found in graph.get_all_groups():
         targets = [item.dep.target for item in found]
-        if any(t.module is walled.gate or t.type == tp.ops.OPTYPE.OUTPUT for t in targets):
+        if any(t.module is gated.gate or t.type == tp.ops.OPTYPE.OUTPUT for t in targets):
             continue
         items = [_item(graph, item) for item in found if _holds_tensors(item.dep.target.module)]
         yield from _groups(spec, found[0].dep.target.module, items, names)
 
 
-class _Walled(nn.Module):
+class _GatedNetwork(nn.Module):
     """The network between a norm and a product, so that a path which leads to its input or its output is seen."""
 
     def __init__(self, net: nn.Module, x: Tensor) -> None:
@@ -193,24 +193,26 @@ def _groups(spec: Spec, root: nn.Module, items: Sequence[_Item], names: dict[int
     name = names[id(root.weight)][0].rpartition(".")[0] or "weight"
     for part, (here, stretch) in enumerate(groupby(units, key=standing.__getitem__)):
         run = list(stretch)
-        places: list[Place] = []
-        walls = [len(run)]
+        locations: list[Location] = []
+        section_sizes = [len(run)]
         for item in (items[i] for i in here):
             try:
-                found = list(_places(item, run, names))
-            except _Strange as why:
+                found = list(_locations(item, run, names))
+            except _UnknownArrangement as why:
                 raise ConfigError(
                     f"model {spec.factory!r}: the units of {name!r} reach {_what(item.target)} {why}; {_REMEDY}"
                 ) from why
-            spots = {(p.tensor, p.axis, p.offset) for p in places}  # a tied weight may make and read the same units
-            places += [p for p in found if (p.tensor, p.axis, p.offset) not in spots]
-            walls.append(_room(item, len(run)))
-        room = math.gcd(*walls)
-        if room > 1:
-            yield Group("" if len(run) == len(units) else f"[{part}]", len(run), tuple(places), len(run) // room)
+            spots = {(p.tensor, p.axis, p.offset) for p in locations}  # a tied weight may make and read the same units
+            locations += [p for p in found if (p.tensor, p.axis, p.offset) not in spots]
+            section_sizes.append(_section_size(item, len(run)))
+        section_size = math.gcd(*section_sizes)
+        if section_size > 1:
+            yield Group(
+                "" if len(run) == len(units) else f"[{part}]", len(run), tuple(locations), len(run) // section_size
+            )
 
 
-class _Strange(Exception):
+class _UnknownArrangement(Exception):
     """Units that do not stand as a place can say."""
 
 
@@ -218,17 +220,17 @@ def _what(target: object) -> str:
     return f"a layer {type(target).__name__}"
 
 
-def _places(item: _Item, run: Sequence[int], names: dict[int, list[str]]) -> Iterator[Place]:
+def _locations(item: _Item, run: Sequence[int], names: dict[int, list[str]]) -> Iterator[Location]:
     """The places of a run of units in the tensors of one module."""
     target = item.target
     stretches = list(_stretches(item, run))
     blocks = target.groups if isinstance(target, _CONVS) and item.reads and not _is_depthwise(target) else 1
     if blocks > 1 and stretches != [(0, 1)]:
-        raise _Strange("with groups that do not fit the units before it")
+        raise _UnknownArrangement("with groups that do not fit the units before it")
     for tensor, axis in _axes(item):
         for name in names.get(id(tensor), []):
             reads = item.reads and not _is_depthwise(target)
-            yield from (Place(name, axis, per, offset, blocks if axis else 1, reads) for offset, per in stretches)
+            yield from (Location(name, axis, per, offset, blocks if axis else 1, reads) for offset, per in stretches)
 
 
 def _axes(item: _Item) -> Iterable[tuple[Tensor, int]]:
@@ -250,7 +252,7 @@ def _axes(item: _Item) -> Iterable[tuple[Tensor, int]]:
             return [(t, 1) for t in own]
         case _ if isinstance(target, _NORMS):
             return [(t, 0) for t in own if t.numel() > 1]
-    raise _Strange("that fedfuse does not know")
+    raise _UnknownArrangement("that fedfuse does not know")
 
 
 def _own(part: nn.Module) -> list[Tensor]:
@@ -273,11 +275,11 @@ def _stretches(item: _Item, run: Sequence[int]) -> Iterator[tuple[int, int]]:
             begin = end
             stands = all(offset + i * per + k in set(item.positions[u]) for i, u in enumerate(run) for k in range(per))
             if not stands:
-                raise _Strange("in an order that is neither a flatten's nor a concatenation's")
+                raise _UnknownArrangement("in an order that is neither a flatten's nor a concatenation's")
             yield offset, per
 
 
-def _room(item: _Item, size: int) -> int:
+def _section_size(item: _Item, size: int) -> int:
     """How many adjacent units may trade places in this module."""
     target = item.target
     if isinstance(target, nn.GroupNorm):
@@ -294,13 +296,13 @@ def _prove(spec: Spec, net: nn.Module, x: Tensor, groups: tuple[Group, ...]) -> 
     Raises:
         ConfigError: naming the group whose units cannot be moved.
     """
-    weights = one_name_each(spec, net.state_dict())
+    weights = drop_tied_names(spec, net.state_dict())
     before = _answer(net, weights, x)
     shuffled = {_within(group, weights): _shuffle(group) for group in groups}
-    if _same(before, _answer(net, placed(weights, shuffled), x)):
+    if _same(before, _answer(net, move_units(weights, shuffled), x)):
         return
     for group, order in shuffled.items():
-        if not _same(before, _answer(net, placed(weights, {group: order}), x)):
+        if not _same(before, _answer(net, move_units(weights, {group: order}), x)):
             raise ConfigError(
                 f"model {spec.factory!r}: moving the units of {group.name!r} changes what the network answers"
                 f"{_suspects(net, x)}{_ties(spec)}; {_REMEDY}"
@@ -309,7 +311,7 @@ def _prove(spec: Spec, net: nn.Module, x: Tensor, groups: tuple[Group, ...]) -> 
 
 def _within(group: Group, weights: dict[str, Tensor]) -> Group:
     """The group without the further names of tied tensors."""
-    return replace(group, places=tuple(p for p in group.places if p.tensor in weights))
+    return replace(group, locations=tuple(p for p in group.locations if p.tensor in weights))
 
 
 def _answer(net: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -322,11 +324,11 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _shuffle(group: Group) -> Tensor:
     """A random order within the group's rooms that leaves no unit at home."""
-    room = group.size // group.rooms
+    section_size = group.size // group.sections
     draw = stream(0, "trace", group.name)
     parts = []
-    for start in range(0, group.size, room):
-        order = torch.randperm(room, generator=draw)
+    for start in range(0, group.size, section_size):
+        order = torch.randperm(section_size, generator=draw)
         moved = torch.empty_like(order)
         moved[order] = order.roll(1)  # along one cycle, everybody moves
         parts.append(start + moved)

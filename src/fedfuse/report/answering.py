@@ -9,7 +9,7 @@ from markupsafe import Markup
 from fedfuse.report.heat import WIDTH
 from fedfuse.report.plots import Figure, Groups, Inks
 from fedfuse.report.read import Row, number, part
-from fedfuse.report.scores import Spread, last_rows, spread
+from fedfuse.report.scores import MeanSd, last_rows, mean_sd
 from fedfuse.report.svg import drawing, ink, marker, scale_for, tag, wide, x_axis, y_axis
 
 TITLE = "What an answer costs"
@@ -49,13 +49,13 @@ def answer_cost(groups: Groups, inks: Inks) -> Figure | None:
     return Figure(TITLE, drawing(WIDTH, 274, TITLE, *axes, Markup("").join(marks)), note, tuple(points))
 
 
-def _point(rows: Sequence[Row]) -> tuple[Spread, Spread] | None:
+def _point(rows: Sequence[Row]) -> tuple[MeanSd, MeanSd] | None:
     cost, score = (
-        spread(number(part(row, "facts"), "cost") for row in rows),
-        spread(number(r, "accuracy") for r in rows),
+        mean_sd(number(part(row, "facts"), "cost") for row in rows),
+        mean_sd(number(r, "accuracy") for r in rows),
     )
     return (cost, score) if cost is not None and score is not None else None
 
 
-def _edges(value: Spread) -> tuple[float, float]:
+def _edges(value: MeanSd) -> tuple[float, float]:
     return value.mean - (value.sd or 0.0), value.mean + (value.sd or 0.0)

@@ -14,19 +14,19 @@ from markupsafe import Markup
 from fedfuse.report.heat import WIDTH, heat_map
 from fedfuse.report.plots import Figure, Groups, Inks, edges_of, learning_curve, tick_words
 from fedfuse.report.read import Row, finite, items, number, part
-from fedfuse.report.scores import Spread, last_rows, spread
+from fedfuse.report.scores import MeanSd, last_rows, mean_sd
 from fedfuse.report.svg import drawing, ink, line, marker, scale_for, tag, wide, x_axis, y_axis
 from fedfuse.report.tables import byte_unit, flop_unit
 
 UnitOf: TypeAlias = Callable[[float], tuple[float, str]]
-Paths: TypeAlias = Mapping[str, list[tuple[float, Spread]]]
+Paths: TypeAlias = Mapping[str, list[tuple[float, MeanSd]]]
 
 WINDOW = 5
 """Rounds over which accuracy is averaged before it counts as reached: single rounds swing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class TargetCost:
     """What one method spent until its accuracy, averaged over the last rounds, reached the target.
 
     Attributes:
@@ -49,10 +49,15 @@ class Reached:
         there, of = self.seeds
         if self.rounds is None:
             return (f"{there} of {of}", "–", "–", "–")
-        return (f"{there} of {of}", f"{self.rounds:.1f}", _said(self.flops, flop_unit), _said(self.sent, byte_unit))
+        return (
+            f"{there} of {of}",
+            f"{self.rounds:.1f}",
+            _with_unit(self.flops, flop_unit),
+            _with_unit(self.sent, byte_unit),
+        )
 
 
-def _said(value: float | None, unit_of: UnitOf) -> str:
+def _with_unit(value: float | None, unit_of: UnitOf) -> str:
     if value is None:
         return "–"
     size, unit = unit_of(value)
@@ -86,14 +91,14 @@ def _paths(groups: Groups, keys: Sequence[str]) -> Paths:
     return {label: path for label, rows in groups.items() if (path := _path(rows, keys))}
 
 
-def _path(rows: Sequence[Row], keys: Sequence[str]) -> list[tuple[float, Spread]]:
+def _path(rows: Sequence[Row], keys: Sequence[str]) -> list[tuple[float, MeanSd]]:
     """(spent so far, accuracy) after each round, both means over seeds."""
     path, spent = [], 0.0
     for at in sorted({row["round"] for row in rows}):
         here = [row for row in rows if row["round"] == at]
-        both = spread(sum(number(row, key) or 0.0 for key in keys) for row in here)
+        both = mean_sd(sum(number(row, key) or 0.0 for key in keys) for row in here)
         spent += both.mean if both else 0.0
-        score = spread(number(row, "accuracy") for row in here)
+        score = mean_sd(number(row, "accuracy") for row in here)
         if score is not None:
             path.append((spent, score))
     return path
@@ -110,13 +115,13 @@ def _against(paths: Paths, inks: Inks, title: str, words: str, unit_of: UnitOf) 
     y = scale_for([edge for path in paths.values() for _, value in path for edge in edges_of(value)], 238, 22)
     parts = []
     for label, path in paths.items():
-        places = [(x(at / size), y(value.mean)) for at, value in path]
+        points = [(x(at / size), y(value.mean)) for at, value in path]
         at, value = path[-1]
         low, high = edges_of(value)
         parts += [
-            line(places, inks[label]) if len(places) > 1 else Markup(""),
-            tag("path", d=f"M{places[-1][0]:.1f} {y(low):.1f}V{y(high):.1f}", class_=f"bar {ink(inks[label])}"),
-            marker(inks[label], *places[-1], 4.5, f"{label}: {100 * value.mean:.1f} % for {at / size:.3g} {unit}"),
+            line(points, inks[label]) if len(points) > 1 else Markup(""),
+            tag("path", d=f"M{points[-1][0]:.1f} {y(low):.1f}V{y(high):.1f}", class_=f"bar {ink(inks[label])}"),
+            marker(inks[label], *points[-1], 4.5, f"{label}: {100 * value.mean:.1f} % for {at / size:.3g} {unit}"),
         ]
     axes = (
         y_axis(y, 46, WIDTH - 8, "accuracy, %", tick_words(y, share=True)),
@@ -174,11 +179,11 @@ def target_in(config: str, groups: Groups) -> float | None:
         0.6
     """
     try:
-        said = finite(part(tomllib.loads(config), "judge").get("target"))
+        configured = finite(part(tomllib.loads(config), "judge").get("target"))
     except tomllib.TOMLDecodeError:
-        said = None
-    if said is not None:
-        return said
+        configured = None
+    if configured is not None:
+        return configured
     tops = sorted((max(s.mean for s in curves) for rows in groups.values() if (curves := _means(rows))), reverse=True)
     if not tops:
         return None
@@ -186,11 +191,11 @@ def target_in(config: str, groups: Groups) -> float | None:
     return math.floor(round(20 * middle, 9)) / 20 or None
 
 
-def _means(rows: Sequence[Row]) -> list[Spread]:
+def _means(rows: Sequence[Row]) -> list[MeanSd]:
     """The smoothed accuracy of each round, over seeds."""
     curves = [_smooth(rows, seed) for seed in sorted({row["seed"] for row in rows})]
     longest = max(map(len, curves), default=0)
-    found = [spread(curve[at] for curve in curves if at < len(curve)) for at in range(longest)]
+    found = [mean_sd(curve[at] for curve in curves if at < len(curve)) for at in range(longest)]
     return [value for value in found if value is not None]
 
 
@@ -201,24 +206,24 @@ def _smooth(rows: Sequence[Row], seed: int) -> list[float]:
     return [sum(scores[at - window : at]) / window for at in range(window, len(scores) + 1)] if window else []
 
 
-def reached(groups: Groups, target: float) -> list[Reached]:
+def target_costs(groups: Groups, target: float) -> list[TargetCost]:
     """What each method spent until it reached the target.
 
     Example:
         >>> rows = [{"seed": 0, "round": at, "accuracy": 0.2 * at, "flops": 3.0, "bytes_up": 1} for at in (1, 2, 3)]
-        >>> reached({"wb": rows}, 0.4)[0].cells
+        >>> target_costs({"wb": rows}, 0.4)[0].cells
         ('1 of 1', '3.0', '9 FLOP', '3 B')
     """
-    return [_reached(label, rows, target) for label, rows in groups.items()]
+    return [_target_cost(label, rows, target) for label, rows in groups.items()]
 
 
-def _reached(label: str, rows: Sequence[Row], target: float) -> Reached:
+def _target_cost(label: str, rows: Sequence[Row], target: float) -> TargetCost:
     seeds = sorted({row["seed"] for row in rows})
     spent = [found for seed in seeds if (found := _until(rows, seed, target)) is not None]
     if not spent:
-        return Reached(label, (0, len(seeds)), None, None, None)
+        return TargetCost(label, (0, len(seeds)), None, None, None)
     rounds, flops, sent = (sum(column) / len(spent) for column in zip(*spent, strict=True))
-    return Reached(label, (len(spent), len(seeds)), rounds, flops or None, sent or None)
+    return TargetCost(label, (len(spent), len(seeds)), rounds, flops or None, sent or None)
 
 
 def _until(rows: Sequence[Row], seed: int, target: float) -> tuple[float, float, float] | None:

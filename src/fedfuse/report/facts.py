@@ -13,7 +13,7 @@ from fedfuse.report.heat import heat_map
 from fedfuse.report.layers import layer_lines
 from fedfuse.report.plots import Figure, Groups
 from fedfuse.report.read import Row, finite, part
-from fedfuse.report.scores import last_rows, spread
+from fedfuse.report.scores import last_rows, mean_sd
 from fedfuse.report.svg import short
 
 LIMIT = 40
@@ -24,7 +24,7 @@ BY_ROUND = {"gaussianity": "Distance from Gaussian of each layer"}
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class MethodFacts:
     """What one method noted in its last round.
 
     Attributes:
@@ -40,14 +40,14 @@ class Noted:
     maps: tuple[Figure, ...]
 
 
-def noted(groups: Groups) -> list[Noted]:
+def method_facts(groups: Groups) -> list[MethodFacts]:
     """What each method noted in its last round, without those that noted nothing.
 
     Example:
-        >>> noted({"wb": [{"seed": 0, "round": 1, "facts": {"steps": 3}}]})[0].lines
+        >>> method_facts({"wb": [{"seed": 0, "round": 1, "facts": {"steps": 3}}]})[0].lines
         (('steps', '3'),)
     """
-    found = [_note(label, rows) for label, rows in groups.items()]
+    found = [_facts_of(label, rows) for label, rows in groups.items()]
     return [note for note in found if note.lines or note.maps]
 
 
@@ -83,35 +83,35 @@ def tables(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Mapping[str,
     return found
 
 
-def told(value: object) -> str:
+def fact_text(value: object) -> str:
     """A fact as words: long lists of numbers by their range.
 
     Example:
-        >>> told(0.123456), told(True), told([1, 2]), told(list(range(100)))
+        >>> fact_text(0.123456), fact_text(True), fact_text([1, 2]), fact_text(list(range(100)))
         ('0.1235', 'yes', '1, 2', '100 numbers: least 0, median 49.5, most 99')
     """
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Mapping):
-        return told(list(value.values()))
+        return fact_text(list(value.values()))
     if isinstance(value, list):
-        return _told_list(value)
+        return _list_text(value)
     given = finite(value)
     if given is not None:
         return f"{given:,.0f}" if given.is_integer() and abs(given) < 1e15 else f"{given:.4g}"
     return "–" if value is None else short(str(value), 200)
 
 
-def _note(label: str, rows: Sequence[Row]) -> Noted:
+def _facts_of(label: str, rows: Sequence[Row]) -> MethodFacts:
     last = last_rows(rows)
     flats = [flatten(part(row, "facts")) for row in last]
     names = list(dict.fromkeys(name for flat in flats for name in flat))
     lines = [(name, _over_seeds([flat[name] for flat in flats if name in flat])) for name in names]
-    maps = [_drawn(name, table, rows, last[0]) for name, table in tables(part(last[0], "facts")).items()]
-    return Noted(label, tuple(lines[:LIMIT]), max(0, len(lines) - LIMIT), tuple(maps))
+    maps = [_draw_table(name, table, rows, last[0]) for name, table in tables(part(last[0], "facts")).items()]
+    return MethodFacts(label, tuple(lines[:LIMIT]), max(0, len(lines) - LIMIT), tuple(maps))
 
 
-def _drawn(name: str, table: Mapping[str, Mapping[str, Any]], rows: Sequence[Row], last: Row) -> Figure:
+def _draw_table(name: str, table: Mapping[str, Mapping[str, Any]], rows: Sequence[Row], last: Row) -> Figure:
     """A table over the rounds where that is wanted and there are some, else as it was in the last one."""
     lines = layer_lines(rows, name, BY_ROUND[name]) if name in BY_ROUND else None
     return lines or _map(name, table, last)
@@ -120,10 +120,10 @@ def _drawn(name: str, table: Mapping[str, Mapping[str, Any]], rows: Sequence[Row
 def _over_seeds(values: Sequence[object]) -> str:
     """Numbers as mean ± sd, anything else as its different values."""
     numbers = [finite(value) for value in values]
-    whole = spread(numbers)
+    whole = mean_sd(numbers)
     if whole is None or None in numbers:
-        return "; ".join(dict.fromkeys(map(told, values)))
-    return told(whole.mean) + (f" ± {whole.sd:.2g}" if whole.sd else "")
+        return "; ".join(dict.fromkeys(map(fact_text, values)))
+    return fact_text(whole.mean) + (f" ± {whole.sd:.2g}" if whole.sd else "")
 
 
 def _map(name: str, table: Mapping[str, Mapping[str, Any]], row: Row) -> Figure:
@@ -146,10 +146,10 @@ def _only_numbers(value: Mapping[str, Any]) -> bool:
     return all(entry is None or finite(entry) is not None for entry in value.values())
 
 
-def _told_list(values: Sequence[object]) -> str:
+def _list_text(values: Sequence[object]) -> str:
     numbers = [given for value in values if (given := finite(value)) is not None]
     if len(values) > 8 and len(numbers) == len(values):
         least, middle, most = min(numbers), statistics.median(numbers), max(numbers)
-        return f"{len(numbers)} numbers: least {told(least)}, median {told(middle)}, most {told(most)}"
-    shown = ", ".join(told(value) for value in values[:8])
+        return f"{len(numbers)} numbers: least {fact_text(least)}, median {fact_text(middle)}, most {fact_text(most)}"
+    shown = ", ".join(fact_text(value) for value in values[:8])
     return shown + (f", … ({len(values)} in all)" if len(values) > 8 else "")

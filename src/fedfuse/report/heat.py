@@ -89,24 +89,24 @@ def _cells(
     tall: float,
 ) -> Markup:
     parts = []
-    roomy = tall >= 14 and wide >= LETTER * max(len(_word(value, form)) for value in values.flat)
+    roomy = tall >= 14 and wide >= LETTER * max(len(_value_text(value, form)) for value in values.flat)
     for i, row in enumerate(rows):
         for j, column in enumerate(columns):
             value, shade = values[i, j], float(shades[i, j])
             if not shade:
                 continue
             x, y = left + j * wide, 4 + i * tall
-            told = tag("title", f"{row}, {column}: {_word(value, form)}")
+            tooltip = tag("title", f"{row}, {column}: {_value_text(value, form)}")
             box = {"x": x + 0.5, "y": y + 0.5, "width": wide - 1, "height": max(tall - 1, 0.8)}
-            parts.append(tag("rect", told, fill_opacity=shade, class_="heat", **box))
+            parts.append(tag("rect", tooltip, fill_opacity=shade, class_="heat", **box))
             if roomy:
                 tone = "on" if shade > 0.6 else "over"
-                place = {"x": x + wide / 2, "y": y + tall / 2 + 3.5, "text_anchor": "middle"}
-                parts.append(tag("text", _word(value, form), class_=f"cell {tone}", **place))
+                position = {"x": x + wide / 2, "y": y + tall / 2 + 3.5, "text_anchor": "middle"}
+                parts.append(tag("text", _value_text(value, form), class_=f"cell {tone}", **position))
     return Markup("").join(parts)
 
 
-def _word(value: float, form: Form) -> str:
+def _value_text(value: float, form: Form) -> str:
     if math.isnan(value):
         return ""
     if form == "percent":
@@ -124,8 +124,8 @@ def _row_names(rows: Sequence[str], ends: Sequence[str], left: float, right: flo
 
 
 def _row_count(rows: int, bottom: float) -> Markup:
-    place = f"translate(12 {bottom / 2:.1f}) rotate(-90)"
-    return tag("text", f"{rows:,} rows", transform=place, text_anchor="middle")
+    position = f"translate(12 {bottom / 2:.1f}) rotate(-90)"
+    return tag("text", f"{rows:,} rows", transform=position, text_anchor="middle")
 
 
 def _column_names(columns: Sequence[str], left: float, wide: float, bottom: float) -> tuple[list[Markup], float]:

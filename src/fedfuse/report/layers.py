@@ -38,9 +38,9 @@ def layer_lines(rows: Sequence[Row], key: str, title: str) -> Figure | None:
     log = wide(values)
     x = scale_for([float(at) for curve in curves.values() for at in curve], _LEFT, _RIGHT, pad=0.02)
     y = scale_for(values, _BOTTOM, _TOP, log=log)
-    named = _spread_over_depth(list(curves))
+    named = _sample_evenly(list(curves))
     thin = [_line(name, curve, x, y, None) for name, curve in curves.items() if name not in named]
-    bold = [_line(name, curves[name], x, y, place) for place, name in enumerate(named)]
+    bold = [_line(name, curves[name], x, y, color_index) for color_index, name in enumerate(named)]
     picture = drawing(
         WIDTH,
         274,
@@ -65,18 +65,18 @@ def _curves(rows: Sequence[Row], key: str) -> dict[str, dict[int, float]]:
     return {layer: {at: statistics.fmean(v) for at, v in by.items()} for layer, by in found.items()}
 
 
-def _spread_over_depth(layers: Sequence[str]) -> list[str]:
+def _sample_evenly(layers: Sequence[str]) -> list[str]:
     """All of a few layers; of many, some from the first to the last."""
     if len(layers) <= NAMED:
         return list(layers)
     return [layers[round(k * (len(layers) - 1) / (NAMED - 1))] for k in range(NAMED)]
 
 
-def _line(name: str, curve: Curve, x: Scale, y: Scale, place: int | None) -> Markup:
+def _line(name: str, curve: Curve, x: Scale, y: Scale, color_index: int | None) -> Markup:
     points = [(x(at), y(value)) for at, value in curve.items()]
-    told = "; ".join(f"{name}, round {at}: {value:.3g}" for at, value in curve.items())
-    drawn = line(points, 5 if place is None else place)
-    return tag("g", tag("title", told), drawn, opacity=0.3 if place is None else None)
+    tooltip = "; ".join(f"{name}, round {at}: {value:.3g}" for at, value in curve.items())
+    drawn = line(points, 5 if color_index is None else color_index)
+    return tag("g", tag("title", tooltip), drawn, opacity=0.3 if color_index is None else None)
 
 
 def _names(ends: Mapping[str, float]) -> Markup:

@@ -18,8 +18,8 @@ from markupsafe import Markup, escape
 from fedfuse.errors import ConfigError
 from fedfuse.report import costs, plots
 from fedfuse.report.answering import answer_cost
-from fedfuse.report.costs import Reached
-from fedfuse.report.facts import Noted, flatten, noted, told
+from fedfuse.report.costs import TargetCost
+from fedfuse.report.facts import MethodFacts, fact_text, flatten, method_facts
 from fedfuse.report.plots import Figure, Groups, Inks
 from fedfuse.report.read import Row, Run, items, part, read_run
 from fedfuse.report.scores import SummaryRow, best_first, by_label, summary
@@ -53,12 +53,12 @@ class Chapter:
     fairness: tuple[Figure, ...]
     costs: tuple[Figure, ...]
     target: float | None
-    reached: tuple[Reached, ...]
+    reached: tuple[TargetCost, ...]
     sizes: tuple[Figure, ...]
     reveals: tuple[tuple[str, tuple[str, ...] | None], ...]
     refused: tuple[Mapping[str, Any], ...]
     dropped: tuple[Mapping[str, Any], ...]
-    noted: tuple[Noted, ...]
+    noted: tuple[MethodFacts, ...]
     best: str | None
     classes: tuple[Figure, ...]
     config: str
@@ -84,7 +84,7 @@ def write_page(dirs: Sequence[Path], out: Path) -> Path:
     paths = list({Path(directory).resolve(): Path(directory) for directory in dirs}.values())
     if not paths:
         raise ConfigError("no run directory was given, expected at least one that `fedfuse run` has written")
-    runs = _told_apart(paths, [read_run(path) for path in paths])
+    runs = _distinguish_names(paths, [read_run(path) for path in paths])
     return _write(Path(out), render(runs))
 
 
@@ -121,7 +121,7 @@ def _chapter(run: Run, inks: Inks, anchor: str) -> Chapter:
         headline=_headline(run, table),
         verdict=verdict(run.rows, table),
         cautions=tuple(cautions(table)),
-        table=_telling(table),
+        table=_summary_grid(table),
         scores=_scores(ranked, inks),
         partitions=tuple((seed, picture) for seed, picture in maps if picture),
         partition_words=_partition_words(seeds),
@@ -129,21 +129,21 @@ def _chapter(run: Run, inks: Inks, anchor: str) -> Chapter:
         fairness=_fairness(ranked, inks),
         costs=_figures([costs.traffic(ranked, inks), costs.effort(ranked, inks), answer_cost(ranked, inks)]),
         target=target,
-        reached=tuple(costs.reached(ranked, target)) if target is not None else (),
+        reached=tuple(costs.target_costs(ranked, target)) if target is not None else (),
         sizes=_figures([costs.model_size(ranked, inks), costs.kept_channels(ranked)]),
-        reveals=tuple((label, _revealed(rows)) for label, rows in ranked.items()),
+        reveals=tuple((label, _declared_reveals(rows)) for label, rows in ranked.items()),
         refused=_incidents(run.rows, "refused"),
         dropped=_incidents(run.rows, "dropped"),
-        noted=tuple(noted(ranked)),
+        noted=tuple(method_facts(ranked)),
         best=best,
         classes=_figures([plots.per_class(ranked, classes), plots.confusion(groups[best], classes) if best else None]),
         config=run.config_text,
-        environment=tuple((name, told(value)) for name, value in flatten(run.environment).items()),
+        environment=tuple((name, fact_text(value)) for name, value in flatten(run.environment).items()),
     )
 
 
-def _figures(made: Iterable[Figure | None]) -> tuple[Figure, ...]:
-    return tuple(figure for figure in made if figure is not None)
+def _figures(figures: Iterable[Figure | None]) -> tuple[Figure, ...]:
+    return tuple(figure for figure in figures if figure is not None)
 
 
 def _scores(groups: Groups, inks: Inks) -> tuple[Figure, ...]:
@@ -162,12 +162,14 @@ def _fairness(groups: Groups, inks: Inks) -> tuple[Figure, ...]:
     )
 
 
-def _telling(table: Sequence[SummaryRow]) -> Grid:
+def _summary_grid(table: Sequence[SummaryRow]) -> Grid:
     """The summary's grid without a last column that says the same of every method."""
-    laid = grid(table)
+    layout = grid(table)
     sizes = {row.values["parameters"].mean for row in table if "parameters" in row.values}
     return (
-        laid if len(sizes) > 1 else grid(table, [h.column.key for h in laid.headings if h.column.key != "parameters"])
+        layout
+        if len(sizes) > 1
+        else grid(table, [h.column.key for h in layout.headings if h.column.key != "parameters"])
     )
 
 
@@ -177,13 +179,13 @@ def _headline(run: Run, table: Sequence[SummaryRow]) -> str:
     rounds = max(row.round for row in table)
     clients = max((len(part(entry, "clients")) for entry in _objects(part(run.partition, "seeds"))), default=0)
     sizes = {row.values["parameters"].mean for row in table if "parameters" in row.values}
-    words = [_many(len(table), "method"), _many(len(seeds), "seed"), _many(rounds, "round")]
-    words += [_many(clients, "client")] if clients else []
+    words = [_count_text(len(table), "method"), _count_text(len(seeds), "seed"), _count_text(rounds, "round")]
+    words += [_count_text(clients, "client")] if clients else []
     words += [f"{sizes.pop():,.0f} parameters"] if len(sizes) == 1 else []
     return " · ".join(words)
 
 
-def _many(count: int, noun: str) -> str:
+def _count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
@@ -194,11 +196,11 @@ def _objects(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _partition_words(seeds: Mapping[str, Any]) -> str:
     """How the rows were dealt, as far as the partition itself says."""
     first = next(iter(_objects(seeds)), {})
-    told_of = (first.get("kind"), f"alpha {told(first['alpha'])}" if "alpha" in first else None)
-    return ", ".join(str(word) for word in told_of if word)
+    parts = (first.get("kind"), f"alpha {fact_text(first['alpha'])}" if "alpha" in first else None)
+    return ", ".join(str(word) for word in parts if word)
 
 
-def _revealed(rows: Sequence[Row]) -> tuple[str, ...] | None:
+def _declared_reveals(rows: Sequence[Row]) -> tuple[str, ...] | None:
     """All a method's rows declare to leave the clients; None where the ledger does not say."""
     declared = [row["reveals"] for row in rows if isinstance(row.get("reveals"), list)]
     return tuple(dict.fromkeys(str(word) for words in declared for word in words)) if declared else None
@@ -234,7 +236,7 @@ def _swatch(index: int) -> Markup:
     return drawing(22, 12, "", line([(1, 6), (21, 6)], index), marker(index, 11, 6, 3.6))
 
 
-def _told_apart(paths: Sequence[Path], runs: Sequence[Run]) -> list[Run]:
+def _distinguish_names(paths: Sequence[Path], runs: Sequence[Run]) -> list[Run]:
     """Runs of one name get their directory's beside it."""
     names = [run.name for run in runs]
     return [
@@ -251,11 +253,11 @@ def _template() -> Template:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
-        autoescape=True, finalize=_spelt, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True, finalize=_spell_out, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.globals["SHOWN"] = SHOWN
     environment.globals["columns_for"] = _columns_for
-    environment.filters |= {"breakable": _breakable, "unbroken": _unbroken}
+    environment.filters |= {"breakable": _breakable, "unbroken": _keep_units_together}
     return environment.from_string(_file("page.html"))
 
 
@@ -269,12 +271,12 @@ def _breakable(label: str) -> Markup:
     return escape(legible(label)).replace("(", Markup("<wbr>(")).replace(", ", Markup(", <wbr>"))
 
 
-def _unbroken(words: str) -> str:
+def _keep_units_together(words: str) -> str:
     """A sentence whose numbers stay with their deviation and their unit."""
     return words.replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0")
 
 
-def _spelt(value: object) -> object:
+def _spell_out(value: object) -> object:
     return legible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from fedfuse.report.heat import WIDTH, heat_map
 from fedfuse.report.read import Row, finite, items, number, part
-from fedfuse.report.scores import Spread, last_rows, spread
+from fedfuse.report.scores import MeanSd, last_rows, mean_sd
 from fedfuse.report.svg import Scale, band, drawing, ink, line, marker, scale_for, short, tag, wide, x_axis, y_axis
 
 Groups = Mapping[str, Sequence[Row]]
@@ -20,7 +20,7 @@ Groups = Mapping[str, Sequence[Row]]
 Inks = Mapping[str, int]
 """Label → its place in the palette, the same in every figure of a page."""
 
-CROWD = 150
+MANY_MARKS = 150
 """Marks in one row beyond which they would cover each other; an area says more."""
 
 
@@ -103,8 +103,8 @@ def fairness(groups: Groups, inks: Inks, key: str, title: str) -> Figure | None:
         ]
         for label, rows in groups.items()
     }
-    crowded = any(len(marks) > CROWD for marks in dots.values())
-    note = "The area shows how many clients, over all seeds" if crowded else "One mark per client and seed"
+    many_marks = any(len(marks) > MANY_MARKS for marks in dots.values())
+    note = "The area shows how many clients, over all seeds" if many_marks else "One mark per client and seed"
     return _strips(title, dots, inks, f"{note}; line and bar: mean ± one standard deviation.")
 
 
@@ -125,20 +125,20 @@ def reliability(label: str, rows: Sequence[Row], index: int) -> Figure | None:
     bars = [
         tag(
             "rect",
-            tag("title", f"says {100 * said:.0f} %, is right {100 * right:.0f} % of {count:.0f} rows"),
-            x=x(said) - width / 2,
+            tag("title", f"says {100 * confidence:.0f} %, is right {100 * right:.0f} % of {count:.0f} rows"),
+            x=x(confidence) - width / 2,
             y=y(right),
             width=width,
             height=168 - y(right),
             fill_opacity=0.25 + 0.75 * (count / most) ** 0.5,
             class_=f"fill {ink(index)}",
         )
-        for said, right, count in bins
+        for confidence, right, count in bins
     ]
     words = {0.0: "0", 0.5: "50", 1.0: "100"}
     axes = y_axis(y, 30, 190, "", words) + x_axis(x, 8, 168, "confidence, %", words)
     diagonal = tag("path", d=f"M{x(0):.1f} {y(0):.1f}L{x(1):.1f} {y(1):.1f}", class_="ideal")
-    ece = spread(number(row, "ece") for row in last_rows(rows))
+    ece = mean_sd(number(row, "ece") for row in last_rows(rows))
     note = "" if ece is None else f"ECE {100 * ece.mean:.1f} %"
     return Figure(label, drawing(200, 204, f"Reliability of {label}", axes, *bars, diagonal), note)
 
@@ -155,7 +155,7 @@ def partition(classes: Sequence[str], seed: Mapping[str, Any]) -> Markup | None:
         holders["server"] = items(seed, "server")
     if not holders or not classes:
         return None
-    counts = np.array([_padded(row, len(classes)) for row in holders.values()])
+    counts = np.array([_pad_with_nan(row, len(classes)) for row in holders.values()])
     totals = [f"{total:,.0f}" for total in np.nansum(counts, axis=1)]
     return heat_map("Rows per client and class", tuple(holders), classes, counts, "count", totals, root=True)
 
@@ -187,14 +187,14 @@ def per_class(groups: Groups, classes: Sequence[str]) -> Figure | None:
         True
     """
     found = {
-        label: [_padded(scores) for row in last_rows(rows) if (scores := items(row, "per_class"))]
+        label: [_pad_with_nan(scores) for row in last_rows(rows) if (scores := items(row, "per_class"))]
         for label, rows in groups.items()
     }
     found = {label: scores for label, scores in found.items() if scores}
     if not found:
         return None
     size = max(len(row) for scores in found.values() for row in scores)
-    means = np.array([_nan_mean(np.array([_padded(row, size) for row in scores])) for scores in found.values()])
+    means = np.array([_nan_mean(np.array([_pad_with_nan(row, size) for row in scores])) for scores in found.values()])
     picture = heat_map("Accuracy per class", tuple(found), class_names(classes, size), means, "percent")
     return Figure("Accuracy per class", picture, "Per cent, mean over seeds.")
 
@@ -209,13 +209,13 @@ def class_names(classes: Sequence[str], size: int) -> list[str]:
     return list(classes) if len(classes) == size else [str(k) for k in range(size)]
 
 
-def _by_round(rows: Sequence[Row], key: str) -> dict[int, Spread]:
+def _by_round(rows: Sequence[Row], key: str) -> dict[int, MeanSd]:
     rounds = sorted({row["round"] for row in rows})
-    found = {at: spread(number(row, key) for row in rows if row["round"] == at) for at in rounds}
+    found = {at: mean_sd(number(row, key) for row in rows if row["round"] == at) for at in rounds}
     return {at: value for at, value in found.items() if value is not None}
 
 
-def edges_of(value: Spread) -> tuple[float, float]:
+def edges_of(value: MeanSd) -> tuple[float, float]:
     """Mean less and mean plus one standard deviation."""
     return value.mean - (value.sd or 0.0), value.mean + (value.sd or 0.0)
 
@@ -225,11 +225,11 @@ def tick_words(scale: Scale, share: bool) -> dict[float, str]:
     return {at: f"{100 * at:g}" if share else f"{at:g}" for at in scale.ticks()}
 
 
-def _path(curve: Mapping[int, Spread], x: Scale, y: Scale) -> list[tuple[float, float]]:
+def _path(curve: Mapping[int, MeanSd], x: Scale, y: Scale) -> list[tuple[float, float]]:
     return [(x(at), y(value.mean)) for at, value in curve.items()]
 
 
-def _shade(curve: Mapping[int, Spread], x: Scale, y: Scale, index: int) -> Markup:
+def _shade(curve: Mapping[int, MeanSd], x: Scale, y: Scale, index: int) -> Markup:
     """The band between mean - sd and mean + sd, cut at the scale's foot where the logarithm ends."""
     edges = [(x(at), *edges_of(value)) for at, value in curve.items() if value.sd is not None]
     if not edges:
@@ -238,7 +238,7 @@ def _shade(curve: Mapping[int, Spread], x: Scale, y: Scale, index: int) -> Marku
     return band(upper, [(at, y(max(low, y.low))) for at, low, _ in edges], index)
 
 
-def _end(label: str, curve: Mapping[int, Spread], x: Scale, y: Scale, index: int) -> Markup:
+def _end(label: str, curve: Mapping[int, MeanSd], x: Scale, y: Scale, index: int) -> Markup:
     at, value = list(curve.items())[-1]
     return marker(index, x(at), y(value.mean), 4.0, f"{label}, round {at}: {value.mean:.4g}")
 
@@ -248,18 +248,18 @@ def _strips(title: str, dots: Mapping[str, list[tuple[str, float]]], inks: Inks,
     dots = {label: marks for label, marks in dots.items() if marks}
     if not dots:
         return None
-    means = {label: spread(score for _, score in marks) for label, marks in dots.items()}
+    means = {label: mean_sd(score for _, score in marks) for label, marks in dots.items()}
     values = [score for marks in dots.values() for _, score in marks]
     x = scale_for(values, 10, WIDTH - 10)
     if min(values) >= 0.0 and max(values) <= 1.0:  # room beyond 0 and 100 % would suggest there is some
         x = Scale(max(0.0, x.low), min(1.0, x.high), x.start, x.stop)
     bottom = 6 + 50 * len(dots)
-    crowded = any(len(marks) > CROWD for marks in dots.values())
+    many_marks = any(len(marks) > MANY_MARKS for marks in dots.values())
     parts = []
     for at, (label, marks) in enumerate(dots.items()):
         y = 6 + 50 * at + 30
         parts.append(tag("text", short(label, 56), x=10, y=y - 17, class_="name"))
-        parts.append((_crowd if crowded else _swarm)(marks, x, y, inks[label]))
+        parts.append((_mark_density if many_marks else _swarm)(marks, x, y, inks[label]))
         parts.append(_mean_bar(means[label], x, y, inks[label]))
     axis = x_axis(x, 2, bottom, "accuracy, %", tick_words(x, share=True))
     return Figure(title, drawing(WIDTH, bottom + 36, title, axis, *parts), note)
@@ -280,7 +280,7 @@ def _swarm(marks: Sequence[tuple[str, float]], x: Scale, y: float, index: int) -
     return tag("g", *drawn, class_="faint")
 
 
-def _crowd(marks: Sequence[tuple[str, float]], x: Scale, y: float, index: int) -> Markup:
+def _mark_density(marks: Sequence[tuple[str, float]], x: Scale, y: float, index: int) -> Markup:
     """How many marks lie where, as an area around the row's line."""
     counts, edges = np.histogram([score for _, score in marks], bins=50, range=(x.low, x.high))
     heights = 14 * counts / counts.max()
@@ -289,7 +289,7 @@ def _crowd(marks: Sequence[tuple[str, float]], x: Scale, y: float, index: int) -
     return tag("g", band(upper, [(at, 2 * y - over) for at, over in upper], index), class_="crowd")
 
 
-def _mean_bar(value: Spread | None, x: Scale, y: float, index: int) -> Markup:
+def _mean_bar(value: MeanSd | None, x: Scale, y: float, index: int) -> Markup:
     if value is None:
         return Markup("")
     low, high = (x(min(max(edge, x.low), x.high)) for edge in edges_of(value))
@@ -303,8 +303,8 @@ def _pooled_bins(rows: Sequence[Row]) -> list[tuple[float, float, float]]:
     for row in rows:
         found = part(row, "reliability")
         columns = (items(found, "confidence"), items(found, "accuracy"), items(found, "count"))
-        for at, (said, right, count) in enumerate(zip(*columns, strict=False)):
-            a, b, n = finite(said), finite(right), finite(count)
+        for at, (confidence, right, count) in enumerate(zip(*columns, strict=False)):
+            a, b, n = finite(confidence), finite(right), finite(count)
             if a is not None and b is not None and n:
                 old = sums.get(at, (0.0, 0.0, 0.0))
                 sums[at] = (old[0] + a * n, old[1] + b * n, old[2] + n)
@@ -315,11 +315,11 @@ def _matrix(row: Row) -> np.ndarray | None:
     lines = items(row, "confusion")
     if not lines or not all(isinstance(entry, list) and len(entry) == len(lines) for entry in lines):
         return None
-    matrix: np.ndarray = np.nan_to_num(np.array([_padded(entry) for entry in lines]))
+    matrix: np.ndarray = np.nan_to_num(np.array([_pad_with_nan(entry) for entry in lines]))
     return matrix
 
 
-def _padded(values: Sequence[object], size: int | None = None) -> list[float]:
+def _pad_with_nan(values: Sequence[object], size: int | None = None) -> list[float]:
     """Numbers with NaN where one is missing, cut or filled to a length."""
     clean = [given if (given := finite(value)) is not None else float("nan") for value in values]
     return clean if size is None else (clean + [float("nan")] * size)[:size]

@@ -119,7 +119,7 @@ def _read_ledger(path: Path) -> tuple[Row, ...]:
         raise ConfigError(f"{path.parent} has no ledger.jsonl, expected a directory that `fedfuse run` has written")
     rows: dict[tuple[str, int, int], Row] = {}
     for at, line in enumerate(text.split("\n"), start=1):
-        if _is_cut(line):
+        if _is_partial(line):
             continue
         row = _parse(line)
         if row is None:
@@ -133,7 +133,7 @@ def _read_ledger(path: Path) -> tuple[Row, ...]:
     return tuple(rows.values())
 
 
-def _is_cut(line: str) -> bool:
+def _is_partial(line: str) -> bool:
     """Whether a line is empty or what a crash leaves of one: an object that was begun and not closed."""
     return not line.strip() or (line.startswith("{") and not line.rstrip().endswith("}"))
 

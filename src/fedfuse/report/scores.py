@@ -74,7 +74,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class MeanSd:
     """A mean over seeds; `sd` divides by n - 1 and is None for a single seed."""
 
     mean: float
@@ -100,20 +100,20 @@ class SummaryRow:
     round: int
     seeds: tuple[int, ...]
     behind: Mapping[int, int]
-    values: Mapping[str, Spread]
+    values: Mapping[str, MeanSd]
 
 
-def spread(values: Iterable[float | None]) -> Spread | None:
+def mean_sd(values: Iterable[float | None]) -> MeanSd | None:
     """Mean and sample standard deviation of the values that are there.
 
     Example:
-        >>> spread([1.0, None, 3.0])
-        Spread(mean=2.0, sd=1.4142135623730951, n=2)
+        >>> mean_sd([1.0, None, 3.0])
+        MeanSd(mean=2.0, sd=1.4142135623730951, n=2)
     """
     given = [value for value in values if value is not None]
     if not given:
         return None
-    return Spread(statistics.fmean(given), statistics.stdev(given) if len(given) > 1 else None, len(given))
+    return MeanSd(statistics.fmean(given), statistics.stdev(given) if len(given) > 1 else None, len(given))
 
 
 def by_label(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -151,7 +151,7 @@ def summary(rows: Sequence[Row]) -> list[SummaryRow]:
         >>> round(summary(rows)[0].values["accuracy"].mean, 3)
         0.8
     """
-    return [_summarise(label, group) for label, group in by_label(rows).items()]
+    return [_summarize_label(label, group) for label, group in by_label(rows).items()]
 
 
 def best_first(table: Sequence[SummaryRow]) -> list[SummaryRow]:
@@ -159,11 +159,11 @@ def best_first(table: Sequence[SummaryRow]) -> list[SummaryRow]:
     return sorted(table, key=lambda row: -row.values["accuracy"].mean if "accuracy" in row.values else 1.0)
 
 
-def _summarise(label: str, group: list[Row]) -> SummaryRow:
+def _summarize_label(label: str, group: list[Row]) -> SummaryRow:
     last = last_rows(group)
     seeds = tuple(row["seed"] for row in last)
     reached = {row["seed"]: row["round"] for row in group}  # rounds rise, so the last one stays
-    values = {column.key: spread(_per_seed(column, group, seeds)) for column in COLUMNS}
+    values = {column.key: mean_sd(_per_seed(column, group, seeds)) for column in COLUMNS}
     return SummaryRow(
         label=label,
         method=last[0].get("method") or label,

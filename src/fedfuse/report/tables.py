@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fedfuse.report.scores import COLUMNS, Column, Kind, Spread, SummaryRow, summary
+from fedfuse.report.scores import COLUMNS, Column, Kind, MeanSd, SummaryRow, summary
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -82,29 +82,29 @@ def grid(table: Sequence[SummaryRow], keys: Sequence[str] | None = None) -> Grid
     known = {column.key: column for column in COLUMNS}
     columns = [known[key] for key in keys] if keys is not None else list(COLUMNS)
     columns = [column for column in columns if any(column.key in row.values for row in table)]
-    laid = [_lay(column, table) for column in columns]
-    lines = tuple((row, tuple(cells[at] for _, cells in laid)) for at, row in enumerate(table))
-    return Grid(tuple(heading for heading, _ in laid), lines)
+    layout = [_lay_out_column(column, table) for column in columns]
+    lines = tuple((row, tuple(cells[at] for _, cells in layout)) for at, row in enumerate(table))
+    return Grid(tuple(heading for heading, _ in layout), lines)
 
 
-def _lay(column: Column, table: Sequence[SummaryRow]) -> tuple[Heading, list[Cell]]:
-    log_variances = [row.values.get(column.key) for row in table]
-    factor, places, unit = _scale(column.kind, [value.mean for value in log_variances if value])
-    shown = [None if value is None else round(value.mean / factor, places) for value in log_variances]
+def _lay_out_column(column: Column, table: Sequence[SummaryRow]) -> tuple[Heading, list[Cell]]:
+    statistics = [row.values.get(column.key) for row in table]
+    factor, decimals, unit = _scale(column.kind, [value.mean for value in statistics if value])
+    shown = [None if value is None else round(value.mean / factor, decimals) for value in statistics]
     best = _best(column, [value for value in shown if value is not None])
-    deviations = [_deviation(value, column.kind, factor, places) for value in log_variances]
+    deviations = [_deviation(value, column.kind, factor, decimals) for value in statistics]
     width = max(map(len, deviations))
     cells = [
         Cell("–")
         if value is None or figure is None
         else Cell(
-            mean=f"{figure:,.{places}f}",
+            mean=f"{figure:,.{decimals}f}",
             sd=("± " + deviation.rjust(width)) if deviation else " " * (width + 2 if width else 0),
             of=f"({value.n} of {len(row.seeds)} seeds)" if value.n < len(row.seeds) else "",
             value=value.mean,
             best=figure == best,
         )
-        for row, value, figure, deviation in zip(table, log_variances, shown, deviations, strict=True)
+        for row, value, figure, deviation in zip(table, statistics, shown, deviations, strict=True)
     ]
     return Heading(column, unit), cells
 
@@ -116,12 +116,12 @@ def _best(column: Column, shown: Sequence[float]) -> float | None:
     return max(shown) if column.better == "high" else min(shown)
 
 
-def _deviation(value: Spread | None, kind: Kind, factor: float, places: int) -> str:
+def _deviation(value: MeanSd | None, kind: Kind, factor: float, decimals: int) -> str:
     """The printed deviation; a cost whose deviation prints as zero does without."""
     if value is None or value.sd is None:
         return ""
-    visible = round(value.sd / factor, places) > 0 or kind in ("share", "number")
-    return f"{value.sd / factor:,.{places}f}" if visible else ""
+    visible = round(value.sd / factor, decimals) > 0 or kind in ("share", "number")
+    return f"{value.sd / factor:,.{decimals}f}" if visible else ""
 
 
 def _scale(kind: Kind, means: Sequence[float]) -> tuple[float, int, str]:
@@ -183,33 +183,33 @@ def rich_table(table: Sequence[SummaryRow], title: str | None = None, width: int
     from rich.table import Table
     from rich.text import Text
 
-    laid = grid(table, TERMINAL)
-    kept = _that_fit(laid, width)
+    layout = grid(table, TERMINAL)
+    kept = _fitting_columns(layout, width)
     drawn = Table(title=title, box=box.SIMPLE, padding=(0, GAP - 1, 0, 0), pad_edge=False)
     drawn.caption, drawn.caption_justify = _seeds_line(table), "left"
     drawn.add_column("method", overflow="fold")
     for at in kept:
-        drawn.add_column(Text(_stacked(laid.headings[at])), justify="right", no_wrap=True)
-    for row, cells in laid.lines:
-        drawn.add_row(Text(row.label), *(Text(_starred(cells[at]), "bold" if cells[at].best else "") for at in kept))
+        drawn.add_column(Text(_stacked_title(layout.headings[at])), justify="right", no_wrap=True)
+    for row, cells in layout.lines:
+        drawn.add_row(Text(row.label), *(Text(_cell_text(cells[at]), "bold" if cells[at].best else "") for at in kept))
     return drawn
 
 
-def _stacked(heading: Heading) -> str:
+def _stacked_title(heading: Heading) -> str:
     """The title with its unit below: narrow enough to stand over its numbers."""
     return f"{heading.column.title}\n{heading.unit}" if heading.unit else heading.column.title
 
 
-def _starred(cell: Cell) -> str:
+def _cell_text(cell: Cell) -> str:
     return f"★ {cell}" if cell.best else str(cell)
 
 
-def _that_fit(laid: Grid, width: int | None) -> list[int]:
+def _fitting_columns(layout: Grid, width: int | None) -> list[int]:
     """Positions of the leading columns that fit."""
-    used = GAP + max((len(row.label) for row, _ in laid.lines), default=0)
+    used = GAP + max((len(row.label) for row, _ in layout.lines), default=0)
     kept: list[int] = []
-    for at, heading in enumerate(laid.headings):
-        used += GAP + max(len(heading.column.title), *(len(_starred(cells[at])) for _, cells in laid.lines))
+    for at, heading in enumerate(layout.headings):
+        used += GAP + max(len(heading.column.title), *(len(_cell_text(cells[at])) for _, cells in layout.lines))
         if kept and width is not None and used > width:
             break
         kept.append(at)
@@ -236,15 +236,15 @@ def markdown(table: Sequence[SummaryRow], keys: Sequence[str] = TERMINAL[:5]) ->
         | fedavg | 70.0 |
         | wb | **80.0** |
     """
-    laid = grid(table, keys)
-    head = ["method", *(heading.text for heading in laid.headings)]
-    lines = [_piped(head), "|---|" + "---:|" * len(laid.headings)]
-    for row, cells in laid.lines:
+    layout = grid(table, keys)
+    head = ["method", *(heading.text for heading in layout.headings)]
+    lines = [_markdown_line(head), "|---|" + "---:|" * len(layout.headings)]
+    for row, cells in layout.lines:
         texts = (" ".join(str(cell).split()) for cell in cells)
         words = (f"**{text}**" if cell.best else text for text, cell in zip(texts, cells, strict=True))
-        lines.append(_piped([row.label.replace("|", "\\|"), *words]))
+        lines.append(_markdown_line([row.label.replace("|", "\\|"), *words]))
     return "\n".join(lines)
 
 
-def _piped(words: Iterable[str]) -> str:
+def _markdown_line(words: Iterable[str]) -> str:
     return f"| {' | '.join(words)} |"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fedfuse.report.read import Row, number
-from fedfuse.report.scores import Spread, SummaryRow, best_first, by_label, last_rows
+from fedfuse.report.scores import MeanSd, SummaryRow, best_first, by_label, last_rows
 
 
 def verdict(rows: Sequence[Row], table: Sequence[SummaryRow]) -> str:
-    """Which method is best at the last round, by how much, and whether the log_variances overlap.
+    """Which method is best at the last round, by how much, and whether the intervals overlap.
 
     Example:
         >>> from fedfuse.report.scores import summary
@@ -22,25 +22,25 @@ def verdict(rows: Sequence[Row], table: Sequence[SummaryRow]) -> str:
     if not scored:
         return "No accuracy was recorded."
     if len(scored) == 1:
-        return f"{scored[0].label} reaches {_percent(scored[0].values['accuracy'])} accuracy{_over(scored[0])}."
+        return f"{scored[0].label} reaches {_percent(scored[0].values['accuracy'])} accuracy{_scope_text(scored[0])}."
     first, second = scored[0], scored[1]
     one, two = first.values["accuracy"], second.values["accuracy"]
     ahead = 100 * (one.mean - two.mean)
     if ahead < 0.05:  # not visible in the table, so not claimed
         level = [row.label for row in scored if 100 * (one.mean - row.values["accuracy"].mean) < 0.05]
-        return f"{_listed(level)} are level at {_percent(one)} accuracy{_over(first)}."
+        return f"{_join_words(level)} are level at {_percent(one)} accuracy{_scope_text(first)}."
     lead = (
-        f"{first.label} is best: {_percent(one)} accuracy{_over(first)}, "
+        f"{first.label} is best: {_percent(one)} accuracy{_scope_text(first)}, "
         f"{ahead:.1f} points ahead of {second.label} ({_percent(two)})."
     )
-    return f"{lead} {_chance(rows, first, second)}"
+    return f"{lead} {_overlap_text(rows, first, second)}"
 
 
 def cautions(table: Sequence[SummaryRow]) -> list[str]:
     """What a reader must know before comparing: seeds behind, unequal rounds, missing scores.
 
     Example:
-        >>> cautions([SummaryRow("fedavg", "fedavg", 5, (0,), {1: 3}, {"accuracy": Spread(0.7, None, 1)})])
+        >>> cautions([SummaryRow("fedavg", "fedavg", 5, (0,), {1: 3}, {"accuracy": MeanSd(0.7, None, 1)})])
         ['fedavg: seed 1 has only reached round 3 of 5 and is not counted.']
     """
     found = [
@@ -74,15 +74,15 @@ def overall(leaders: Mapping[str, str]) -> str:
     return f"{top} is best in {count} of {len(leaders)} runs" + "".join(f", {who} in {n}" for who, n in rest) + "."
 
 
-def _chance(rows: Sequence[Row], first: SummaryRow, second: SummaryRow) -> str:
+def _overlap_text(rows: Sequence[Row], first: SummaryRow, second: SummaryRow) -> str:
     """Whether mean ± sd overlap, and on how many shared seeds the first is ahead."""
     one, two = first.values["accuracy"], second.values["accuracy"]
     if one.sd is None or two.sd is None:
         return "One seed says nothing of chance."
     if one.mean - two.mean <= one.sd + two.sd:
-        words = "Their log_variances (± one standard deviation) overlap, so this may be chance"
+        words = "Their intervals (± one standard deviation) overlap, so this may be chance"
     else:
-        words = "Their log_variances (± one standard deviation) do not overlap"
+        words = "Their intervals (± one standard deviation) do not overlap"
     ours, theirs = _accuracies(rows, first), _accuracies(rows, second)
     shared = ours.keys() & theirs.keys()
     wins = sum(ours[seed] > theirs[seed] for seed in shared)
@@ -94,17 +94,17 @@ def _accuracies(rows: Sequence[Row], row: SummaryRow) -> dict[int, float]:
     return {line["seed"]: score for line in last if (score := number(line, "accuracy")) is not None}
 
 
-def _percent(value: Spread) -> str:
+def _percent(value: MeanSd) -> str:
     deviation = "" if value.sd is None else f" ± {100 * value.sd:.1f}"
     return f"{100 * value.mean:.1f}{deviation} %"
 
 
-def _over(row: SummaryRow) -> str:
+def _scope_text(row: SummaryRow) -> str:
     """The words that say after which round and over how many seeds, where there is a choice."""
     after = f" after round {row.round}" if row.round > 1 else ""
     n = row.values["accuracy"].n
     return f"{after} over {n} seeds" if n > 1 else after
 
 
-def _listed(words: Sequence[str]) -> str:
+def _join_words(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}"

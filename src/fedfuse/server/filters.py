@@ -13,12 +13,12 @@ from fedfuse.core.seams import Alignment, Guard
 from fedfuse.core.settings import explain
 from fedfuse.core.words import check_options, suggest
 from fedfuse.errors import ConfigError
-from fedfuse.server.align.alignment import ALIGNMENTS, Aligned, Reference, Way
+from fedfuse.server.align.alignment import ALIGNMENTS, AlignUnits, Matching, Reference
 from fedfuse.server.robust import GUARDS
 from fedfuse.server.steps.renorm import RestateNorms
 
 GuardChoice: TypeAlias = "Guard | str | Mapping[str, Any] | None"
-AlignChoice: TypeAlias = "Alignment | Way | str | Mapping[str, Any] | None"
+AlignChoice: TypeAlias = "Alignment | Matching | str | Mapping[str, Any] | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ def with_filters(recipe: Recipe, *, align: AlignChoice = None, guard: GuardChoic
         word, found = find_guard(guard)
         label, recipe = f"{label}+{word}", replace(recipe, guard=found)
     if align is not None:
-        word, places, renorm = find_alignment(align)
+        word, alignment, renorm = find_alignment(align)
         steps = (RestateNorms(), *recipe.steps) if renorm else recipe.steps
-        label, recipe = f"{label}+{word}", replace(recipe, align=places, steps=steps)
+        label, recipe = f"{label}+{word}", replace(recipe, align=alignment, steps=steps)
     return replace(recipe, label=label)
 
 
@@ -73,31 +73,31 @@ def find_guard(choice: Guard | str | Mapping[str, Any]) -> tuple[str, Guard]:
         ('median', CoordinateMedian())
     """
     if not isinstance(choice, str | Mapping):
-        return _called(choice, GUARDS), choice
+        return _name_of(choice, GUARDS), choice
     name, options = _split("guard", choice, GUARDS)
     check_options(f"guard {name!r}", options, [f.name for f in fields(GUARDS[name])])  # type: ignore[arg-type]
-    return name, _validated(GUARDS[name], options, f"guard {name}")
+    return name, _build(GUARDS[name], options, f"guard {name}")
 
 
-def find_alignment(choice: Alignment | Way | str | Mapping[str, Any]) -> tuple[str, Alignment, bool]:
+def find_alignment(choice: Alignment | Matching | str | Mapping[str, Any]) -> tuple[str, Alignment, bool]:
     """An alignment's name, the alignment itself, and whether norms are to be estimated anew after it.
 
     Example:
         >>> find_alignment({"name": "weights", "reference": "mean"})[1].reference
         'mean'
     """
-    if isinstance(choice, Aligned):
-        return _called(choice.by, ALIGNMENTS), choice, False
+    if isinstance(choice, AlignUnits):
+        return _name_of(choice.by, ALIGNMENTS), choice, False
     if not isinstance(choice, str | Mapping):
-        made: Any = choice if hasattr(choice, "mixes_networks") else Aligned(choice)
-        return _called(choice, ALIGNMENTS), made, False
+        alignment: Any = choice if hasattr(choice, "mixes_networks") else AlignUnits(choice)
+        return _name_of(choice, ALIGNMENTS), alignment, False
     name, options = _split("alignment", choice, ALIGNMENTS)
     own = [f.name for f in fields(ALIGNMENTS[name])]  # type: ignore[arg-type]
     whose = f"alignment {name!r}"
     check_options(whose, options, [*own, *(f.name for f in fields(AlignOptions))])
-    way = _validated(ALIGNMENTS[name], {k: v for k, v in options.items() if k in own}, f"alignment {name}")
-    rest = _validated(AlignOptions, {k: v for k, v in options.items() if k not in own}, f"alignment {name}")
-    return name, Aligned(way, rest.reference), rest.renorm
+    way = _build(ALIGNMENTS[name], {k: v for k, v in options.items() if k in own}, f"alignment {name}")
+    rest = _build(AlignOptions, {k: v for k, v in options.items() if k not in own}, f"alignment {name}")
+    return name, AlignUnits(way, rest.reference), rest.renorm
 
 
 def _split(kind: str, choice: str | Mapping[str, Any], known: Mapping[str, type]) -> tuple[str, dict[str, Any]]:
@@ -109,12 +109,12 @@ def _split(kind: str, choice: str | Mapping[str, Any], known: Mapping[str, type]
     return str(name), options
 
 
-def _called(part: object, known: Mapping[str, type]) -> str:
+def _name_of(part: object, known: Mapping[str, type]) -> str:
     """The name a part is known by, or that of its class."""
     return next((name for name, kind in known.items() if type(part) is kind), type(part).__name__)
 
 
-def _validated(kind: type, options: Mapping[str, Any], whose: str) -> Any:
+def _build(kind: type, options: Mapping[str, Any], whose: str) -> Any:
     """A part made of a user's options, each of the type it should have."""
     try:
         return TypeAdapter(kind).validate_python(options)

@@ -16,7 +16,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.errors import RecipeError
 from fedfuse.server.door.admit import Admission
 from fedfuse.server.door.files import fingerprint
-from fedfuse.server.uncertainty import ask
+from fedfuse.server.uncertainty import predict
 
 SCORES = ("accuracy", "nll", "ece", "brier")
 
@@ -32,7 +32,7 @@ class Judge:
         held_out: rows each client kept out of its own training.
         clients: when to score the clients' own models too; it costs one evaluation per client.
         batch: rows per forward pass.
-        strangers: inputs from elsewhere, which a model should be less sure of.
+        ood_inputs: inputs from elsewhere, which a model should be less sure of.
     """
 
     test: Rows
@@ -41,26 +41,26 @@ class Judge:
     held_out: Mapping[str, Rows] = field(default_factory=dict)
     clients: Literal["never", "last", "every"] = "last"
     batch: int = 1000
-    strangers: Tensor | None = None
-    _known: dict[tuple[Spec, str], float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    ood_inputs: Tensor | None = None
+    _test_accuracies: dict[tuple[Spec, str], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def score(self, model: Model, admission: Admission | None = None, last: bool = True) -> dict[str, Any]:
         """Accuracy, NLL, ECE, Brier, confusion; and, when wanted, how the clients fare one by one."""
-        scores = self._apart(model) if isinstance(model, Apart) else self.evaluate(model)
+        scores = self._score_members(model) if isinstance(model, Apart) else self.evaluate(model)
         if admission is not None and (self.clients == "every" or (self.clients == "last" and last)):
-            scores |= self._clients(model, admission)
+            scores |= self._score_clients(model, admission)
         return scores
 
     def evaluate(self, model: Model, rows: Rows | None = None) -> dict[str, Any]:
         """Every score of one model that answers `logits`."""
         rows = self.test if rows is None else rows
-        answer = ask(model, rows.x, self.classes, self.batch)
-        scores = measure(answer.log_probs, rows.y, self.classes, self.bins) | answer.scores()
-        if self.strangers is None or rows is not self.test:
+        prediction = predict(model, rows.x, self.classes, self.batch)
+        scores = measure(prediction.log_probs, rows.y, self.classes, self.bins) | prediction.scores()
+        if self.ood_inputs is None or rows is not self.test:
             return scores
-        return scores | answer.against(ask(model, self.strangers, self.classes, self.batch))
+        return scores | prediction.compare_ood(predict(model, self.ood_inputs, self.classes, self.batch))
 
-    def _apart(self, model: Apart) -> dict[str, Any]:
+    def _score_members(self, model: Apart) -> dict[str, Any]:
         """The members' mean scores, and their tables taken together."""
         each = [self.evaluate(member) for member in model.members]
         confusion = torch.tensor([s["confusion"] for s in each]).sum(0)
@@ -68,34 +68,42 @@ class Judge:
             **{name: sum(s[name] for s in each) / len(each) for name in SCORES},
             "per_class": _per_class(confusion),
             "confusion": confusion.tolist(),
-            "reliability": _pooled([s["reliability"] for s in each]),
+            "reliability": _pool_bins([s["reliability"] for s in each]),
         }
 
-    def _clients(self, model: Model, admission: Admission) -> dict[str, Any]:
+    def _score_clients(self, model: Model, admission: Admission) -> dict[str, Any]:
         """Each client's own network on the test rows; on its held-out rows, the model it would go on to use."""
         networks = {u.client: Single(u.spec, u.posterior) for u in admission.cohort}
         facts: dict[str, dict[str, float]] = {
             u.client: {"num_examples": u.num_examples, "steps": u.steps, **u.facts} for u in admission.cohort
         }
-        test = {client: self._once(network) for client, network in networks.items()}
-        own = self._own(networks) if isinstance(model, Apart) else self._own(dict.fromkeys(self.held_out, model))
+        test = {client: self._test_accuracy(network) for client, network in networks.items()}
+        own = (
+            self._held_out_accuracies(networks)
+            if isinstance(model, Apart)
+            else self._held_out_accuracies(dict.fromkeys(self.held_out, model))
+        )
         for name, found in (("accuracy", test), ("own_accuracy", own)):
             for client, accuracy in found.items():
                 facts.setdefault(client, {})[name] = accuracy
         num_examples = {u.client: u.num_examples for u in admission.cohort}
         own_masses = {client: float(len(self.held_out[client])) for client in own}
-        return {"clients": facts, **spread(test, num_examples), **spread(own, own_masses, "own_accuracy")}
+        return {
+            "clients": facts,
+            **summarize_accuracies(test, num_examples),
+            **summarize_accuracies(own, own_masses, "own_accuracy"),
+        }
 
-    def _own(self, models: Mapping[str, Model]) -> dict[str, float]:
+    def _held_out_accuracies(self, models: Mapping[str, Model]) -> dict[str, float]:
         rows = {client: self.held_out[client] for client in models if len(self.held_out.get(client, ()))}
-        return {client: self._accuracy(models[client], held) for client, held in rows.items()}
+        return {client: self._accuracy(models[client], own) for client, own in rows.items()}
 
-    def _once(self, network: Single) -> float:
+    def _test_accuracy(self, network: Single) -> float:
         """A network's accuracy on the test rows; methods that fuse the same updates ask for it again and again."""
         key = (network.spec, fingerprint(network.posterior.mean))
-        if key not in self._known:
-            self._known[key] = self._accuracy(network, self.test)
-        return self._known[key]
+        if key not in self._test_accuracies:
+            self._test_accuracies[key] = self._accuracy(network, self.test)
+        return self._test_accuracies[key]
 
     def _accuracy(self, model: Model, rows: Rows) -> float:
         right = log_probabilities(model, rows.x, self.batch)[:, : self.classes].argmax(-1) == rows.y
@@ -137,7 +145,7 @@ def measure(log_probs: Tensor, labels: Tensor, classes: int, bins: int = 15) -> 
     return {
         "accuracy": float(right.double().mean()),
         "nll": float(-log_probs.gather(1, labels[:, None]).mean()),
-        "ece": _gap(reliability),
+        "ece": _calibration_error(reliability),
         "brier": float((probs - target).square().sum(-1).mean()),
         "per_class": _per_class(confusion),
         "confusion": confusion.tolist(),
@@ -145,13 +153,13 @@ def measure(log_probs: Tensor, labels: Tensor, classes: int, bins: int = 15) -> 
     }
 
 
-def spread(
+def summarize_accuracies(
     accuracies: Mapping[str, float], num_examples: Mapping[str, float], name: str = "client_accuracy"
 ) -> dict[str, float]:
     """How evenly clients fare: mean, mean weighted by examples, standard deviation, mean of the worst tenth.
 
     Example:
-        >>> spread({"a": 0.5, "b": 1.0}, {"a": 3, "b": 1})["client_accuracy_weighted"]
+        >>> summarize_accuracies({"a": 0.5, "b": 1.0}, {"a": 3, "b": 1})["client_accuracy_weighted"]
         0.625
     """
     if not accuracies:
@@ -169,24 +177,24 @@ def spread(
 
 
 def _per_class(confusion: Tensor) -> list[float | None]:
-    held = confusion.sum(1)
-    shares = confusion.diagonal() / held.clamp(min=1)
-    return [float(s) if n else None for s, n in zip(shares, held, strict=True)]
+    rows_per_class = confusion.sum(1)
+    shares = confusion.diagonal() / rows_per_class.clamp(min=1)
+    return [float(s) if n else None for s, n in zip(shares, rows_per_class, strict=True)]
 
 
 def _reliability(confidence: Tensor, right: Tensor, bins: int) -> dict[str, list[float]]:
     """Per bin the mean confidence, the accuracy and the count."""
-    place = (confidence * bins).ceil().long().clamp(1, bins) - 1
-    count = torch.bincount(place, minlength=bins).double()
+    bin_index = (confidence * bins).ceil().long().clamp(1, bins) - 1
+    count = torch.bincount(bin_index, minlength=bins).double()
     total = count.clamp(min=1)
     return {
-        "confidence": (torch.bincount(place, confidence, minlength=bins) / total).tolist(),
-        "accuracy": (torch.bincount(place, right.double(), minlength=bins) / total).tolist(),
+        "confidence": (torch.bincount(bin_index, confidence, minlength=bins) / total).tolist(),
+        "accuracy": (torch.bincount(bin_index, right.double(), minlength=bins) / total).tolist(),
         "count": count.long().tolist(),
     }
 
 
-def _pooled(several: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+def _pool_bins(several: list[dict[str, list[float]]]) -> dict[str, list[float]]:
     """Several models' bins as one: counts add up, means are weighted by them."""
     count = torch.tensor([r["count"] for r in several], dtype=torch.float64)
     share = count / count.sum(0).clamp(min=1)
@@ -199,6 +207,6 @@ def _pooled(several: list[dict[str, list[float]]]) -> dict[str, list[float]]:
     }
 
 
-def _gap(reliability: Mapping[str, list[float]]) -> float:
+def _calibration_error(reliability: Mapping[str, list[float]]) -> float:
     rows = list(zip(reliability["count"], reliability["accuracy"], reliability["confidence"], strict=True))
     return sum(n * abs(a - c) for n, a, c in rows) / max(1, sum(n for n, _, _ in rows))

@@ -10,35 +10,35 @@ from torch import Tensor
 
 from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Params
-from fedfuse.core.state import ServerState, filed, part
+from fedfuse.core.state import ServerState, entries_of, with_kind
 from fedfuse.linalg.divergence import jensen_shannon
 
-Unheard: TypeAlias = Literal["uniform", "ignored"]
+MissingCounts: TypeAlias = Literal["uniform", "ignored"]
 
 _KIND = "labels"
 
 
-def heard(state: ServerState, cohort: Cohort) -> ServerState:
+def record_label_counts(state: ServerState, cohort: Cohort) -> ServerState:
     """The state that remembers the cohort's label counts beside those of every client heard before."""
     counts = {u.client: u.notes["counts/labels"].clone() for u in cohort}
-    return replace(state, memory={**state.memory, **filed(_KIND, counts)})
+    return replace(state, memory={**state.memory, **with_kind(_KIND, counts)})
 
 
-def everybody(memory: Params, population: int, unheard: Unheard = "uniform") -> Tensor:
+def population_histogram(memory: Params, population: int, missing_counts: MissingCounts = "uniform") -> Tensor:
     """The label histogram of all clients, float64: the sum over those heard, and a guess for the others.
 
     A client never heard stands in with the mean number of rows, spread evenly over the classes ("uniform"), or is
     left out ("ignored"). Once everybody has answered the histogram is exact and the guess is gone.
 
     Example:
-        >>> everybody({"labels/a": torch.tensor([4, 0])}, population=2)
+        >>> population_histogram({"labels/a": torch.tensor([4, 0])}, population=2)
         tensor([6., 2.], dtype=torch.float64)
-        >>> everybody({"labels/a": torch.tensor([4, 0])}, population=2, unheard="ignored")
+        >>> population_histogram({"labels/a": torch.tensor([4, 0])}, population=2, missing_counts="ignored")
         tensor([4., 0.], dtype=torch.float64)
     """
-    known = torch.stack(list(part(memory, _KIND).values())).double()
+    known = torch.stack(list(entries_of(memory, _KIND).values())).double()
     total = known.sum(0)
-    missing = max(0, population - len(known)) if unheard == "uniform" else 0
+    missing = max(0, population - len(known)) if missing_counts == "uniform" else 0
     return total + missing * total.sum() / len(known) / len(total)
 
 
@@ -53,6 +53,6 @@ def divergence(counts: Tensor, everyone: Tensor) -> float:
     return jensen_shannon(counts.double(), everyone.double())
 
 
-def pooled(cohort: Cohort) -> Tensor:
+def cohort_histogram(cohort: Cohort) -> Tensor:
     """The label histogram of a cohort's rows together."""
     return torch.stack([u.notes["counts/labels"] for u in cohort]).sum(0)

@@ -17,7 +17,7 @@ from fedfuse.core.seams import Engine
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.terms import Terms
 from fedfuse.errors import QuorumLost
-from fedfuse.nets.cost import cohort_flops, spared
+from fedfuse.nets.cost import cohort_flops, sparse_savings
 from fedfuse.server.door.admit import Admission, Rules, admit_all
 from fedfuse.server.round import fuse_round
 from fedfuse.wire.messages import brief_size
@@ -78,27 +78,30 @@ def one_round(
 ) -> Record:
     """One exchange and everything that follows from it."""
     terms = engine.terms
-    asked = (*choose(engine.clients, plan.per_round, bench.seed, state.round), *terms.always)
+    asked = (*choose_clients(engine.clients, plan.per_round, bench.seed, state.round), *terms.always)
     brief = state.brief(recipe.publishes, bench.classes)
     began = time.perf_counter()
     answers = engine.exchange(brief, recipe.work(bench.local), asked)
-    enrolled = terms.enrolled(plan.enrolled)
+    enrolled = terms.claimable_examples(plan.enrolled)
     admission = admit_all(answers, brief, recipe.evidence, asked, plan.rules, enrolled=enrolled, training=bench.local)
-    waited = time.perf_counter() - began
+    train_seconds = time.perf_counter() - began
     check_quorum(admission, asked, plan.rules.quorum, state.round)
     began = time.perf_counter()
     after = fuse_round(recipe, admission.cohort, state, bench)
-    spent = time.perf_counter() - began
+    server_seconds = time.perf_counter() - began
     scores = judge.score(after.model, admission, after.round == plan.rounds) if judge else {}
-    facts = _facts(recipe, admission, brief, asked, bench, terms)
-    return Record(after, {**facts, **scores, "train_seconds": waited, "server_seconds": spent, "facts": after.facts})
+    facts = _round_facts(recipe, admission, brief, asked, bench, terms)
+    return Record(
+        after,
+        {**facts, **scores, "train_seconds": train_seconds, "server_seconds": server_seconds, "facts": after.facts},
+    )
 
 
-def choose(clients: tuple[str, ...], per_round: int | None, seed: int, round_: int) -> tuple[str, ...]:
+def choose_clients(clients: tuple[str, ...], per_round: int | None, seed: int, round_: int) -> tuple[str, ...]:
     """The clients asked in a round: all, or a seeded sample without replacement, in client order.
 
     Example:
-        >>> choose(("a", "b", "c"), 2, seed=0, round_=0) == choose(("a", "b", "c"), 2, seed=0, round_=0)
+        >>> choose_clients(("a", "b", "c"), 2, seed=0, round_=0) == choose_clients(("a", "b", "c"), 2, seed=0, round_=0)
         True
     """
     if per_round is None or per_round >= len(clients):
@@ -125,20 +128,24 @@ def check_quorum(admission: Admission, asked: tuple[str, ...], quorum: float, ro
 
 
 def _bytes_down(brief: Brief, asked: tuple[str, ...]) -> int:
-    apart = [client for client in asked if client in brief.own]
-    return brief_size(brief.to("")) * (len(asked) - len(apart)) + sum(brief_size(brief.to(c)) for c in apart)
+    with_own_brief = [client for client in asked if client in brief.own]
+    return brief_size(brief.to("")) * (len(asked) - len(with_own_brief)) + sum(
+        brief_size(brief.to(c)) for c in with_own_brief
+    )
 
 
-def _facts(
+def _round_facts(
     recipe: Recipe, admission: Admission, brief: Brief, asked: tuple[str, ...], bench: Bench, terms: Terms
 ) -> dict[str, Any]:
     clients = {u.client: {"num_examples": u.num_examples, "steps": u.steps, **u.facts} for u in admission.cohort}
-    less, answered = spared(brief), admission.trained + admission.remembered
+    saved, replies = sparse_savings(brief), admission.trained + admission.remembered
     return {
         "round": brief.round + 1,
         "clients": clients,
-        "bytes_up": admission.bytes_up - less.up * answered,
-        "bytes_down": _bytes_down(brief, asked) - less.down * len(asked) + (terms.sent if brief.round == 0 else 0),
+        "bytes_up": admission.bytes_up - saved.up * replies,
+        "bytes_down": _bytes_down(brief, asked)
+        - saved.down * len(asked)
+        + (terms.shared_bytes if brief.round == 0 else 0),
         "flops": cohort_flops(admission.cohort, bench.local, bench.inputs.shape if bench.inputs else None),
         "trained": admission.trained,
         "remembered": admission.remembered,

@@ -40,7 +40,7 @@ def with_outputs(start: Start, count: int, seed: int) -> Start:
         bound = reads**-0.5
         fresh = torch.rand(max(0, count - have), *old.shape[1:], generator=draw).mul(2 * bound).sub(bound)
         params[name] = torch.cat([old[:count], fresh.to(old)])
-    return Start(start.spec.resized(params), params)
+    return Start(start.spec.with_shapes_of(params), params)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class NormClip(ServerPart):
         moves = [math.sqrt(squared_distance(u.posterior.mean, start)) for u in cohort]
         limit = self.limit if self.limit is not None else self.ratio * float(torch.tensor(moves).median())
         factors = [min(1.0, limit / move) if move > 0 else 1.0 for move in moves]
-        return Cohort(tuple(_shortened(u, start, f) if f < 1 else u for u, f in zip(cohort, factors, strict=True)))
+        return Cohort(tuple(_shorten_move(u, start, f) if f < 1 else u for u, f in zip(cohort, factors, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class CoordinateMedian(ServerPart):
 
     def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:  # noqa: ARG002 - the seam's signature
         """Hand the median to everybody."""
-        return _all_at(cohort, lambda values: torch.quantile(values, 0.5, dim=0))
+        return _with_common_mean(cohort, lambda values: torch.quantile(values, 0.5, dim=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,12 @@ class TrimmedMean(ServerPart):
 
     def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:  # noqa: ARG002 - the seam's signature
         """Hand the trimmed mean to everybody."""
-        cut = int(self.trim * len(cohort))
+        num_trimmed = int(self.trim * len(cohort))
         if not 0 <= self.trim < 0.5:
             raise RecipeError(f"the trimmed mean cuts a share in [0, 0.5) from each side, got {self.trim}")
-        return _all_at(cohort, lambda values: values.sort(0).values[cut : len(values) - cut].mean(0))
+        return _with_common_mean(
+            cohort, lambda values: values.sort(0).values[num_trimmed : len(values) - num_trimmed].mean(0)
+        )
 
 
 GUARDS: Mapping[str, type[Guard]] = {
@@ -104,11 +106,11 @@ GUARDS: Mapping[str, type[Guard]] = {
 }
 
 
-def _floats(params: Params) -> Iterator[str]:
+def _floating_names(params: Params) -> Iterator[str]:
     return (n for n in params if params[n].is_floating_point())
 
 
-def _shortened(update: ClientUpdate, start: Params, factor: float) -> ClientUpdate:
+def _shorten_move(update: ClientUpdate, start: Params, factor: float) -> ClientUpdate:
     mean = update.posterior.mean
 
     def fetch(name: str, begin: int, end: int) -> Tensor:
@@ -121,13 +123,13 @@ def _shortened(update: ClientUpdate, start: Params, factor: float) -> ClientUpda
 def _pairwise(cohort: Cohort) -> Tensor:
     """Squared distances between clients, one tensor at a time."""
     total = torch.zeros(len(cohort), len(cohort), dtype=torch.float64)
-    for name in _floats(cohort.updates[0].posterior.mean):
+    for name in _floating_names(cohort.updates[0].posterior.mean):
         rows = cohort.stack(name).flatten(1).double()
         total += torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").square()
     return total
 
 
-def _all_at(cohort: Cohort, centre: Any) -> Cohort:
+def _with_common_mean(cohort: Cohort, centre: Any) -> Cohort:
     common = {}
     for name in cohort.names:
         stack = cohort.stack(name)

@@ -33,11 +33,11 @@ class WithServer:
         """The engine with one more client, which is asked beside those chosen."""
         if SERVER in engine.clients:
             raise ConfigError(f"a client is called {SERVER!r}, the name the server trains under; rename the client")
-        return _Hosting(engine, bench.need_rows("a server that trains as a client"), bench.seed)
+        return _EngineWithServer(engine, bench.need_rows("a server that trains as a client"), bench.seed)
 
 
 @dataclass(frozen=True, slots=True)
-class _Hosting:
+class _EngineWithServer:
     """An engine whose server is one of its clients."""
 
     engine: Engine
@@ -63,20 +63,20 @@ class _Hosting:
         if first is not None:
             yield first
         if SERVER in asked:
-            yield Envelope(SERVER, self._own(brief, work))
+            yield Envelope(SERVER, self._server_reply(brief, work))
         yield from answers
 
-    def _own(self, brief: Brief, work: Work) -> bytes:
+    def _server_reply(self, brief: Brief, work: Work) -> bytes:
         """The server's reply, made of the same bytes and by the same work as everybody's."""
-        told = brief.to(SERVER)
+        own_brief = brief.to(SERVER)
         with one_thread():
             return client_round(
-                work, receive_brief(encode_brief(told), told.spec), SERVER, self.rows, seed=self.seed
+                work, receive_brief(encode_brief(own_brief), own_brief.spec), SERVER, self.rows, seed=self.seed
             ).payload
 
 
 @dataclass(frozen=True, slots=True)
-class LendRows:
+class ShareServerRows:
     """Every client is given the same rows of the server's, once, and trains on them beside its own.
 
     Attributes:
@@ -97,11 +97,11 @@ class LendRows:
         rows = bench.need_rows("data sharing")
         if self.most is not None and self.most < len(rows):
             rows = rows.take(torch.randperm(len(rows), generator=bench.stream("lend"))[: self.most].sort().values)
-        return _Lending(engine, rows)
+        return _EngineWithSharedRows(engine, rows)
 
 
 @dataclass(frozen=True, slots=True)
-class _Lending:
+class _EngineWithSharedRows:
     """An engine whose clients hold some of the server's rows."""
 
     engine: Engine
@@ -117,8 +117,11 @@ class _Lending:
         """Lent rows count in everybody's num_examples, and are sent before the first round."""
         before, weight = self.engine.terms, self.rows.x.nbytes + self.rows.y.nbytes
         words = f"{len(self.rows):,} labelled rows of the server, given to each of {len(self.clients):,} clients"
-        lent, sent = before.lent + len(self.rows), before.sent + weight * len(self.clients)
-        return replace(before, lent=lent, sent=sent, reveals=(*before.reveals, words))
+        shared_rows, shared_bytes = (
+            before.shared_rows + len(self.rows),
+            before.shared_bytes + weight * len(self.clients),
+        )
+        return replace(before, shared_rows=shared_rows, shared_bytes=shared_bytes, reveals=(*before.reveals, words))
 
     def exchange(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> Iterator[Envelope]:
         """The answers of clients that train on their own rows and the lent ones."""

@@ -60,9 +60,9 @@ def filter_cohort(recipe: Recipe, cohort: Cohort, state: ServerState, bench: Ben
         facts |= moved
     if recipe.guard is not None:
         _check_comparable(cohort, recipe)
-        safer = recipe.guard(cohort, state)
-        dropped = [client for client in cohort.clients if client not in safer.clients]
-        cohort, facts = safer, facts | {"guard": repr(recipe.guard), "guard_dropped": dropped}
+        guarded = recipe.guard(cohort, state)
+        dropped = [client for client in cohort.clients if client not in guarded.clients]
+        cohort, facts = guarded, facts | {"guard": repr(recipe.guard), "guard_dropped": dropped}
     return cohort, facts
 
 

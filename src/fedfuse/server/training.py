@@ -9,11 +9,11 @@ from fedfuse.core.messages import Brief, ClientUpdate, Cohort
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
-from fedfuse.core.state import Bench, ServerState, filed, part
+from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.errors import ConfigError
 from fedfuse.nets.cost import MASK
 from fedfuse.training.projections import Masked
-from fedfuse.training.round import Learned, learned
+from fedfuse.training.round import TrainingResult, train_on_rows
 
 
 def training_of(update: ClientUpdate, who: str) -> LocalSettings:
@@ -48,8 +48,8 @@ def common_training(cohort: Cohort, bench: Bench, who: str, given: Collection[st
     Raises:
         ConfigError: naming two clients that differ, and in what.
     """
-    told = _agree(cohort, who, lambda u: {k: v for k, v in training_of(u, who).to_json().items() if k not in given})
-    theirs = LocalSettings.from_json(told)
+    common = _agree(cohort, who, lambda u: {k: v for k, v in training_of(u, who).to_json().items() if k not in given})
+    theirs = LocalSettings.from_json(common)
     own = {"augment": bench.local.augment, "device": bench.local.device, "kernel": bench.local.kernel}
     return theirs.model_copy(update=own)
 
@@ -66,19 +66,21 @@ def common_rate(cohort: Cohort, round_: int, who: str) -> float:
 def _agree(cohort: Cohort, who: str, read: Callable[[ClientUpdate], dict[str, Any]]) -> dict[str, Any]:
     """What everybody says, if it is the same."""
     first = cohort.updates[0]
-    told = read(first)
+    common = read(first)
     for update in cohort.updates[1:]:
         theirs = read(update)
-        for key in sorted(told.keys() | theirs.keys()):
-            if told.get(key) != theirs.get(key):
+        for key in sorted(common.keys() | theirs.keys()):
+            if common.get(key) != theirs.get(key):
                 raise ConfigError(
-                    f"{who} needs clients that trained alike: {first.client} had {key} = {told.get(key)} and "
+                    f"{who} needs clients that trained alike: {first.client} had {key} = {common.get(key)} and "
                     f"{update.client} {key} = {theirs.get(key)}; train again with the same settings"
                 )
-    return told
+    return common
 
 
-def train_on(rows: Rows, state: ServerState, settings: LocalSettings, bench: Bench, who: str = "server") -> Learned:
+def train_on(
+    rows: Rows, state: ServerState, settings: LocalSettings, bench: Bench, who: str = "server"
+) -> TrainingResult:
     """What the state's network becomes on some rows of the server's; weights that a mask leaves out stay zero.
 
     Args:
@@ -88,7 +90,7 @@ def train_on(rows: Rows, state: ServerState, settings: LocalSettings, bench: Ben
         bench: the run's seed and number of classes.
         who: whose random streams are used.
     """
-    model, masks = state.single, part(state.memory, MASK)
-    brief = Brief(state.round, model.spec, model.posterior.mean, filed(MASK, masks), classes=bench.classes)
+    model, masks = state.single, entries_of(state.memory, MASK)
+    brief = Brief(state.round, model.spec, model.posterior.mean, with_kind(MASK, masks), classes=bench.classes)
     work = Work(settings, project=Masked()) if masks else Work(settings)
-    return learned(work, brief, who, rows, seed=bench.seed)
+    return train_on_rows(work, brief, who, rows, seed=bench.seed)

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedfuse.core.model import Answering, Model, Single
-from fedfuse.core.spec import one_name_each
+from fedfuse.core.spec import drop_tied_names
 from fedfuse.errors import RecipeError
 from fedfuse.models.bayes import Bayesian
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
+class Prediction:
     """What a model says of some rows.
 
     Attributes:
@@ -37,16 +37,16 @@ class Answer:
         means = {"entropy": float(self.entropy.mean())}
         return means if self.information is None else means | {"mutual_information": float(self.information.mean())}
 
-    def against(self, strange: Answer) -> dict[str, float]:
+    def compare_ood(self, ood: Prediction) -> dict[str, float]:
         """How well entropy, or information, tells strange rows from these: the area under the ROC curve."""
-        found = {"ood_entropy": float(strange.entropy.mean()), "ood_auroc": auroc(self.entropy, strange.entropy)}
-        if self.information is not None and strange.information is not None:
-            found["ood_auroc_information"] = auroc(self.information, strange.information)
+        found = {"ood_entropy": float(ood.entropy.mean()), "ood_auroc": auroc(self.entropy, ood.entropy)}
+        if self.information is not None and ood.information is not None:
+            found["ood_auroc_information"] = auroc(self.information, ood.information)
         return found
 
 
 @torch.no_grad()
-def ask(model: Model, x: Tensor, classes: int, batch: int = 1000) -> Answer:
+def predict(model: Model, x: Tensor, classes: int, batch: int = 1000) -> Prediction:
     """A model's answers, batch by batch; outputs beyond the classes ("none of them") are left out.
 
     Raises:
@@ -55,16 +55,16 @@ def ask(model: Model, x: Tensor, classes: int, batch: int = 1000) -> Answer:
     if not isinstance(model, Answering):
         raise RecipeError("models that stay apart have no common answer; ask each of its members")
     each = [each_draw(model, part)[..., :classes].double().log_softmax(-1).cpu() for part in x.split(batch)]
-    log_probs = torch.cat([_averaged(draws) for draws in each])
+    log_probs = torch.cat([_average_draws(draws) for draws in each])
     if all(len(draws) == 1 for draws in each):
-        return Answer(log_probs)
-    return Answer(log_probs, torch.cat([mutual_information(draws) for draws in each]))
+        return Prediction(log_probs)
+    return Prediction(log_probs, torch.cat([mutual_information(draws) for draws in each]))
 
 
 def each_draw(model: Answering, x: Tensor) -> Tensor:
     """Log probabilities of every network a Bayesian one draws, draws × rows × outputs; of any other model, one."""
     if isinstance(model, Single) and isinstance(network := model.spec.skeleton(), Bayesian):
-        own = one_name_each(model.spec, model.posterior.mean)
+        own = drop_tied_names(model.spec, model.posterior.mean)
         drawn: Tensor = functional_call(network, own, (model.spec.cast(x),), {"apart": True})
         return drawn
     return model.logits(x)[None]
@@ -93,7 +93,7 @@ def mutual_information(each: Tensor) -> Tensor:
         >>> mutual_information(sure_but_at_odds)
         tensor([0.6931])
     """
-    return (entropy(_averaged(each)) - entropy(each).mean(0)).clamp(min=0)
+    return (entropy(_average_draws(each)) - entropy(each).mean(0)).clamp(min=0)
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
@@ -108,6 +108,6 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
     return float(((below + up_to) / 2).mean() / len(inside))
 
 
-def _averaged(each: Tensor) -> Tensor:
+def _average_draws(each: Tensor) -> Tensor:
     """Log of the mean probability over draws."""
     return each[0] if len(each) == 1 else each.logsumexp(0) - math.log(len(each))

@@ -91,7 +91,7 @@ class CompiledEpochs:
         local, rows = self.local, self.local.rows
         order, x, y = _order(local, epoch), rows.x, rows.y
         if local.settings.augment is not None and len(order):
-            x, y = torch.cat([x for x, _ in _drawn(local, epoch, order)]), y.index_select(0, order)
+            x, y = torch.cat([x for x, _ in _draw_batches(local, epoch, order)]), y.index_select(0, order)
             order = torch.arange(len(order))
         losses = self.chain.batches(self.round, x, y, order, local.lr, local.stream("dropout", epoch))
         local.steps += len(losses)
@@ -113,9 +113,9 @@ def compiled_epochs(local: Local, work: Work) -> Epochs | None:
     pull = pull_of(work.objective, local)
     if pull is None or not isinstance(work.project, Free):
         if work.settings.kernel == "compiled":
-            odd = work.objective if pull is None else work.project
+            wrong = work.objective if pull is None else work.project
             raise ConfigError(
-                f'kernel = "compiled" cannot train this: it does not know {type(odd).__name__}; '
+                f'kernel = "compiled" cannot train this: it does not know {type(wrong).__name__}; '
                 'use kernel = "auto" or "torch"'
             )
         return None
@@ -137,11 +137,11 @@ def _order(local: Local, epoch: int) -> Tensor:
     return order
 
 
-def _drawn(local: Local, epoch: int, order: Tensor) -> Iterator[Batch]:
+def _draw_batches(local: Local, epoch: int, order: Tensor) -> Iterator[Batch]:
     """Index batches, augmented where that is asked for."""
     settings, rows, draw = local.settings, local.rows, local.stream("augment", epoch)
     for index in order.to(rows.y.device).split(settings.batch_size) if len(order) else ():
-        x = _picked(rows.x, index)
+        x = _select_rows(rows.x, index)
         if settings.augment is not None:
             x = settings.augment(x, draw)
         yield x, rows.y.index_select(0, index)
@@ -149,7 +149,7 @@ def _drawn(local: Local, epoch: int, order: Tensor) -> Iterator[Batch]:
 
 def _batches(local: Local, epoch: int) -> Iterator[Batch]:
     """An epoch's batches; a batch of one passes batch norms by their running statistics."""
-    for x, y in _drawn(local, epoch, _order(local, epoch)):
+    for x, y in _draw_batches(local, epoch, _order(local, epoch)):
         norms = [n for n in _batch_norms(local.module) if n.training] if len(y) == 1 else []
         for norm in norms:
             norm.eval()
@@ -158,7 +158,7 @@ def _batches(local: Local, epoch: int) -> Iterator[Batch]:
             norm.train()
 
 
-def _picked(x: Tensor, index: Tensor) -> Tensor:
+def _select_rows(x: Tensor, index: Tensor) -> Tensor:
     """x[index] several times faster; channels last stay last."""
     if x.ndim == 4 and not x.is_contiguous():
         return x.permute(0, 2, 3, 1).index_select(0, index).permute(0, 3, 1, 2)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedfuse.core.messages import Brief
 from fedfuse.core.params import Params
-from fedfuse.core.state import filed, part
+from fedfuse.core.state import entries_of, with_kind
 from fedfuse.nets.carry import carry_over
 from fedfuse.wire.codec import forms_of
 
@@ -29,13 +29,13 @@ def fit_memory(memory: Params, brief: Brief, shape: tuple[int, ...]) -> tuple[di
         shape: the shape of one of its inputs.
     """
     fitted, facts = dict(memory), dict[str, float]()
-    before = {layer: t.tolist() for layer, t in part(memory, CHANNELS).items()}
+    before = {layer: t.tolist() for layer, t in entries_of(memory, CHANNELS).items()}
     for kind in sorted({name.partition("/")[0] for name in memory} - {CHANNELS}):
-        own = part(memory, kind)
+        own = entries_of(memory, kind)
         if _fits(own, brief):
             continue
         moved = carry_over(own, before, brief.spec, shape)
-        fitted = {n: t for n, t in fitted.items() if not n.startswith(f"{kind}/")} | filed(kind, moved or {})
+        fitted = {n: t for n, t in fitted.items() if not n.startswith(f"{kind}/")} | with_kind(kind, moved or {})
         facts[f"{'forgot' if moved is None else 'carried over'} {kind}"] = float(len(own))
     return fitted, facts
 
@@ -44,7 +44,7 @@ def with_channels(memory: Mapping[str, Tensor], brief: Brief) -> dict[str, Tenso
     """The memory after a round, with the channels of the network it is of, if that was pruned."""
     rest = {n: t for n, t in memory.items() if not n.startswith(f"{CHANNELS}/")}
     kept = {layer: torch.tensor(units) for layer, units in brief.spec.kept.items()}
-    return rest | filed(CHANNELS, kept) if rest else {}
+    return rest | with_kind(CHANNELS, kept) if rest else {}
 
 
 def _fits(own: Params, brief: Brief) -> bool:

@@ -44,12 +44,12 @@ def suits_channels_last(spec: Spec, shape: tuple[int, ...], dtype: torch.dtype, 
         return images
     with seeded(0, "layout"), torch.enable_grad():
         x = example_inputs(spec, shape, _ROWS, dtype).to(device)
-        plain = _tried(spec, x, torch.contiguous_format)
-        other = _tried(spec, x, torch.channels_last) if images and plain else None
+        plain = _try_format(spec, x, torch.contiguous_format)
+        other = _try_format(spec, x, torch.channels_last) if images and plain else None
     return plain is not None and other is not None and all(_agree(a, b) for a, b in zip(plain, other, strict=True))
 
 
-def _tried(spec: Spec, x: Tensor, form: torch.memory_format) -> _Trial | None:
+def _try_format(spec: Spec, x: Tensor, form: torch.memory_format) -> _Trial | None:
     """One trial with tensors in this order, or None if the network raised something; a copy is used up for it."""
     module = spec.build().to(x.device)
     if form == torch.channels_last:

@@ -1,4 +1,4 @@
-"""Optimiser steps in place on lists of tensors: what `torch.optim` computes, without its start-up and overhead.
+"""Optimizer steps in place on lists of tensors: what `torch.optim` computes, without its start-up and overhead.
 
 Agreement with `torch.optim.SGD` and `torch.optim.Adam` is tested step by step.
 """
@@ -103,7 +103,7 @@ def log_variance_step(log_variances: Tensors, grads: Tensors, rate: float, rows:
 
 
 def stepper(optimizer: Optimizer) -> Stepper:
-    """A fresh optimiser: buffers do not survive a round."""
+    """A fresh optimizer: buffers do not survive a round."""
     if optimizer.name == "sgd":
         return SGD(optimizer.momentum, optimizer.weight_decay)
     return Adam(optimizer.betas, optimizer.weight_decay, optimizer.name == "amsgrad")

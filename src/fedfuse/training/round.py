@@ -24,14 +24,14 @@ from fedfuse.wire.codec import decode
 from fedfuse.wire.messages import encode_reply, split
 
 
-class Answer(NamedTuple):
+class RoundAnswer(NamedTuple):
     """What a client's round gives: the reply's bytes, and what the client remembers for the next."""
 
     payload: bytes
     memory: dict[str, Tensor]
 
 
-class Learned(NamedTuple):
+class TrainingResult(NamedTuple):
     """What training alone gives: the weights and buffers, how many steps it took, and the last epoch's mean loss."""
 
     params: dict[str, Tensor]
@@ -39,7 +39,7 @@ class Learned(NamedTuple):
     loss: float
 
 
-def learned(work: Work, brief: Brief, who: str, rows: Rows, *, seed: int = 0) -> Learned:
+def train_on_rows(work: Work, brief: Brief, who: str, rows: Rows, *, seed: int = 0) -> TrainingResult:
     """Train on some rows exactly as a client would, and bring no evidence: how a server learns on rows of its own.
 
     Args:
@@ -49,12 +49,12 @@ def learned(work: Work, brief: Brief, who: str, rows: Rows, *, seed: int = 0) ->
         rows: what to train on.
         seed: the run's seed.
     """
-    local = _sit_down(work, brief, who, Rows(rows.x.contiguous(), rows.y), {}, seed)
+    local = _prepare_local(work, brief, who, Rows(rows.x.contiguous(), rows.y), {}, seed)
     with one_thread(), seeded(seed, brief.round, who, "torch"):
         train(local, work)
     state = local.module.state_dict()
     params = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in state.items()}
-    return Learned(params, local.steps, local.loss)
+    return TrainingResult(params, local.steps, local.loss)
 
 
 def client_round(
@@ -66,7 +66,7 @@ def client_round(
     memory: Params | None = None,
     seed: int = 0,
     trained: bytes | None = None,
-) -> Answer:
+) -> RoundAnswer:
     """Do one round at one client; the result is a pure function of the arguments.
 
     Args:
@@ -82,7 +82,7 @@ def client_round(
     if not len(rows):
         raise ConfigError(f"{client} has no rows to train on; give it data or leave it out")
     known, facts = fit_memory(memory or {}, brief, tuple(rows.x.shape[1:]))
-    local = _sit_down(work, brief, client, rows, known, seed)
+    local = _prepare_local(work, brief, client, rows, known, seed)
     with seeded(seed, brief.round, client, "torch"):
         if trained is None:
             train(local, work)
@@ -100,7 +100,7 @@ def client_round(
     reply = encode_reply(
         brief, mean, notes, num_examples=float(len(rows)), steps=local.steps, facts=facts, training=work.settings
     )
-    return Answer(reply, {n: t.detach().cpu().clone() for n, t in with_channels(local.memory, brief).items()})
+    return RoundAnswer(reply, {n: t.detach().cpu().clone() for n, t in with_channels(local.memory, brief).items()})
 
 
 def train(local: Local, work: Work) -> None:
@@ -111,7 +111,7 @@ def train(local: Local, work: Work) -> None:
             f"model {local.brief.spec.factory!r} has nothing to train: all its parameters are frozen; "
             "let requires_grad be true for those that should learn"
         )
-    _rouse(local)
+    _set_training_mode(local)
     epochs = compiled_epochs(local, work) or TorchEpochs(local, work)
     for epoch in range(settings.epochs):
         local.lr = settings.rate(local.brief.round, epoch)
@@ -121,39 +121,39 @@ def train(local: Local, work: Work) -> None:
     epochs.finish()
 
 
-def _rouse(local: Local) -> None:
+def _set_training_mode(local: Local) -> None:
     """Set the network to training; a part whose parameters are all held rests, its statistics too.
 
     What its author froze stays frozen, and a frozen norm goes on counting its rows, as it would in the author's loop.
     """
     local.module.train()
-    _thaw(local.module, local.brief.spec)
+    _restore_requires_grad(local.module, local.brief.spec)
     for path, part in local.module.named_modules():
         own = {f"{path}.{name}" if path else name for name, _ in part.named_parameters(recurse=False)}
         if own and own <= local.held:
             part.eval().requires_grad_(False)
 
 
-def _thaw(module: nn.Module, spec: Spec) -> None:
+def _restore_requires_grad(module: nn.Module, spec: Spec) -> None:
     """Let those parameters train that their author lets train."""
     free = set(spec.layout.trainable)
     for name, param in module.named_parameters():
         param.requires_grad_(name in free)
 
 
-def _sit_down(work: Work, brief: Brief, client: str, rows: Rows, memory: dict[str, Tensor], seed: int) -> Local:
+def _prepare_local(work: Work, brief: Brief, client: str, rows: Rows, memory: dict[str, Tensor], seed: int) -> Local:
     device = work.settings.device
     x, y = brief.spec.cast(rows.x).to(device), rows.y.to(device)
     last = suits_channels_last(brief.spec, tuple(x.shape[1:]), x.dtype, device)
-    module = _workbench(brief.spec, device, last)
+    module = _cached_module(brief.spec, device, last)
     module.load_state_dict(dict(tie(brief.spec, brief.params)))
-    _thaw(module, brief.spec)
+    _restore_requires_grad(module, brief.spec)
     x = x.contiguous(memory_format=torch.channels_last) if last else x
     return Local(client, brief, Rows(x, y), work.settings, module, memory, seed)
 
 
 @lru_cache(maxsize=4)
-def _workbench(spec: Spec, device: str, last: bool) -> nn.Module:
+def _cached_module(spec: Spec, device: str, last: bool) -> nn.Module:
     """One module per network and process; weights come and go by copy."""
     module = spec.build().to(device)
     return module.to(memory_format=torch.channels_last) if last else module  # type: ignore[call-overload]

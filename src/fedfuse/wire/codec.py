@@ -62,21 +62,21 @@ class LazyParams(Mapping[str, Tensor]):
     """Tensors that are fetched when asked for and not kept: memory stays with whoever asks.
 
     `piece` fetches a run of a tensor's elements, so that a reader can walk through a tensor larger than its memory.
-    `places` tells, where it is known, at which byte of the message each tensor begins: a piece may go on beyond its
+    `offsets` tells, where it is known, at which byte of the message each tensor begins: a piece may go on beyond its
     tensor's end into those of the same dtype that follow it. Pieces of what is `resident` are views, of any length.
     """
 
-    __slots__ = ("_fetch", "forms", "places", "resident")
+    __slots__ = ("_fetch", "forms", "offsets", "resident")
 
     def __init__(
         self,
         forms: Mapping[str, Form],
         fetch: Callable[[str, int, int], Tensor],
-        places: Mapping[str, int] | None = None,
+        offsets: Mapping[str, int] | None = None,
         resident: bool = False,
     ) -> None:
         self.forms, self.resident = forms, resident
-        self.places = places or {}
+        self.offsets = offsets or {}
         self._fetch = fetch
 
     def __getitem__(self, name: str) -> Tensor:
@@ -90,14 +90,14 @@ class LazyParams(Mapping[str, Tensor]):
     def runs(self) -> list[tuple[str, ...]]:
         """Names in groups whose tensors lie one behind the other in one dtype: each can be read as one long piece."""
         runs, end = list[tuple[str, ...]](), (-1, torch.bool)  # where the last run ends, and its dtype
-        for name, place in sorted(self.places.items(), key=lambda entry: entry[1]):
+        for name, offset in sorted(self.offsets.items(), key=lambda entry: entry[1]):
             form = self.forms[name]
-            if end == (place, form.dtype):
+            if end == (offset, form.dtype):
                 runs[-1] += (name,)
             else:
                 runs.append((name,))
-            end = (place + math.prod(form.shape) * form.dtype.itemsize, form.dtype)
-        return runs if self.places else [(name,) for name in self.forms]
+            end = (offset + math.prod(form.shape) * form.dtype.itemsize, form.dtype)
+        return runs if self.offsets else [(name,) for name in self.forms]
 
     def pieces(self, run: tuple[str, ...], size: int = 1 << 22) -> Iterator[Tensor]:
         """All elements of a run, so many at a time."""
@@ -119,9 +119,9 @@ class LazyParams(Mapping[str, Tensor]):
             return self
         old = {rename(n): n for n in self.forms if keep(n)}
         forms = {new: self.forms[name] for new, name in old.items()}
-        places = {new: self.places[name] for new, name in old.items() if name in self.places}
+        offsets = {new: self.offsets[name] for new, name in old.items() if name in self.offsets}
         renamed = lambda new, begin, end: self._fetch(old[new], begin, end)
-        return LazyParams(forms, self._fetch if rename is str else renamed, places, self.resident)
+        return LazyParams(forms, self._fetch if rename is str else renamed, offsets, self.resident)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class _Contents(NamedTuple):
     table: Mapping[str, Any]
     body: int
     forms: Mapping[str, Form]
-    places: Mapping[str, int]
+    offsets: Mapping[str, int]
 
 
 _last: _Contents | None = None  # replies of one round share their table: it is checked once, and kept once
@@ -176,16 +176,16 @@ def decode(data: bytes, limits: Limits | None = None) -> Packet:
     limits = limits or Limits()
     _check_size(len(data), limits)
     contents, header, start = _parse(lambda begin, length: data[begin : begin + length], len(data), limits)
-    forms, places = contents.forms, contents.places
+    forms, offsets = contents.forms, contents.offsets
 
     def fetch(name: str, begin: int, end: int) -> Tensor:
         dtype = forms[name].dtype
         if begin == end:
             return torch.empty(0, dtype=dtype)
-        offset = start + places[name] + begin * dtype.itemsize
+        offset = start + offsets[name] + begin * dtype.itemsize
         return torch.frombuffer(data, dtype=dtype, count=end - begin, offset=offset)
 
-    return Packet(header, LazyParams(forms, fetch, places, resident=True), len(data))
+    return Packet(header, LazyParams(forms, fetch, offsets, resident=True), len(data))
 
 
 def read(path: Path, limits: Limits | None = None) -> Packet:
@@ -203,13 +203,13 @@ def read(path: Path, limits: Limits | None = None) -> Packet:
     except OSError as why:
         raise Malformed(f"cannot read {path}: {why.strerror or why}") from why
 
-    forms, places = contents.forms, contents.places
+    forms, offsets = contents.forms, contents.offsets
 
     def fetch(name: str, begin: int, end: int) -> Tensor:
         out = torch.empty(end - begin, dtype=forms[name].dtype)
         try:
             with path.open("rb") as file:
-                file.seek(start + places[name] + begin * out.itemsize)
+                file.seek(start + offsets[name] + begin * out.itemsize)
                 got = file.readinto(memoryview(_bytes_of(out)))
         except OSError as why:
             raise Malformed(f"cannot read {path}: {why.strerror or why}") from why
@@ -217,7 +217,7 @@ def read(path: Path, limits: Limits | None = None) -> Packet:
             raise Malformed(f"{path.name} changed while it was read")
         return out
 
-    return Packet(header, LazyParams(forms, fetch, places), size)
+    return Packet(header, LazyParams(forms, fetch, offsets), size)
 
 
 def piece_of(params: Params, name: str, begin: int, end: int) -> Tensor:
@@ -252,8 +252,8 @@ def _check_size(size: int, limits: Limits) -> None:
 
 def _head(tensors: Params, header: Mapping[str, Any]) -> tuple[bytes, list[str]]:
     forms = forms_of(tensors)
-    if odd := [n for n, f in forms.items() if f.dtype not in _NAMES]:
-        raise ConfigError(f"tensor {odd[0]!r} is {forms[odd[0]].dtype}, which safetensors files do not carry here")
+    if wrong := [n for n, f in forms.items() if f.dtype not in _NAMES]:
+        raise ConfigError(f"tensor {wrong[0]!r} is {forms[wrong[0]].dtype}, which safetensors files do not carry here")
     # The widest numbers first, so that every tensor starts at a multiple of its own width.
     ordered = sorted(forms, key=lambda n: -forms[n].dtype.itemsize)
     begins, at = {}, 0
@@ -300,9 +300,9 @@ def _contents(table: Mapping[str, Any], body: int) -> _Contents:
     known = _last  # read once: another thread may be reading another message
     if known is None or (known.body, list(known.table), known.table) != (body, list(table), table):
         forms = {name: _form(name, entry) for name, entry in table.items()}
-        places = {name: entry["data_offsets"][0] for name, entry in table.items()}
+        offsets = {name: entry["data_offsets"][0] for name, entry in table.items()}
         _check_cover([entry["data_offsets"] for entry in table.values()], body)
-        _last = known = _Contents(table, body, forms, places)
+        _last = known = _Contents(table, body, forms, offsets)
     return known
 
 
@@ -359,10 +359,10 @@ def _naturals(numbers: list[Any]) -> bool:
     return {*map(type, numbers)} == {int} and 0 <= min(numbers) <= max(numbers) < 2**48  # bool is another type
 
 
-def _check_cover(places: list[list[int]], body: int) -> None:
+def _check_cover(offsets: list[list[int]], body: int) -> None:
     """The tensors must fill the data exactly: no gap, no overlap, nothing beyond."""
     at = 0
-    for begin, end in sorted(places):
+    for begin, end in sorted(offsets):
         if begin != at:
             raise Malformed("its tensors overlap or leave gaps")
         at = end

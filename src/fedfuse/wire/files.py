@@ -14,12 +14,12 @@ from fedfuse.core.model import Apart, Model, Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Diag, Posterior
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import filed, part
+from fedfuse.core.state import entries_of, with_kind
 from fedfuse.errors import ConfigError
 from fedfuse.nets.combine import combine_named
 from fedfuse.nets.mixture import Mixture
 from fedfuse.wire.codec import Malformed, Packet, forms_of, read, write
-from fedfuse.wire.messages import VERSION, noted, split
+from fedfuse.wire.messages import VERSION, mark_notes, split
 
 
 def save_model(model: Model, path: Path, facts: Mapping[str, Any] | None = None) -> int:
@@ -32,8 +32,8 @@ def save_model(model: Model, path: Path, facts: Mapping[str, Any] | None = None)
     if isinstance(model, Single):
         return write(path, _tensors(model), header | {"spec": model.spec.to_json()})
     tensors: dict[str, Tensor] = {}
-    for place, member in enumerate(model.members):
-        tensors |= {f"{place}/{n}": t for n, t in _tensors(member).items()}
+    for index, member in enumerate(model.members):
+        tensors |= {f"{index}/{n}": t for n, t in _tensors(member).items()}
     header |= {"members": [m.spec.to_json() for m in model.members]}
     if isinstance(model, Mixture):
         header |= {"combine": type(model.combine).__name__, "options": asdict(model.combine)}  # type: ignore[call-overload]
@@ -58,8 +58,8 @@ def load_model(path: Path, trusted: Collection[str] = ()) -> tuple[Model, Mappin
 
 def _tensors(model: Single) -> Params:
     geometry = model.posterior.geometry
-    variance = filed("variance", geometry.variance) if isinstance(geometry, Diag) else {}
-    return {**model.posterior.mean, **noted(variance)}
+    variance = with_kind("variance", geometry.variance) if isinstance(geometry, Diag) else {}
+    return {**model.posterior.mean, **mark_notes(variance)}
 
 
 def _model(packet: Packet, trusted: Collection[str]) -> Model:
@@ -69,8 +69,8 @@ def _model(packet: Packet, trusted: Collection[str]) -> Model:
     if "members" not in header:
         return _single(Spec.from_json(header.get("spec"), trusted), *split(packet))
     members = []
-    for place, spec in enumerate(header["members"]):
-        mine = packet.tensors.part(lambda n, p=f"{place}/": n.startswith(p), lambda n: n.partition("/")[2])  # type: ignore[misc]
+    for index, spec in enumerate(header["members"]):
+        mine = packet.tensors.part(lambda n, p=f"{index}/": n.startswith(p), lambda n: n.partition("/")[2])  # type: ignore[misc]
         own, notes = split(Packet({}, mine, 0))
         members.append(_single(Spec.from_json(spec, trusted), own, notes))
     if "combine" not in header:
@@ -82,5 +82,5 @@ def _model(packet: Packet, trusted: Collection[str]) -> Model:
 def _single(spec: Spec, own: Params, notes: Params) -> Single:
     if spec.shapes() != {n: tuple(form) for n, form in forms_of(own).items()}:
         raise Malformed(f"its tensors do not fit the network {spec.factory!r} it names")
-    mean, variance = dict(own), part(dict(notes), "variance")
+    mean, variance = dict(own), entries_of(dict(notes), "variance")
     return Single(spec, Posterior(mean, Diag(variance)) if variance else Posterior(mean))

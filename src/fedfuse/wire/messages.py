@@ -21,12 +21,12 @@ NOTE = "~"  # evidence and memory stand under this mark, so that plain names are
 
 def encode_brief(brief: Brief) -> bytes:
     """A brief as this client hears it (see `Brief.to`)."""
-    return encode({**brief.params, **noted(brief.memory)}, _brief_header(brief))
+    return encode({**brief.params, **mark_notes(brief.memory)}, _brief_header(brief))
 
 
 def brief_size(brief: Brief) -> int:
     """How many bytes a client hears, without writing them."""
-    return encoded_size({**brief.params, **noted(brief.memory)}, _brief_header(brief))
+    return encoded_size({**brief.params, **mark_notes(brief.memory)}, _brief_header(brief))
 
 
 def _brief_header(brief: Brief) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def encode_reply(
 ) -> bytes:
     """A client's answer to a brief."""
     header = reply_header(brief, num_examples=num_examples, steps=steps, facts=facts, training=training)
-    return encode({**mean, **noted(notes)}, header)
+    return encode({**mean, **mark_notes(notes)}, header)
 
 
 def reply_header(
@@ -94,7 +94,7 @@ def reply_header(
     return header | ({} if training is None else {"training": training.to_json()})
 
 
-def noted(notes: Params) -> dict[str, Tensor]:
+def mark_notes(notes: Params) -> dict[str, Tensor]:
     """Notes under their marked names."""
     return {NOTE + name: tensor for name, tensor in notes.items()}
 

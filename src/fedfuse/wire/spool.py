@@ -27,7 +27,7 @@ class Spool:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._held = 0
+        self._bytes_in_memory = 0
         self._files = 0
         self._folder: Path | None = None
 
@@ -36,12 +36,12 @@ class Spool:
         payload = envelope.payload
         if not isinstance(payload, bytes) or (largest is not None and len(payload) > largest):
             return envelope
-        if self._held + len(payload) <= self.limit:
-            self._held += len(payload)
+        if self._bytes_in_memory + len(payload) <= self.limit:
+            self._bytes_in_memory += len(payload)
             return envelope
         self._files += 1
         try:
-            path = self._place() / f"{self._files}.safetensors"
+            path = self._waiting_folder() / f"{self._files}.safetensors"
             path.write_bytes(payload)
         except OSError as why:
             raise ConfigError(
@@ -50,7 +50,7 @@ class Spool:
             ) from why
         return replace(envelope, payload=path)
 
-    def _place(self) -> Path:
+    def _waiting_folder(self) -> Path:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="fedfuse-spool-"))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.client.evidence.control import ControlDelta, carried
+from fedfuse.client.evidence.control import ControlDelta, total_step_size
 from fedfuse.client.memory import KeepControl
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Batch, Work
 from fedfuse.core.settings import LocalSettings, effective_steps
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Local, filed
+from fedfuse.core.state import Local, with_kind
 from fedfuse.server.door.admit import Contract, admit
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode
@@ -65,15 +65,15 @@ def test_a_constant_gradient_is_found_again_whatever_the_schedule(settings: dict
 def test_at_a_constant_rate_carried_is_rate_times_walked() -> None:
     settings = LocalSettings(epochs=2, batch_size=4, optimizer={"lr": 0.3, "momentum": 0.8})
     local = Local("a", BRIEF, ROWS, settings, SPEC.build(), {}, seed=0, steps=6)
-    assert carried(local) == pytest.approx(0.3 * effective_steps(6, 0.8))
+    assert total_step_size(local) == pytest.approx(0.3 * effective_steps(6, 0.8))
 
 
 def test_the_delta_takes_the_servers_variate_off_and_the_client_adds_it_to_its_own() -> None:
     theirs = {n: torch.full_like(p, 0.25) for n, p in SPEC.build().named_parameters()}
     mine = {n: torch.full_like(p, 5.0) for n, p in theirs.items()}
-    brief = Brief(0, SPEC, BRIEF.params, filed("control", theirs))
+    brief = Brief(0, SPEC, BRIEF.params, with_kind("control", theirs))
     work = Work(objective=Slope(), evidence=(ControlDelta(),), memory=(KeepControl(),))
-    answer = client_round(work, brief, "a", ROWS, memory=filed("control", mine))
+    answer = client_round(work, brief, "a", ROWS, memory=with_kind("control", mine))
     for n in theirs:
         assert torch.allclose(decode(answer.payload).tensors[f"~control/{n}"], torch.tensor(1.75), atol=1e-4)
         assert torch.allclose(answer.memory[f"control/{n}"], torch.tensor(6.75), atol=1e-4)

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from fedfuse.client.evidence.marginal import Belief, best_damping
+from fedfuse.client.evidence.marginal import LayerBelief, best_damping
 from fedfuse.linalg.kron import damp
 
 
@@ -21,7 +21,7 @@ def test_the_sum_over_eigenvalues_equals_dense_gaussians(split: str, lam: float)
     """log N(D; 0, Λ⁻¹) − log N(0; 0, H⁻¹), with both precisions as one dense matrix."""
     A, B, move = layer()
     n = 50
-    belief = Belief.of(A, B, move)
+    belief = LayerBelief.of(A, B, move)
     pi = belief.balances[("one", "trace", "frobenius").index(split)]
     damped_A, damped_B = damp(A, B, lam, split)
     H = n * torch.kron(damped_B, damped_A)
@@ -50,13 +50,13 @@ def test_it_is_the_exact_evidence_of_a_linear_gaussian_model() -> None:
         prior = n * (torch.kron(damped_B, damped_A) - A)
         w = torch.linalg.solve(X.mT @ X + prior, X.mT @ y)
         fit = float(-0.5 * (y - X @ w).square().sum())
-        return fit + Belief.of(A, B, w[None]).log_evidence(n, lam, 1.0)
+        return fit + LayerBelief.of(A, B, w[None]).log_evidence(n, lam, 1.0)
 
     assert laplace(0.5) - laplace(0.01) == pytest.approx(exact(0.5) - exact(0.01), rel=1e-9)
 
 
 def test_the_search_finds_the_best_of_a_fine_grid() -> None:
-    beliefs = [Belief.of(*layer(seed=s)) for s in range(3)]
+    beliefs = [LayerBelief.of(*layer(seed=s)) for s in range(3)]
     dampings, evidence = best_damping(beliefs, 50)
     assert dampings.dtype == evidence.dtype == torch.float64
     grid = [10 ** (e / 50) for e in range(-500, 100)]
@@ -67,9 +67,9 @@ def test_the_search_finds_the_best_of_a_fine_grid() -> None:
 
 
 def test_layers_without_information_or_move_are_harmless() -> None:
-    nothing = Belief.of(torch.zeros(3, 3), torch.zeros(2, 2), torch.zeros(2, 3))
+    nothing = LayerBelief.of(torch.zeros(3, 3), torch.zeros(2, 2), torch.zeros(2, 3))
     assert nothing.balances == (1.0, 1.0, 1.0)
     assert nothing.log_evidence(10, 1e-3, 1.0) == pytest.approx(0.0, abs=1e-12)
-    dampings, evidence = best_damping([nothing, Belief.of(*layer())], 50)
+    dampings, evidence = best_damping([nothing, LayerBelief.of(*layer())], 50)
     assert bool((dampings > 0).all())
     assert bool(evidence.isfinite().all())

@@ -14,7 +14,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.nets.curvature import Look, curvature_in
+from fedfuse.nets.curvature import CurvatureProbe, curvature_in
 from fedfuse.server.door.admit import Contract, admit
 from fedfuse.training.round import client_round
 
@@ -56,7 +56,7 @@ def dense(net: nn.Module, data: Rows) -> tuple[Tensor, Tensor, list[Tensor]]:
 def test_every_eigenvalue_of_the_dense_hessian_is_found() -> None:
     net, data = network(), rows()
     H, back, slopes = dense(net, data)
-    seen = Look(steps=1000, probes=2, rows=20)(net, moved(net), data, torch.Generator().manual_seed(0))
+    seen = CurvatureProbe(steps=1000, probes=2, rows=20)(net, moved(net), data, torch.Generator().manual_seed(0))
     want = torch.linalg.eigvalsh(H)
     assert seen.spectrum.values.shape == (2, len(want))
     for values in seen.spectrum.values:
@@ -69,7 +69,7 @@ def test_every_eigenvalue_of_the_dense_hessian_is_found() -> None:
 def test_few_steps_see_the_largest_eigenvalue_and_the_trace_on_average() -> None:
     net, data = network(), rows()
     H, _, _ = dense(net, data)
-    seen = Look(steps=12, probes=60, rows=20)(net, moved(net), data, torch.Generator().manual_seed(0))
+    seen = CurvatureProbe(steps=12, probes=60, rows=20)(net, moved(net), data, torch.Generator().manual_seed(0))
     assert float(seen.spectrum.values.max()) == pytest.approx(float(torch.linalg.eigvalsh(H)[-1]), rel=1e-6)
     mean = float((seen.spectrum.values * seen.spectrum.weights).sum()) / 60
     assert mean == pytest.approx(float(H.trace()) / len(H), rel=0.2)
@@ -78,7 +78,7 @@ def test_few_steps_see_the_largest_eigenvalue_and_the_trace_on_average() -> None
 def test_a_client_that_did_not_move_has_no_lipschitz_constant() -> None:
     net = network()
     at = {n: p.detach().clone() for n, p in net.named_parameters()}
-    assert Look(steps=2)(net, at, rows(), torch.Generator()).lipschitz == 0
+    assert CurvatureProbe(steps=2)(net, at, rows(), torch.Generator()).lipschitz == 0
 
 
 SPEC = Spec("mlp", {"inputs": 3, "hidden": [4], "classes": CLASSES})
@@ -93,7 +93,7 @@ def reply(kind: CurvatureSpectrum, round_: int) -> tuple[Brief, bytes]:
 
 
 def test_it_comes_in_its_round_only() -> None:
-    kind = CurvatureSpectrum(2, Look(steps=5, probes=3, rows=10))
+    kind = CurvatureSpectrum(2, CurvatureProbe(steps=5, probes=3, rows=10))
     for round_, notes in ((1, set()), (2, {"spectrum/values", "spectrum/weights", "spectrum/lipschitz"})):
         brief, payload = reply(kind, round_)
         update = admit(Envelope("c", payload), Contract.of(brief, (kind,)))

@@ -1,4 +1,4 @@
-"""Server optimisers against their recurrences, written out."""
+"""Server optimizers against their recurrences, written out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedfuse.core.posterior import Posterior
 from fedfuse.core.registry import find_method
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.server.aggregate.adaptive import ServerOptimiser
+from fedfuse.server.aggregate.adaptive import ServerOptimizer
 
 NET = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 SPEC = Spec.of(NET)
@@ -37,10 +37,10 @@ def mean(round_: int, name: str) -> Tensor:
     return sum(u.posterior.mean[name].double() * w for u, w in zip(cohort(round_), cohort(round_).weights, strict=True))  # type: ignore[return-value]
 
 
-def rounds(optimiser: ServerOptimiser, count: int) -> list[ServerState]:
+def rounds(optimizer: ServerOptimizer, count: int) -> list[ServerState]:
     states = [ServerState(0, Single(SPEC, Posterior(drawn(99))))]
     for round_ in range(count):
-        states.append(optimiser(cohort(round_), states[-1], Bench()))
+        states.append(optimizer(cohort(round_), states[-1], Bench()))
     return states[1:]
 
 
@@ -69,21 +69,21 @@ def by_hand(rule: str, name: str, count: int, lr: float, b1: float, b2: float, t
 @pytest.mark.parametrize("rule", ["momentum", "adam", "yogi", "adagrad"])
 def test_every_round_is_that_of_the_recurrence(rule: Any) -> None:
     how: dict[str, float] = {"lr": 0.3, "b1": 0.8, "b2": 0.95, "tau": 1e-2}
-    optimiser = ServerOptimiser(rule, lr=0.3, beta1=0.8, beta2=0.95, tau=1e-2)
-    states = rounds(optimiser, 4)
+    optimizer = ServerOptimizer(rule, lr=0.3, beta1=0.8, beta2=0.95, tau=1e-2)
+    states = rounds(optimizer, 4)
     for name in TRAINED:
         for got, expected in zip(states, by_hand(rule, name, 4, **how), strict=True):
             assert torch.allclose(got.single.posterior.mean[name].double(), expected, atol=1e-5)
 
 
 def test_buffers_are_those_of_the_mean() -> None:
-    (state,) = rounds(ServerOptimiser("adam", lr=0.1), 1)
+    (state,) = rounds(ServerOptimizer("adam", lr=0.1), 1)
     assert torch.allclose(state.single.posterior.mean["1.running_var"].double(), mean(0, "1.running_var"), atol=1e-6)
     assert state.single.posterior.mean["1.num_batches_tracked"].item() == 2
 
 
 def test_momentum_without_memory_and_with_rate_one_is_fedavg() -> None:
-    states = rounds(ServerOptimiser("momentum", lr=1.0, beta1=0.0), 2)
+    states = rounds(ServerOptimizer("momentum", lr=1.0, beta1=0.0), 2)
     for round_, state in enumerate(states):
         for name in TRAINED:
             assert torch.allclose(state.single.posterior.mean[name].double(), mean(round_, name), atol=1e-6)
@@ -92,5 +92,5 @@ def test_momentum_without_memory_and_with_rate_one_is_fedavg() -> None:
 @pytest.mark.parametrize(("name", "rule"), [("fedavgm", "momentum"), ("fedadam", "adam"), ("fedyogi", "yogi")])
 def test_the_methods_use_their_rule(name: str, rule: str) -> None:
     aggregate = find_method(name).recipe().aggregate
-    assert isinstance(aggregate, ServerOptimiser)
+    assert isinstance(aggregate, ServerOptimizer)
     assert aggregate.rule == rule

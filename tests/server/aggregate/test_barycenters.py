@@ -1,4 +1,4 @@
-"""Barycenters found by iteration: each minimises its own divergence, and FedLPA is one of them."""
+"""Barycenters found by iteration: each minimizes its own divergence, and FedLPA is one of them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def total(alpha: float, m: float, v: float) -> float:
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.5, 0.9, 1.5])
-def test_it_minimises_the_divergence_as_it_is_defined(alpha: float) -> None:
+def test_it_minimizes_the_divergence_as_it_is_defined(alpha: float) -> None:
     m, v = one(alpha)
     best = minimize(
         lambda q: total(alpha, q[0], np.exp(q[1])),
@@ -185,7 +185,7 @@ def bures(m: Tensor, S: Tensor, m0: Tensor, S0: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("find", "divergence"), [(reverse_kl_barycenter, kl), (wasserstein_barycenter, bures)])
-def test_each_minimises_its_own_weighted_divergence(find: Any, divergence: Any) -> None:
+def test_each_minimizes_its_own_weighted_divergence(find: Any, divergence: Any) -> None:
     means, covariances, weights = gaussians()
     mean, covariance = find(means, covariances, weights)
 

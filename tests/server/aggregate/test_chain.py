@@ -16,11 +16,11 @@ from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.chain import (
     Matcher,
+    check_same_depth,
     class_shares,
-    drawn_in,
+    expand_units,
     hidden_layers,
-    same_depth,
-    spread_out,
+    select_units,
 )
 
 LENET = Spec("lenet", {"size": 8, "maps": [3, 4], "hidden": [5]})
@@ -59,7 +59,7 @@ def test_a_network_of_ones_own_needs_an_input_only_where_it_convolves() -> None:
         (Spec("mlp", {"hidden": []}), "fedma matches hidden units and model 'mlp' has none"),
         (
             Spec.of(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 2))),
-            "normalises over them by LayerNorm; use BatchNorm",
+            "normalizes over them by LayerNorm; use BatchNorm",
         ),
     ],
 )
@@ -70,10 +70,10 @@ def test_other_networks_are_refused_by_name(spec: Spec, says: str) -> None:
 
 def test_different_depths_are_refused_by_name() -> None:
     chains = {c: hidden_layers("x", Spec("mlp", {"hidden": h}), Bench()) for c, h in {"": [3], "b": [9]}.items()}
-    same_depth("pfnm", chains)
+    check_same_depth("pfnm", chains)
     chains["site-3"] = hidden_layers("x", Spec("mlp", {"hidden": [3, 3]}), Bench())
     with pytest.raises(ConfigError, match=r"site-3 has 2 hidden layers \(fc1-fc2\) and everybody else 1 \(fc1\)"):
-        same_depth("pfnm", chains)
+        check_same_depth("pfnm", chains)
 
 
 def test_spreading_out_keeps_the_function_and_drawing_in_gives_it_back() -> None:
@@ -82,10 +82,10 @@ def test_spreading_out_keeps_the_function_and_drawing_in_gives_it_back() -> None
     places = {layers[0]: torch.tensor([4, 0, 2]), layers[1]: torch.tensor([5, 1, 3, 0]), layers[2]: torch.arange(5)}
     wide = params
     for hidden, place in places.items():
-        wide = spread_out(wide, hidden, place, 7)
+        wide = expand_units(wide, hidden, place, 7)
     assert wide["conv2.weight"].shape == (7, 7, 3, 3)
-    assert torch.allclose(LENET.resized(wide).forward(wide, x), LENET.forward(params, x), atol=1e-6)
-    back = drawn_in(wide, places)
+    assert torch.allclose(LENET.with_shapes_of(wide).forward(wide, x), LENET.forward(params, x), atol=1e-6)
+    back = select_units(wide, places)
     assert all(back[n].equal(params[n]) for n in params)
 
 
@@ -104,7 +104,7 @@ def test_matching_is_shrunk_only_if_asked() -> None:
     one, zero = torch.ones(1, dtype=torch.float64), torch.zeros(9, dtype=torch.float64)
     matcher = Matcher(variance=0.5, prior_variance=2.0)
     found, units = matcher([values, values.flip(0)], [one, one], zero, torch.Generator())
-    assert torch.allclose(units[found.places[1]], values.flip(0) * 2 / (2 + 0.25))
+    assert torch.allclose(units[found.assignment[1]], values.flip(0) * 2 / (2 + 0.25))
     assert torch.allclose(replace(matcher, shrink=False)([values] * 2, [one] * 2, zero, torch.Generator())[1], values)
 
 

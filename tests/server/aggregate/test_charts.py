@@ -58,7 +58,7 @@ def kl(m0: float, v0: float, m1: float, v1: float) -> float:
 
 
 @pytest.mark.parametrize("name", ["RKLB", "FKLB", "WB"])
-def test_barycenters_minimise_their_divergence(name: str) -> None:
+def test_barycenters_minimize_their_divergence(name: str) -> None:
     mus, vs, ws = [0.0, 2.0, -1.0], [1.0, 0.25, 3.0], [0.5, 0.3, 0.2]
 
     def total(q: tuple[float, float]) -> float:

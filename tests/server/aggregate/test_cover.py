@@ -16,7 +16,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.nets.combine import FirstLayer, TopLogit
 from fedfuse.nets.mixture import Mixture
-from fedfuse.server.aggregate.cover import CoverAnswers, CoverClasses, greedy
+from fedfuse.server.aggregate.cover import CoverAnswers, CoverClasses, select_greedily
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [], "classes": 3})
 
@@ -34,12 +34,12 @@ def mixture(cohort: Cohort, rule: TopLogit | FirstLayer) -> Mixture:
 
 def test_greedy_adds_the_best_and_stops_when_it_is_enough() -> None:
     worth = {0: 0.2, 1: 0.5, 2: 0.3}
-    kept = greedy(3, lambda chosen: sum(worth[i] for i in chosen), 0.7)
-    assert kept.places == [1, 2]
+    kept = select_greedily(3, lambda chosen: sum(worth[i] for i in chosen), 0.7)
+    assert kept.indices == [1, 2]
     assert kept.covered == pytest.approx([0.5, 0.8])
-    everybody = greedy(3, lambda chosen: 0.0, 0.7)
-    assert everybody.places == [0, 1, 2], "who cannot be covered is kept"
-    assert greedy(2, lambda chosen: 1.0, 1.0).places == [0], "the first of equals"
+    everybody = select_greedily(3, lambda chosen: 0.0, 0.7)
+    assert everybody.indices == [0, 1, 2], "who cannot be covered is kept"
+    assert select_greedily(2, lambda chosen: 1.0, 1.0).indices == [0], "the first of equals"
 
 
 def test_a_greedy_cover_is_near_the_best_one() -> None:
@@ -61,7 +61,7 @@ def test_a_greedy_cover_is_near_the_best_one() -> None:
 def test_classes_nobody_holds_do_not_count() -> None:
     cohort = Cohort.of([client("a", torch.zeros(3, 4), [5, 0, 0]), client("b", torch.zeros(3, 4), [0, 7, 0])])
     kept = CoverClasses(0.9)(cohort, mixture(cohort, TopLogit(1)), Bench())
-    assert kept.places == [0, 1]
+    assert kept.indices == [0, 1]
     assert kept.covered == [0.5, 1.0]
 
 
@@ -73,15 +73,15 @@ def test_those_kept_answer_as_everybody_would(rule: TopLogit | FirstLayer) -> No
     rows = Rows(torch.randn(300, 4), torch.zeros(300, dtype=torch.int64))
     kept = CoverAnswers(0.9)(cohort, everybody, Bench(rows=rows))
     few = Mixture(
-        tuple(everybody.members[i] for i in kept.places),
-        everybody.weights[kept.places],
+        tuple(everybody.members[i] for i in kept.indices),
+        everybody.weights[kept.indices],
         rule
         if isinstance(rule, FirstLayer)
-        else TopLogit(rule.k, (), tuple(rule.scale[i] for i in kept.places if rule.scale)),
+        else TopLogit(rule.k, (), tuple(rule.scale[i] for i in kept.indices if rule.scale)),
     )
     same = few.logits(rows.x).argmax(-1) == everybody.logits(rows.x).argmax(-1)
     assert float(same.double().mean()) == pytest.approx(kept.covered[-1])
-    assert kept.covered[-1] >= 0.9 or len(kept.places) == 4
+    assert kept.covered[-1] >= 0.9 or len(kept.indices) == 4
 
 
 def test_a_twin_is_left_out() -> None:
@@ -90,7 +90,7 @@ def test_a_twin_is_left_out() -> None:
     cohort = Cohort.of([client("a", one), client("b", other), client("c", one.clone())])
     rows = Rows(torch.randn(200, 4), torch.zeros(200, dtype=torch.int64))
     kept = CoverAnswers(1.0)(cohort, mixture(cohort, TopLogit(1)), Bench(rows=rows))
-    assert kept.places == [0, 1]
+    assert kept.indices == [0, 1]
     assert kept.covered[-1] == 1.0
 
 

@@ -100,10 +100,10 @@ def test_every_layer_is_the_equation_with_scipys_statistics(as_messages: bool) -
     [
         (Renyi(1.0), lambda x: renyi_to_gaussian(x, 1.0)),
         (Renyi(2.0, "grid"), lambda x: renyi_to_gaussian(x, 2.0, density="grid")),
-        (Renyi(0.5, standardised=True), lambda x: renyi_to_gaussian(x, 0.5, reference="fitted")),
-        (HigherOrder(standardised=True), lambda x: hos(x) / float(x.double().var()) ** 3.5),
+        (Renyi(0.5, standardized=True), lambda x: renyi_to_gaussian(x, 0.5, reference="fitted")),
+        (HigherOrder(standardized=True), lambda x: hos(x) / float(x.double().var()) ** 3.5),
     ],
-    ids=["renyi-1", "renyi-2-grid", "renyi-half-fitted", "hos-standardised"],
+    ids=["renyi-1", "renyi-2-grid", "renyi-half-fitted", "hos-standardized"],
 )
 def test_other_distances_enter_the_same_equation(distance: gaussianity.Distance, score: object) -> None:
     assert callable(score)
@@ -141,22 +141,22 @@ def test_weights_are_shares_whatever_the_scores(scores: list[float], mix: float,
 
 def test_equation_eight_taken_literally_is_no_average() -> None:
     alike = states(LENET, 1) * 3
-    out = fused(NonGaussianMean(normalise="max"), cohort_of(alike, LENET))
+    out = fused(NonGaussianMean(normalize="max"), cohort_of(alike, LENET))
     for layer in LENET.layout.layers:
         assert close(out[layer.weight], 3 * alike[0][layer.weight])
-    assert NonGaussianMean(normalise="max").laws == ALL_LAWS - {"agree"}
+    assert NonGaussianMean(normalize="max").laws == ALL_LAWS - {"agree"}
     members = states(LENET)
     scores = [hos(m["fc1.weight"]) for m in members]
-    literal = fused(NonGaussianMean(normalise="max"), cohort_of(members, LENET))
+    literal = fused(NonGaussianMean(normalize="max"), cohort_of(members, LENET))
     assert close(literal["fc1.weight"], blend(members, "fc1.weight", [s / max(scores) for s in scores]))
 
 
-def test_a_grown_layer_takes_over_unless_scores_are_standardised() -> None:
+def test_a_grown_layer_takes_over_unless_scores_are_standardized() -> None:
     one = states(LENET, 1)[0]
     grown = {n: 1.1 * t for n, t in one.items()}
     cohort = cohort_of([one, grown], LENET)
     raw = fuse(NonGaussianMean(), cohort).facts["layer_weights"]
-    free = fuse(NonGaussianMean(HigherOrder(standardised=True)), cohort).facts["layer_weights"]
+    free = fuse(NonGaussianMean(HigherOrder(standardized=True)), cohort).facts["layer_weights"]
     for layer in raw:
         assert raw[layer]["c1"] / raw[layer]["c0"] == pytest.approx(1.1**7, rel=1e-3)
         assert free[layer]["c1"] == pytest.approx(0.5, abs=1e-4)
@@ -212,7 +212,7 @@ def test_every_filter_has_its_own_weights() -> None:
 
 
 class Odd(nn.Module):
-    """Weights that are no layer's, norms that normalise nothing known, and too little of everything."""
+    """Weights that are no layer's, norms that normalize nothing known, and too little of everything."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ class Counting(dict[str, int]):
             self[path.name] = self.get(path.name, 0) + end - begin
             return whole.piece(name, begin, end)
 
-        return LazyParams(whole.forms, fetch, whole.places)
+        return LazyParams(whole.forms, fetch, whole.offsets)
 
 
 @pytest.mark.parametrize("level", ["layer", "filter"])
@@ -305,7 +305,7 @@ def test_each_clients_file_is_read_once_unless_a_layer_is_too_large_to_keep(
     aggregate, counts = NonGaussianMean(level=level), Counting()
     once = fused(aggregate, cohort_of([counts.of(p) for p in paths], RESNET))
     assert counts == {path.name: size for path in paths}
-    monkeypatch.setattr(gaussianity, "_HELD", 0)
+    monkeypatch.setattr(gaussianity, "_MAX_CACHED_BYTES", 0)
     counts.clear()
     twice = fused(aggregate, cohort_of([counts.of(p) for p in paths], RESNET))
     assert all(size < count < 2 * size for count in counts.values())
@@ -337,8 +337,8 @@ def test_it_travels_and_has_one_repr() -> None:
     aggregate = NonGaussianMean(Renyi(0.5, "samples"), mix=0.25)
     assert ForkingPickler.loads(ForkingPickler.dumps(aggregate)) == aggregate
     assert repr(aggregate) == (
-        "NonGaussianMean(distance=Renyi(order=0.5, density='samples', standardised=False), "
-        "normalise='sum', level='layer', mix=0.25)"
+        "NonGaussianMean(distance=Renyi(order=0.5, density='samples', standardized=False), "
+        "normalize='sum', level='layer', mix=0.25)"
     )
 
 
@@ -347,5 +347,5 @@ def test_what_cannot_be_is_said() -> None:
         NonGaussianMean(mix=1.5)
     with pytest.raises(ConfigError, match="level is 'tensor', expected one of layer, filter"):
         NonGaussianMean(level="tensor")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="normalise is 'mean', expected one of sum, max"):
-        NonGaussianMean(normalise="mean")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="normalize is 'mean', expected one of sum, max"):
+        NonGaussianMean(normalize="mean")  # type: ignore[arg-type]

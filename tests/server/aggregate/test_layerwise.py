@@ -16,11 +16,11 @@ from fedfuse.core.posterior import Posterior
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench, ServerState, part
+from fedfuse.core.state import Bench, ServerState, entries_of
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError
 from fedfuse.methods.fedma import fedma
-from fedfuse.nets.channels import permuted
+from fedfuse.nets.channels import permute_group
 from fedfuse.server.aggregate.chain import Matcher, hidden_layers
 from fedfuse.server.aggregate.layerwise import MatchedLayers
 from fedfuse.server.loop import Plan, Record, run
@@ -48,7 +48,7 @@ def weights(spec: Spec, seed: int = 0) -> dict[str, Tensor]:
 def shuffled(spec: Spec, params: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     for hidden in hidden_layers("test", spec, Bench()):
-        params = permuted(params, hidden.group, torch.randperm(hidden.group.size, generator=draw))
+        params = permute_group(params, hidden.group, torch.randperm(hidden.group.size, generator=draw))
     return params
 
 
@@ -57,7 +57,7 @@ def cohort(
 ) -> tuple[Cohort, ServerState]:
     labels = counts or [[1, 1, 1]] * len(params)
     updates = [
-        ClientUpdate(f"c{k}", Posterior(p), 3.0, 1, spec.resized(p), {"counts/labels": torch.tensor(c)})
+        ClientUpdate(f"c{k}", Posterior(p), 3.0, 1, spec.with_shapes_of(p), {"counts/labels": torch.tensor(c)})
         for k, (p, c) in enumerate(zip(params, labels, strict=True))
     ]
     return Cohort.of(updates), ServerState(0, Single.of(spec.build(), spec))
@@ -125,7 +125,7 @@ def federated(spec: Spec, rounds: int, per_round: int | None = None, clients: in
 
 
 def held(state: ServerState) -> set[str]:
-    return {name.rpartition(".")[0] for name in part(state.memory, "held")}
+    return {name.rpartition(".")[0] for name in entries_of(state.memory, "held")}
 
 
 def test_one_layer_is_settled_in_every_exchange_and_then_a_pass_begins_anew() -> None:
@@ -162,12 +162,12 @@ def test_between_two_exchanges_a_clients_later_layers_are_its_own() -> None:
 def test_after_a_pass_clients_start_from_their_own_units() -> None:
     states = [record.state for record in federated(MLP, 3)]
     done = states[-1]
-    assert not part(done.memory, "held")
+    assert not entries_of(done.memory, "held")
     assert not [name for name in done.memory if name.startswith("places/")]
     common = done.single.posterior.mean
     for client, start in done.starts.items():
         assert start.spec == MLP, "of their own size"
-        places = part(states[1].memory, "places/fc1")[client]
+        places = entries_of(states[1].memory, "places/fc1")[client]
         assert start.params["fc1.weight"].equal(common["fc1.weight"][places])
 
 
@@ -187,7 +187,7 @@ def test_norms_are_held_with_their_layer() -> None:
     SIDE[spec] = 8
     first, second = (record.state for record in federated(spec, 2))
     names = {f"1.{n}" for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
-    assert names <= part(first.memory, "held").keys()
+    assert names <= entries_of(first.memory, "held").keys()
     before, after = first.single.posterior.mean, second.single.posterior.mean
     assert all(after[n].equal(before[n]) for n in names)
 

@@ -20,7 +20,7 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError
 from fedfuse.methods.pfnm import pfnm
-from fedfuse.nets.channels import permuted
+from fedfuse.nets.channels import permute_group
 from fedfuse.server.aggregate.chain import Matcher, hidden_layers
 from fedfuse.server.aggregate.matched import MatchedUnits
 from fedfuse.server.loop import Plan, run
@@ -41,7 +41,7 @@ def weights(spec: Spec, seed: int = 0, scale: float = 2.0) -> dict[str, Tensor]:
 def shuffled(spec: Spec, params: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     for hidden in hidden_layers("test", spec, Bench()):
-        params = permuted(params, hidden.group, torch.randperm(hidden.group.size, generator=draw))
+        params = permute_group(params, hidden.group, torch.randperm(hidden.group.size, generator=draw))
     return params
 
 
@@ -50,7 +50,7 @@ def cohort(
 ) -> tuple[Cohort, ServerState]:
     labels = counts or [EVEN] * len(params)
     updates = [
-        ClientUpdate(f"c{k}", Posterior(p), 3.0, 1, spec.resized(p), {"counts/labels": torch.tensor(c)})
+        ClientUpdate(f"c{k}", Posterior(p), 3.0, 1, spec.with_shapes_of(p), {"counts/labels": torch.tensor(c)})
         for k, (p, c) in enumerate(zip(params, labels, strict=True))
     ]
     return Cohort.of(updates), ServerState(0, Single.of(spec.build(), spec))

@@ -22,7 +22,7 @@ from fedfuse.core.settings import LocalSettings, effective_steps
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.server.aggregate import mean as means
-from fedfuse.server.aggregate.mean import Mean, NormalisedMean, largest, mean_of, weighted_mean
+from fedfuse.server.aggregate.mean import Mean, NormalizedMean, largest, mean_of, weighted_mean
 from fedfuse.server.door.admit import Admission, Rules, admit_all
 from fedfuse.wire.codec import decode, encode, read, write
 from fedfuse.wire.messages import encode_reply
@@ -67,7 +67,7 @@ def test_it_is_the_float64_sum_in_client_order_rounded_once(
     tensors = [torch.randn(count, generator=draw).to(dtype) for _ in range(clients)]
     weights = torch.rand(clients, generator=draw, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(means, "_MANY", many)
+        patch.setattr(means, "_MIN_COMPILED", many)
         out = weighted_mean([{"w": t} for t in tensors], weights, "w")
     assert out.dtype == dtype
     assert out.equal(exact(tensors, weights.tolist()))
@@ -87,8 +87,8 @@ def test_blocks_leave_no_seam(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("many", [0, 1 << 60])
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_share_the_blocks_and_change_no_bit(threads: int, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(means, "_MANY", many)
-    monkeypatch.setattr(means, "_ALONE", 0)
+    monkeypatch.setattr(means, "_MIN_COMPILED", many)
+    monkeypatch.setattr(means, "_MIN_THREADED", 0)
     cohort = cohort_of([in_bytes(random_state(LENET, s)) for s in range(3)], [1.0, 2.0, 5.0], LENET)
     monkeypatch.setattr(means, "BLOCK", 1 << 10)
     alone = mean_of(cohort)
@@ -103,7 +103,7 @@ def test_every_way_a_client_can_be_stored_gives_the_same_bytes(
     tmp_path: object, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a message, in a file, in separate tensors, in another order, with evidence between: same mean."""
-    monkeypatch.setattr(means, "_MANY", 0 if compiled else 1 << 60)
+    monkeypatch.setattr(means, "_MIN_COMPILED", 0 if compiled else 1 << 60)
     spec = Spec.of(nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2)))
     states = [random_state(spec, s) for s in range(3)]
     num_examples, expected = [1.0, 2.0, 5.0], None
@@ -178,14 +178,14 @@ def test_largest_is_elementwise_and_leaves_its_inputs_alone() -> None:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_normalised_mean_is_the_published_formula(momentum: float) -> None:
+def test_normalized_mean_is_the_published_formula(momentum: float) -> None:
     """d_i = (w₀ − w_i)/a_i;  w = w₀ − (Σ f a) Σ f d; running statistics are averaged as they are."""
     spec = Spec.of(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
     start, states = random_state(spec, 9), [random_state(spec, s) for s in range(3)]
     num_examples, steps = [10.0, 30.0, 60.0], [2, 5, 11]
     told = LocalSettings(optimizer={"momentum": momentum})
     cohort = Cohort(tuple(replace(u, training=told) for u in cohort_of(states, num_examples, spec, steps)))
-    after = NormalisedMean()(cohort, ServerState(0, Single(spec, Posterior(start))), Bench())
+    after = NormalizedMean()(cohort, ServerState(0, Single(spec, Posterior(start))), Bench())
     f, a = [0.1, 0.3, 0.6], [effective_steps(t, momentum) for t in steps]
     reach = sum(fi * ai for fi, ai in zip(f, a, strict=True))
     for n in ("0.weight", "0.bias", "1.weight", "1.bias"):
@@ -201,16 +201,16 @@ def test_momentum_is_each_clients_own_unless_it_is_given_and_adam_has_none() -> 
     cohort = cohort_of([random_state(spec, s) for s in range(2)], [1.0, 1.0], spec, [2, 4])
     server = ServerState(0, Single(spec, Posterior(random_state(spec, 9))))
 
-    def reach(aggregate: NormalisedMean, **optimizer: object) -> float:
+    def reach(aggregate: NormalizedMean, **optimizer: object) -> float:
         told = LocalSettings.model_validate({"optimizer": optimizer})
         trained = Cohort(tuple(replace(u, training=told) for u in cohort))
         return float(aggregate(trained, server, Bench()).facts["effective_steps"])
 
-    assert reach(NormalisedMean(), momentum=0.5) == pytest.approx(
+    assert reach(NormalizedMean(), momentum=0.5) == pytest.approx(
         (effective_steps(2, 0.5) + effective_steps(4, 0.5)) / 2
     )
-    assert reach(NormalisedMean(0.5)) == pytest.approx(reach(NormalisedMean(), momentum=0.5))
-    assert reach(NormalisedMean(), name="adam", momentum=0.5) == pytest.approx(3.0)
+    assert reach(NormalizedMean(0.5)) == pytest.approx(reach(NormalizedMean(), momentum=0.5))
+    assert reach(NormalizedMean(), name="adam", momentum=0.5) == pytest.approx(3.0)
 
 
 def arrivals(brief: Brief, clients: int) -> Iterator[Envelope]:

@@ -21,11 +21,11 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.nets.blocks import blocks_of
-from fedfuse.nets.channels import channel_groups, placed, placed_posterior
+from fedfuse.nets.channels import channel_groups, move_posterior_units, move_units
 from fedfuse.server.aggregate.mean import Mean, mean_of
 from fedfuse.server.aggregate.natural import NaturalKron
 from fedfuse.server.align.activations import ByActivations
-from fedfuse.server.align.alignment import ALIGNMENTS, Aligned, Reference
+from fedfuse.server.align.alignment import ALIGNMENTS, AlignUnits, Reference
 from fedfuse.server.align.nets import Net
 from fedfuse.server.align.transport import ByTransport
 from fedfuse.server.align.weights import ByWeights
@@ -62,7 +62,7 @@ def inputs(shape: tuple[int, ...], rows: int = 16, seed: int = 1) -> Tensor:
 
 def shuffled(spec: Spec, shape: tuple[int, ...], params: Params, seed: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    return placed(params, {g: torch.randperm(g.size, generator=draw) for g in channel_groups(spec, shape)})
+    return move_units(params, {g: torch.randperm(g.size, generator=draw) for g in channel_groups(spec, shape)})
 
 
 def cohort(spec: Spec, every: list[Any], geometry: Geometry | None = None) -> Cohort:
@@ -118,7 +118,7 @@ def test_factors_travel_so_that_aligned_natural_fusion_of_copies_is_the_network(
     groups = channel_groups(spec, shape)
     belief = Posterior(one, factors(spec, one, rows))
     draw = torch.Generator().manual_seed(3)
-    moved = placed_posterior(belief, {g: torch.randperm(g.size, generator=draw) for g in groups}, spec.layout)
+    moved = move_posterior_units(belief, {g: torch.randperm(g.size, generator=draw) for g in groups}, spec.layout)
     other = Posterior(drawn(spec, 5), factors(spec, drawn(spec, 5), rows))
 
     def fused(second: Posterior) -> Params:
@@ -136,9 +136,9 @@ def test_variances_travel_with_their_means() -> None:
     variance = {n: torch.rand(t.shape, generator=torch.Generator().manual_seed(2)) + 0.1 for n, t in one.items()}
     draw = torch.Generator().manual_seed(3)
     orders = {g: torch.randperm(g.size, generator=draw) for g in channel_groups(spec, shape)}
-    moved = placed_posterior(Posterior(one, Diag(variance)), orders, spec.layout)
+    moved = move_posterior_units(Posterior(one, Diag(variance)), orders, spec.layout)
     updates = [ClientUpdate(c, p, 1.0, 1, spec) for c, p in (("a", Posterior(one, Diag(variance))), ("b", moved))]
-    for update in Aligned(ByWeights())(Cohort(tuple(updates)), bench(shape))[0]:
+    for update in AlignUnits(ByWeights())(Cohort(tuple(updates)), bench(shape))[0]:
         assert isinstance(update.posterior.geometry, Diag)
         assert all(update.posterior.geometry.variance[n].equal(variance[n]) for n in variance)
         assert all(update.posterior.mean[n].equal(one[n]) for n in one)
@@ -152,10 +152,10 @@ def test_evidence_about_single_weights_travels_too() -> None:
     orders = {
         g: torch.randperm(g.size, generator=torch.Generator().manual_seed(3)) for g in channel_groups(spec, shape)
     }
-    moved = {f"control/{n}": t for n, t in placed({n: told[f"control/{n}"] for n in one}, orders).items()}
-    group = cohort(spec, [one, placed(one, orders)])
+    moved = {f"control/{n}": t for n, t in move_units({n: told[f"control/{n}"] for n in one}, orders).items()}
+    group = cohort(spec, [one, move_units(one, orders)])
     group = Cohort(tuple(replace(u, notes=notes) for u, notes in zip(group, (told, moved), strict=True)))
-    for update in Aligned(ByWeights())(group, bench(shape))[0]:
+    for update in AlignUnits(ByWeights())(group, bench(shape))[0]:
         assert all(update.notes[n].equal(told[n]) for n in told)
 
 
@@ -179,7 +179,7 @@ def far_apart(cohort_: Cohort) -> float:
 def test_clients_come_closer_whoever_is_the_reference(reference: Reference) -> None:
     spec, shape = NETWORKS["mlp"]
     group = cohort(spec, [drawn(spec, k) for k in range(4)])
-    moved, _ = Aligned(ByWeights(), reference)(group, bench(shape))
+    moved, _ = AlignUnits(ByWeights(), reference)(group, bench(shape))
     assert far_apart(moved) < 0.98 * far_apart(group)
     stays = [a.posterior.mean is b.posterior.mean for a, b in zip(moved, group, strict=True)]
     assert stays == {"first": [True, *3 * [False]], "largest": [*3 * [False], True]}.get(reference, stays)
@@ -188,7 +188,7 @@ def test_clients_come_closer_whoever_is_the_reference(reference: Reference) -> N
 def test_a_mean_as_reference_is_a_fixed_point() -> None:
     """Nobody would move if matched to the mean of the aligned clients once more."""
     spec, shape = NETWORKS["mlp"]
-    moved, _ = Aligned(ByWeights(), "mean")(cohort(spec, [drawn(spec, k) for k in range(4)]), bench(shape))
+    moved, _ = AlignUnits(ByWeights(), "mean")(cohort(spec, [drawn(spec, k) for k in range(4)]), bench(shape))
     nets = [Net.of(u, shape) for u in moved]
     middle = replace(nets[0], params=mean_of(moved))
     for moves in ByWeights()(nets, middle, bench(shape)):
@@ -199,7 +199,7 @@ def test_the_record_says_who_moved() -> None:
     spec, shape = NETWORKS["mlp"]
     one = drawn(spec, 0)
     first, _ = channel_groups(spec, shape)
-    swapped = placed(one, {first: [1, 0, *range(2, 12)]})
+    swapped = move_units(one, {first: [1, 0, *range(2, 12)]})
     facts = fuse_aligned(cohort(spec, [one, swapped]), spec, bench(shape)).facts
     assert facts["moved"] == {"fc1": {"c0": 0.0, "c1": pytest.approx(2 / 12)}, "fc2": {"c0": 0.0, "c1": 0.0}}
     assert facts["aligned"] == "ByWeights(sweeps=50)"
@@ -239,7 +239,7 @@ def test_an_alignment_nobody_knows_is_refused() -> None:
         find_alignment({"name": "weights", "refrence": "mean"})
     for way in ALIGNMENTS:
         assert find_alignment({"name": way, "reference": "mean", "renorm": True})[1:] == (
-            Aligned(ALIGNMENTS[way](), "mean"),
+            AlignUnits(ALIGNMENTS[way](), "mean"),
             True,
         )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
-from fedfuse.nets.channels import channel_groups, placed
+from fedfuse.nets.channels import channel_groups, move_units
 from fedfuse.server.align.graph import ByGraph, joint_score
 from fedfuse.server.align.nets import Moves, Net
 from fedfuse.server.align.weights import ByWeights
@@ -29,15 +29,15 @@ def nets(spec: Spec, count: int, noise: float = 1.0, seed: int = 0) -> list[Net]
     found = []
     for k in range(count):
         own = {n: t + noise * torch.randn(t.shape, generator=draw) for n, t in common.items()}
-        own = placed(own, {g: torch.randperm(g.size, generator=draw) for g in groups})
+        own = move_units(own, {g: torch.randperm(g.size, generator=draw) for g in groups})
         found.append(Net(f"c{k}", spec, groups, own))
     return found
 
 
 def by_hand(every: list[Net], moves: list[Moves]) -> float:
-    hidden = {p.tensor for g in every[0].groups for p in g.places}
+    hidden = {p.tensor for g in every[0].groups for p in g.locations}
     there = [
-        placed(n.params, {g: o for g in n.groups if isinstance(o := m.get(g.name), Tensor)})
+        move_units(n.params, {g: o for g in n.groups if isinstance(o := m.get(g.name), Tensor)})
         for n, m in zip(every, moves, strict=True)
     ]
     return sum(float((a[n] * b[n]).sum()) for a, b in combinations(there, 2) for n in hidden)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
-from fedfuse.nets.channels import channel_groups, placed
+from fedfuse.nets.channels import channel_groups, move_units
 from fedfuse.server.align.line import Line, straight_line
 
 SPEC = Spec("vgg11", {"widths": 0.05, "hidden": [], "norm": True, "classes": 3})
@@ -23,7 +23,7 @@ def test_ends_are_the_networks_and_copies_are_apart_until_they_are_moved_back() 
     }
     draw = torch.Generator().manual_seed(2)
     groups = channel_groups(SPEC, (3, 32, 32))
-    copy = placed(one, {g: torch.randperm(g.size, generator=draw) for g in groups})
+    copy = move_units(one, {g: torch.randperm(g.size, generator=draw) for g in groups})
     line = straight_line(SPEC, one, copy, ROWS, points=5)
     loss = float(F.cross_entropy(SPEC.forward(one, ROWS.x), ROWS.y))
     assert line.loss[[0, -1]].tolist() == pytest.approx([loss, loss], rel=1e-4)

@@ -11,8 +11,8 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
-from fedfuse.nets.channels import channel_groups, placed
-from fedfuse.server.align.nets import Coupling, blended, input_shape
+from fedfuse.nets.channels import channel_groups, move_units
+from fedfuse.server.align.nets import Coupling, blend_units, input_shape
 
 
 def test_the_shape_of_an_input_is_found_wherever_it_is_known() -> None:
@@ -51,11 +51,11 @@ def test_blends_of_single_units_are_orders() -> None:
     params = {n: torch.randn(t.shape, generator=draw) for n, t in spec.build().state_dict().items()}
     orders = {}
     for group in groups:
-        room = group.size // group.rooms
-        orders[group] = torch.cat([k * room + torch.randperm(room, generator=draw) for k in range(group.rooms)])
-    want = placed(params, orders)
+        room = group.size // group.sections
+        orders[group] = torch.cat([k * room + torch.randperm(room, generator=draw) for k in range(group.sections)])
+    want = move_units(params, orders)
     for soft in (False, True):
         eye = {g.name: torch.eye(g.size)[o] if soft else o for g, o in orders.items()}
         moves = {n: Coupling(m, m) if soft else m for n, m in eye.items()}
-        got = blended(params, groups, moves)
+        got = blend_units(params, groups, moves)
         assert all(torch.allclose(got[n], want[n]) for n in want)

@@ -18,10 +18,10 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
-from fedfuse.nets.channels import channel_groups, placed
+from fedfuse.nets.channels import channel_groups, move_units
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.align.alignment import Aligned
-from fedfuse.server.align.nets import Coupling, Net, blended
+from fedfuse.server.align.alignment import AlignUnits
+from fedfuse.server.align.nets import Coupling, Net, blend_units
 from fedfuse.server.align.transport import ByTransport, exact_plan
 from fedfuse.server.round import fuse_round
 
@@ -65,15 +65,15 @@ def doubled(one: Net) -> Net:
     """The same function with every hidden unit there twice, each read half as much, in a random order."""
     params = dict(one.params)
     for group in one.groups:
-        for place in group.places:
+        for place in group.locations:
             t = params[place.tensor]
             n = t.shape[place.axis]
             units = torch.arange(n).view(-1, place.per).repeat(2, 1).flatten()
             params[place.tensor] = t.index_select(place.axis, units) / (2 if place.reads else 1)
-    wide = one.spec.resized(params)
+    wide = one.spec.with_shapes_of(params)
     groups = channel_groups(wide, SHAPES[one.spec])
     draw = torch.Generator().manual_seed(9)
-    params = placed(params, {g: torch.randperm(g.size, generator=draw) for g in groups})
+    params = move_units(params, {g: torch.randperm(g.size, generator=draw) for g in groups})
     return Net("wide", wide, groups, params)
 
 
@@ -86,7 +86,7 @@ def test_twins_merge_into_the_network_they_came_from(spec: Spec, ground: str) ->
     assert torch.allclose(wide.spec.forward(wide.params, x), spec.forward(one.params, x), rtol=1e-4, atol=1e-3)
     way = ByTransport(ground=ground)  # type: ignore[arg-type]
     (moves,) = way([wide], one, Bench(Rows(x, torch.zeros(40, dtype=torch.long))))
-    back = blended(wide.params, wide.groups, moves)
+    back = blend_units(wide.params, wide.groups, moves)
     assert {n: t.shape for n, t in back.items()} == {n: t.shape for n, t in one.params.items()}
     assert all(torch.allclose(back[n], one.params[n], atol=1e-4) for n in back)
 
@@ -94,7 +94,7 @@ def test_twins_merge_into_the_network_they_came_from(spec: Spec, ground: str) ->
 def test_the_papers_reading_halves_what_twins_say() -> None:
     one = net(MLP, 0)
     moves = ByTransport(reading="average").transport(one, doubled(one))
-    back = blended(doubled(one).params, doubled(one).groups, moves)
+    back = blend_units(doubled(one).params, doubled(one).groups, moves)
     assert torch.allclose(back["classifier.weight"], one.params["classifier.weight"] / 2, atol=1e-4)
 
 
@@ -106,7 +106,7 @@ def test_a_narrow_network_is_split_over_a_wide_one_without_a_change() -> None:
         assert isinstance(move, Coupling)
         assert torch.allclose(move.make.sum(1), torch.ones(len(move.make), dtype=torch.float64))
         assert torch.allclose(move.read.sum(0), torch.ones(move.read.shape[1], dtype=torch.float64))
-    split = blended(one.params, one.groups, moves)
+    split = blend_units(one.params, one.groups, moves)
     x = torch.randn(20, 6, generator=torch.Generator().manual_seed(2))
     assert torch.allclose(wide.spec.forward(split, x), MLP.forward(one.params, x), rtol=1e-4, atol=1e-3)
 
@@ -127,7 +127,7 @@ def test_clients_of_different_widths_fuse_into_the_largest() -> None:
     updates = [ClientUpdate(n.client, Posterior(n.params), 1.0, 1, n.spec) for n in (one, wide)]
     state = ServerState(0, Single(MLP, Posterior(one.params)))
     fused = fuse_round(
-        Recipe(align=Aligned(ByTransport(), reference="largest"), aggregate=Mean()),
+        Recipe(align=AlignUnits(ByTransport(), reference="largest"), aggregate=Mean()),
         Cohort(tuple(updates)),
         state,
         Bench(),
@@ -145,7 +145,7 @@ def test_variances_of_blends_are_those_of_independent_weights() -> None:
     params = {n: torch.randn(t.shape, generator=draw) for n, t in spec.build().state_dict().items()}
     make, read = torch.rand(3, 4, generator=draw), torch.rand(3, 4, generator=draw)
     log_variances = frozenset(spec.layout.with_role("log_variance"))
-    mixed = blended(params, [group], {group.name: Coupling(make, read)}, log_variances)
+    mixed = blend_units(params, [group], {group.name: Coupling(make, read)}, log_variances)
     assert torch.allclose(mixed["net.fc1.weight"], make @ params["net.fc1.weight"], atol=1e-6)
     variance = make.square() @ params["net.fc1.log_variance"].exp()
     assert torch.allclose(mixed["net.fc1.log_variance"].exp(), variance, rtol=1e-5)
@@ -157,7 +157,7 @@ def test_blends_carry_no_geometry() -> None:
     one = net(MLP, 0)
     updates = [ClientUpdate(n.client, Posterior(n.params, Diag({})), 1.0, 1, MLP) for n in (one, net(MLP, 1))]
     with pytest.raises(ConfigError, match="c1: units that are blended carry no Diag geometry"):
-        Aligned(ByTransport(reg=0.1))(Cohort(tuple(updates)), Bench())
+        AlignUnits(ByTransport(reg=0.1))(Cohort(tuple(updates)), Bench())
 
 
 def test_what_makes_no_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

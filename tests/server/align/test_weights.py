@@ -12,9 +12,9 @@ from fedfuse.core.params import Params, squared_distance
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
-from fedfuse.nets.channels import Group, channel_groups, placed
-from fedfuse.server.align.board import Board, best_order, wiring
+from fedfuse.nets.channels import Group, channel_groups, move_units
 from fedfuse.server.align.nets import Moves, Net
+from fedfuse.server.align.weight_matching import WeightMatching, best_order, wiring
 from fedfuse.server.align.weights import ByWeights
 
 
@@ -25,14 +25,14 @@ def net(spec: Spec, shape: tuple[int, ...], seed: int) -> Net:
 
 
 def moved(one: Net, moves: Moves) -> Params:
-    return placed(one.params, {g: o for g in one.groups if isinstance(o := moves[g.name], Tensor)})
+    return move_units(one.params, {g: o for g in one.groups if isinstance(o := moves[g.name], Tensor)})
 
 
 def nearest(one: Net, target: Net) -> float:
     """The least squared distance over all orders of all groups, by trying them."""
     tries = product(*(permutations(range(g.size)) for g in one.groups))
     return min(
-        squared_distance(placed(one.params, dict(zip(one.groups, orders, strict=True))), target.params)
+        squared_distance(move_units(one.params, dict(zip(one.groups, orders, strict=True))), target.params)
         for orders in tries
     )
 
@@ -54,7 +54,7 @@ def test_two_hidden_layers_end_where_no_layer_can_do_better_and_near_the_best() 
         here = moved(one, found)
         distance = squared_distance(here, target.params)
         for group in one.groups:
-            others = [squared_distance(placed(here, {group: p}), target.params) for p in permutations(range(4))]
+            others = [squared_distance(move_units(here, {group: p}), target.params) for p in permutations(range(4))]
             assert distance <= min(others) + 1e-5
         best, got, plain = (
             best + nearest(one, target),
@@ -95,11 +95,11 @@ def test_a_layer_that_reads_what_it_makes_only_moves_for_the_better() -> None:
     (group,) = target.groups
     beside = {place: {name for _, name in stands} for place, stands in wiring(target.groups)[group.name].items()}
     assert all(group.name in names for place, names in beside.items() if "again.w" in place.tensor)
-    copy = Net("copy", spec, target.groups, placed(target.params, {group: [2, 3, 1, 0]}))
+    copy = Net("copy", spec, target.groups, move_units(target.params, {group: [2, 3, 1, 0]}))
     assert squared_distance(moved(copy, ByWeights()([copy], target, Bench())[0]), target.params) < 1e-10
     for seed in range(10, 16):
         one = net(spec, (3,), seed)
-        board = Board.of(target.matched_tensors(), [one.matched_tensors()], one.groups)
+        board = WeightMatching.of(target.matched_tensors(), [one.matched_tensors()], one.groups)
         before = float(board.scores())
         board.climb(50)
         assert float(board.scores()) >= before - 1e-5
@@ -121,7 +121,7 @@ class Walled(nn.Module):
 
 def alike(group: Group, target: Params, here: Params) -> Tensor:
     """How alike the units of two networks are as they stand."""
-    some = [p.rows(target, group.size) @ p.rows(here, group.size).mT for p in group.places if p.tensor in target]
+    some = [p.rows(target, group.size) @ p.rows(here, group.size).mT for p in group.locations if p.tensor in target]
     return torch.stack(some).sum(0)
 
 
@@ -130,14 +130,14 @@ def test_gains_and_scores_are_those_of_networks_really_moved(network: str) -> No
     spec, side = (Spec.of(Walled()), 2) if network == "walls" else (Spec("lenet", {"size": 8, "hidden": [12]}), 8)
     target, *some = (net(spec, (1, side, side), seed) for seed in range(4))
     told, groups, draw = target.matched_tensors(), target.groups, torch.Generator().manual_seed(0)
-    board, everybody = Board.of(told, [one.matched_tensors() for one in some], groups), torch.arange(3)
+    board, everybody = WeightMatching.of(told, [one.matched_tensors() for one in some], groups), torch.arange(3)
     for first in range(3):  # all are moved, then some of them
         for group in groups:
-            walls = torch.arange(group.size).chunk(group.rooms)
+            walls = torch.arange(group.size).chunk(group.sections)
             orders = [torch.cat([w[torch.randperm(len(w), generator=draw)] for w in walls]) for _ in some[first:]]
-            board.put(group, everybody[first:], torch.stack(orders))
+            board.set_orders(group, everybody[first:], torch.stack(orders))
         for k, one in enumerate(some):
-            here = placed(one.matched_tensors(), {g: board.orders[g.name][k] for g in groups})
+            here = move_units(one.matched_tensors(), {g: board.orders[g.name][k] for g in groups})
             score = torch.stack([(told[n] * t).sum() for n, t in here.items()]).sum()
             assert float(board.scores()[k]) == pytest.approx(float(score), abs=1e-4)
             for group in groups:

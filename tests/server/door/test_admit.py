@@ -21,7 +21,7 @@ from fedfuse.errors import NotConverged, Refused
 from fedfuse.models.bayes import BayesianLayers
 from fedfuse.server.door.admit import LEAST_LOG_VARIANCE, Contract, Rules, admit, admit_all, form_words, is_finite
 from fedfuse.wire.codec import encode, read
-from fedfuse.wire.messages import encode_reply, noted, reply_header
+from fedfuse.wire.messages import encode_reply, mark_notes, reply_header
 
 MODULE = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 SPEC = Spec.of(MODULE)
@@ -34,7 +34,7 @@ def reply(brief: Brief = BRIEF, notes: Params | None = None, **header: Any) -> b
     """An honest reply but for what is said otherwise; a keyword set to `...` is left out."""
     told = reply_header(brief, num_examples=10.0, steps=3, facts={"loss": 0.5}) | header
     plain = {k: v for k, v in told.items() if v is not ...}
-    return encode({**brief.params, **noted(notes or {})}, plain)
+    return encode({**brief.params, **mark_notes(notes or {})}, plain)
 
 
 def refusal(payload: bytes | Path | None, contract: Contract = CONTRACT) -> Refused:

@@ -26,8 +26,8 @@ from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.server.outputs import with_outputs
 from fedfuse.server.steps.distill import Distill, distillation, kl_at
-from fedfuse.server.steps.lessons import ServerRows, Unlabelled
-from fedfuse.server.steps.synthesise import Generate, Impressions
+from fedfuse.server.steps.distillation_inputs import ServerInputs, UnlabelledInputs
+from fedfuse.server.steps.synthesize import Generate, Impressions
 
 LINEAR = Spec("mlp", {"inputs": 5, "hidden": [], "classes": 3})
 QUICK = Optimizer(name="adam", lr=0.05)
@@ -61,7 +61,7 @@ def test_a_student_of_a_linear_teacher_recovers_it(temperature: float) -> None:
     """The mean of linear networks is a linear network: logits agree up to what softmax does not see."""
     who, on = cohort(), bench()
     before = mixed(who, KeepAll(MeanLogit()), on)
-    lessons = Distill(ServerRows(), temperature, epochs=120, batch=50, optimizer=QUICK)
+    lessons = Distill(ServerInputs(), temperature, epochs=120, batch=50, optimizer=QUICK)
     after = lessons(before, who, on)
     assert isinstance(after.model, Single)
     x = torch.randn(100, 5)
@@ -76,8 +76,8 @@ def test_a_student_of_a_linear_teacher_recovers_it(temperature: float) -> None:
     assert after.facts["distilled"]["loss"] < 0.01
 
 
-@pytest.mark.parametrize("lessons", [Unlabelled(), Impressions(count=60, steps=40), Generate(64, 8, 5, width=8)])
-def test_every_source_of_inputs_teaches(lessons: Unlabelled | Impressions | Generate) -> None:
+@pytest.mark.parametrize("lessons", [UnlabelledInputs(), Impressions(count=60, steps=40), Generate(64, 8, 5, width=8)])
+def test_every_source_of_inputs_teaches(lessons: UnlabelledInputs | Impressions | Generate) -> None:
     who, on = cohort(), bench()
     before = mixed(who, KeepAll(MeanLogit()), on)
     step = Distill(lessons, 4.0, epochs=30, batch=32, optimizer=QUICK)
@@ -108,9 +108,9 @@ def test_a_student_may_begin_at_the_mean() -> None:
     who, on = cohort(count=2), bench()
     before = mixed(who, KeepAll(MeanLogit()), on)
     still = Optimizer(name="sgd", lr=1e-12)
-    after = Distill(ServerRows(), epochs=1, optimizer=still, begin="mean")(before, who, on)
+    after = Distill(ServerInputs(), epochs=1, optimizer=still, begin="mean")(before, who, on)
     assert torch.allclose(after.single.posterior.mean["classifier.weight"], mean_of(who)["classifier.weight"])
-    fresh = Distill(ServerRows(), epochs=1, optimizer=still)(before, who, on)
+    fresh = Distill(ServerInputs(), epochs=1, optimizer=still)(before, who, on)
     assert not torch.allclose(fresh.single.posterior.mean["classifier.weight"], mean_of(who)["classifier.weight"])
 
 
@@ -119,7 +119,7 @@ def test_teachers_of_other_architectures_teach_the_experiments_own() -> None:
     on, who = bench(), cohort(deep)
     torch.manual_seed(0)
     before = KeepAll(TopLogit(1))(who, ServerState(0, Single.of(LINEAR.build(), LINEAR)), on)
-    after = Distill(ServerRows(), 4.0, epochs=3, begin="mean")(before, who, on)
+    after = Distill(ServerInputs(), 4.0, epochs=3, begin="mean")(before, who, on)
     assert after.single.spec == LINEAR
     assert after.starts == {}
     assert after.facts["members"] == 1
@@ -131,7 +131,7 @@ def test_a_student_of_an_open_set_vote_knows_no_unknown() -> None:
     on = bench()
     who = Cohort.of([ClientUpdate(c, Posterior(wide.params), 1.0, 1, wide.spec) for c in "ab"])
     before = KeepAll(OpenSetVote())(who, ServerState(0, Single(wide.spec, Posterior(wide.params))), on)
-    after = Distill(ServerRows(), 4.0, epochs=2)(before, who, on)
+    after = Distill(ServerInputs(), 4.0, epochs=2)(before, who, on)
     assert after.single.spec == LINEAR
     assert after.single.logits(torch.zeros(2, 5)).shape == (2, 3)
 
@@ -142,38 +142,38 @@ def test_lessons_are_augmented_and_asked_again() -> None:
     x = torch.rand(20, 1, 8, 8)
     on = Bench(None, x, 2, 3, LocalSettings(augment=CropFlip(pad=2)))
     before = mixed(who, KeepAll(MeanLogit()), on)
-    plain = Distill(Unlabelled(), 4.0, epochs=2)(before, who, replace(on, local=LocalSettings()))
-    moved = Distill(Unlabelled(), 4.0, epochs=2)(before, who, on)
+    plain = Distill(UnlabelledInputs(), 4.0, epochs=2)(before, who, replace(on, local=LocalSettings()))
+    moved = Distill(UnlabelledInputs(), 4.0, epochs=2)(before, who, on)
     assert not moved.single.posterior.mean["conv1.weight"].equal(plain.single.posterior.mean["conv1.weight"])
 
 
 def test_batch_norms_learn_from_no_batch_of_one() -> None:
     spec = Spec.of(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
     who, on = cohort(spec, 2), bench(33)
-    after = Distill(ServerRows(), 4.0, epochs=2, batch=16)(mixed(who, KeepAll(MeanLogit()), on), who, on)
+    after = Distill(ServerInputs(), 4.0, epochs=2, batch=16)(mixed(who, KeepAll(MeanLogit()), on), who, on)
     assert int(after.single.posterior.mean["1.num_batches_tracked"]) == 4
 
 
 def test_rounds_can_go_on_after_distillation() -> None:
-    recipe = Recipe(aggregate=KeepAll(), steps=(Distill(ServerRows()),))
+    recipe = Recipe(aggregate=KeepAll(), steps=(Distill(ServerInputs()),))
     assert recipe.result == "single"
     assert recipe.needs == {"server_rows", "network"}
     recipe.check(5, bench())
     with pytest.raises(RecipeError, match="inputs without labels and there are none"):
-        Recipe(name="mine", aggregate=KeepAll(), steps=(Distill(Unlabelled()),)).check(1, Bench())
+        Recipe(name="mine", aggregate=KeepAll(), steps=(Distill(UnlabelledInputs()),)).check(1, Bench())
 
 
 def test_networks_that_stay_apart_cannot_teach() -> None:
     who = cohort()
     apart = Apart(tuple(Single(u.spec, u.posterior) for u in who))
     with pytest.raises(RecipeError, match="have no common answer to learn"):
-        Distill(ServerRows())(ServerState(0, apart), who, bench())
+        Distill(ServerInputs())(ServerState(0, apart), who, bench())
 
 
 def test_a_methods_words_become_a_step() -> None:
     assert distillation("none", 9, 1.0, 1, 1e-3) == ()
     (step,) = distillation("server", 9, 3.0, 7, 0.01)
-    assert step == Distill(ServerRows(), 3.0, 7, optimizer=Optimizer(name="adam", lr=0.01))
+    assert step == Distill(ServerInputs(), 3.0, 7, optimizer=Optimizer(name="adam", lr=0.01))
     (made,) = distillation("impressions", 9, 3.0, 7, 0.01)
     assert isinstance(made, Distill)
-    assert made.lessons == Impressions(count=9)
+    assert made.input_source == Impressions(count=9)

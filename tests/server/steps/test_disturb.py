@@ -14,7 +14,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.experiment.config import Experiment
-from fedfuse.nets.combine import disturbed
+from fedfuse.nets.combine import find_disturbed
 from fedfuse.server.steps.disturb import Disturbance
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [6], "classes": 3})
@@ -34,7 +34,7 @@ def test_the_score_is_a_share_of_the_servers_rows() -> None:
     rows = Rows(torch.randn(200, 4), torch.zeros(200, dtype=torch.int64))
     after = Disturbance(count=500)(before, who, Bench(rows=rows))
     logits = torch.stack([SPEC.forward(u.posterior.mean, rows.x) for u in who])
-    assert after.facts["disturbance"] == pytest.approx(float(disturbed(logits).double().mean()))
+    assert after.facts["disturbance"] == pytest.approx(float(find_disturbed(logits).double().mean()))
     assert 0 < after.facts["disturbance"] < 1
     assert after.facts["disturbance_inputs"] == "server"
     assert after.model is before.model, "it measures and changes nothing"

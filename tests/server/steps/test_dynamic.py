@@ -21,7 +21,7 @@ from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import RecipeError
 from fedfuse.server.door.admit import Contract, admit
 from fedfuse.server.loop import Plan, run
-from fedfuse.server.steps.dynamic import DynamicUpdate, balance, exam, interpolated, need_of
+from fedfuse.server.steps.dynamic import DynamicUpdate, accuracy_and_loss, balance, interpolate, need_of
 from fedfuse.wire.messages import encode_reply
 
 CLASSES, RATE = 3, 0.05
@@ -90,7 +90,7 @@ def test_the_interpolation_is_equation_two_for_plain_sgd() -> None:
 def test_alpha_is_made_of_accuracy_divergences_and_round() -> None:
     at = bench(rows(24, labels=2))
     told = DynamicUpdate(C=0.5, decay=0.9)(start(), cohort([20, 0, 0], [0, 0, 10]), at).facts["server_step"]
-    assert told["accuracy"] == exam(start().single, rows(24, labels=2))[0]
+    assert told["accuracy"] == accuracy_and_loss(start().single, rows(24, labels=2))[0]
     trust = balance(24, 30, told["cohort_divergence"], told["server_divergence"])
     assert told["alpha"] == pytest.approx((1 - told["accuracy"]) * trust * 0.5 * 0.9**3)
     other = DynamicUpdate(form="inverse", C=0.1)(start(), cohort([20, 0, 0], [0, 0, 10]), at).facts["server_step"]
@@ -123,7 +123,7 @@ def test_a_step_that_explodes_is_taken_back() -> None:
 def test_statistics_take_part_and_counters_stay_whole() -> None:
     start_ = {"v": torch.tensor([1.0, 2.0]), "n": torch.tensor(3)}
     end = {"v": torch.tensor([3.0, 2.0]), "n": torch.tensor(9)}
-    mixed = interpolated(start_, end, 0.5)
+    mixed = interpolate(start_, end, 0.5)
     assert mixed["v"].tolist() == [2.0, 2.0]
     assert mixed["n"].item() == 9
     assert mixed["n"].dtype == torch.int64

@@ -14,12 +14,19 @@ from fedfuse.core.registry import find_method
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench, ServerState, part
+from fedfuse.core.state import Bench, ServerState, entries_of
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.nets.cost import density
 from fedfuse.server.loop import Plan, Record, run
-from fedfuse.server.steps.mask import Exchange, PruneFirst, elected, iterated_rate, magnitude_masks, masks_of
+from fedfuse.server.steps.mask import (
+    Exchange,
+    PruneFirst,
+    iterated_rate,
+    magnitude_masks,
+    masks_of,
+    select_while_rising,
+)
 
 SPEC = Spec("mlp", {"inputs": 5, "hidden": [8], "classes": 3})
 
@@ -55,7 +62,7 @@ def test_the_election_is_the_best_of_all_subsets(seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     worth, times = torch.rand(9, generator=draw).double(), torch.randint(1, 5, (9,), generator=draw).double()
     gain, time = 1.0, 4.0
-    taken = elected(worth / times, times, gain, time)
+    taken = select_while_rising(worth / times, times, gain, time)
     gamma = (gain + float(worth[taken].sum())) / (time + float(times[taken].sum()))
     assert gamma == pytest.approx(best_by_force(worth, times, gain, time))
 
@@ -102,7 +109,7 @@ def federate(name: str, rounds: int, server: bool = True, **options: Any) -> lis
 
 
 def masks_in(record: Record) -> dict[str, Tensor]:
-    masks, params = part(record.state.memory, "mask"), record.state.single.posterior.mean
+    masks, params = entries_of(record.state.memory, "mask"), record.state.single.posterior.mean
     assert all(not params[n][~m].any() for n, m in masks.items()), "masked weights are zero"
     return masks
 

@@ -22,7 +22,7 @@ from fedfuse.errors import ConfigError, RecipeError, Refused
 from fedfuse.nets.channels import Group
 from fedfuse.server.door.admit import Contract, admit
 from fedfuse.server.loop import Plan, Record, run
-from fedfuse.server.steps.prune import Prune, filters_of, kept_units, layer_rates, shrunk
+from fedfuse.server.steps.prune import Prune, filters_of, layer_rates, shrink_state, units_to_keep
 from fedfuse.server.steps.rates import FixedRate
 from fedfuse.wire.files import load_model, save_model
 from fedfuse.wire.messages import encode_reply
@@ -65,8 +65,8 @@ def test_without_its_channels_it_is_the_network_with_zeros(name: str) -> None:
     net = lively(spec)
     filters = filters_of(spec, shape)
     draw = torch.Generator().manual_seed(1)
-    keep = {f.group: kept_units(torch.rand(f.group.size, generator=draw), 0.5) for f in filters}
-    smaller = shrunk(ServerState(0, Single.of(net, spec)), keep).single
+    keep = {f.group: units_to_keep(torch.rand(f.group.size, generator=draw), 0.5) for f in filters}
+    smaller = shrink_state(ServerState(0, Single.of(net, spec)), keep).single
     x = torch.rand(5, *shape, generator=draw)
     with torch.no_grad():
         want = zeroed(net, keep).eval()(x)
@@ -88,13 +88,13 @@ def test_convolutions_that_are_added_go_together() -> None:
 @pytest.mark.parametrize(("rate", "stay"), [(0.0, 8), (0.5, 4), (0.51, 4), (0.99, 1)])
 def test_the_lowest_scores_go_and_one_stays(rate: float, stay: int) -> None:
     scores = torch.tensor([5.0, 1.0, 7.0, 3.0, 3.0, 8.0, 0.0, 2.0])
-    units = kept_units(scores, rate)
+    units = units_to_keep(scores, rate)
     assert len(units) == stay
     assert units.tolist() == sorted(scores.sort(descending=True, stable=True).indices[:stay].tolist())
 
 
 def test_every_room_keeps_as_many() -> None:
-    assert kept_units(torch.tensor([9.0, 8.0, 1.0, 2.0]), 0.5, rooms=2).tolist() == [0, 3]
+    assert units_to_keep(torch.tensor([9.0, 8.0, 1.0, 2.0]), 0.5, rooms=2).tolist() == [0, 3]
 
 
 def test_rates_per_layer_follow_the_weights_magnitudes() -> None:
@@ -119,7 +119,7 @@ def test_memories_of_the_models_shape_shrink_with_it() -> None:
     memory = {f"control/{n}": p.detach().clone() for n, p in net.named_parameters()}
     state = ServerState(0, Single.of(net, spec), {**memory, "labels/client-0": torch.ones(10)})
     filters = filters_of(spec, shape)
-    smaller = shrunk(state, {filters[1].group: torch.tensor([0, 3, 7])})
+    smaller = shrink_state(state, {filters[1].group: torch.tensor([0, 3, 7])})
     for name, tensor in smaller.single.posterior.mean.items():
         assert smaller.memory[f"control/{name}"].equal(tensor), name
     assert smaller.memory["labels/client-0"].shape == (10,)

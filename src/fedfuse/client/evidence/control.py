@@ -13,11 +13,11 @@ from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry
 from fedfuse.core.precision import in_full
-from fedfuse.core.state import Local, filed, live_names, part
+from fedfuse.core.state import Local, entries_of, live_names, with_kind
 from fedfuse.wire.codec import forms_of
 
 
-def carried(local: Local) -> float:
+def total_step_size(local: Local) -> float:
     """How far a constant unit gradient would have carried the weights: Σ_t η_t (1 − ρ^t)/(1 − ρ).
 
     At a constant rate this is η · `effective_steps`(τ, ρ); here the rate may change from epoch to epoch.
@@ -34,7 +34,7 @@ def carried(local: Local) -> float:
 class ControlDelta:
     """SCAFFOLD's client half, option II: c_k⁺ = c_k − c + (w₀ − w_k)/(η τ), and Δc = c_k⁺ − c_k is sent.
 
-    For η τ stands what was really `carried`, with momentum and changing rates; both variates start at zero. It touches
+    For η τ stands `total_step_size`, which knows momentum and changing rates; both variates start at zero. It touches
     the trainable weights only: buffers have no gradient to control.
     """
 
@@ -43,8 +43,8 @@ class ControlDelta:
 
     def __call__(self, local: Local) -> Params:
         """The change of this client's control variate."""
-        scale = carried(local)
-        theirs = part(local.brief.memory, self.name)
+        scale = total_step_size(local)
+        theirs = entries_of(local.brief.memory, self.name)
         delta = {}
         for name, weight in local.live.items():
             zero = torch.zeros_like(weight, device="cpu")
@@ -52,7 +52,7 @@ class ControlDelta:
             walk = in_full(local.anchor[name]) - in_full(weight.detach())
             moved = (walk.cpu() / scale if scale else common) - common
             delta[name] = moved.to(zero.dtype)
-        return filed(self.name, delta)
+        return with_kind(self.name, delta)
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
         """One tensor per trainable weight, of its form."""

@@ -10,8 +10,8 @@ from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry
 from fedfuse.core.precision import full_dtype
-from fedfuse.core.state import Local, filed
-from fedfuse.nets.gradients import comes_round, maskable, squared_gradients
+from fedfuse.core.state import Local, with_kind
+from fedfuse.nets.gradients import is_every_nth, maskable, squared_gradients
 from fedfuse.wire.codec import forms_of
 
 
@@ -31,7 +31,7 @@ class SquaredGradients:
 
     def is_due(self, round_: int) -> bool:
         """Whether a round, counted from 0, brings them."""
-        return comes_round(round_, self.every)
+        return is_every_nth(round_, self.every)
 
     def __call__(self, local: Local) -> Params:
         """One tensor per weight."""
@@ -40,7 +40,7 @@ class SquaredGradients:
         names, size = maskable(local.brief.spec), local.settings.batch_size
         draw = local.stream(self.name)
         found = squared_gradients(local.module, names, local.rows, batch=size, batches=self.batches, generator=draw)
-        return filed(self.name, {n: t.cpu() for n, t in found.items()})
+        return with_kind(self.name, {n: t.cpu() for n, t in found.items()})
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
         """A tensor of the weight's shape, in float32 at least, for each; nothing in other rounds."""

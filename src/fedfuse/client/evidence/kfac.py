@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedfuse.client.evidence.marginal import Belief, best_damping
+from fedfuse.client.evidence.marginal import LayerBelief, best_damping
 from fedfuse.client.moments import input_moments, output_moments
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
@@ -72,13 +72,13 @@ def kronecker_factors(
     """
     forms = {n: Form.of(t) for n, t in module.state_dict().items()}
     sums = {b.layer.name: _zeros(b, forms, rows.x.device) for b in blocks}
-    with _watched(module, blocks) as calls:
+    with _record_calls(module, blocks) as calls:
         for begin in range(0, len(rows), batch):
             x, y = rows.x[begin : begin + batch], rows.y[begin : begin + batch]
             calls.clear()
             with torch.enable_grad():
                 logits = in_full(module(x))
-                labels = y if fisher == "empirical" else drawn_labels(logits.detach(), generator)
+                labels = y if fisher == "empirical" else sample_labels(logits.detach(), generator)
                 loss = F.cross_entropy(logits, labels, reduction="sum")  # a sum, so that each row's gradient is its own
                 grads = torch.autograd.grad(loss, [c.probe for c in calls], materialize_grads=True)
             for block in blocks:
@@ -92,14 +92,14 @@ def _zeros(block: Block, forms: Mapping[str, Form], device: torch.device) -> Fac
     return inn, out
 
 
-def drawn_labels(logits: Tensor, generator: torch.Generator | None) -> Tensor:
+def sample_labels(logits: Tensor, generator: torch.Generator | None) -> Tensor:
     """A label for each row, drawn from the network's own answer: the Fisher information proper."""
     probabilities = logits.softmax(-1).cpu()
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Call:
+class _LayerCall:
     """One use of a layer in a forward pass; the gradient at the probe is the gradient at the layer's output."""
 
     block: Block
@@ -109,7 +109,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Listen:
+class _RecordCall:
     """A forward hook that notes a layer's input and adds a probe of zeros to its output.
 
     The probe also shields the gradient from whatever is done to the output in place, and gives it a graph even where
@@ -117,31 +117,31 @@ class _Listen:
     """
 
     block: Block
-    calls: list[_Call]
+    calls: list[_LayerCall]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         probe = torch.zeros_like(output, requires_grad=True)
         x = args[0] if args else kwargs["input"]
-        self.calls.append(_Call(self.block, module, x.detach(), probe))
+        self.calls.append(_LayerCall(self.block, module, x.detach(), probe))
         return output + probe
 
 
 @contextmanager
-def _watched(module: nn.Module, blocks: Sequence[Block]) -> Iterator[list[_Call]]:
+def _record_calls(module: nn.Module, blocks: Sequence[Block]) -> Iterator[list[_LayerCall]]:
     """The list into which every use of these layers is written."""
-    calls: list[_Call] = []
+    calls: list[_LayerCall] = []
     handles = []
     try:
         for block in blocks:
             part = module.get_submodule(block.layer.weight.rpartition(".")[0])
-            handles.append(part.register_forward_hook(_Listen(block, calls), with_kwargs=True))
+            handles.append(part.register_forward_hook(_RecordCall(block, calls), with_kwargs=True))
         yield calls
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _add(sums: Factors, calls: Sequence[tuple[_Call, Tensor]], examples: int) -> None:
+def _add(sums: Factors, calls: Sequence[tuple[_LayerCall, Tensor]], examples: int) -> None:
     """Add one batch to a layer's sums: Σ a aᵀ / S² and S Σ g gᵀ."""
     outs = [output_moments(c.module, grad) for c, grad in calls]
     positions = sum(columns for _, columns in outs) / examples
@@ -151,7 +151,7 @@ def _add(sums: Factors, calls: Sequence[tuple[_Call, Tensor]], examples: int) ->
 
 
 @dataclass(frozen=True, slots=True)
-class _Unpacked(Mapping[str, Factors]):
+class _UnpackedFactors(Mapping[str, Factors]):
     """Factors by layer, unpacked from their triangles at every access and not kept."""
 
     notes: Params
@@ -160,7 +160,7 @@ class _Unpacked(Mapping[str, Factors]):
     def __getitem__(self, layer: str) -> Factors:
         if layer not in self.layers:
             raise KeyError(layer)
-        return unpacked(self.notes[f"kron/{layer}/in"]), unpacked(self.notes[f"kron/{layer}/out"])
+        return unpack_triangle(self.notes[f"kron/{layer}/in"]), unpack_triangle(self.notes[f"kron/{layer}/out"])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layers)
@@ -169,7 +169,7 @@ class _Unpacked(Mapping[str, Factors]):
         return len(self.layers)
 
 
-def unpacked(triangle: Tensor) -> Tensor:
+def unpack_triangle(triangle: Tensor) -> Tensor:
     """The symmetric matrix of a packed triangle, or the stack of them, whatever their size."""
     return unpack(triangle, (math.isqrt(8 * triangle.shape[-1] + 1) - 1) // 2)
 
@@ -209,7 +209,7 @@ class KroneckerFactors:
             for side, matrix in zip(("in", "out"), pair, strict=True):
                 triangles = pack(matrix).cpu()
                 notes[f"kron/{layer}/{side}"] = triangles[0] if len(triangles) == 1 else triangles
-        return notes | (_chosen(local, blocks, factors) if self.choose else {})
+        return notes | (_preferred_damping(local, blocks, factors) if self.choose else {})
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
         """Two triangles per layer."""
@@ -224,7 +224,7 @@ class KroneckerFactors:
     def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Factors are positive semi-definite with a bounded trace; a chosen damping is positive."""
         for name in (f"kron/{layer}/{side}" for layer in layers_in(notes) for side in ("in", "out")):
-            matrices = unpacked(notes[name])
+            matrices = unpack_triangle(notes[name])
             for matrix in matrices.unsqueeze(0) if matrices.ndim == 2 else matrices:
                 if not 0 <= (trace := float(matrix.double().trace())) <= _MAX_TRACE:
                     return Flaw(name, f"a trace of {trace:.3g}", f"a trace from 0 to {_MAX_TRACE:g}")
@@ -236,20 +236,20 @@ class KroneckerFactors:
 
     def geometry(self, notes: Params) -> Geometry | None:
         """Raw Kronecker factors per layer, fetched and unpacked when asked for."""
-        return Kron(_Unpacked(notes, layers_in(notes)))
+        return Kron(_UnpackedFactors(notes, layers_in(notes)))
 
 
 def _narrow(factor: Tensor) -> Tensor:
     """The factor as it travels: in float32, and zero where it is too small to be told from that."""
-    told = factor.abs().amax((-2, -1), keepdim=True) >= _LEAST
-    return torch.where(told, factor, 0.0).float()
+    present = factor.abs().amax((-2, -1), keepdim=True) >= _LEAST
+    return torch.where(present, factor, 0.0).float()
 
 
-def _chosen(local: Local, blocks: Sequence[Block], factors: Mapping[str, Factors]) -> dict[str, Tensor]:
+def _preferred_damping(local: Local, blocks: Sequence[Block], factors: Mapping[str, Factors]) -> dict[str, Tensor]:
     """The damping that the marginal likelihood prefers, and that likelihood, for every way of splitting it."""
     now = {n: t.detach() for n, t in local.module.state_dict().items()}
     beliefs = [
-        Belief.of(A, B, new - old)
+        LayerBelief.of(A, B, new - old)
         for block in blocks
         for A, B, new, old in zip(
             *factors[block.layer.name],

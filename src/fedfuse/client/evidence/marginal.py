@@ -41,7 +41,7 @@ _DECADES = range(-10, 3)  # λ from 1e-10 to 1e2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Belief:
+class LayerBelief:
     """A layer's Fisher factors and move, in the eigenvectors of the factors.
 
     Attributes:
@@ -57,7 +57,7 @@ class Belief:
     balances: tuple[float, ...]
 
     @classmethod
-    def of(cls, A: Tensor, B: Tensor, move: Tensor) -> Belief:
+    def of(cls, A: Tensor, B: Tensor, move: Tensor) -> LayerBelief:
         """The belief of a layer with factors A (in × in) and B (out × out) that moved by `move` (out × in)."""
         if not (bool(A.any()) and bool(B.any())):  # as `damp` has it: what informs about nothing leaves the damping
             A, B = torch.zeros_like(A), torch.zeros_like(B)
@@ -71,7 +71,7 @@ class Belief:
         """The part of log p(rows | λ, π) that depends on λ and π.
 
         Example:
-            >>> one = Belief.of(torch.eye(1), torch.eye(1), torch.zeros(1, 1))
+            >>> one = LayerBelief.of(torch.eye(1), torch.eye(1), torch.zeros(1, 1))
             >>> round(one.log_evidence(rows=5, damping=1.0, pi=1.0), 4) == round(0.5 * math.log(3 / 4), 4)
             True
         """
@@ -81,12 +81,12 @@ class Belief:
         return 0.5 * float((prior.log() - posterior - rows * prior * self.squared).sum())
 
 
-def best_damping(beliefs: Sequence[Belief], rows: int) -> tuple[Tensor, Tensor]:
+def best_damping(beliefs: Sequence[LayerBelief], rows: int) -> tuple[Tensor, Tensor]:
     """For every split ("one", "trace", "frobenius") the λ of largest evidence, and that evidence, both float64.
 
     Example:
-        >>> moved = Belief.of(torch.eye(2), torch.eye(2), torch.full((2, 2), 3.0))
-        >>> still = Belief.of(torch.eye(2), torch.eye(2), torch.full((2, 2), 0.1))
+        >>> moved = LayerBelief.of(torch.eye(2), torch.eye(2), torch.full((2, 2), 3.0))
+        >>> still = LayerBelief.of(torch.eye(2), torch.eye(2), torch.full((2, 2), 0.1))
         >>> bool(best_damping([still], 10)[0][0] > best_damping([moved], 10)[0][0])
         True
     """
@@ -94,7 +94,7 @@ def best_damping(beliefs: Sequence[Belief], rows: int) -> tuple[Tensor, Tensor]:
     return torch.tensor([lam for lam, _ in found]).double(), torch.tensor([value for _, value in found]).double()
 
 
-def _search(beliefs: Sequence[Belief], rows: int, split: int) -> tuple[float, float]:
+def _search(beliefs: Sequence[LayerBelief], rows: int, split: int) -> tuple[float, float]:
     """The best decade, then the best place around it."""
 
     def loss(exponent: float) -> float:

@@ -13,7 +13,7 @@ from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry
 from fedfuse.core.state import Local, live_names
-from fedfuse.nets.curvature import Look
+from fedfuse.nets.curvature import CurvatureProbe
 from fedfuse.wire.codec import forms_of
 
 
@@ -27,7 +27,7 @@ class CurvatureSpectrum:
     """
 
     round: int = 0
-    look: Look = field(default_factory=Look)
+    probe: CurvatureProbe = field(default_factory=CurvatureProbe)
     name: ClassVar[str] = "spectrum"
     reveals: ClassVar[str] = "the eigenvalues of the curvature of its loss, once"
 
@@ -35,7 +35,7 @@ class CurvatureSpectrum:
         """Ritz values, their weights, and the Lipschitz estimate."""
         if local.brief.round != self.round:
             return {}
-        seen = self.look(local.module, local.anchor, local.rows, local.stream(self.name))
+        seen = self.probe(local.module, local.anchor, local.rows, local.stream(self.name))
         return {
             "spectrum/values": seen.spectrum.values.double(),
             "spectrum/weights": seen.spectrum.weights.double(),
@@ -48,7 +48,7 @@ class CurvatureSpectrum:
             return {}
         forms = forms_of(brief.params)
         size = sum(math.prod(forms[n].shape) for n in live_names(brief))
-        row = Form((self.look.probes, self.look.found(size)), torch.float64)
+        row = Form((self.probe.probes, self.probe.num_values(size)), torch.float64)
         return {"spectrum/values": row, "spectrum/weights": row, "spectrum/lipschitz": Form((), torch.float64)}
 
     def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature

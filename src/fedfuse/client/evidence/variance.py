@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fedfuse.client.evidence.kfac import Fisher, drawn_labels
+from fedfuse.client.evidence.kfac import Fisher, sample_labels
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Diag, Geometry
@@ -95,7 +95,7 @@ def diagonal_fisher(
         own = {n: p.expand(len(x), *p.shape).requires_grad_() for n, p in params.items()}
         with torch.enable_grad():
             logits = in_full(_answers(module, own, x))
-            labels = y if fisher == "empirical" else drawn_labels(logits.detach(), generator)
+            labels = y if fisher == "empirical" else sample_labels(logits.detach(), generator)
             loss = F.cross_entropy(logits, labels, reduction="sum")
             gradients = torch.autograd.grad(loss, list(own.values()), materialize_grads=True)
         for name, gradient in zip(own, gradients, strict=True):

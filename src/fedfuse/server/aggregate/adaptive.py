@@ -1,4 +1,4 @@
-"""The server as an optimiser: the cohort's mean move is a gradient for momentum, Adam or Yogi."""
+"""The server as an optimizer: the cohort's mean move is a gradient for momentum, Adam or Yogi."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from fedfuse.core.messages import Cohort
 from fedfuse.core.seams import Aggregator, ServerPart
-from fedfuse.core.state import Bench, ServerState, filed, part
+from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.server.aggregate.mean import Mean
 
 
 @dataclass(frozen=True, slots=True)
-class ServerOptimiser(ServerPart):
+class ServerOptimizer(ServerPart):
     """Reddi et al. 2021: Δ = fused − w; then a momentum, Adam, Yogi or Adagrad step along Δ.
 
     momentum: m ← β₁ m + Δ;                     w ← w + η m
@@ -41,20 +41,20 @@ class ServerOptimiser(ServerPart):
 
     @property
     def laws(self) -> frozenset[str]:
-        """An optimiser moves on from the mean, so one client is not returned as it came."""
+        """An optimizer moves on from the mean, so one client is not returned as it came."""
         return self.then.laws - {"one", "agree"}
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
         """Fuse, then step from the old model along the move."""
         old, fused = state.single.posterior.mean, self.then(cohort, state, bench)
         new = dict(fused.single.posterior.mean)
-        firsts, seconds = part(state.memory, "first"), part(state.memory, "second")
+        firsts, seconds = entries_of(state.memory, "first"), entries_of(state.memory, "second")
         for name in fused.single.spec.layout.with_role("weight", "bias", "norm"):
             move = new[name].double() - old[name].double()
             first, second = firsts.get(name), seconds.get(name)
             step, firsts[name], seconds[name] = self._step(move, first, second)
             new[name] = (old[name].double() + self.lr * step).to(new[name].dtype)
-        memory = {**state.memory, **filed("first", firsts), **filed("second", seconds)}
+        memory = {**state.memory, **with_kind("first", firsts), **with_kind("second", seconds)}
         return replace(fused.fused(new), memory=memory, facts=fused.facts)
 
     def _step(self, move: Tensor, first: Tensor | None, second: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,7 +21,7 @@ from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, NotConverged
 from fedfuse.linalg.kron import damp
-from fedfuse.linalg.psd import inv_sqrtm, inverse, sqrtm, symmetrise
+from fedfuse.linalg.psd import inv_sqrtm, inverse, sqrtm, symmetrize
 from fedfuse.nets.blocks import Block, blocks_of
 from fedfuse.server.aggregate.charts import Pair
 from fedfuse.server.aggregate.mean import ALL_LAWS, mean_by_examples
@@ -64,7 +64,7 @@ def alpha_barycenter(
 
     argmin_{m, v} Σ_k w_k D_α(N(μ_k, v_k) ‖ N(m, v)), D_α = (1 − ∫ p^α q^{1−α}) / (α (1 − α)). The α-barycenter among
     all distributions (Theorem 1) is no Gaussian; this is its α-projection back onto them, since by eq. 7 both have
-    the same minimiser among Gaussians. α = 0 is reverse KL, ½ Hellinger, 1 KL (moment matching).
+    the same minimizer among Gaussians. α = 0 is reverse KL, ½ Hellinger, 1 KL (moment matching).
 
     Newton's method in (m, log v), damped where the divergence would grow. Posteriors far apart can have several
     minima for α in (0, 1); the one reached from the reverse-KL barycenter is returned.
@@ -100,13 +100,13 @@ def alpha_barycenter(
         if not bool(steep.any()):
             return m, rho.exp()
         here, todo = here.at(steep), todo[steep]
-        place = m[todo], rho[todo]
-        step, curved = _newton([g[steep] for g in slope], [h[steep] for h in curve], place[1], damping[todo])
-        trial = place[0] + step[0], place[1] + step[1]
-        rise = here.nearness(*trial, alpha) - here.nearness(*place, alpha)
+        point = m[todo], rho[todo]
+        step, curved = _newton([g[steep] for g in slope], [h[steep] for h in curve], point[1], damping[todo])
+        trial = point[0] + step[0], point[1] + step[1]
+        rise = here.nearness(*trial, alpha) - here.nearness(*point, alpha)
         better = curved & (rise >= -_slack(alpha))
-        m[todo], rho[todo] = (torch.where(better, a, b) for a, b in zip(trial, place, strict=True))
-        damping[todo] = torch.where(better, _relaxed(damping[todo]), (4 * damping[todo]).clamp(min=0.1))
+        m[todo], rho[todo] = (torch.where(better, a, b) for a, b in zip(trial, point, strict=True))
+        damping[todo] = torch.where(better, _relax(damping[todo]), (4 * damping[todo]).clamp(min=0.1))
     raise NotConverged(
         f"the barycenter of the α-divergence with α = {alpha:g}: after {max_iters} iterations {len(todo)} of {len(m)} "
         f"elements are not at rest within {tol:.0e}; take an α nearer to [0, 1]"
@@ -141,9 +141,9 @@ class FullBarycenter(ServerPart):
         fused = [b.layer for b in blocks_of(spec) if b.groups == 1 and self._fits(b, sources[0])]
         for layer in fused:
             like = {n: sources[0][n] for n in (layer.weight, layer.bias) if n is not None}
-            where, spread = self._layer(cohort, Block(layer))
-            mean |= layer.split(where, like)
-            variance |= layer.split(spread, like)
+            layer_mean, layer_variance = self._layer(cohort, Block(layer))
+            mean |= layer.split(layer_mean, like)
+            variance |= layer.split(layer_variance, like)
         mean |= {n: mean_by_examples(cohort, n) for n in cohort.names if n not in mean}
         after = state.fused({n: mean[n] for n in cohort.names}, Diag(variance), spec)
         return after.noting(full_covariance=[layer.name for layer in fused])
@@ -173,8 +173,8 @@ class _Clients:
     v: Tensor
     w: Tensor
 
-    def at(self, places: Tensor) -> _Clients:
-        return _Clients(self.mu[:, places], self.v[:, places], self.w)
+    def at(self, indices: Tensor) -> _Clients:
+        return _Clients(self.mu[:, indices], self.v[:, indices], self.w)
 
     def natural_mean(self) -> tuple[Tensor, Tensor]:
         precision = (self.w / self.v).sum(0)
@@ -228,7 +228,7 @@ def _newton(slope: Sequence[Tensor], curve: Sequence[Tensor], rho: Tensor, dampi
     return (step_m, ((p * k - q * g) / safe).clamp(-1.0, 1.0)), curved
 
 
-def _relaxed(damping: Tensor) -> Tensor:
+def _relax(damping: Tensor) -> Tensor:
     """Damping after a step that went well: none, once it is small."""
     return torch.where(damping > 0.01, damping / 10, 0.0)
 
@@ -289,7 +289,7 @@ def wasserstein_barycenter(
         root, back = sqrtm(S), inv_sqrtm(S)
         terms = (w * sqrtm(root @ c.double() @ root) for w, c in zip(shares, covariances, strict=True))
         T = sum(terms, means.new_zeros(()))
-        new = symmetrise(back @ T @ T @ back)
+        new = symmetrize(back @ T @ T @ back)
         change = float((new - S).norm() / new.norm().clamp(min=math.ulp(0.0)))
         S = new
         if change <= tol:

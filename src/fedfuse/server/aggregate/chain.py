@@ -15,11 +15,11 @@ from fedfuse.core.params import Layer, Params
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.linalg.atoms import Belief, Odds, Shared, Units, share_atoms
-from fedfuse.nets.channels import EMPTY, Group, channel_groups, placed
-from fedfuse.server.steps.lessons import input_form
+from fedfuse.linalg.atoms import AtomPrior, Odds, SharedAtoms, Units, share_atoms
+from fedfuse.nets.channels import EMPTY, Group, channel_groups, move_units
+from fedfuse.server.steps.distillation_inputs import input_form
 
-Scale: TypeAlias = Literal["absolute", "layer"]
+VarianceScale: TypeAlias = Literal["absolute", "layer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,11 @@ class Matcher:
     sweeps: int = 5
     shrink: bool = True
     odds: Odds = "exact"
-    scale: Scale = "absolute"
+    scale: VarianceScale = "absolute"
 
     def __call__(
         self, values: Sequence[Tensor], weights: Sequence[Tensor], mean: Tensor, draw: torch.Generator
-    ) -> tuple[Shared, Tensor]:
+    ) -> tuple[SharedAtoms, Tensor]:
         """Who shares which unit, and the shared units.
 
         Args:
@@ -74,7 +74,7 @@ class Matcher:
         size = float(torch.cat(list(values)).square().mean()) if self.scale == "layer" else 1.0
         size = size or 1.0  # units that are all zero have no scale
         clients = [Units(v, w / (size * self.variance)) for v, w in zip(values, weights, strict=True)]
-        belief = Belief(mean, torch.ones_like(weights[0]) / (size * self.prior_variance), self.gamma, self.odds)
+        belief = AtomPrior(mean, torch.ones_like(weights[0]) / (size * self.prior_variance), self.gamma, self.odds)
         found = share_atoms(clients, belief, sweeps=self.sweeps, draw=draw)
         return found, found.mode(belief) if self.shrink else found.mean()
 
@@ -101,13 +101,13 @@ def hidden_layers(who: str, spec: Spec, bench: Bench) -> tuple[Hidden, ...]:
         )
     if mixing := [m for m in spec.skeleton().modules() if isinstance(m, nn.LayerNorm | nn.GroupNorm)]:
         raise ConfigError(
-            f"{who} adds hidden units and model {spec.factory!r} normalises over them by {type(mixing[0]).__name__}; "
+            f"{who} adds hidden units and model {spec.factory!r} normalizes over them by {type(mixing[0]).__name__}; "
             "use BatchNorm or no norm"
         )
     return tuple(chain)
 
 
-def same_depth(who: str, chains: Mapping[str, tuple[Hidden, ...]]) -> None:
+def check_same_depth(who: str, chains: Mapping[str, tuple[Hidden, ...]]) -> None:
     """All chains are of the same layers, each as wide as it likes.
 
     Raises:
@@ -132,33 +132,33 @@ def class_shares(cohort: Cohort, outputs: int) -> Tensor:
     """
     counts = torch.zeros(len(cohort), outputs, dtype=torch.float64)
     for row, update in zip(counts, cohort, strict=True):
-        told = update.notes["counts/labels"][:outputs]
-        row[: len(told)] = told.double()
+        sent = update.notes["counts/labels"][:outputs]
+        row[: len(sent)] = sent.double()
     total = counts.sum(0)
     return torch.where(total > 0, counts / total.clamp(min=1), 1 / len(cohort))
 
 
-def spread_out(params: Params, hidden: Hidden, place: Tensor, width: int) -> dict[str, Tensor]:
+def expand_units(params: Params, hidden: Hidden, indices: Tensor, width: int) -> dict[str, Tensor]:
     """A client's network with its units at their common places, among `width`; the other places are empty.
 
     It computes what it computed: nothing makes an empty unit, and nobody reads it.
     """
     order = torch.full((width,), EMPTY)
-    order[place.cpu()] = torch.arange(len(place))
-    return placed(params, {hidden.group: order})
+    order[indices.cpu()] = torch.arange(len(indices))
+    return move_units(params, {hidden.group: order})
 
 
-def drawn_in(params: Params, places: Mapping[Hidden, Tensor]) -> dict[str, Tensor]:
+def select_units(params: Params, unit_indices: Mapping[Hidden, Tensor]) -> dict[str, Tensor]:
     """The part of the common network that is a client's own: for each hidden layer the units it takes part in."""
-    widths = {h: len(params[h.maker.weight]) for h in places}
-    return placed(params, {replace(h.group, size=widths[h]): place for h, place in places.items()})
+    widths = {h: len(params[h.maker.weight]) for h in unit_indices}
+    return move_units(params, {replace(h.group, size=widths[h]): indices for h, indices in unit_indices.items()})
 
 
 def _hidden(group: Group, layers: Mapping[str, Layer]) -> Hidden | None:
     """The group as a hidden layer between two layers, if it is one."""
     makers = [layers[p.tensor] for p in group.makers if p.tensor in layers]
     readers = [layers[p.tensor] for p in group.readers if p.tensor in layers]
-    plain = group.rooms == 1 and all(p.blocks == 1 and p.offset == 0 for p in group.places)
+    plain = group.sections == 1 and all(p.blocks == 1 and p.offset == 0 for p in group.locations)
     plain = plain and all(layer.kind != "other" for layer in (*makers, *readers))  # a transposed convolution, say
     if not plain or len(makers) != 1 or len(group.readers) != 1 or len(readers) != 1:
         return None

@@ -42,7 +42,7 @@ _LEAST = 1e-30  # a variance that rounding cannot take below zero
 _SAMPLE = 500  # weights per layer whose standard deviations are looked at
 
 
-class Rule(Protocol):
+class FusionRule(Protocol):
     """How independent Gaussians become one."""
 
     @property
@@ -68,7 +68,7 @@ class Chart:
         back: coordinates ↦ (mean, spread), in place.
         log: spread ↦ ρ, taken in the precision of what came.
         power: the second coordinate is weighed by w^power.
-        centred: take coordinates around the first mean, so that squares of means lose no digits.
+        centered: take coordinates around the first mean, so that squares of means lose no digits.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Chart:
     back: Callable[[Tensor, Tensor], Pair]
     log: Callable[[Tensor], Tensor]
     power: int = 1
-    centred: bool = False
+    centered: bool = False
 
     @property
     def shrinks(self) -> bool:
@@ -85,7 +85,7 @@ class Chart:
 
     def __call__(self, means: Sequence[Tensor], logs: Iterable[Tensor], weights: Sequence[float]) -> Pair:
         """The mean in this chart, summed in float64; where nobody knows anything the plain mean stays."""
-        origin = _wide(means[0]) if self.centred else None
+        origin = _wide(means[0]) if self.centered else None
         first, second = torch.zeros((2, *means[0].shape), dtype=torch.float64, device=means[0].device)
         rho = first
         for m, log, w in zip(means, logs, weights, strict=True):
@@ -93,12 +93,12 @@ class Chart:
             a, b = self.to(_wide(m) if origin is None else _wide(m) - origin, rho)
             first.add_(a, alpha=w)
             second.add_(b, alpha=w**self.power)
-        mean, spread = self.back(first, second)
+        mean, uncertainty = self.back(first, second)
         mean = mean if origin is None else mean + origin
         if bool(mean.sum().isnan()):
             plain = sum((w * m.double() for m, w in zip(means, weights, strict=True)), torch.zeros_like(mean))
             mean = torch.where(mean.isnan(), plain, mean)
-        return mean, self.log(spread.to(rho.dtype))
+        return mean, self.log(uncertainty.to(rho.dtype))
 
     def __repr__(self) -> str:
         return self.name
@@ -108,7 +108,7 @@ def _to_variance(m: Tensor, rho: Tensor) -> Pair:
     return m, rho.exp()
 
 
-def _same(a: Tensor, b: Tensor) -> Pair:
+def _identity_pair(a: Tensor, b: Tensor) -> Pair:
     return a, b
 
 
@@ -133,7 +133,7 @@ def _from_moments(a: Tensor, b: Tensor) -> Pair:
     return a, b.addcmul_(a, a, value=-1).clamp_(min=_LEAST)
 
 
-def _itself(b: Tensor) -> Tensor:
+def _identity(b: Tensor) -> Tensor:
     return b
 
 
@@ -145,17 +145,17 @@ def _log_reciprocal(b: Tensor) -> Tensor:
     return -b.log()
 
 
-EAA = Chart("EAA", _to_variance, _same, torch.log)
-GAA = Chart("GAA", _to_variance, _same, torch.log, power=2)
-AALV = Chart("AALV", _same, _same, _itself)
-WB = Chart("WB", _to_deviation, _same, _log_square)
+EAA = Chart("EAA", _to_variance, _identity_pair, torch.log)
+GAA = Chart("GAA", _to_variance, _identity_pair, torch.log, power=2)
+AALV = Chart("AALV", _identity_pair, _identity_pair, _identity)
+WB = Chart("WB", _to_deviation, _identity_pair, _log_square)
 RKLB = Chart("RKLB", _to_natural, _from_natural, _log_reciprocal)
-FKLB = Chart("FKLB", _to_moments, _from_moments, torch.log, centred=True)
+FKLB = Chart("FKLB", _to_moments, _from_moments, torch.log, centered=True)
 
 CHARTS = {chart.name: chart for chart in (EAA, GAA, AALV, WB, RKLB, FKLB)}
 
 
-def mean_in(rule: Rule, means: Sequence[Tensor], variances: Sequence[Tensor], weights: Sequence[float]) -> Pair:
+def mean_in(rule: FusionRule, means: Sequence[Tensor], variances: Sequence[Tensor], weights: Sequence[float]) -> Pair:
     """The fused mean and variance of Gaussians N(μ_k, v_k), elementwise in float64.
 
     Args:
@@ -194,7 +194,7 @@ class MeanIn(ServerPart):
         uniform: weigh every client alike, whatever its number of examples.
     """
 
-    chart: Rule
+    chart: FusionRule
     source: str = ""
     damping: float = 0.0
     keep: bool = True
@@ -224,10 +224,10 @@ class MeanIn(ServerPart):
         variance: dict[str, Tensor] = {}
         for name in cohort.names:
             if name in log_variances:
-                logs = [_Logs(s, log_variances[name]) for s in sources]
-                mean[name], mean[log_variances[name]] = self._fuse(sources, name, logs, weights, _same)
+                logs = [_LogVariances(s, log_variances[name]) for s in sources]
+                mean[name], mean[log_variances[name]] = self._fuse(sources, name, logs, weights, _identity_pair)
             elif all(name in _variances(u) for u in cohort):
-                logs = [_Logs(_variances(u), name, self.damping) for u in cohort]
+                logs = [_LogVariances(_variances(u), name, self.damping) for u in cohort]
                 mean[name], variance[name] = self._fuse(sources, name, logs, weights, _to_variance)
             elif name not in log_variances.values():
                 mean[name] = weighted_mean(sources, counts, name, math.fsum(counts))
@@ -239,18 +239,18 @@ class MeanIn(ServerPart):
         self,
         sources: Sequence[Params],
         name: str,
-        logs: Sequence[_Logs],
+        logs: Sequence[_LogVariances],
         weights: Sequence[float],
-        told: Callable[[Tensor, Tensor], Pair],
+        to_output: Callable[[Tensor, Tensor], Pair],
     ) -> Pair:
         """One tensor across clients: its mean, and its spread as it is to be told, in its own dtype."""
         form = forms_of(sources[0])[name]
-        mean, spread = (torch.empty(form.shape, dtype=form.dtype) for _ in range(2))
+        mean, uncertainty = (torch.empty(form.shape, dtype=form.dtype) for _ in range(2))
         for begin, end in _runs(math.prod(form.shape), len(sources)):
             mus = [piece_of(source, name, begin, end) for source in sources]
             fused = self.chart(mus, (piece(begin, end) for piece in logs), weights)
-            mean.view(-1)[begin:end], spread.view(-1)[begin:end] = told(*fused)
-        return mean, spread
+            mean.view(-1)[begin:end], uncertainty.view(-1)[begin:end] = to_output(*fused)
+        return mean, uncertainty
 
 
 def deviations(cohort: Cohort, fused: Params) -> dict[str, Any]:
@@ -265,18 +265,18 @@ def deviations(cohort: Cohort, fused: Params) -> dict[str, Any]:
         if (name := layout.log_variances.get(layer.weight)) is None:
             continue
         every = max(1, fused[name].numel() // _SAMPLE)
-        looked = [t.reshape(-1)[::every] for t in (fused[name], *cohort.tensors(name))]
-        logs = np.asarray(torch.stack(looked).cpu().double()) / 2
+        sampled = [t.reshape(-1)[::every] for t in (fused[name], *cohort.tensors(name))]
+        logs = np.asarray(torch.stack(sampled).cpu().double()) / 2
         apart[layer.name] = float(logs[1:].std(0).mean())
         logs.sort(1)
-        places = [round(share * (logs.shape[1] - 1)) for share in (0.05, 0.5, 0.95)]
-        sigma[layer.name] = dict(zip(("5 %", "50 %", "95 %"), np.exp(logs[0, places]).tolist(), strict=True))
-        clients[layer.name] = dict(zip(cohort.clients, np.exp(logs[1:, places[1]]).tolist(), strict=True))
+        ranks = [round(share * (logs.shape[1] - 1)) for share in (0.05, 0.5, 0.95)]
+        sigma[layer.name] = dict(zip(("5 %", "50 %", "95 %"), np.exp(logs[0, ranks]).tolist(), strict=True))
+        clients[layer.name] = dict(zip(cohort.clients, np.exp(logs[1:, ranks[1]]).tolist(), strict=True))
     return {"sigma": sigma, "sigma_clients": clients, "sigma_apart": apart}
 
 
 @dataclass(frozen=True, slots=True)
-class _Logs:
+class _LogVariances:
     """Runs of a client's log-variances: as a Bayesian layer holds them, or of variances with a damped precision."""
 
     params: Params

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from fedfuse.core.messages import Cohort
 from fedfuse.core.state import Bench
-from fedfuse.nets.combine import Route, among
+from fedfuse.nets.combine import Route, rule_for_members
 from fedfuse.nets.mixture import Mixture
-from fedfuse.server.steps.disturb import known_inputs
+from fedfuse.server.steps.disturb import probe_inputs
 
 
-class Kept(NamedTuple):
+class Selection(NamedTuple):
     """Who is kept, in client order, and how well the first 1, 2, … chosen cover everybody."""
 
-    places: list[int]
+    indices: list[int]
     covered: list[float]
 
 
@@ -31,7 +31,7 @@ class Cover(Protocol):
         """As for an aggregator."""
         ...
 
-    def __call__(self, cohort: Cohort, everybody: Mixture, bench: Bench) -> Kept:
+    def __call__(self, cohort: Cohort, everybody: Mixture, bench: Bench) -> Selection:
         """Whom to keep."""
         ...
 
@@ -47,12 +47,12 @@ class CoverClasses:
     share: float = 0.95
     needs: ClassVar[frozenset[str]] = frozenset({"counts"})
 
-    def __call__(self, cohort: Cohort, everybody: Mixture, bench: Bench) -> Kept:  # noqa: ARG002 - the seam's signature
+    def __call__(self, cohort: Cohort, everybody: Mixture, bench: Bench) -> Selection:  # noqa: ARG002 - the seam's signature
         """Greedy cover by the label counts that clients sent."""
         counts = torch.stack([u.notes["counts/labels"].double() for u in cohort])
-        held = counts[:, counts.amax(0) > 0]
-        parts = held / held.amax(0)
-        return greedy(len(cohort), lambda chosen: float(parts[chosen].amax(0).mean()), self.share)
+        held_counts = counts[:, counts.amax(0) > 0]
+        parts = held_counts / held_counts.amax(0)
+        return select_greedily(len(cohort), lambda chosen: float(parts[chosen].amax(0).mean()), self.share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +67,17 @@ class CoverAnswers:
     count: int = 500
     needs: ClassVar[frozenset[str]] = frozenset()
 
-    def __call__(self, cohort: Cohort, everybody: Mixture, bench: Bench) -> Kept:
+    def __call__(self, cohort: Cohort, everybody: Mixture, bench: Bench) -> Selection:
         """Greedy cover by answers; labels are not looked at."""
-        told = _Told.of(everybody, known_inputs(everybody, self.count, bench)[0])
-        whole = told.answer(range(len(cohort)))
-        return greedy(len(cohort), lambda chosen: float((told.answer(chosen) == whole).double().mean()), self.share)
+        answers = _MemberAnswers.of(everybody, probe_inputs(everybody, self.count, bench)[0])
+        whole = answers.answer(range(len(cohort)))
+        return select_greedily(
+            len(cohort), lambda chosen: float((answers.answer(chosen) == whole).double().mean()), self.share
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _MemberAnswers:
     """What every member said of some inputs, so that any of them can be asked together without running again."""
 
     mixture: Mixture
@@ -83,7 +85,7 @@ class _Told:
     confidence: Tensor | None
 
     @classmethod
-    def of(cls, mixture: Mixture, x: Tensor) -> _Told:
+    def of(cls, mixture: Mixture, x: Tensor) -> _MemberAnswers:
         parts, early = x.split(1000), isinstance(mixture.combine, Route)
         with torch.no_grad():
             logits = torch.cat([mixture.answers(part) for part in parts], 1)
@@ -92,20 +94,20 @@ class _Told:
 
     def answer(self, chosen: Sequence[int]) -> Tensor:
         """The class these members would give each input together."""
-        rule, places = self.mixture.combine, list(chosen)
-        z = self.logits[places]
+        rule, indices = self.mixture.combine, list(chosen)
+        z = self.logits[indices]
         if self.confidence is not None and isinstance(rule, Route):
-            z = z * rule.choose(self.confidence[places])[..., None]
-        return among(rule, places)(self.mixture.weights[places], z).argmax(-1)
+            z = z * rule.choose(self.confidence[indices])[..., None]
+        return rule_for_members(rule, indices)(self.mixture.weights[indices], z).argmax(-1)
 
 
-def greedy(count: int, score: Callable[[list[int]], float], enough: float) -> Kept:
+def select_greedily(count: int, score: Callable[[list[int]], float], enough: float) -> Selection:
     """Add whoever raises the score most, the first of equals, until it is enough or nobody is left.
 
     Example:
         >>> sets = [{1, 2}, {2, 3}, {3}]
-        >>> greedy(3, lambda chosen: len(set().union(*(sets[i] for i in chosen))) / 3, 1.0)
-        Kept(places=[0, 1], covered=[0.666..., 1.0])
+        >>> select_greedily(3, lambda chosen: len(set().union(*(sets[i] for i in chosen))) / 3, 1.0)
+        Selection(indices=[0, 1], covered=[0.666..., 1.0])
     """
     chosen, covered = list[int](), list[float]()
     while len(chosen) < count and (not covered or covered[-1] < enough):
@@ -113,4 +115,4 @@ def greedy(count: int, score: Callable[[list[int]], float], enough: float) -> Ke
         best = max(scores, key=lambda i: (scores[i], -i))
         chosen.append(best)
         covered.append(scores[best])
-    return Kept(sorted(chosen), covered)
+    return Selection(sorted(chosen), covered)

@@ -21,7 +21,7 @@ from fedfuse.nets.mixture import Mixture
 from fedfuse.nets.stack import cost_of
 from fedfuse.server.aggregate.cover import Cover
 from fedfuse.server.aggregate.mean import ALL_LAWS
-from fedfuse.server.steps.lessons import input_form
+from fedfuse.server.steps.distillation_inputs import input_form
 
 _NOTHING: frozenset[str] = frozenset()
 
@@ -73,21 +73,21 @@ class KeepAll(ServerPart):
         everybody = Mixture(members_of(cohort), self._shares(cohort), self._rule(cohort, bench))
         mixture, facts = everybody, dict[str, Any]()
         if self.cover is not None:
-            kept = self.cover(cohort, everybody, bench)
-            fewer = Cohort(tuple(cohort.updates[i] for i in kept.places))
+            selection = self.cover(cohort, everybody, bench)
+            fewer = Cohort(tuple(cohort.updates[i] for i in selection.indices))
             mixture = Mixture(members_of(fewer), self._shares(fewer), self._rule(fewer, bench))
-            facts = {"kept": list(fewer.clients), "covered": kept.covered}
-        facts |= costs(mixture, [u.spec for u in cohort], bench)
+            facts = {"kept": list(fewer.clients), "covered": selection.covered}
+        facts |= inference_costs(mixture, [u.spec for u in cohort], bench)
         return replace(state, model=mixture, starts={"": state.start}).noting(**facts)
 
     def _shares(self, cohort: Cohort) -> Tensor:
-        alike = torch.full((len(cohort),), 1 / len(cohort), dtype=torch.float64)
-        return cohort.weights if self.weights == "examples" else alike
+        equal = torch.full((len(cohort),), 1 / len(cohort), dtype=torch.float64)
+        return cohort.weights if self.weights == "examples" else equal
 
     def _rule(self, cohort: Cohort, bench: Bench) -> Combine:
         if self.calibrate is None or not isinstance(self.combine, TopLogit):
             return self.combine
-        maps = _brought(cohort) if self.fitted == "clients" else self._fit(cohort, bench)
+        maps = _sent_calibrations(cohort) if self.fitted == "clients" else self._fit(cohort, bench)
         return replace(self.combine, shift=tuple(m.shift for m in maps), scale=tuple(m.scale for m in maps))
 
     def _fit(self, cohort: Cohort, bench: Bench) -> list[Affine]:
@@ -108,19 +108,19 @@ def members_of(updates: Iterable[ClientUpdate]) -> tuple[Single, ...]:
     )
 
 
-def _brought(cohort: Cohort) -> list[Affine]:
+def _sent_calibrations(cohort: Cohort) -> list[Affine]:
     return [Affine(*(float(u.notes[f"logit_scale/{n}"]) for n in Affine._fields)) for u in cohort]
 
 
-def costs(model: Answering, everybody: Sequence[Spec], bench: Bench) -> dict[str, Any]:
+def inference_costs(model: Answering, everybody: Sequence[Spec], bench: Bench) -> dict[str, Any]:
     """How many networks answer, and what share of everybody's multiplications an answer takes."""
-    kept = model.members
-    facts: dict[str, Any] = {"members": len(kept), "clients": len(everybody)}
+    members = model.members
+    facts: dict[str, Any] = {"members": len(members), "clients": len(everybody)}
     try:
         shapes = {spec: input_form(bench, spec).shape for spec in everybody}  # each reads inputs of its own form
         full, mine = (
             [cost_of(s, shapes.get(s) or input_form(bench, s).shape) for s in specs]
-            for specs in (everybody, [m.spec for m in kept])
+            for specs in (everybody, [m.spec for m in members])
         )
     except (RecipeError, ConfigError):  # what inputs look like is not known here, so neither is what they cost
         return facts

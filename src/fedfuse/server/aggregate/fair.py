@@ -37,10 +37,10 @@ class FairMean(ServerPart):
         step = self.q * loss ** (self.q - 1) * square + smooth * loss**self.q
         shares = loss**self.q * smooth / step.sum()
         sources = [u.posterior.mean for u in cohort]
-        stays = torch.cat([1 - shares.sum().reshape(1), shares])
+        shares_with_start = torch.cat([1 - shares.sum().reshape(1), shares])
         buffers = state.single.spec.layout.with_role("statistic", "counter")
         mean = {
-            n: mean_by_examples(cohort, n) if n in buffers else weighted_mean([start, *sources], stays, n)
+            n: mean_by_examples(cohort, n) if n in buffers else weighted_mean([start, *sources], shares_with_start, n)
             for n in cohort.names
         }
         return state.fused(mean).noting(client_shares=dict(zip(cohort.clients, shares.tolist(), strict=True)))

@@ -25,12 +25,12 @@ from fedfuse.server.aggregate.mean import ALL_LAWS, BLOCK, weighted_mean
 from fedfuse.wire.codec import LazyParams, forms_of, piece_of
 
 Level: TypeAlias = Literal["layer", "filter"]
-Normalise: TypeAlias = Literal["sum", "max"]
+Normalize: TypeAlias = Literal["sum", "max"]
 Draw: TypeAlias = Callable[[], torch.Generator]
 
 # Bytes of one layer, over all clients, that are kept between scoring and averaging; a larger one is read twice.
-_HELD = 1 << 27
-_SIDE_BY_SIDE = 4  # layers fused at a time, each by one thread: more would only wait for memory
+_MAX_CACHED_BYTES = 1 << 27
+_MAX_THREADS = 4  # layers fused at a time, each by one thread: more would only wait for memory
 
 
 class Distance(Protocol):
@@ -45,7 +45,7 @@ class Distance(Protocol):
 class HigherOrder:
     """|k₃·k₄|, the product of the third and fourth k-statistics (SWA, eq. 5, with the released absolute value).
 
-    It grows with the seventh power of the weights' scale. `standardised` divides the scale out and leaves
+    It grows with the seventh power of the weights' scale. `standardized` divides the scale out and leaves
     |skewness · excess kurtosis|.
 
     Example:
@@ -55,11 +55,11 @@ class HigherOrder:
         128.0
     """
 
-    standardised: bool = False
+    standardized: bool = False
 
     def __call__(self, rows: Tensor, draw: Draw) -> Tensor:  # noqa: ARG002 - the seam's signature
         """One product per row."""
-        return non_gaussianity(rows, standardised=self.standardised, per_row=True)
+        return non_gaussianity(rows, standardized=self.standardized, per_row=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +69,21 @@ class Renyi:
     Attributes:
         order: 0, 1 (Kullback–Leibler) or any positive number.
         density: what stands for the weights' distribution; see `fedfuse.linalg.divergence.renyi_to_gaussian`.
-        standardised: from the Gaussian with the weights' own mean and variance instead.
+        standardized: from the Gaussian with the weights' own mean and variance instead.
 
     Example:
         >>> rows = torch.randn(1, 10_000, generator=torch.Generator().manual_seed(0))
-        >>> bool(Renyi(standardised=True)(rows, torch.Generator) < 0.02)
+        >>> bool(Renyi(standardized=True)(rows, torch.Generator) < 0.02)
         True
     """
 
     order: float = 1.0
     density: Density = "histogram"
-    standardised: bool = False
+    standardized: bool = False
 
     def __call__(self, rows: Tensor, draw: Draw) -> Tensor:
         """One divergence per row."""
-        options: dict[str, Any] = {"density": self.density, "reference": "fitted" if self.standardised else "standard"}
+        options: dict[str, Any] = {"density": self.density, "reference": "fitted" if self.standardized else "standard"}
         generator = draw() if self.density == "samples" else None
         scores = [renyi_to_gaussian(row, self.order, generator=generator, **options) for row in rows]
         return torch.tensor(scores, dtype=torch.float64)
@@ -99,7 +99,7 @@ class NonGaussianMean(ServerPart):
 
     Attributes:
         distance: how far from Gaussian.
-        normalise: "sum" makes the weights of a layer sum to one. "max" is the literal equation 8, which divides by
+        normalize: "sum" makes the weights of a layer sum to one. "max" is the literal equation 8, which divides by
             the largest score and then adds up: it is no average, N alike clients come out as N times themselves.
         level: one weight per client and "layer", or per client and output "filter".
         mix: share of the example-count weights in the final ones, from 0 to 1.
@@ -110,13 +110,13 @@ class NonGaussianMean(ServerPart):
     """
 
     distance: Distance = field(default_factory=HigherOrder)
-    normalise: Normalise = "sum"
+    normalize: Normalize = "sum"
     level: Level = "layer"
     mix: float = 0.0
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
-        words = {"normalise": (self.normalise, Normalise), "level": (self.level, Level)}
+        words = {"normalize": (self.normalize, Normalize), "level": (self.level, Level)}
         for name, (given, known) in words.items():
             if given not in get_args(known):
                 raise ConfigError(f"NonGaussianMean: {name} is {given!r}, expected one of {', '.join(get_args(known))}")
@@ -126,66 +126,68 @@ class NonGaussianMean(ServerPart):
     @property
     def laws(self) -> frozenset[str]:
         """All of them; equation 8 taken literally does not leave agreeing clients unchanged."""
-        return ALL_LAWS if self.normalise == "sum" else ALL_LAWS - {"agree"}
+        return ALL_LAWS if self.normalize == "sum" else ALL_LAWS - {"agree"}
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
         """Score, weigh and average layer by layer; a thread has one layer of all clients in hand at a time."""
         spec, sources = cohort.updates[0].spec, [u.posterior.mean for u in cohort]
-        stacks = _Stacks(sources, forms_of(sources[0]), _neighbours(sources))
+        stacks = _Stacks(sources, forms_of(sources[0]), _following_tensors(sources))
         fuse = partial(self._fuse, stacks, cohort.weights, partial(bench.stream, "gaussianity", state.round))
-        means, notes = dict[str, Tensor](), _Notes(cohort.clients)
-        threads = min(os.cpu_count() or 1, _SIDE_BY_SIDE)
+        means, notes = dict[str, Tensor](), _LayerFacts(cohort.clients)
+        threads = min(os.cpu_count() or 1, _MAX_THREADS)
         with one_thread(), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             for layer, fused in zip(spec.layout.layers, pool.map(fuse, spec.layout.layers), strict=True):
                 means |= fused.means
                 notes.add(layer.name, fused)
-        alone = self._shares(torch.zeros(len(cohort), 1), cohort.weights)[0][:, 0]
-        mean = {n: means[n] if n in means else weighted_mean(sources, alone, n) for n in cohort.names}
+        equal_shares = self._shares(torch.zeros(len(cohort), 1), cohort.weights)[0][:, 0]
+        mean = {n: means[n] if n in means else weighted_mean(sources, equal_shares, n) for n in cohort.names}
         return state.fused(mean, spec=spec).noting(**notes.facts())
 
-    def _fuse(self, stacks: _Stacks, counts: Tensor, stream: Callable[[str], torch.Generator], layer: Layer) -> _Fused:
+    def _fuse(
+        self, stacks: _Stacks, counts: Tensor, stream: Callable[[str], torch.Generator], layer: Layer
+    ) -> _FusedLayer:
         stack, draw = stacks.of(layer), partial(stream, layer.name)
         by_filter = self.level == "filter" and layer.kind != "other"  # an embedding's rows are no filters
         scores = torch.stack([self.distance(rows, draw) for rows in stack.rows(by_filter)])
-        shares, lost = self._shares(scores, counts)
-        return _Fused(stack.blend(shares), scores, shares, lost)
+        shares, unscored = self._shares(scores, counts)
+        return _FusedLayer(stack.blend(shares), scores, shares, unscored)
 
     def _shares(self, scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Each client's weight, (clients × rows), and the rows in which nobody has a score."""
         known = torch.where(scores.isfinite() & (scores > 0), scores, 0.0).double()
         largest = known.amax(0)
-        lost = largest == 0
+        unscored = largest == 0
         relative = known / largest  # equations 7 and 8
-        own = relative if self.normalise == "max" else relative / relative.sum(0)
-        own = torch.where(lost, 1 / len(known), own)
-        return self.mix * counts[:, None] + (1 - self.mix) * own, lost
+        own = relative if self.normalize == "max" else relative / relative.sum(0)
+        own = torch.where(unscored, 1 / len(known), own)
+        return self.mix * counts[:, None] + (1 - self.mix) * own, unscored
 
 
-class _Fused(NamedTuple):
+class _FusedLayer(NamedTuple):
     """One layer after its fusion: its tensors, and per client and row the scores and weights they came from."""
 
     means: Mapping[str, Tensor]
     scores: Tensor
     shares: Tensor
-    lost: Tensor
+    unscored: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Stacks:
-    """All clients' networks, to be read a layer at a time; `behind` names what follows a tensor in every message."""
+    """All clients' networks, to be read a layer at a time; `following` names what follows a tensor in every message."""
 
     sources: Sequence[Params]
     forms: Mapping[str, Form]
-    behind: Mapping[str, str]
+    following: Mapping[str, str]
 
     def of(self, layer: Layer) -> _Stack:
         """One layer of all clients, read once if it is not too large to be kept."""
         others = [n for n in (layer.bias, *layer.log_variances, *layer.followers) if n is not None]
-        run = _run(layer.weight, others, self.behind)
+        run = _run_of(layer.weight, others, self.following)
         size = sum(math.prod(self.forms[n].shape) for n in run)
-        fits = size * self.forms[run[0]].dtype.itemsize * len(self.sources) <= _HELD
-        held = [{run[0]: piece_of(s, run[0], 0, size)} for s in self.sources] if fits else self.sources
-        return _Stack(self.sources, held, run, tuple(n for n in others if n not in run), self.forms)
+        fits = size * self.forms[run[0]].dtype.itemsize * len(self.sources) <= _MAX_CACHED_BYTES
+        cached = [{run[0]: piece_of(s, run[0], 0, size)} for s in self.sources] if fits else self.sources
+        return _Stack(self.sources, cached, run, tuple(n for n in others if n not in run), self.forms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,14 +196,14 @@ class _Stack:
 
     Attributes:
         sources: every client's tensors.
-        held: where the run is read from: what was read before, or the sources if that is too large to keep.
+        cached: where the run is read from: what was read before, or the sources if that is too large to keep.
         run: the names that are read and averaged as one long tensor, the weight first.
         rest: the layer's other tensors.
         forms: of all tensors.
     """
 
     sources: Sequence[Params]
-    held: Sequence[Params]
+    cached: Sequence[Params]
     run: tuple[str, ...]
     rest: tuple[str, ...]
     forms: Mapping[str, Form]
@@ -223,7 +225,7 @@ class _Stack:
         if name not in self.run:
             return (source[name].reshape(-1) for source in self.sources)
         sizes = [math.prod(self.forms[n].shape) for n in self.run[: self.run.index(name) + 1]]
-        return (piece_of(source, self.run[0], sum(sizes[:-1]), sum(sizes)) for source in self.held)
+        return (piece_of(source, self.run[0], sum(sizes[:-1]), sum(sizes)) for source in self.cached)
 
     def _run_mean(self, weights: Sequence[float]) -> dict[str, Tensor]:
         """The run as one long tensor, block by block in float64.
@@ -237,7 +239,7 @@ class _Stack:
         for begin in range(0, len(means), BLOCK):
             mean = means[begin : begin + BLOCK]
             block = sums[: len(mean)].zero_()
-            for source, weight in zip(self.held, weights, strict=True):
+            for source, weight in zip(self.cached, weights, strict=True):
                 block.add_(piece_of(source, self.run[0], begin, begin + len(mean)), alpha=weight)
             mean.copy_(block)
         first, *others = (t.view(self.forms[n].shape) for n, t in zip(self.run, means.split(sizes), strict=True))
@@ -254,23 +256,23 @@ class _Stack:
         return total.reshape(form.shape).to(form.dtype)
 
 
-def _neighbours(sources: Sequence[Params]) -> Mapping[str, str]:
+def _following_tensors(sources: Sequence[Params]) -> Mapping[str, str]:
     """For each tensor the one right behind it in every client's message, if all have the same layout."""
     lazy = [s for s in sources if isinstance(s, LazyParams)]
-    alike = len(lazy) == len(sources) and all((s.places, s.forms) == (lazy[0].places, lazy[0].forms) for s in lazy)
+    alike = len(lazy) == len(sources) and all((s.offsets, s.forms) == (lazy[0].offsets, lazy[0].forms) for s in lazy)
     return dict(pair for run in lazy[0].runs() for pair in pairwise(run)) if alike else {}
 
 
-def _run(weight: str, others: Sequence[str], behind: Mapping[str, str]) -> tuple[str, ...]:
+def _run_of(weight: str, others: Sequence[str], following: Mapping[str, str]) -> tuple[str, ...]:
     """A weight and those of its layer's tensors that follow it without a gap."""
     run = [weight]
-    while (name := behind.get(run[-1], "")) in others:
+    while (name := following.get(run[-1], "")) in others:
         run.append(name)
     return tuple(run)
 
 
 @dataclass(frozen=True, slots=True)
-class _Notes:
+class _LayerFacts:
     """What a reader sees of a round, layer by layer: whose weight counts, who is how far from Gaussian."""
 
     clients: tuple[str, ...]
@@ -278,12 +280,12 @@ class _Notes:
     gaussianity: dict[str, dict[str, float | None]] = field(default_factory=dict)
     uniform_layers: list[str] = field(default_factory=list)
 
-    def add(self, layer: str, fused: _Fused) -> None:
+    def add(self, layer: str, fused: _FusedLayer) -> None:
         """Note one layer; of filters, their mean."""
-        self.layer_weights[layer] = self._told(fused.shares.mean(1))
-        self.gaussianity[layer] = self._told(fused.scores.nanmean(1))
-        if bool(fused.lost.any()):
-            some = f" ({int(fused.lost.sum())} of {len(fused.lost)} filters)" if len(fused.lost) > 1 else ""
+        self.layer_weights[layer] = self._by_client(fused.shares.mean(1))
+        self.gaussianity[layer] = self._by_client(fused.scores.nanmean(1))
+        if bool(fused.unscored.any()):
+            some = f" ({int(fused.unscored.sum())} of {len(fused.unscored)} filters)" if len(fused.unscored) > 1 else ""
             self.uniform_layers.append(layer + some)
 
     def facts(self) -> dict[str, object]:
@@ -291,7 +293,7 @@ class _Notes:
         uniform = {"uniform_layers": self.uniform_layers} if self.uniform_layers else {}
         return {"layer_weights": self.layer_weights, "gaussianity": self.gaussianity, **uniform}
 
-    def _told(self, values: Tensor) -> dict[str, float | None]:
+    def _by_client(self, values: Tensor) -> dict[str, float | None]:
         """One number per client, as short as a ledger line should be."""
         numbers = (float(f"{v:.5g}") if math.isfinite(v) else None for v in values.tolist())
         return dict(zip(self.clients, numbers, strict=True))

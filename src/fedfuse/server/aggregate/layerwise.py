@@ -14,17 +14,17 @@ from fedfuse.core.messages import ClientUpdate, Cohort, Start
 from fedfuse.core.params import Layer, Params
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench, ServerState, filed, part
+from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.errors import RecipeError
-from fedfuse.linalg.atoms import Shared
+from fedfuse.linalg.atoms import SharedAtoms
 from fedfuse.server.aggregate.chain import (
     Hidden,
     Matcher,
+    check_same_depth,
     class_shares,
-    drawn_in,
+    expand_units,
     hidden_layers,
-    same_depth,
-    spread_out,
+    select_units,
 )
 from fedfuse.server.aggregate.mean import largest, mean_by_examples
 
@@ -56,37 +56,41 @@ class MatchedLayers(ServerPart):
             chains = {client: hidden_layers("fedma", spec, bench) for client, spec in networks.items()}
         except RecipeError:  # nobody here knows what an input looks like
             return
-        same_depth("fedma", chains)
+        check_same_depth("fedma", chains)
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
         """Match what is not settled, and settle its first layer."""
         chains = [hidden_layers("fedma", u.spec, bench) for u in cohort]
-        same_depth("fedma", dict(zip(cohort.clients, chains, strict=True)))
-        common = {n: state.single.posterior.mean[n] for n in part(state.memory, "held")}
+        check_same_depth("fedma", dict(zip(cohort.clients, chains, strict=True)))
+        common = {n: state.single.posterior.mean[n] for n in entries_of(state.memory, "held")}
         settled = sum(h.maker.weight in common for h in chains[0])
         clients: list[Params] = [dict(u.posterior.mean) | common for u in cohort]
         draw, memory, starts = bench.stream("sweeps", state.round), dict(state.memory), dict[str, Start]()
         for depth in range(settled, len(chains[0])):
             layers = [chain[depth] for chain in chains]
-            found, made = self._match(layers, clients, draw)
-            common |= made
-            clients = [spread_out(c, h, p, len(found)) for c, h, p in zip(clients, layers, found.places, strict=True)]
+            found, tensors = self._match(layers, clients, draw)
+            common |= tensors
+            clients = [
+                expand_units(c, h, p, len(found)) for c, h, p in zip(clients, layers, found.assignment, strict=True)
+            ]
             if depth == settled:
-                starts = {u.client: _own(u, {**c, **common}) for u, c in zip(cohort, clients, strict=True)}
-                places = dict(zip(cohort.clients, found.places, strict=True))
-                memory |= _settled(layers[0]) | filed(f"places/{layers[0].maker.name}", places)
+                starts = {u.client: _client_start(u, {**c, **common}) for u, c in zip(cohort, clients, strict=True)}
+                unit_indices = dict(zip(cohort.clients, found.assignment, strict=True))
+                memory |= _held_entries(layers[0]) | with_kind(f"places/{layers[0].maker.name}", unit_indices)
         common |= _last_layer(chains[0][-1].reader, clients, class_shares(cohort, _outputs(chains[0], clients)))
-        mean = _whole(cohort, common)
+        mean = _complete_network(cohort, common)
         if settled == len(chains[0]):
-            starts = _pass_done(cohort, chains[0], mean, memory)
+            starts = _starts_after_pass(cohort, chains[0], mean, memory)
             memory = {n: t for n, t in memory.items() if n.partition("/")[0] not in ("held", "places")}
-        fused = replace(state.fused(mean, spec=cohort.updates[0].spec.resized(mean)), memory=memory, starts=starts)
+        fused = replace(
+            state.fused(mean, spec=cohort.updates[0].spec.with_shapes_of(mean)), memory=memory, starts=starts
+        )
         widths = {h.maker.name: len(mean[h.maker.weight]) for h in chains[0]}
         return fused.noting(widths=widths, settled=min(settled + 1, len(chains[0])))
 
     def _match(
         self, layers: Sequence[Hidden], clients: Sequence[Params], draw: torch.Generator
-    ) -> tuple[Shared, dict[str, Tensor]]:
+    ) -> tuple[SharedAtoms, dict[str, Tensor]]:
         """Who shares which unit of one layer, and the layer they make."""
         maker = layers[0].maker
         values = [h.maker.matrix(c).double() for h, c in zip(layers, clients, strict=True)]
@@ -98,36 +102,38 @@ class MatchedLayers(ServerPart):
         found, units = matcher(values, [mean.new_ones(1)] * len(values), mean, draw)
         shape = clients[0][maker.weight].shape[1:]
         if maker.bias is None:
-            made = {maker.weight: units.view(-1, *shape)}
+            tensors = {maker.weight: units.view(-1, *shape)}
         else:
-            made = {maker.weight: units[:, :-1].reshape(-1, *shape), maker.bias: units[:, -1]}
-        return found, made | {name: _followed(name, clients, found) for name in maker.followers}
+            tensors = {maker.weight: units[:, :-1].reshape(-1, *shape), maker.bias: units[:, -1]}
+        return found, tensors | {name: _fuse_follower(name, clients, found) for name in maker.followers}
 
 
-def _followed(name: str, clients: Sequence[Params], found: Shared) -> Tensor:
+def _fuse_follower(name: str, clients: Sequence[Params], found: SharedAtoms) -> Tensor:
     """What a norm keeps of common units: its mean over those who share a unit; a counter's largest value."""
     if not clients[0][name].is_floating_point():
         return largest(clients, name)
     total = torch.zeros(len(found), dtype=torch.float64)
-    for client, place in zip(clients, found.places, strict=True):
-        total[place] += client[name].double()
+    for client, indices in zip(clients, found.assignment, strict=True):
+        total[indices] += client[name].double()
     return total / found.users
 
 
 def _last_layer(last: Layer, clients: Sequence[Params], shares: Tensor) -> dict[str, Tensor]:
     """Σ_k s_kc w_kc: each class's weights by the clients' shares of its rows."""
-    told: dict[str, Tensor] = {}
+    averaged: dict[str, Tensor] = {}
     for name in filter(None, (last.weight, last.bias)):
         sides = (1,) * (clients[0][name].ndim - 1)
-        told[name] = sum((s.view(-1, *sides) * c[name] for s, c in zip(shares, clients, strict=True)), torch.zeros(()))
-    return told
+        averaged[name] = sum(
+            (s.view(-1, *sides) * c[name] for s, c in zip(shares, clients, strict=True)), torch.zeros(())
+        )
+    return averaged
 
 
 def _outputs(chain: Sequence[Hidden], clients: Sequence[Params]) -> int:
     return len(clients[0][chain[-1].reader.weight])
 
 
-def _whole(cohort: Cohort, common: Params) -> dict[str, Tensor]:
+def _complete_network(cohort: Cohort, common: Params) -> dict[str, Tensor]:
     """The common network, tensors of no layer averaged, in the order and the dtypes of a client's."""
     first = cohort.updates[0].posterior.mean
     return {
@@ -138,26 +144,26 @@ def _whole(cohort: Cohort, common: Params) -> dict[str, Tensor]:
     }
 
 
-def _own(update: ClientUpdate, params: Params) -> Start:
+def _client_start(update: ClientUpdate, params: Params) -> Start:
     """Where a client goes on: its own network with the common layers so far."""
     like = update.posterior.mean
     mean = {name: params[name].to(like[name].dtype, copy=True).contiguous() for name in like}
-    return Start(update.spec.resized(mean), mean)
+    return Start(update.spec.with_shapes_of(mean), mean)
 
 
-def _settled(hidden: Hidden) -> dict[str, Tensor]:
+def _held_entries(hidden: Hidden) -> dict[str, Tensor]:
     """Everything of a layer, to be held by clients from now on."""
     maker = hidden.maker
     names = filter(None, (maker.weight, maker.bias, *maker.followers))
-    return filed("held", {name: torch.ones((), dtype=torch.bool) for name in names})
+    return with_kind("held", {name: torch.ones((), dtype=torch.bool) for name in names})
 
 
-def _pass_done(cohort: Cohort, chain: Sequence[Hidden], mean: Params, memory: Params) -> dict[str, Start]:
+def _starts_after_pass(cohort: Cohort, chain: Sequence[Hidden], mean: Params, memory: Params) -> dict[str, Start]:
     """Every client that took part in all layers starts from its own units; the others from the whole network."""
-    known = {h: part(memory, f"places/{h.maker.name}") for h in chain}
+    known = {h: entries_of(memory, f"places/{h.maker.name}") for h in chain}
     starts: dict[str, Start] = {}
     for update in cohort:
-        if all(update.client in places for places in known.values()):
-            params = drawn_in(mean, {h: places[update.client] for h, places in known.items()})
-            starts[update.client] = Start(update.spec.resized(params), params)
+        if all(update.client in unit_indices for unit_indices in known.values()):
+            params = select_units(mean, {h: unit_indices[update.client] for h, unit_indices in known.items()})
+            starts[update.client] = Start(update.spec.with_shapes_of(params), params)
     return starts

@@ -21,11 +21,11 @@ from fedfuse.errors import ConfigError
 from fedfuse.server.aggregate.chain import (
     Hidden,
     Matcher,
+    check_same_depth,
     class_shares,
-    drawn_in,
+    expand_units,
     hidden_layers,
-    same_depth,
-    spread_out,
+    select_units,
 )
 
 
@@ -33,7 +33,7 @@ class Fit(NamedTuple):
     """What clients' networks become: the common weights in float64, and for each client where its units went."""
 
     params: dict[str, Tensor]
-    places: tuple[dict[Hidden, Tensor], ...]
+    unit_indices: tuple[dict[Hidden, Tensor], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,12 @@ class MatchedUnits(ServerPart):
 
     def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:  # noqa: ARG002
         """Every network is fully connected, and all have the same depth."""
-        same_depth("pfnm", {client: _layers(spec, bench) for client, spec in networks.items()})
+        check_same_depth("pfnm", {client: _layers(spec, bench) for client, spec in networks.items()})
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
         """Match with every choice of hyper-parameters and keep the best."""
         chains = {u.client: _layers(u.spec, bench) for u in cohort}
-        same_depth("pfnm", chains)
+        check_same_depth("pfnm", chains)
         clients = [{n: t.double() for n, t in u.posterior.mean.items()} for u in cohort]
         first, layers = cohort.updates[0], chains[cohort.clients[0]]
         shares = class_shares(cohort, len(clients[0][layers[-1].reader.weight]))
@@ -80,11 +80,12 @@ class MatchedUnits(ServerPart):
         best = max(fits, key=lambda m: _score(fits[m].params, first.spec, bench.rows))
         mean = {n: fits[best].params[n].to(t.dtype).contiguous() for n, t in first.posterior.mean.items()}
         starts = {
-            u.client: Start(u.spec, drawn_in(mean, places)) for u, places in zip(cohort, fits[best].places, strict=True)
+            u.client: Start(u.spec, select_units(mean, unit_indices))
+            for u, unit_indices in zip(cohort, fits[best].unit_indices, strict=True)
         }
         facts = {"gamma": best.gamma, "variance": best.variance, "prior_variance": best.prior_variance}
         widths = {h.maker.name: len(mean[h.maker.weight]) for h in layers}
-        fused = state.fused(mean, spec=first.spec.resized(mean))
+        fused = state.fused(mean, spec=first.spec.with_shapes_of(mean))
         return replace(fused, starts=starts).noting(widths=widths, **facts)
 
     def _choices(self, bench: Bench) -> Iterator[Matcher]:
@@ -111,7 +112,7 @@ def match_units(
         matcher: how units are matched.
         draw: the order of sweeps.
     """
-    params, places = dict[str, Tensor](), tuple(dict[Hidden, Tensor]() for _ in clients)
+    params, unit_indices = dict[str, Tensor](), tuple(dict[Hidden, Tensor]() for _ in clients)
     last = chains[0][-1].reader
     if last.bias is not None:
         params[last.bias] = _shared_bias(torch.stack([c[last.bias] for c in clients]), shares, matcher)
@@ -126,12 +127,12 @@ def match_units(
         weights = F.pad(ahead, (sizes[0] + sizes[1], 0), value=1.0)
         found, units = matcher([torch.cat(p, 1) for p in parts], list(weights), mean, draw)
         params |= _weights(layers[0], units.split(sizes, 1))
-        for mine, hidden, place in zip(places, layers, found.places, strict=True):
-            mine[hidden] = place
-        moves = zip(clients, layers, found.places, strict=True)
-        clients = [spread_out(c, hidden, place, len(found)) for c, hidden, place in moves]
+        for mine, hidden, indices in zip(unit_indices, layers, found.assignment, strict=True):
+            mine[hidden] = indices
+        moves = zip(clients, layers, found.assignment, strict=True)
+        clients = [expand_units(c, hidden, indices, len(found)) for c, hidden, indices in moves]
         ahead = torch.ones(len(clients), len(found), dtype=torch.float64)
-    return Fit(params, places)
+    return Fit(params, unit_indices)
 
 
 def _coordinates(hidden: Hidden, params: Params, first: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,10 +145,10 @@ def _coordinates(hidden: Hidden, params: Params, first: bool) -> tuple[Tensor, T
 def _weights(hidden: Hidden, units: Sequence[Tensor]) -> dict[str, Tensor]:
     """The inverse of `_coordinates`."""
     incoming, bias, outgoing = units
-    told = {hidden.reader.weight: outgoing.T}
+    tensors = {hidden.reader.weight: outgoing.T}
     if incoming.shape[1]:
-        told[hidden.maker.weight] = incoming
-    return told if hidden.maker.bias is None else told | {hidden.maker.bias: bias[:, 0]}
+        tensors[hidden.maker.weight] = incoming
+    return tensors if hidden.maker.bias is None else tensors | {hidden.maker.bias: bias[:, 0]}
 
 
 def _shared_bias(biases: Tensor, shares: Tensor, matcher: Matcher) -> Tensor:
@@ -174,5 +175,5 @@ def _score(params: Params, spec: Spec, rows: Rows | None) -> tuple[float, float]
     if rows is None:
         return 0.0, 0.0
     with torch.no_grad():
-        logits = spec.resized(params).forward({n: t.to(rows.x.dtype) for n, t in params.items()}, rows.x)
+        logits = spec.with_shapes_of(params).forward({n: t.to(rows.x.dtype) for n, t in params.items()}, rows.x)
     return float((logits.argmax(1) == rows.y).double().mean()), -float(F.cross_entropy(logits, rows.y))

@@ -28,8 +28,8 @@ from fedfuse.wire.codec import LazyParams, piece_of
 
 # Elements per block: long enough that memory is read in long runs, short enough that the float64 sums stay in cache.
 BLOCK = 1 << 18
-_ALONE = 1 << 16  # elements that are not worth a second thread
-_MANY = 1 << 22  # elements of all clients that are worth loading compiled code
+_MIN_THREADED = 1 << 16  # elements that are not worth a second thread
+_MIN_COMPILED = 1 << 22  # elements of all clients that are worth loading compiled code
 
 ALL_LAWS = frozenset({"order", "one", "agree", "scale", "pure", "dtype", "finite", "repeat"})
 
@@ -106,7 +106,7 @@ class Mean(ServerPart):
 
 
 @dataclass(frozen=True, slots=True)
-class NormalisedMean(ServerPart):
+class NormalizedMean(ServerPart):
     """FedNova: average the clients' walks per gradient, then go as far as they went on average.
 
     w = w₀ − τ_eff Σ_k f_k (w₀ − w_k)/a_k with a_k = `effective_steps`(τ_k, ρ_k) and τ_eff = Σ_k f_k a_k
@@ -121,18 +121,18 @@ class NormalisedMean(ServerPart):
     laws: ClassVar[frozenset[str]] = frozenset({"order", "one", "scale", "pure", "dtype", "finite", "repeat"})
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
-        """Mean of normalised walks, as one weighted mean of the start and the clients."""
-        walks = torch.tensor(self._walks(cohort, state.round), dtype=torch.float64)
-        reach = float((cohort.weights * walks).sum())
-        shares = cohort.weights * reach / walks
+        """Mean of normalized walks, as one weighted mean of the start and the clients."""
+        steps = torch.tensor(self._effective_steps(cohort, state.round), dtype=torch.float64)
+        reach = float((cohort.weights * steps).sum())
+        shares = cohort.weights * reach / steps
         roles = state.single.spec.layout.roles
         start, sources = state.single.posterior.mean, [u.posterior.mean for u in cohort]
-        stays = torch.cat([1 - shares.sum().reshape(1), shares])
+        shares_with_start = torch.cat([1 - shares.sum().reshape(1), shares])
         mean = {
             # statistics are no walk: they are averaged as they are
             n: mean_by_examples(cohort, n)
             if roles.get(n) in ("statistic", "counter")
-            else weighted_mean([start, *sources], stays, n)
+            else weighted_mean([start, *sources], shares_with_start, n)
             for n in cohort.names
         }
         return state.fused(mean, spec=cohort.updates[0].spec).noting(effective_steps=reach)
@@ -142,16 +142,16 @@ class NormalisedMean(ServerPart):
         """The start, and how clients trained unless that was given."""
         return frozenset({"start"} if self.momentum is not None else {"start", "training"})
 
-    def _walks(self, cohort: Cohort, round_: int) -> list[float]:
+    def _effective_steps(self, cohort: Cohort, round_: int) -> list[float]:
         """a_k of every client."""
         if self.momentum is not None:
             return [effective_steps(u.steps, self.momentum) for u in cohort]
-        told = [training_of(u, "FedNova") for u in cohort]
-        first = told[0].rate(round_, 0)
+        settings = [training_of(u, "FedNova") for u in cohort]
+        first = settings[0].rate(round_, 0)
         return [
             effective_steps(u.steps, t.optimizer.own_momentum)
             * (t.rate(round_, 0) / first)  # exactly 1 where rates agree
-            for u, t in zip(cohort, told, strict=True)
+            for u, t in zip(cohort, settings, strict=True)
         ]
 
 
@@ -162,7 +162,7 @@ def _runs(sources: Sequence[Params]) -> list[tuple[str, ...]]:
     averaged as one long tensor, without a Python call per tensor and client.
     """
     lazy = [s for s in sources if isinstance(s, LazyParams)]
-    same = len(lazy) == len(sources) and all((s.places, s.forms) == (lazy[0].places, lazy[0].forms) for s in lazy)
+    same = len(lazy) == len(sources) and all((s.offsets, s.forms) == (lazy[0].offsets, lazy[0].forms) for s in lazy)
     return lazy[0].runs() if same else [(name,) for name in sources[0]]
 
 
@@ -176,7 +176,7 @@ def _run_mean(
     target = _Target.of([mean.view(-1) for mean in means.values()])
     given = torch.as_tensor(weights, dtype=torch.float64).tolist()
     fold, blocks = _plan(sources, _Sum(given, total, run[0], target))
-    threads = min(torch.get_num_threads(), len(blocks)) if target.ends[-1] > _ALONE else 1
+    threads = min(torch.get_num_threads(), len(blocks)) if target.ends[-1] > _MIN_THREADED else 1
     if threads == 1:
         fold(blocks)
     else:  # a block is one thread's alone, so the result stays the same; torch's own threads would spin between blocks
@@ -196,13 +196,13 @@ class _Target:
     def of(cls, tensors: list[Tensor]) -> _Target:
         return cls(tensors, list(accumulate(map(len, tensors))))
 
-    def rooms(self, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
+    def slices(self, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
         """The places of elements from `begin` to `end`, tensor by tensor, each with the element it begins at."""
         at = bisect_right(self.ends, begin)
         while begin < end:
-            room = self.tensors[at][begin - self.ends[at] :][: end - begin]
-            yield begin, room
-            begin, at = begin + len(room), at + 1
+            piece = self.tensors[at][begin - self.ends[at] :][: end - begin]
+            yield begin, piece
+            begin, at = begin + len(piece), at + 1
 
 
 Blocks: TypeAlias = list[tuple[int, int]]
@@ -222,22 +222,22 @@ def _plan(sources: Sequence[Params], what: _Sum) -> tuple[Callable[[Blocks], Non
     """Who takes the sums, and in which blocks; every way gives the same bits."""
     count, first = what.target.ends[-1], what.target.tensors[0]
     narrow = first.dtype == torch.float32 and first.device.type == "cpu"
-    if narrow and count * len(sources) >= _MANY and not why_not():
-        if all(_lies_whole(source, what) for source in sources):
+    if narrow and count * len(sources) >= _MIN_COMPILED and not why_not():
+        if all(_is_contiguous(source, what) for source in sources):
             share = -(-count // max(1, torch.get_num_threads()))
-            return _Resident.of(sources, what), _blocks(count, max(BLOCK, share))
-        return partial(_fold, sources, what, compiled=True), _blocks(count, _size(count))
-    return partial(_fold, sources, what), _blocks(count, _size(count))
+            return _ResidentSum.of(sources, what), _blocks(count, max(BLOCK, share))
+        return partial(_sum_blocks, sources, what, compiled=True), _blocks(count, _block_size(count))
+    return partial(_sum_blocks, sources, what), _blocks(count, _block_size(count))
 
 
-def _lies_whole(source: Params, what: _Sum) -> bool:
+def _is_contiguous(source: Params, what: _Sum) -> bool:
     """Whether a run of float32 lies in memory as one."""
     if isinstance(source, LazyParams):
         return source.resident and source.forms[what.name].dtype == torch.float32
     return source[what.name].is_contiguous() and source[what.name].dtype == torch.float32
 
 
-def _size(count: int) -> int:
+def _block_size(count: int) -> int:
     """Elements of a block whose sums weigh little beside the model."""
     return max(1, min(BLOCK, max(BLOCK >> 6, count // 10), count))
 
@@ -247,7 +247,7 @@ def _blocks(count: int, size: int) -> Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Resident:
+class _ResidentSum:
     """Sums of runs that lie whole in memory, by compiled code that reads each number once."""
 
     addresses: npt.NDArray[np.int64]  # of what the sources hold while the mean is taken
@@ -255,7 +255,7 @@ class _Resident:
     what: _Sum
 
     @classmethod
-    def of(cls, sources: Sequence[Params], what: _Sum) -> _Resident:
+    def of(cls, sources: Sequence[Params], what: _Sum) -> _ResidentSum:
         runs = (piece_of(source, what.name, 0, what.target.ends[-1]) for source in sources)
         return cls(np.fromiter((run.data_ptr() for run in runs), np.int64), np.array(what.weights), what)
 
@@ -264,11 +264,11 @@ class _Resident:
         from fedfuse.kernels.mean import weighted_sums
 
         for begin, end in blocks:
-            for at, room in self.what.target.rooms(begin, end):
-                weighted_sums(self.addresses, self.weights, self.what.total, at, room.numpy())
+            for at, piece in self.what.target.slices(begin, end):
+                weighted_sums(self.addresses, self.weights, self.what.total, at, piece.numpy())
 
 
-def _fold(sources: Sequence[Params], what: _Sum, blocks: Blocks, compiled: bool = False) -> None:
+def _sum_blocks(sources: Sequence[Params], what: _Sum, blocks: Blocks, compiled: bool = False) -> None:
     """Sum these blocks over clients in float64, each block of a client fetched when its turn comes."""
     size = max((end - begin for begin, end in blocks), default=0)
     sums, wide = torch.empty(2, size, dtype=torch.float64, device=what.target.tensors[0].device)
@@ -278,8 +278,8 @@ def _fold(sources: Sequence[Params], what: _Sum, blocks: Blocks, compiled: bool 
         for source, weight in zip(sources, what.weights, strict=True):
             add(block, piece_of(source, what.name, begin, end), weight, wide)
         block = block if what.total == 1.0 else block.div_(what.total)
-        for at, room in what.target.rooms(begin, end):
-            room.copy_(block[at - begin : at - begin + len(room)])
+        for at, piece in what.target.slices(begin, end):
+            piece.copy_(block[at - begin : at - begin + len(piece)])
 
 
 def _add(block: Tensor, piece: Tensor, weight: float, wide: Tensor) -> None:

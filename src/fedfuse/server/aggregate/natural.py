@@ -73,7 +73,7 @@ class NaturalKron(ServerPart):
         averaged = [n for n in cohort.names if n not in mean]
         mean |= {n: mean_by_examples(cohort, n) for n in averaged}
         fused = state.fused({n: mean[n] for n in cohort.names}, spec=spec)
-        return fused.noting(averaged=averaged, **self._chosen(cohort), **_account(solutions))
+        return fused.noting(averaged=averaged, **self._chosen_damping(cohort), **_solver_facts(solutions))
 
     def _solve(self, cohort: Cohort, block: Block, group: int) -> Solution:
         clients = (self._belief(u, block, group) for u in cohort)
@@ -91,7 +91,7 @@ class NaturalKron(ServerPart):
 
     def _belief(self, update: ClientUpdate, block: Block, group: int) -> tuple[Tensor, Tensor, Tensor]:
         """One client's layer and its damped factors."""
-        A, B = (_stacked(factor)[group].double() for factor in factors_of(update, block))
+        A, B = (_as_stack(factor)[group].double() for factor in factors_of(update, block))
         return block.matrices(update.posterior.mean)[group], *damp(A, B, *self._damping_of(update))
 
     def _damping_of(self, update: ClientUpdate) -> tuple[float, Split]:
@@ -102,7 +102,7 @@ class NaturalKron(ServerPart):
         best = int(update.notes["kron/evidence"].argmax()) if self.pi == "evidence" else splits.index(self.pi)
         return float(update.notes["kron/damping"][best]), splits[best]
 
-    def _chosen(self, cohort: Cohort) -> dict[str, dict[str, float | str]]:
+    def _chosen_damping(self, cohort: Cohort) -> dict[str, dict[str, float | str]]:
         """What clients chose, where they did."""
         if self.damping != "evidence":
             return {}
@@ -138,7 +138,7 @@ def factors_of(update: ClientUpdate, block: Block) -> Factors:
     return geometry.factors[block.layer.name]
 
 
-def _stacked(factor: Tensor) -> Tensor:
+def _as_stack(factor: Tensor) -> Tensor:
     return factor.unsqueeze(0) if factor.ndim == 2 else factor
 
 
@@ -147,7 +147,7 @@ def _informs(update: ClientUpdate, block: Block) -> bool:
     return any(bool(factor.any()) for factor in factors_of(update, block))
 
 
-def _account(solutions: dict[str, list[Solution]]) -> dict[str, dict[str, float]]:
+def _solver_facts(solutions: dict[str, list[Solution]]) -> dict[str, dict[str, float]]:
     """Iterations and the largest residual by layer."""
     return {
         "iterations": {layer: sum(s.iterations for s in found) for layer, found in solutions.items()},

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedfuse.core.spec import one_name_each
+from fedfuse.core.spec import drop_tied_names
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
 from fedfuse.nets.channels import Group
-from fedfuse.server.align.board import best_order
 from fedfuse.server.align.nets import Moves, Net, input_shape
+from fedfuse.server.align.weight_matching import best_order
 from fedfuse.server.align.weights import PAIRWISE_LAWS
 
 Likeness = Literal["correlation", "distance"]
@@ -58,9 +58,9 @@ class ByActivations:
         return [self._match(reference, net, x) for net in nets]
 
     def _match(self, reference: Net, net: Net, x: Tensor) -> Moves:
-        seen = cross_moments(reference, net, x)
-        like = Moments.correlation if self.likeness == "correlation" else _nearness
-        return {group.name: best_order(like(seen[group.name]), group.rooms) for group in net.groups}
+        moments = cross_moments(reference, net, x)
+        like = Moments.correlation if self.likeness == "correlation" else _negative_distance
+        return {group.name: best_order(like(moments[group.name]), group.sections) for group in net.groups}
 
 
 def check_rows(rows: int) -> None:
@@ -72,18 +72,18 @@ def check_rows(rows: int) -> None:
 def probes(net: Net, bench: Bench, inputs: Inputs, rows: int) -> Tensor:
     """The inputs on which units are compared: the server's, or noise."""
     if inputs == "server":
-        return _spread(bench.need_rows("comparing activations on the server's rows").x, rows)
+        return _sample_evenly(bench.need_rows("comparing activations on the server's rows").x, rows)
     if inputs == "auto" and bench.rows is not None and len(bench.rows):
-        return _spread(bench.rows.x, rows)
+        return _sample_evenly(bench.rows.x, rows)
     if inputs == "auto" and bench.unlabelled is not None and len(bench.unlabelled):
-        return _spread(bench.unlabelled, rows)
+        return _sample_evenly(bench.unlabelled, rows)
     draw = bench.stream("probes")
     if bench.inputs is not None:
         return bench.inputs.noise(rows, draw)
     return torch.randn(rows, *input_shape(net.spec, bench), generator=draw)
 
 
-def _spread(x: Tensor, rows: int) -> Tensor:
+def _sample_evenly(x: Tensor, rows: int) -> Tensor:
     """Some of the rows, evenly spread, since rows of one class often stand together."""
     return x[:: -(-len(x) // rows)]
 
@@ -118,8 +118,8 @@ class Moments:
         """Pearson's correlation of every pair of units; zero for a unit that always answers the same."""
         n = max(1, self.count)
         covariance = self.ab / n - self.a[:, None] * self.b / n**2
-        spread_a, spread_b = ((s2 / n - (s / n).square()).clamp(min=0).sqrt() for s, s2 in _pairs(self))
-        scale = spread_a[:, None] * spread_b
+        std_a, std_b = ((s2 / n - (s / n).square()).clamp(min=0).sqrt() for s, s2 in _pairs(self))
+        scale = std_a[:, None] * std_b
         return torch.where(scale > 1e-12, covariance / scale.clamp(min=1e-12), 0.0)
 
     def distance(self) -> Tensor:
@@ -128,42 +128,42 @@ class Moments:
         return (squares.clamp(min=0) / max(1, self.count)).sqrt()
 
 
-def _pairs(seen: Moments) -> Iterator[tuple[Tensor, Tensor]]:
-    yield seen.a, seen.aa
-    yield seen.b, seen.bb
+def _pairs(moments: Moments) -> Iterator[tuple[Tensor, Tensor]]:
+    yield moments.a, moments.aa
+    yield moments.b, moments.bb
 
 
-def _nearness(seen: Moments) -> Tensor:
-    return -seen.distance()
+def _negative_distance(moments: Moments) -> Tensor:
+    return -moments.distance()
 
 
 @torch.no_grad()
 def cross_moments(reference: Net, net: Net, x: Tensor) -> dict[str, Moments]:
     """Per group, how the units of two networks answer together."""
     pairs = list(zip(reference.groups, net.groups, strict=True))
-    seen = {ours.name: Moments.empty(theirs.size, ours.size) for theirs, ours in pairs}
+    moments = {ours.name: Moments.empty(theirs.size, ours.size) for theirs, ours in pairs}
     for batch in x.split(_BATCH):
-        a, b = (_answers(one, batch) for one in (reference, net))
+        a, b = (_activations(one, batch) for one in (reference, net))
         for theirs, ours in pairs:
             for mine, yours in zip(a[theirs.name], b[ours.name], strict=True):
-                seen[ours.name].add(mine, yours)
-    return seen
+                moments[ours.name].add(mine, yours)
+    return moments
 
 
-def _answers(net: Net, x: Tensor) -> Mapping[str, list[Tensor]]:
+def _activations(net: Net, x: Tensor) -> Mapping[str, list[Tensor]]:
     """Per group, what each layer that makes its units gives, (units × answers)."""
     module = net.spec.skeleton()
-    own = one_name_each(net.spec, net.params)
+    own = drop_tied_names(net.spec, net.params)
     params = {n: t.float() if t.is_floating_point() else t for n, t in own.items()}
-    with _listening(module, net) as heard:
+    with _recording(module, net) as outputs:
         functional_call(module, params, (x,))
-    return heard
+    return outputs
 
 
 @contextmanager
-def _listening(module: nn.Module, net: Net) -> Iterator[dict[str, list[Tensor]]]:
+def _recording(module: nn.Module, net: Net) -> Iterator[dict[str, list[Tensor]]]:
     """A list per group into which every output of a layer that makes its units is written."""
-    heard: dict[str, list[Tensor]] = {group.name: [] for group in net.groups}
+    outputs: dict[str, list[Tensor]] = {group.name: [] for group in net.groups}
     weights = frozenset(net.spec.layout.with_role("weight"))
     handles = []
     try:
@@ -171,22 +171,24 @@ def _listening(module: nn.Module, net: Net) -> Iterator[dict[str, list[Tensor]]]
             for place in group.makers:
                 if place.tensor in weights:
                     layer = module.get_submodule(place.tensor.rpartition(".")[0])
-                    handles.append(layer.register_forward_hook(_Hear(heard[group.name], group, place.offset)))
-        yield heard
+                    handles.append(
+                        layer.register_forward_hook(_ActivationHook(outputs[group.name], group, place.offset))
+                    )
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Hear:
+class _ActivationHook:
     """A forward hook that notes the answers of a layer's units."""
 
-    heard: list[Tensor]
+    outputs: list[Tensor]
     group: Group
     offset: int
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG002
         axis = output.ndim - 1 if isinstance(module, nn.Linear) else 1
         units = output.detach().narrow(axis, self.offset, self.group.size)
-        self.heard.append(units.movedim(axis, 0).reshape(self.group.size, -1))
+        self.outputs.append(units.movedim(axis, 0).reshape(self.group.size, -1))

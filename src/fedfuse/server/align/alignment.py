@@ -14,16 +14,16 @@ from fedfuse.core.state import Bench
 from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.server.align.activations import ByActivations
 from fedfuse.server.align.graph import ByGraph
-from fedfuse.server.align.nets import Moves, Net, carried, check_alike, input_shape
+from fedfuse.server.align.nets import Moves, Net, check_alike, input_shape, move_update
 from fedfuse.server.align.transport import ByTransport
 from fedfuse.server.align.weights import ByWeights
 
 Reference = Literal["first", "largest", "mean"]
 
-_MEANS = 10  # how often a mean is found anew at most; clients seldom move after the third
+_MAX_MEANS = 10  # how often a mean is found anew at most; clients seldom move after the third
 
 
-class Way(Protocol):
+class Matching(Protocol):
     """How units find their places."""
 
     @property
@@ -42,7 +42,7 @@ class Way(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Aligned:
+class AlignUnits:
     """Every client's units go to the reference's places, with all they carry.
 
     Weights, running statistics, log-variances, variances, Kronecker factors and evidence of a tensor's own shape move
@@ -54,11 +54,11 @@ class Aligned:
             of the "mean" of the aligned clients, found anew until nobody moves.
 
     Example:
-        >>> Aligned(ByWeights()).reference
+        >>> AlignUnits(ByWeights()).reference
         'first'
     """
 
-    by: Way
+    by: Matching
     reference: Reference = "first"
 
     @property
@@ -83,28 +83,28 @@ class Aligned:
         nets = [Net.of(update, shape) for update in cohort]
         check_alike(nets, self.by.any_width)
         aligned, moves = self.align(cohort, nets, bench)
-        return aligned, {"aligned": repr(self.by), "moved": _moved(cohort, nets, moves)}
+        return aligned, {"aligned": repr(self.by), "moved": _moved_shares(cohort, nets, moves)}
 
     def align(self, cohort: Cohort, nets: Sequence[Net], bench: Bench) -> tuple[Cohort, Sequence[Moves]]:
         """The cohort with its units at common places, and the moves that brought them there."""
-        chosen = self._first(cohort, nets)
-        others = [i for i in range(len(nets)) if i != chosen]
-        aligned, moves = self._onto(cohort, nets, nets[chosen], others, bench)
-        for _ in range(_MEANS if self.reference == "mean" and others else 0):
-            middle = replace(nets[chosen], client="the mean", params=mean_of(aligned))
-            aligned, again = self._onto(cohort, nets, middle, range(len(nets)), bench)
-            if all(_same(a, b) for a, b in zip(moves, again, strict=True)):
+        first = self._first_reference(cohort, nets)
+        others = [i for i in range(len(nets)) if i != first]
+        aligned, moves = self._align_onto(cohort, nets, nets[first], others, bench)
+        for _ in range(_MAX_MEANS if self.reference == "mean" and others else 0):
+            mean_net = replace(nets[first], client="the mean", params=mean_of(aligned))
+            aligned, again = self._align_onto(cohort, nets, mean_net, range(len(nets)), bench)
+            if all(_same_moves(a, b) for a, b in zip(moves, again, strict=True)):
                 break
             moves = again
         return aligned, moves
 
-    def _first(self, cohort: Cohort, nets: Sequence[Net]) -> int:
+    def _first_reference(self, cohort: Cohort, nets: Sequence[Net]) -> int:
         """The client whose places are taken, at least to begin with."""
         if self.reference == "first":
             return 0
         return max(range(len(nets)), key=lambda i: (sum(nets[i].widths), cohort.updates[i].num_examples, -i))
 
-    def _onto(
+    def _align_onto(
         self, cohort: Cohort, nets: Sequence[Net], reference: Net, who: Sequence[int], bench: Bench
     ) -> tuple[Cohort, list[Moves]]:
         """Some networks moved onto a reference; the others stay as they are."""
@@ -113,13 +113,13 @@ class Aligned:
         for i, move in zip(who, found, strict=True):
             moves[i] = move
         updates = [
-            carried(update, net.groups, move, reference.spec) if move else update
+            move_update(update, net.groups, move, reference.spec) if move else update
             for update, net, move in zip(cohort, nets, moves, strict=True)
         ]
         return Cohort(tuple(updates)), moves
 
 
-def _same(a: Moves, b: Moves) -> bool:
+def _same_moves(a: Moves, b: Moves) -> bool:
     """Whether two results move every unit to the same place; an empty one moves none."""
 
     def stays(move: object) -> bool:
@@ -133,22 +133,22 @@ def _same(a: Moves, b: Moves) -> bool:
     return all(one(a.get(name), b.get(name)) for name in a.keys() | b.keys())
 
 
-def _moved(cohort: Cohort, nets: Sequence[Net], moves: Sequence[Moves]) -> dict[str, dict[str, float]]:
+def _moved_shares(cohort: Cohort, nets: Sequence[Net], moves: Sequence[Moves]) -> dict[str, dict[str, float]]:
     """By layer and client, the share of units that did not stay where they were."""
-    told: dict[str, dict[str, float]] = {group.name: {} for group in nets[0].groups}
+    shares: dict[str, dict[str, float]] = {group.name: {} for group in nets[0].groups}
     for client, net, move in zip(cohort.clients, nets, moves, strict=True):
         for group in net.groups:
             order = move.get(group.name)
             if order is None:
-                told[group.name][client] = 0.0
+                shares[group.name][client] = 0.0
             elif isinstance(order, Tensor):
-                told[group.name][client] = float((order != torch.arange(len(order))).double().mean())
+                shares[group.name][client] = float((order != torch.arange(len(order))).double().mean())
             else:
-                told[group.name][client] = 1.0 - float(order.make.diagonal().double().mean())
-    return told
+                shares[group.name][client] = 1.0 - float(order.make.diagonal().double().mean())
+    return shares
 
 
-ALIGNMENTS: Mapping[str, type[Way]] = {
+ALIGNMENTS: Mapping[str, type[Matching]] = {
     "weights": ByWeights,
     "activations": ByActivations,
     "transport": ByTransport,

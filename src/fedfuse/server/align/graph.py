@@ -13,8 +13,8 @@ from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
 from fedfuse.linalg.assign import sinkhorn
 from fedfuse.nets.channels import Group
-from fedfuse.server.align.board import Board, best_order, wiring
-from fedfuse.server.align.nets import Coupling, Moves, Net, blended
+from fedfuse.server.align.nets import Coupling, Moves, Net, blend_units
+from fedfuse.server.align.weight_matching import WeightMatching, best_order, wiring
 from fedfuse.server.align.weights import PAIRWISE_LAWS, ByWeights
 
 
@@ -55,43 +55,43 @@ class ByGraph:
     def __call__(self, nets: Sequence[Net], reference: Net, bench: Bench) -> list[Moves]:
         """An order for every group of every network; the reference stays where it is."""
         pairwise = ByWeights(self.sweeps)(nets, reference, bench)
-        ends = [self._climbed(nets, reference, start) for start in (pairwise, self._graduated(nets, reference))]
+        ends = [self._climb(nets, reference, start) for start in (pairwise, self._anneal(nets, reference))]
         return max(ends, key=lambda moves: joint_score([*nets, reference], [*moves, {}]))
 
-    def _climbed(self, nets: Sequence[Net], reference: Net, moves: Sequence[Moves]) -> list[Moves]:
+    def _climb(self, nets: Sequence[Net], reference: Net, moves: Sequence[Moves]) -> list[Moves]:
         """Single networks move towards the sum of all others until nobody gains."""
-        placed_ = [_moved(net, move) for net, move in zip(nets, moves, strict=True)]
-        total = _sum([*placed_, reference.matched_tensors()])
+        current = [_apply_moves(net, move) for net, move in zip(nets, moves, strict=True)]
+        total = _sum([*current, reference.matched_tensors()])
         found = [dict(move) for move in moves]
         for _ in range(self.sweeps):
-            calm = True
+            converged = True
             for k, net in enumerate(nets):
-                others = {n: t - placed_[k][n] for n, t in total.items()}
-                board = Board.of(others, [placed_[k]], net.groups)
-                board.climb(self.sweeps)
-                orders = {name: order[0] for name, order in board.orders.items()}
+                others = {n: t - current[k][n] for n, t in total.items()}
+                matching = WeightMatching.of(others, [current[k]], net.groups)
+                matching.climb(self.sweeps)
+                orders = {name: order[0] for name, order in matching.orders.items()}
                 if any(not order.equal(torch.arange(len(order))) for order in orders.values()):
-                    calm = False
+                    converged = False
                     found[k] = {name: found[k][name][order] for name, order in orders.items()}  # type: ignore[index]
-                    placed_[k] = {n: t[0] for n, t in board.tensors(others).items()}
-                    total = {n: t + placed_[k][n] for n, t in others.items()}
-            if calm:
+                    current[k] = {n: t[0] for n, t in matching.tensors(others).items()}
+                    total = {n: t + current[k][n] for n, t in others.items()}
+            if converged:
                 break
         return list(found)
 
-    def _graduated(self, nets: Sequence[Net], reference: Net) -> list[Moves]:
+    def _anneal(self, nets: Sequence[Net], reference: Net) -> list[Moves]:
         """Soft orders that harden as the temperature falls."""
         groups = reference.groups
         every = [net.matched_tensors() for net in nets]
         soft = [{g.name: _uniform(g) for g in groups} for _ in nets]
-        heat = self.hot
-        while heat >= self.cold:
+        temperature = self.hot
+        while temperature >= self.cold:
             for group in groups:
                 for k, net in enumerate(nets):
                     gain = self._gain(k, group, every, soft, reference)
-                    soft[k][group.name] = _softened(gain, group, heat, net.client)
-            heat *= self.cooling
-        return [{g.name: best_order(soft[k][g.name].make, g.rooms) for g in groups} for k in range(len(nets))]
+                    soft[k][group.name] = _soften(gain, group, temperature, net.client)
+            temperature *= self.cooling
+        return [{g.name: best_order(soft[k][g.name].make, g.sections) for g in groups} for k in range(len(nets))]
 
     def _gain(
         self,
@@ -102,15 +102,15 @@ class ByGraph:
         reference: Net,
     ) -> Tensor:
         """The gradient of the score in one network's soft order of one group."""
-        names = {place.tensor for place in group.places}
-        beside = [g for g in reference.groups if names & {p.tensor for p in g.places}]
+        names = {place.tensor for place in group.locations}
+        beside = [g for g in reference.groups if names & {p.tensor for p in g.locations}]
         without = [g for g in beside if g.name != group.name]
         target = {n: t for n, t in reference.matched_tensors().items() if n in names}
         for j, tensors in enumerate(every):
             if j != k:
-                moved = blended(_only(tensors, names), beside, soft[j])
+                moved = blend_units(_select(tensors, names), beside, soft[j])
                 target = {n: t + moved[n] for n, t in target.items()}
-        mine = blended(_only(every[k], names), without, soft[k])
+        mine = blend_units(_select(every[k], names), without, soft[k])
         total = torch.zeros(group.size, group.size)
         for place in wiring(reference.groups)[group.name]:
             if place.tensor in mine:
@@ -120,13 +120,13 @@ class ByGraph:
 
 def joint_score(nets: Sequence[Net], moves: Sequence[Moves]) -> float:
     """Σ_{k<l} Σ_t ⟨(P_k network_k)_t, (P_l network_l)_t⟩, how far all networks agree after these moves."""
-    every = [_moved(net, move) for net, move in zip(nets, moves, strict=True)]
+    every = [_apply_moves(net, move) for net, move in zip(nets, moves, strict=True)]
     total = _sum(every)
     return (_square(total) - sum(_square(tensors) for tensors in every)) / 2
 
 
-def _moved(net: Net, move: Moves) -> dict[str, Tensor]:
-    return blended(net.matched_tensors(), net.groups, move)
+def _apply_moves(net: Net, move: Moves) -> dict[str, Tensor]:
+    return blend_units(net.matched_tensors(), net.groups, move)
 
 
 def _sum(every: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -137,19 +137,19 @@ def _square(tensors: Mapping[str, Tensor]) -> float:
     return sum(float(t.double().square().sum()) for t in tensors.values())
 
 
-def _only(tensors: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]:
+def _select(tensors: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]:
     return {n: t for n, t in tensors.items() if n in names}
 
 
 def _uniform(group: Group) -> Coupling:
-    room = group.size // group.rooms
-    even = torch.block_diag(*[torch.full((room, room), 1 / room)] * group.rooms)
+    room = group.size // group.sections
+    even = torch.block_diag(*[torch.full((room, room), 1 / room)] * group.sections)
     return Coupling(even, even)
 
 
-def _softened(gain: Tensor, group: Group, heat: float, client: str) -> Coupling:
+def _soften(gain: Tensor, group: Group, temperature: float, client: str) -> Coupling:
     """The doubly stochastic matrix that follows a gain at a temperature, room by room."""
-    room = group.size // group.rooms
+    room = group.size // group.sections
     blocks = [gain[s : s + room, s : s + room] for s in range(0, group.size, room)]
     plans = []
     for block in blocks:
@@ -158,6 +158,6 @@ def _softened(gain: Tensor, group: Group, heat: float, client: str) -> Coupling:
             plans.append(torch.full((room, room), 1 / room))
             continue
         what = f"graph matching of {group.name} of {client}"
-        plans.append(room * sinkhorn(-block / scale, reg=heat, tol=0.05, what=what).plan.float())
+        plans.append(room * sinkhorn(-block / scale, reg=temperature, tol=0.05, what=what).plan.float())
     soft = torch.block_diag(*plans)
     return Coupling(soft, soft)

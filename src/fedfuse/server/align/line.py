@@ -26,19 +26,19 @@ class Line:
     """What networks on a straight line do.
 
     Attributes:
-        places: from 0, the first network, to 1, the second.
+        positions: from 0, the first network, to 1, the second.
         loss: mean cross entropy at each place.
         accuracy: at each place.
     """
 
-    places: Tensor
+    positions: Tensor
     loss: Tensor
     accuracy: Tensor
 
     @property
     def barrier(self) -> float:
         """max_t  loss(t) − ((1 − t) loss(0) + t loss(1)): how far the line rises above its ends."""
-        chord = torch.lerp(self.loss[0], self.loss[-1], self.places)
+        chord = torch.lerp(self.loss[0], self.loss[-1], self.positions)
         return float((self.loss - chord).max())
 
 
@@ -62,10 +62,10 @@ def straight_line(spec: Spec, a: Params, b: Params, rows: Rows, points: int = 11
     """
     if points < 2:
         raise ConfigError(f"a line of {points} points has no two ends; ask for at least 2")
-    places = torch.linspace(0, 1, points, dtype=torch.float64)
-    found = [_judged(Single(spec, Posterior(_between(a, b, float(t)))), rows, norms) for t in places]
+    positions = torch.linspace(0, 1, points, dtype=torch.float64)
+    found = [_evaluate(Single(spec, Posterior(_between(a, b, float(t)))), rows, norms) for t in positions]
     loss, accuracy = (torch.tensor(column, dtype=torch.float64) for column in zip(*found, strict=True))
-    return Line(places, loss, accuracy)
+    return Line(positions, loss, accuracy)
 
 
 def _between(a: Params, b: Params, t: float) -> dict[str, Tensor]:
@@ -73,7 +73,7 @@ def _between(a: Params, b: Params, t: float) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _judged(model: Single, rows: Rows, norms: Rows | None) -> tuple[float, float]:
+def _evaluate(model: Single, rows: Rows, norms: Rows | None) -> tuple[float, float]:
     if norms is not None:
         model = RestateNorms()(ServerState(0, model), Cohort(()), Bench(norms)).single
     logits = torch.cat([model.logits(x) for x in rows.x.split(_BATCH)])

@@ -16,7 +16,7 @@ from fedfuse.core.posterior import Flat, Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
-from fedfuse.nets.channels import Group, Here, Place, by_axis, channel_groups, placed, placed_geometry
+from fedfuse.nets.channels import AxisUnits, Group, Location, by_axis, channel_groups, move_geometry_units, move_units
 from fedfuse.wire.codec import LazyParams, forms_of
 
 
@@ -66,8 +66,8 @@ class Net:
 
     def matched_tensors(self) -> dict[str, Tensor]:
         """The tensors that tell units apart, in float32: weights, biases and norms that stand in some group."""
-        told = set(self.spec.layout.with_role("weight", "bias", "norm"))
-        names = {place.tensor for group in self.groups for place in group.places} & told
+        matched = set(self.spec.layout.with_role("weight", "bias", "norm"))
+        names = {place.tensor for group in self.groups for place in group.locations} & matched
         return {name: self.params[name].float() for name in self.params if name in names}
 
 
@@ -86,10 +86,10 @@ def input_shape(spec: Spec, bench: Bench) -> tuple[int, ...]:
     inner = spec.options.get("of")
     if isinstance(inner, Mapping):
         return input_shape(Spec.from_json(inner, spec.factories), bench)
-    return _said(spec)
+    return _shape_from_options(spec)
 
 
-def _said(spec: Spec) -> tuple[int, ...]:
+def _shape_from_options(spec: Spec) -> tuple[int, ...]:
     shapes = (tuple(t.shape) for t in spec.skeleton().state_dict().values())
     first = next((shape for shape in shapes if len(shape) in (2, 4)), ())
     if len(first) == 2:
@@ -130,7 +130,7 @@ def _names(net: Net) -> str:
     return ", ".join(group.name for group in net.groups[:6]) + (", …" if len(net.groups) > 6 else "")
 
 
-def carried(update: ClientUpdate, groups: Sequence[Group], moves: Moves, spec: Spec) -> ClientUpdate:
+def move_update(update: ClientUpdate, groups: Sequence[Group], moves: Moves, spec: Spec) -> ClientUpdate:
     """The update with its units at their new places, as an update of the network `spec`.
 
     Orders carry mean, variances, Kronecker factors and evidence about single weights along; blends carry the mean only.
@@ -139,31 +139,31 @@ def carried(update: ClientUpdate, groups: Sequence[Group], moves: Moves, spec: S
     here = {g: moves[g.name] for g in groups if g.name in moves}
     orders = {g: m for g, m in here.items() if isinstance(m, Tensor)}
     if len(orders) == len(here):
-        notes = _reordered_notes(update.notes, posterior.mean, orders)
-        return replace(update, posterior=_reordered(posterior, orders, update.spec), spec=spec, notes=notes)
+        notes = _reorder_notes(update.notes, posterior.mean, orders)
+        return replace(update, posterior=_reorder_posterior(posterior, orders, update.spec), spec=spec, notes=notes)
     if not isinstance(posterior.geometry, Flat):
         raise ConfigError(
             f"{update.client}: units that are blended carry no {type(posterior.geometry).__name__} geometry; "
             "align by exact transport between equal widths, or fuse by a plain mean"
         )
-    standing = {place.tensor for group in here for place in group.places}
-    if tied := [same for same in update.spec.layout.tied if standing & set(same)]:
+    moved_names = {place.tensor for group in here for place in group.locations}
+    if tied := [same for same in update.spec.layout.tied if moved_names & set(same)]:
         raise ConfigError(
             f"{update.client}: {' and '.join(tied[0])} are one tensor, whose units can be moved but not blended; "
             "align by weights or activations"
         )
-    mean = blended(dict(posterior.mean), groups, moves, frozenset(update.spec.layout.with_role("log_variance")))
+    mean = blend_units(dict(posterior.mean), groups, moves, frozenset(update.spec.layout.with_role("log_variance")))
     return replace(update, posterior=Posterior(mean), spec=spec)
 
 
-def _reordered(posterior: Posterior, orders: Mapping[Group, Tensor], spec: Spec) -> Posterior:
+def _reorder_posterior(posterior: Posterior, orders: Mapping[Group, Tensor], spec: Spec) -> Posterior:
     if all(o.equal(torch.arange(g.size)) for g, o in orders.items()):
         return posterior
-    geometry = placed_geometry(posterior.geometry, posterior.mean, orders, spec.layout)
-    return Posterior(LazyParams(forms_of(posterior.mean), _Fetch(posterior.mean, orders)), geometry)
+    geometry = move_geometry_units(posterior.geometry, posterior.mean, orders, spec.layout)
+    return Posterior(LazyParams(forms_of(posterior.mean), _FetchReordered(posterior.mean, orders)), geometry)
 
 
-def _reordered_notes(notes: Params, mean: Params, orders: Mapping[Group, Tensor]) -> Params:
+def _reorder_notes(notes: Params, mean: Params, orders: Mapping[Group, Tensor]) -> Params:
     """The evidence with everything that is said of single weights ("kind/tensor", of the tensor's shape) moved too."""
     forms, moves = forms_of(mean), _moves_by_tensor(orders)
     moved = dict(notes)
@@ -174,24 +174,24 @@ def _reordered_notes(notes: Params, mean: Params, orders: Mapping[Group, Tensor]
     return moved
 
 
-PlaceOrder: TypeAlias = tuple[Place, Tensor]
+PlaceOrder: TypeAlias = tuple[Location, Tensor]
 
 
 def _moves_by_tensor(orders: Mapping[Group, Tensor]) -> dict[str, list[PlaceOrder]]:
     moves: dict[str, list[PlaceOrder]] = {}
     for group, order in orders.items():
-        for place in group.places:
+        for place in group.locations:
             moves.setdefault(place.tensor, []).append((place, order))
     return moves
 
 
 def _move(t: Tensor, moves: Sequence[PlaceOrder]) -> Tensor:
     for place, order in moves:
-        t = reordered(t, place, order)
+        t = reorder_tensor(t, place, order)
     return t
 
 
-class _Fetch:
+class _FetchReordered:
     """Fetches pieces of rearranged tensors; the last tensor is kept, since pieces of one are asked in a row."""
 
     __slots__ = ("last", "moves", "params")
@@ -202,28 +202,28 @@ class _Fetch:
 
     def __call__(self, name: str, begin: int, end: int) -> Tensor:
         """Elements [begin, end) of one tensor, laid flat."""
-        known, flat = self.last
-        if known != name:
+        last_name, flat = self.last
+        if last_name != name:
             flat = _move(self.params[name], self.moves.get(name, ())).reshape(-1)
             self.last = (name, flat)
         return flat[begin:end]
 
 
-def reordered(t: Tensor, place: Place, order: Tensor) -> Tensor:
+def reorder_tensor(t: Tensor, place: Location, order: Tensor) -> Tensor:
     """One tensor with the units of one place in another order.
 
     Example:
-        >>> reordered(torch.arange(4.0).view(1, 4), Place("w", 1, per=2), torch.tensor([1, 0]))
+        >>> reorder_tensor(torch.arange(4.0).view(1, 4), Location("w", 1, per=2), torch.tensor([1, 0]))
         tensor([[2., 3., 0., 1.]])
     """
     if place.blocks > 1 or len(order) * place.per != t.shape[place.axis]:
         group = Group(place.tensor, len(order), (place,), place.blocks)
-        return placed({place.tensor: t}, {group: order})[place.tensor]
+        return move_units({place.tensor: t}, {group: order})[place.tensor]
     index = order if place.per == 1 else (order[:, None] * place.per + torch.arange(place.per)).flatten()
     return t.index_select(place.axis, index)
 
 
-def blended(
+def blend_units(
     params: Params, groups: Sequence[Group], moves: Moves, log_variances: frozenset[str] = frozenset()
 ) -> dict[str, Tensor]:
     """The weights with every moved unit a blend of old ones.
@@ -235,16 +235,19 @@ def blended(
     for (name, axis), here in by_axis([g for g in groups if g.name in moves]):
         if name not in result:
             continue
-        t, is_spread = result[name], name in log_variances
-        wide = t.exp().float() if is_spread else t.float()
-        mixed = _mixed(
-            wide, axis, here, {g.name: _squared(moves[g.name]) if is_spread else moves[g.name] for g, _ in here}
+        t, is_log_variance = result[name], name in log_variances
+        wide = t.exp().float() if is_log_variance else t.float()
+        blend = _blend_axis(
+            wide,
+            axis,
+            here,
+            {g.name: _square_shares(moves[g.name]) if is_log_variance else moves[g.name] for g, _ in here},
         )
-        result[name] = (mixed.log() if is_spread else mixed).to(t.dtype)
+        result[name] = (blend.log() if is_log_variance else blend).to(t.dtype)
     return result
 
 
-def _squared(move: Move) -> Move:
+def _square_shares(move: Move) -> Move:
     return move if isinstance(move, Tensor) else Coupling(move.make.square(), move.read.square())
 
 
@@ -255,12 +258,12 @@ def _blend(move: Move, rows: Tensor, reads: bool) -> Tensor:
     return (move.read if reads else move.make).to(rows) @ rows
 
 
-def _mixed(t: Tensor, axis: int, here: Here, moves: Moves) -> Tensor:
+def _blend_axis(t: Tensor, axis: int, here: AxisUnits, moves: Moves) -> Tensor:
     """One axis of a tensor, unit by unit blended; what stands between the groups stays."""
     parts, done = [], 0
     for group, place in here:
         if place.blocks > 1:
-            return _mixed_blocks(t, place.blocks, moves[group.name])
+            return _blend_blocks(t, place.blocks, moves[group.name])
         parts.append(t.narrow(axis, done, place.offset - done))
         done = place.offset + group.size * place.per
         units = t.narrow(axis, place.offset, done - place.offset).movedim(axis, 0)
@@ -269,7 +272,7 @@ def _mixed(t: Tensor, axis: int, here: Here, moves: Moves) -> Tensor:
     return torch.cat([*parts, t.narrow(axis, done, t.shape[axis] - done)], axis)
 
 
-def _mixed_blocks(t: Tensor, blocks: int, move: Move) -> Tensor:
+def _blend_blocks(t: Tensor, blocks: int, move: Move) -> Tensor:
     """What the groups of a convolution read, each from its own room."""
     matrix = torch.eye(len(move))[move] if isinstance(move, Tensor) else move.read
     new, old = (size // blocks for size in matrix.shape)

@@ -14,8 +14,8 @@ from fedfuse.errors import ConfigError
 from fedfuse.linalg.assign import match, sinkhorn
 from fedfuse.nets.channels import Group
 from fedfuse.server.align.activations import Inputs, check_rows, cross_moments, probes
-from fedfuse.server.align.board import wiring
-from fedfuse.server.align.nets import Coupling, Move, Moves, Net, blended
+from fedfuse.server.align.nets import Coupling, Move, Moves, Net, blend_units
+from fedfuse.server.align.weight_matching import wiring
 from fedfuse.server.align.weights import PAIRWISE_LAWS
 
 Ground = Literal["weights", "activations"]
@@ -26,7 +26,7 @@ Reading = Literal["conserve", "average"]
 class ByTransport:
     """Transport a network's units onto the reference's, layer by layer from the input (Singh and Jaggi 2020).
 
-    With uniform masses on both sides and ground cost C the plan Π minimises ⟨Π, C⟩, or ⟨Π, C⟩ − reg · entropy. New
+    With uniform masses on both sides and ground cost C the plan Π minimizes ⟨Π, C⟩, or ⟨Π, C⟩ − reg · entropy. New
     unit i is Σ_j Π_ij / Π_i· of the old ones; whoever read old unit j now reads new unit i with weight Π_ij / Π_·j of
     its own, so that units which merge are read by what both were read. Between equal widths the exact plan is a
     permutation, the assignment of least cost, and carries any geometry along.
@@ -71,22 +71,22 @@ class ByTransport:
 
     def transport(self, reference: Net, net: Net, x: Tensor | None = None) -> Moves:
         """The maps of one network's units onto the reference's."""
-        seen = None if x is None else cross_moments(reference, net, x)
+        moments = None if x is None else cross_moments(reference, net, x)
         target, tensors = reference.matched_tensors(), net.matched_tensors()
         moves: dict[str, Move] = {}
         for theirs, ours in zip(reference.groups, net.groups, strict=True):
-            if seen is None:
+            if moments is None:
                 cost = _distance(theirs, target, ours, tensors, net.groups, moves)
             else:
-                cost = seen[ours.name].distance()
+                cost = moments[ours.name].distance()
             moves[ours.name] = self._move(cost, theirs, f"transport of {ours.name} of {net.client}")
         return moves
 
     def _move(self, cost: Tensor, theirs: Group, what: str) -> Move:
         """What becomes of the units of one group, room by room."""
-        rooms = theirs.rooms
-        new, old = (size // rooms for size in cost.shape)
-        blocks = [cost[k * new : (k + 1) * new, k * old : (k + 1) * old] for k in range(rooms)]
+        sections = theirs.sections
+        new, old = (size // sections for size in cost.shape)
+        blocks = [cost[k * new : (k + 1) * new, k * old : (k + 1) * old] for k in range(sections)]
         if new == old and self.reg == 0:
             return torch.cat([k * new + match(block).cols for k, block in enumerate(blocks)])
         plans = [self.plan(block, what) for block in blocks]
@@ -134,7 +134,7 @@ def _distance(
     for there, here in zip(theirs.makers, ours.makers, strict=True):
         beside = {name for _, name in wiring(groups)[ours.name][here]}
         if here.tensor in tensors and beside.issubset(settled):
-            moved = blended({here.tensor: tensors[here.tensor]}, groups, {name: settled[name] for name in beside})
+            moved = blend_units({here.tensor: tensors[here.tensor]}, groups, {name: settled[name] for name in beside})
             a, b = there.rows(target, theirs.size).double(), here.rows(moved, ours.size).double()
             squares += torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square()
     return squares.sqrt()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
-from fedfuse.server.align.board import Board
 from fedfuse.server.align.nets import Moves, Net
+from fedfuse.server.align.weight_matching import WeightMatching
 
 _MEMORY = 1 << 24  # numbers of all networks that are moved about at once
 
@@ -48,7 +48,7 @@ class ByWeights:
 
     def match(self, target: Mapping[str, Tensor], nets: Sequence[Net]) -> list[Moves]:
         """The orders that bring each of some networks near the target."""
-        board = Board.of(target, [net.matched_tensors() for net in nets], nets[0].groups)
-        board.begin()
-        board.climb(self.sweeps)
-        return [{name: orders[k] for name, orders in board.orders.items()} for k in range(len(nets))]
+        matching = WeightMatching.of(target, [net.matched_tensors() for net in nets], nets[0].groups)
+        matching.match_once()
+        matching.climb(self.sweeps)
+        return [{name: orders[k] for name, orders in matching.orders.items()} for k in range(len(nets))]

@@ -109,17 +109,17 @@ def admit(envelope: Envelope, contract: Contract, packet: Packet | None = None) 
     packet = packet or _open(envelope, contract)
     _check_header(client, packet.header, contract)
     _check_forms(client, packet.tensors.forms, contract.forms)
-    num_examples, steps = _mass(client, packet.header, contract), _steps(client, packet.header)
-    training = _training(client, packet.header, contract)
+    num_examples, steps = _read_num_examples(client, packet.header, contract), _read_steps(client, packet.header)
+    training = _read_training(client, packet.header, contract)
     mean, notes = split(packet)
     try:
         _check_values(client, packet.tensors, contract.roles)
     except Malformed as why:
         raise Refused(client, "reply", str(why), "a file that stays as it is") from why
     geometry = _check_evidence(client, notes, num_examples, contract)
-    mean, raised = _floored(mean, contract.roles)
+    mean, raised = _raise_log_variances(mean, contract.roles)
     posterior = Posterior(mean, geometry) if geometry is not None else Posterior(mean)
-    facts = _facts(packet.header) | ({"raised_variances": float(raised)} if raised else {})
+    facts = _read_facts(packet.header) | ({"raised_variances": float(raised)} if raised else {})
     return ClientUpdate(client, posterior, num_examples, steps, contract.spec, notes, facts, training)
 
 
@@ -146,16 +146,16 @@ def admit_all(
         training: how clients were told to train, where they were told.
     """
     rules, enrolled, opened = rules or Rules(), enrolled or {}, opened or {}
-    seen, updates = Admission(Cohort(()), Spool(rules.memory)), dict[str, ClientUpdate]()
+    admission, updates = Admission(Cohort(()), Spool(rules.memory)), dict[str, ClientUpdate]()
     expected, common = frozenset(asked), Contract.of(brief.to(""), evidence, training)
     for envelope in envelopes:
-        seen.seconds += envelope.seconds
+        admission.seconds += envelope.seconds
         if envelope.payload is None:
-            seen.dropped.append({"client": envelope.client, "reason": envelope.dropped})
+            admission.dropped.append({"client": envelope.client, "reason": envelope.dropped})
             continue
-        seen.bytes_up += _size(envelope)
-        seen.remembered += envelope.remembered
-        seen.trained += not envelope.remembered
+        admission.bytes_up += _size(envelope)
+        admission.remembered += envelope.remembered
+        admission.trained += not envelope.remembered
         try:
             _check_turn(envelope.client, expected, updates)
             own = envelope.client in brief.own
@@ -163,12 +163,14 @@ def admit_all(
             if envelope.client in enrolled:
                 contract = replace(contract, enrolled=enrolled[envelope.client])
             packet = opened.get(envelope.client)
-            kept = envelope if packet else seen.spool.keep(envelope, contract.limits.bytes)
-            updates[envelope.client] = admit(kept, contract, packet)
+            spooled = envelope if packet else admission.spool.keep(envelope, contract.limits.bytes)
+            updates[envelope.client] = admit(spooled, contract, packet)
         except Refused as why:
-            seen.refused.append(why.facts())
-    seen.cohort = Cohort.of(_fair(list(updates.values()), rules.examples_ratio, enrolled, seen.refused))
-    return seen
+            admission.refused.append(why.facts())
+    admission.cohort = Cohort.of(
+        _refuse_excessive_claims(list(updates.values()), rules.examples_ratio, enrolled, admission.refused)
+    )
+    return admission
 
 
 def _size(envelope: Envelope) -> int:
@@ -237,7 +239,7 @@ def form_words(form: Form) -> str:
     return f"{'×'.join(map(str, form.shape)) or 'a scalar'} {str(form.dtype).removeprefix('torch.')}"
 
 
-def _mass(client: str, header: Mapping[str, Any], contract: Contract) -> float:
+def _read_num_examples(client: str, header: Mapping[str, Any], contract: Contract) -> float:
     num_examples = header.get("num_examples")
     if (
         not isinstance(num_examples, int | float)
@@ -254,31 +256,31 @@ def _mass(client: str, header: Mapping[str, Any], contract: Contract) -> float:
     return float(num_examples)
 
 
-def _steps(client: str, header: Mapping[str, Any]) -> int:
+def _read_steps(client: str, header: Mapping[str, Any]) -> int:
     steps = header.get("steps")
     if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= _MAX_STEPS:
         raise Refused(client, "steps", repr(steps), f"a whole number from 1 to {_MAX_STEPS:,}")
     return steps
 
 
-def _training(client: str, header: Mapping[str, Any], contract: Contract) -> LocalSettings | None:
+def _read_training(client: str, header: Mapping[str, Any], contract: Contract) -> LocalSettings | None:
     """How the client says it trained; where the server told it how, it must have trained so."""
     if "training" not in header:
         return contract.training
     try:
-        said = LocalSettings.from_json(header["training"])
+        claimed = LocalSettings.from_json(header["training"])
     except ConfigError as why:
         raise Refused(client, "training", str(why), "the settings it trained with") from why
     if contract.training is None:
-        return said
-    theirs, ours = said.to_json(), contract.training.to_json()
+        return claimed
+    theirs, ours = claimed.to_json(), contract.training.to_json()
     for key in sorted(theirs.keys() | ours.keys()):
         if theirs.get(key) != ours.get(key):
             raise Refused(client, f"training.{key}", theirs.get(key), f"{ours.get(key)}, as it was told")
     return contract.training
 
 
-def _facts(header: Mapping[str, Any]) -> dict[str, float]:
+def _read_facts(header: Mapping[str, Any]) -> dict[str, float]:
     """Loss and the like: kept if they are plain numbers, for the ledger only."""
     facts = header.get("facts")
     if not isinstance(facts, dict):
@@ -307,7 +309,7 @@ def _check_values(client: str, tensors: LazyParams, roles: Mapping[str, str]) ->
             raise Refused(client, name, [int(tensor.min()), int(tensor.max())], f"counts from 0 to {_MAX_COUNT:,}")
 
 
-def _floored(mean: Params, roles: Mapping[str, str]) -> tuple[Params, int]:
+def _raise_log_variances(mean: Params, roles: Mapping[str, str]) -> tuple[Params, int]:
     """The tensors with every log-variance raised to the least one allowed, and how many had to be."""
     log_variances = frozenset(name for name, role in roles.items() if role == "log_variance" and name in mean)
     raised = sum(int((mean[name] < LEAST_LOG_VARIANCE).sum()) for name in log_variances)
@@ -349,7 +351,7 @@ def _check_evidence(
     return found
 
 
-def _fair(
+def _refuse_excessive_claims(
     updates: list[ClientUpdate], ratio: float, enrolled: Mapping[str, int], refused: list[dict[str, str]]
 ) -> list[ClientUpdate]:
     """Nobody may claim far more than the others: in examples unless it enrolled with them, and in steps for them."""

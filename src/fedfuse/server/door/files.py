@@ -45,7 +45,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
+class _OpenedItem:
     item: Item
     packet: Packet
 
@@ -95,7 +95,7 @@ def gather(
     _check_quorum(len(chosen), len(items), rules.quorum, refused)
     briefs = _briefs(chosen, recipe, start, networks, refused)
     chosen = [o for o in chosen if o.signature in briefs]
-    lacking = {o.item.client: why for o in chosen if (why := _lack(o, briefs[o.signature], recipe))}
+    lacking = {o.item.client: why for o in chosen if (why := _find_lack(o, briefs[o.signature], recipe))}
     refused.extend(lacking.values())
     chosen = [o for o in chosen if o.item.client not in lacking]
     _check_quorum(len(chosen), len(items), rules.quorum, refused)
@@ -106,12 +106,12 @@ def gather(
     envelopes = [Envelope(o.item.client, o.item.payload) for o in chosen]
     admission = admit_all(envelopes, brief, recipe.evidence, list(replies), rules, opened=replies)
     admission.refused = [r.facts() for r in refused] + admission.refused
-    everybody = [Refused(**told) for told in admission.refused]
+    everybody = [Refused(**facts) for facts in admission.refused]
     _check_quorum(len(admission.cohort), len(items), rules.quorum, everybody)
     return admission, brief
 
 
-def _majority(opened: Sequence[_Opened], refused: list[Refused]) -> list[_Opened]:
+def _majority(opened: Sequence[_OpenedItem], refused: list[Refused]) -> list[_OpenedItem]:
     """Those who share what more than half have; the others are refused."""
     if not opened:
         return []
@@ -119,7 +119,7 @@ def _majority(opened: Sequence[_Opened], refused: list[Refused]) -> list[_Opened
     if count * 2 <= len(opened):
         raise QuorumLost(f"no layout is shared by more than half of the updates: {_differences(opened)}")
     chosen = [o for o in opened if o.signature == winner]
-    refused.extend(_odd(o, chosen[0]) for o in opened if o.signature != winner)
+    refused.extend(_refusal_of(o, chosen[0]) for o in opened if o.signature != winner)
     return chosen
 
 
@@ -129,19 +129,23 @@ def _check_quorum(got: int, asked: int, quorum: float, refused: Sequence[Refused
         raise QuorumLost(f"{got} of {asked} updates can be fused and the quorum is {quorum:.0%}; {why}")
 
 
-def _open_all(items: Sequence[Item]) -> tuple[list[_Opened], list[Refused]]:
+def _open_all(items: Sequence[Item]) -> tuple[list[_OpenedItem], list[Refused]]:
     opened, refused = [], []
     for item in items:
         try:
             packet = decode(item.payload) if isinstance(item.payload, bytes) else read(item.payload)
-            opened.append(_Opened(item, packet))
+            opened.append(_OpenedItem(item, packet))
         except Malformed as why:
             refused.append(Refused(item.client, "file", f"damaged: {why}", "a safetensors file"))
     return opened, refused
 
 
 def _briefs(
-    chosen: Sequence[_Opened], recipe: Recipe, start: Params | None, networks: Sequence[Spec], refused: list[Refused]
+    chosen: Sequence[_OpenedItem],
+    recipe: Recipe,
+    start: Params | None,
+    networks: Sequence[Spec],
+    refused: list[Refused],
 ) -> dict[str, Brief]:
     """For every kind of update the brief it might have answered; where kinds may differ, a bad one ends only itself."""
     briefs: dict[str, Brief] = {}
@@ -157,7 +161,7 @@ def _briefs(
     return briefs
 
 
-def _brief(first: _Opened, start: Params | None, networks: Sequence[Spec], mixed: bool) -> Brief:
+def _brief(first: _OpenedItem, start: Params | None, networks: Sequence[Spec], mixed: bool) -> Brief:
     """The brief these updates might have answered."""
     header, own = first.packet.header, split(first.packet)[0]
     spec = _network(first, networks, mixed)
@@ -169,54 +173,54 @@ def _brief(first: _Opened, start: Params | None, networks: Sequence[Spec], mixed
     round_, classes = header.get("round", 0), header.get("classes", 0)
     if not all(type(n) is int and 0 <= n < 10**6 for n in (round_, classes)):
         raise ConfigError("the updates' headers name an impossible round or number of classes")
-    return Brief(round_, spec, own if start is None else _checked_start(start, first), classes=classes)
+    return Brief(round_, spec, own if start is None else _check_start(start, first), classes=classes)
 
 
-def _difference(first: _Opened, spec: Spec) -> tuple[str, str, str] | None:
+def _difference(first: _OpenedItem, spec: Spec) -> tuple[str, str, str] | None:
     """Where an update and a network differ first; a description was made of the update itself."""
     if not spec.can_run:
         return None
     return first_difference(first.forms, {n: Form(*form) for n, form in spec.shapes().items()})
 
 
-def _network(first: _Opened, networks: Sequence[Spec], mixed: bool) -> Spec:
+def _network(first: _OpenedItem, networks: Sequence[Spec], mixed: bool) -> Spec:
     """The network of an update: one the user named, one of ours, or else what the update says of it, unbuilt."""
-    said = first.packet.header.get("spec")
-    theirs = said.get("factory") if isinstance(said, dict) else None
+    declared = first.packet.header.get("spec")
+    theirs = declared.get("factory") if isinstance(declared, dict) else None
     if first.item.spec is not None and not networks:
         return first.item.spec
-    named = [_with_their_options(given, said, theirs) for given in networks]
+    named = [_with_their_options(given, declared, theirs) for given in networks]
     fitting = [spec for spec in named if not _difference(first, spec)]
     if fitting:
         return fitting[0]
     if named and not mixed:
         return named[0]  # it does not fit, and the sentence about that names it
-    if said is None:
-        return Spec.of_tensors(_blank(first.forms))
-    if any(":" in name for name in Spec.factories_in(said)):
-        return Spec.described(said, _layout(first))
-    return Spec.from_json(said)
+    if declared is None:
+        return Spec.of_tensors(_blank_tensors(first.forms))
+    if any(":" in name for name in Spec.factories_in(declared)):
+        return Spec.from_description(declared, _layout(first))
+    return Spec.from_json(declared)
 
 
-def _with_their_options(given: Spec, said: object, theirs: object) -> Spec:
+def _with_their_options(given: Spec, declared: object, theirs: object) -> Spec:
     """A network by name has the options the updates were made with, unless it is an object at hand."""
     if given.prototype is not None or theirs != given.factory:
-        output = said.get("output") if isinstance(said, dict) else None
+        output = declared.get("output") if isinstance(declared, dict) else None
         return replace(given, output=output) if given.output is None and isinstance(output, int | str) else given
-    return Spec.from_json(said, given.factories | Spec.factories_in(said))
+    return Spec.from_json(declared, given.factories | Spec.factories_in(declared))
 
 
-def _layout(first: _Opened) -> Layout:
-    said = first.packet.header.get("layout")
-    return Layout.guess(_blank(first.forms)) if said is None else read_layout(said, first.forms)
+def _layout(first: _OpenedItem) -> Layout:
+    declared = first.packet.header.get("layout")
+    return Layout.guess(_blank_tensors(first.forms)) if declared is None else read_layout(declared, first.forms)
 
 
-def _blank(forms: Mapping[str, Form]) -> Params:
+def _blank_tensors(forms: Mapping[str, Form]) -> Params:
     """Tensors of these forms without numbers, however large."""
     return {n: form.blank() for n, form in forms.items()}
 
 
-def _lack(o: _Opened, brief: Brief, recipe: Recipe) -> Refused | None:
+def _find_lack(o: _OpenedItem, brief: Brief, recipe: Recipe) -> Refused | None:
     """What the method needs and this update does not bring, with the command that would bring it."""
     client, how = o.item.client, f"what `fedfuse update --method {recipe.name}` brings"
     if "network" in recipe.needs and not brief.spec.can_run:
@@ -235,14 +239,14 @@ def _lack(o: _Opened, brief: Brief, recipe: Recipe) -> Refused | None:
     return None
 
 
-def _checked_start(start: Params, first: _Opened) -> Params:
+def _check_start(start: Params, first: _OpenedItem) -> Params:
     """The start, if it can be the one these updates were trained from."""
     if odd := first_difference(forms_of(start), first.forms):
         raise ConfigError(f"the start does not fit the updates: {odd[0]} is {odd[1]}, and in the updates {odd[2]}")
-    said = first.packet.header.get("start")
-    if said is not None and said != (mine := fingerprint(start)):
+    declared = first.packet.header.get("start")
+    if declared is not None and declared != (mine := fingerprint(start)):
         raise ConfigError(
-            f"the updates were trained from other weights ({_short(said)}) than the given start ({mine}); "
+            f"the updates were trained from other weights ({_shorten(declared)}) than the given start ({mine}); "
             "pass the file the sites began with"
         )
     return start
@@ -263,7 +267,7 @@ def fingerprint(params: Params) -> str:
     return digest.hexdigest()[:16]
 
 
-def _reply(opened: _Opened, brief: Brief, recipe: Recipe) -> Packet:
+def _reply(opened: _OpenedItem, brief: Brief, recipe: Recipe) -> Packet:
     """The item as a reply to the brief: with a header where it has none, and only the evidence asked for."""
     header, tensors = opened.packet.header, opened.packet.tensors
     asked = {NOTE + name for kind in recipe.evidence for name in kind.expects(brief)}
@@ -280,16 +284,16 @@ def first_difference(got: Mapping[str, Form], expected: Mapping[str, Form]) -> t
     for name in sorted(got.keys() | expected.keys()):
         if got.get(name) != expected.get(name):
             here, there = (form_words(forms[name]) if name in forms else "missing" for forms in (got, expected))
-            return _short(name), here, there
+            return _shorten(name), here, there
     return None
 
 
-def _short(text: object) -> str:
+def _shorten(text: object) -> str:
     """A word from a file, fit for a terminal."""
     return ascii(text)[:80] if not str(text).isprintable() else str(text)[:80]
 
 
-def _odd(odd: _Opened, good: _Opened) -> Refused:
+def _refusal_of(odd: _OpenedItem, good: _OpenedItem) -> Refused:
     """Why an update is not like the others, by its first difference."""
     if found := first_difference(odd.forms, good.forms):
         name, came, wanted = found
@@ -297,11 +301,11 @@ def _odd(odd: _Opened, good: _Opened) -> Refused:
     for field in _SHARED:
         theirs, most = odd.packet.header.get(field), good.packet.header.get(field)
         if theirs != most:
-            return Refused(odd.item.client, field, theirs, f"{_short(most)}, as most have")
+            return Refused(odd.item.client, field, theirs, f"{_shorten(most)}, as most have")
     return Refused(odd.item.client, "layout", "another one", "the layout most have")
 
 
-def _differences(opened: Sequence[_Opened]) -> str:
+def _differences(opened: Sequence[_OpenedItem]) -> str:
     first = opened[0]
-    odd = [_odd(o, first) for o in opened[1:] if o.signature != first.signature]
+    odd = [_refusal_of(o, first) for o in opened[1:] if o.signature != first.signature]
     return f"compared with {first.item.client}, " + "; ".join(str(o).replace(", as most have", "") for o in odd[:3])

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fedfuse.core.messages import Cohort
 from fedfuse.core.seams import ServerPart
-from fedfuse.core.state import Bench, ServerState, filed, part
+from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.nets.carry import carry_over
 from fedfuse.server.aggregate.mean import weighted_mean
-from fedfuse.server.steps.lessons import input_form
+from fedfuse.server.steps.distillation_inputs import input_form
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ControlStep(ServerPart):
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """Move the server's control variate."""
         population = max(bench.population, len(cohort))
-        old = part(state.memory, "control")
+        old = entries_of(state.memory, "control")
         notes = [u.notes for u in cohort]
         names = [n for n in cohort.updates[0].notes if n.startswith("control/")]
         shares = [1 / population] * len(cohort)
@@ -43,4 +43,4 @@ class ControlStep(ServerPart):
             rest = {n: t for n, t in state.memory.items() if not n.startswith("control/")}
             return replace(state, memory=rest).noting(forgot=["control"])
         new = {n: old[n] + step if n in old else step for n, step in steps.items()}
-        return replace(state, memory={**state.memory, **filed("control", new)})
+        return replace(state, memory={**state.memory, **with_kind("control", new)})

@@ -17,21 +17,27 @@ from fedfuse.core.rng import seeded
 from fedfuse.core.seams import Result, ServerPart, ServerStep
 from fedfuse.core.settings import Optimizer
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench, ServerState, part
+from fedfuse.core.state import Bench, ServerState, entries_of
 from fedfuse.errors import RecipeError
 from fedfuse.nets.cost import MASK
-from fedfuse.server.aggregate.ensemble import costs
+from fedfuse.server.aggregate.ensemble import inference_costs
 from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.server.outputs import with_outputs
-from fedfuse.server.steps.lessons import Lessons, ServerRows, Teacher, Unlabelled, common_form
-from fedfuse.server.steps.synthesise import Generate, Impressions, answered
+from fedfuse.server.steps.distillation_inputs import (
+    DistillationInputs,
+    ServerInputs,
+    Teacher,
+    UnlabelledInputs,
+    common_form,
+)
+from fedfuse.server.steps.synthesize import Generate, Impressions, count_outputs
 from fedfuse.training.optimizers import stepper
 
-From: TypeAlias = Literal["none", "server", "unlabelled", "impressions", "generated"]
+InputSource: TypeAlias = Literal["none", "server", "unlabelled", "impressions", "generated"]
 
-LESSONS: dict[str, Lessons] = {
-    "server": ServerRows(),
-    "unlabelled": Unlabelled(),
+INPUT_SOURCES: dict[str, DistillationInputs] = {
+    "server": ServerInputs(),
+    "unlabelled": UnlabelledInputs(),
     "impressions": Impressions(),
     "generated": Generate(batch=128, steps=20, width=32),  # an eighth of what DENSE spends on an image
 }
@@ -79,7 +85,7 @@ class _Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pupil:
+class _Learner:
     """A student, those of its parameters that train, and the masks that hold some of them at zero."""
 
     module: nn.Module
@@ -87,19 +93,19 @@ class _Pupil:
     masks: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, module: nn.Module, spec: Spec, state: ServerState) -> _Pupil:
+    def of(cls, module: nn.Module, spec: Spec, state: ServerState) -> _Learner:
         """The student of a state."""
         own = dict(module.named_parameters())
         params: dict[str, Tensor] = {name: own[name] for name in spec.layout.trainable}
-        return cls(module, params, {n: m for n, m in part(state.memory, MASK).items() if n in params})
+        return cls(module, params, {n: m for n, m in entries_of(state.memory, MASK).items() if n in params})
 
-    def rouse(self) -> None:
+    def enable_training(self) -> None:
         """Let it learn; what its author froze stays."""
         self.module.train()
         for param in self.params.values():
             param.requires_grad_(True)
 
-    def mask(self) -> None:
+    def apply_masks(self) -> None:
         """Hold at zero what a mask leaves out."""
         for name, mask in self.masks.items():
             self.params[name].mul_(mask.to(self.params[name]))
@@ -110,10 +116,10 @@ class Distill(ServerPart):
     """Train one network to answer as the fused model does, by KL divergence at a temperature.
 
     The student has the network that clients begin with, so after this step rounds can go on from it. Inputs come from
-    `lessons`, before each epoch more of them if it makes any; labels are never looked at.
+    `input_source`, before each epoch more of them if it makes any; labels are never looked at.
 
     Attributes:
-        lessons: where inputs come from.
+        input_source: where inputs come from.
         temperature: T of `kl_at`.
         epochs: passes over the pool.
         batch: inputs per step.
@@ -121,7 +127,7 @@ class Distill(ServerPart):
         begin: "fresh" starts from new random weights, "mean" from the clients' average, where they have this network.
     """
 
-    lessons: Lessons
+    input_source: DistillationInputs
     temperature: float = 20.0
     epochs: int = 100
     batch: int = 64
@@ -132,7 +138,7 @@ class Distill(ServerPart):
     @property
     def needs(self) -> frozenset[str]:
         """What its lessons need."""
-        return self.lessons.needs | {"network"}
+        return self.input_source.needs | {"network"}
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """The state with the student in the place of its teachers."""
@@ -143,11 +149,11 @@ class Distill(ServerPart):
             start = self._start(state, cohort, teacher, bench)
             student = start.spec.build()
             student.load_state_dict(dict(start.params))
-            pupil = _Pupil.of(student.to(device), start.spec, state)
-            facts = self._teach(pupil, teacher, bench, state.round)
+            learner = _Learner.of(student.to(device), start.spec, state)
+            facts = self._train(learner, teacher, bench, state.round)
         mean = {n: t.detach().cpu() for n, t in student.state_dict().items()}
         fused = state.fused(mean, spec=start.spec)
-        return fused.noting(distilled=facts, **costs(fused.single, [u.spec for u in cohort], bench))
+        return fused.noting(distilled=facts, **inference_costs(fused.single, [u.spec for u in cohort], bench))
 
     def _start(self, state: ServerState, cohort: Cohort, teacher: Teacher, bench: Bench) -> Start:
         """The student before its first lesson: its network, its first weights, and as many outputs as the teacher."""
@@ -156,22 +162,22 @@ class Distill(ServerPart):
         fresh = self.begin == "fresh" or not alike
         params = spec.build().state_dict() if fresh else mean_of(Cohort(tuple(alike)))
         form = common_form(bench, [spec, *(m.spec for m in teacher.members)])
-        return with_outputs(Start(spec, params), answered(teacher, form), bench.seed)
+        return with_outputs(Start(spec, params), count_outputs(teacher, form), bench.seed)
 
-    def _teach(self, pupil: _Pupil, teacher: Teacher, bench: Bench, round_: int) -> dict[str, float]:
-        student, params, step, pool = pupil.module, list(pupil.params.values()), stepper(self.optimizer), _Pool()
+    def _train(self, learner: _Learner, teacher: Teacher, bench: Bench, round_: int) -> dict[str, float]:
+        student, params, step, pool = learner.module, list(learner.params.values()), stepper(self.optimizer), _Pool()
         loss = torch.zeros(())
         for epoch in range(self.epochs):
             student.eval().requires_grad_(False)  # as the lessons see it: nobody but the loop below trains it
-            pool.add(self.lessons(epoch, teacher, student, bench), teacher, bench.local.device)
-            pupil.rouse()
+            pool.add(self.input_source(epoch, teacher, student, bench), teacher, bench.local.device)
+            learner.enable_training()
             total, count = torch.zeros(()), 0
             for x, z in self._views(pool, teacher, bench, round_, epoch):
                 loss = kl_at(self.temperature, answer_in_full(student, x), z)
                 slopes = list(torch.autograd.grad(loss, params, materialize_grads=True))
                 with torch.no_grad():
                     step(params, slopes, self.optimizer.lr)
-                    pupil.mask()
+                    learner.apply_masks()
                 total, count = total + loss.detach().cpu(), count + 1
             loss = total / max(count, 1)
         student.eval()
@@ -190,16 +196,18 @@ class Distill(ServerPart):
             yield x, z
 
 
-def distillation(source: From, inputs: int, temperature: float, epochs: int, lr: float) -> tuple[ServerStep, ...]:
+def distillation(
+    source: InputSource, inputs: int, temperature: float, epochs: int, lr: float
+) -> tuple[ServerStep, ...]:
     """The step a method's options ask for: none, or distillation by Adam on inputs from a source.
 
     Example:
-        >>> [type(step.lessons).__name__ for step in distillation("unlabelled", 500, 4.0, 10, 1e-3)]
-        ['Unlabelled']
+        >>> [type(step.input_source).__name__ for step in distillation("unlabelled", 500, 4.0, 10, 1e-3)]
+        ['UnlabelledInputs']
     """
     if source == "none":
         return ()
-    lessons, optimizer = LESSONS[source], Optimizer(name="adam", lr=lr)
-    if isinstance(lessons, Impressions):
-        lessons = replace(lessons, count=inputs)
-    return (Distill(lessons, temperature, epochs, optimizer=optimizer),)
+    input_source, optimizer = INPUT_SOURCES[source], Optimizer(name="adam", lr=lr)
+    if isinstance(input_source, Impressions):
+        input_source = replace(input_source, count=inputs)
+    return (Distill(input_source, temperature, epochs, optimizer=optimizer),)

@@ -14,10 +14,10 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
-from fedfuse.nets.combine import TopLogit, disturbed
+from fedfuse.nets.combine import TopLogit, find_disturbed
 from fedfuse.nets.mixture import Mixture
-from fedfuse.server.steps.lessons import held_inputs
-from fedfuse.server.steps.synthesise import Impressions
+from fedfuse.server.steps.distillation_inputs import server_inputs
+from fedfuse.server.steps.synthesize import Impressions
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +39,25 @@ class Disturbance(ServerPart):
         """The state with the score and what it was measured on; unchanged where no input can be had or made."""
         everybody = mixture_of(cohort)
         try:
-            x, source = known_inputs(everybody, self.count, bench)
+            x, source = probe_inputs(everybody, self.count, bench)
         except RecipeError:
             return state
         with torch.no_grad():
-            score = torch.cat([disturbed(everybody.answers(part)) for part in x.split(1000)])
+            score = torch.cat([find_disturbed(everybody.answers(part)) for part in x.split(1000)])
         return state.noting(disturbance=float(score.double().mean()), disturbance_inputs=source)
 
 
-def measured(recipe: Recipe) -> Recipe:
+def with_disturbance(recipe: Recipe) -> Recipe:
     """The recipe, noting the score of its updates every round; one that does so already is left as it is.
 
     Example:
         >>> from fedfuse.core.registry import find_method
-        >>> measured(find_method("fedavg").recipe()).steps
+        >>> with_disturbance(find_method("fedavg").recipe()).steps
         (Disturbance(count=300),)
     """
-    later = None if recipe.later is None else (recipe.later[0], measured(recipe.later[1]))
-    there = any(isinstance(step, Disturbance) for step in recipe.steps)
-    return replace(recipe, steps=recipe.steps if there else (*recipe.steps, Disturbance()), later=later)
+    later = None if recipe.later is None else (recipe.later[0], with_disturbance(recipe.later[1]))
+    has_step = any(isinstance(step, Disturbance) for step in recipe.steps)
+    return replace(recipe, steps=recipe.steps if has_step else (*recipe.steps, Disturbance()), later=later)
 
 
 def mixture_of(cohort: Cohort) -> Mixture:
@@ -66,9 +66,9 @@ def mixture_of(cohort: Cohort) -> Mixture:
     return Mixture(members, cohort.weights, TopLogit("all"))
 
 
-def known_inputs(everybody: Mixture, count: int, bench: Bench) -> tuple[Tensor, str]:
+def probe_inputs(everybody: Mixture, count: int, bench: Bench) -> tuple[Tensor, str]:
     """Inputs the server holds, or such as the networks themselves know; and which of these they are."""
-    held = held_inputs(bench, count, "probe")
-    if held is not None:
-        return held
+    found = server_inputs(bench, count, "probe")
+    if found is not None:
+        return found
     return Impressions(count, steps=30)(0, everybody, None, bench), "impressions"

@@ -18,7 +18,7 @@ from fedfuse.core.seams import ServerPart
 from fedfuse.core.settings import LocalSettings, Settings
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.server.judge import log_probabilities
-from fedfuse.server.labels import Unheard, divergence, everybody, heard, pooled
+from fedfuse.server.labels import MissingCounts, cohort_histogram, divergence, population_histogram, record_label_counts
 from fedfuse.server.training import common_training, train_on
 
 Need: TypeAlias = Literal["complement", "inverse"]
@@ -56,11 +56,11 @@ def balance(rows: float, num_examples: float, cohort: float, server: float) -> f
     return ours / (ours + theirs) if ours + theirs > 0 else rows / (rows + num_examples)
 
 
-def interpolated(start: Params, end: Params, share: float) -> dict[str, Tensor]:
+def interpolate(start: Params, end: Params, share: float) -> dict[str, Tensor]:
     """(1 − α) w + α w_s for every floating tensor; counters are the trained model's.
 
     Example:
-        >>> interpolated({"w": torch.zeros(1)}, {"w": torch.ones(1)}, 0.25)
+        >>> interpolate({"w": torch.zeros(1)}, {"w": torch.ones(1)}, 0.25)
         {'w': tensor([0.2500])}
     """
     return {
@@ -96,19 +96,19 @@ class DynamicUpdate(ServerPart):
     batch_size: int | None = None
     least: float = 1e-3
     explode: float = 3.0
-    unheard: Unheard = "uniform"
+    unheard: MissingCounts = "uniform"
     needs: ClassVar[frozenset[str]] = frozenset({"counts", "server_rows", "training", "network"})
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """Walk on the server's rows, as far as they are to be trusted."""
-        rows, state = bench.need_rows("FedDU"), heard(state, cohort)
-        accuracy, loss = exam(state.single, rows)
+        rows, state = bench.need_rows("FedDU"), record_label_counts(state, cohort)
+        accuracy, loss = accuracy_and_loss(state.single, rows)
         share, facts = self._share(state, cohort, bench, rows, accuracy)
         if share <= self.least:
             return state.noting(server_step={**facts, "taken": False})
         trained = train_on(rows, state, self._settings(cohort, bench), bench)
-        moved = state.fused(interpolated(state.single.posterior.mean, trained.params, share))
-        after = exam(moved.single, rows)[1]
+        moved = state.fused(interpolate(state.single.posterior.mean, trained.params, share))
+        after = accuracy_and_loss(moved.single, rows)[1]
         taken = after <= self.explode * loss
         facts |= {"steps": trained.steps, "effective_steps": share * trained.steps}
         facts |= {"loss_before": loss, "loss_after": after, "taken": taken}
@@ -118,8 +118,8 @@ class DynamicUpdate(ServerPart):
         self, state: ServerState, cohort: Cohort, bench: Bench, rows: Rows, accuracy: float
     ) -> tuple[float, dict[str, float]]:
         """α, and the numbers it is made of."""
-        everyone = everybody(state.memory, bench.population, self.unheard)
-        theirs, ours = (divergence(c, everyone) for c in (pooled(cohort), rows.counts(bench.classes)))
+        everyone = population_histogram(state.memory, bench.population, self.unheard)
+        theirs, ours = (divergence(c, everyone) for c in (cohort_histogram(cohort), rows.counts(bench.classes)))
         trust = balance(len(rows), float(cohort.num_examples.sum()), theirs, ours)
         share = min(1.0, need_of(accuracy, self.form) * trust * self.C * self.decay**state.round)
         facts = {"alpha": share, "accuracy": accuracy, "cohort_divergence": theirs, "server_divergence": ours}
@@ -127,8 +127,8 @@ class DynamicUpdate(ServerPart):
 
     def _settings(self, cohort: Cohort, bench: Bench) -> LocalSettings:
         """How the server trains: as the clients did, but for what it was told."""
-        said: Mapping[str, int | None] = {"epochs": self.epochs, "batch_size": self.batch_size}
-        given = {key: value for key, value in said.items() if value is not None}
+        own: Mapping[str, int | None] = {"epochs": self.epochs, "batch_size": self.batch_size}
+        given = {key: value for key, value in own.items() if value is not None}
         return common_training(cohort, bench, "FedDU", given).model_copy(update=given)
 
 
@@ -153,7 +153,7 @@ class ServerUpdate(Settings):
     batch_size: PositiveInt | None = None
     least: NonNegativeFloat = 1e-3
     explode: PositiveFloat = 3.0
-    unheard: Unheard = "uniform"
+    unheard: MissingCounts = "uniform"
 
     def step(self) -> DynamicUpdate:
         """The step they describe."""
@@ -163,7 +163,7 @@ class ServerUpdate(Settings):
 USUAL = ServerUpdate()
 
 
-def exam(model: Single, rows: Rows) -> tuple[float, float]:
+def accuracy_and_loss(model: Single, rows: Rows) -> tuple[float, float]:
     """A model's accuracy and mean cross entropy on some rows, in evaluation mode."""
     log_probs = log_probabilities(model, rows.x)
     right = log_probs.argmax(-1) == rows.y

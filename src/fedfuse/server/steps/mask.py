@@ -13,23 +13,23 @@ from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Params
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench, ServerState, filed, part
+from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.errors import ConfigError
 from fedfuse.nets.cost import MASK, density, layer_costs
-from fedfuse.nets.gradients import comes_round, maskable, squared_gradients
+from fedfuse.nets.gradients import is_every_nth, maskable, squared_gradients
 from fedfuse.server.aggregate.mean import weighted_mean
-from fedfuse.server.steps.lessons import input_form
+from fedfuse.server.steps.distillation_inputs import input_form
 from fedfuse.server.steps.rates import ExpectedRate, FixedRate, magnitude_threshold
 from fedfuse.server.training import train_on
 
 _TARGET = "target/rate"
 
 
-def masked(state: ServerState, masks: Mapping[str, Tensor]) -> ServerState:
+def apply_masks(state: ServerState, masks: Mapping[str, Tensor]) -> ServerState:
     """The state under these masks: the model's weights, and what clients will be told."""
     model = state.single
     mean = {n: t * masks[n].to(t) if n in masks else t for n, t in model.posterior.mean.items()}
-    after = replace(state.fused(mean), memory={**state.memory, **filed(MASK, masks)})
+    after = replace(state.fused(mean), memory={**state.memory, **with_kind(MASK, masks)})
     return after.noting(density=density(mean, after.memory), layer_density=_densities(masks))
 
 
@@ -39,7 +39,7 @@ def _densities(masks: Mapping[str, Tensor]) -> dict[str, float]:
 
 def remask(state: ServerState) -> ServerState:
     """The state with its masks in force again, whatever has moved its weights since."""
-    masks, model = part(state.memory, MASK), state.single
+    masks, model = entries_of(state.memory, MASK), state.single
     if not any(bool(model.posterior.mean[n][~m].any()) for n, m in masks.items()):
         return state
     return state.fused({n: t * masks[n].to(t) if n in masks else t for n, t in model.posterior.mean.items()})
@@ -47,7 +47,7 @@ def remask(state: ServerState) -> ServerState:
 
 def masks_of(state: ServerState) -> dict[str, Tensor]:
     """The masks in force, all true where there are none yet."""
-    params, known = state.single.posterior.mean, part(state.memory, MASK)
+    params, known = state.single.posterior.mean, entries_of(state.memory, MASK)
     names = maskable(state.single.spec)
     return {n: known.get(n, torch.ones_like(params[n], dtype=torch.bool)) for n in names}
 
@@ -114,7 +114,7 @@ class MagnitudeMask(ServerPart):
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """Prune, if it is time; tell how dense the network is."""
-        state = self.rate.hear(state, cohort)
+        state = self.rate.remember(state, cohort)
         done, off = divmod(state.round - self.round, self.every)
         if off or not 0 <= done < self.times:
             state = remask(state)
@@ -126,7 +126,7 @@ class MagnitudeMask(ServerPart):
         rate = iterated_rate(float(state.memory[_TARGET]), done + 1, self.times)
         old, params = masks_of(state), state.single.posterior.mean
         new = magnitude_masks(params, tuple(old), rate)
-        return masked(state, {n: old[n] & m for n, m in new.items()})
+        return apply_masks(state, {n: old[n] & m for n, m in new.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,34 +150,34 @@ class Exchange:
         self, params: Params, masks: Mapping[str, Tensor], worth: Params, times: Mapping[str, int]
     ) -> dict[str, Tensor]:
         """The new masks."""
-        sure = {n: self._sure(params[n], m) for n, m in masks.items()}
+        secure = {n: self._secure_weights(params[n], m) for n, m in masks.items()}
         whole = sum(times[n] * m.numel() for n, m in masks.items())
-        gain = sum(float(worth[n].double()[s].sum()) for n, s in sure.items())
-        time = self.overhead * whole + sum(times[n] * int(s.sum()) for n, s in sure.items())
-        ratio = torch.cat([(worth[n].double() / times[n])[~s] for n, s in sure.items()])
-        cost = torch.cat([torch.full((int((~s).sum()),), float(times[n])).double() for n, s in sure.items()])
-        chosen = elected(ratio, cost, gain, time)
+        gain = sum(float(worth[n].double()[s].sum()) for n, s in secure.items())
+        time = self.overhead * whole + sum(times[n] * int(s.sum()) for n, s in secure.items())
+        ratio = torch.cat([(worth[n].double() / times[n])[~s] for n, s in secure.items()])
+        cost = torch.cat([torch.full((int((~s).sum()),), float(times[n])).double() for n, s in secure.items()])
+        chosen = select_while_rising(ratio, cost, gain, time)
         new = {}
-        for name, flags in zip(sure, chosen.split([int((~s).sum()) for s in sure.values()]), strict=True):
-            new[name] = sure[name].clone()
-            new[name][~sure[name]] = flags
+        for name, flags in zip(secure, chosen.split([int((~s).sum()) for s in secure.values()]), strict=True):
+            new[name] = secure[name].clone()
+            new[name][~secure[name]] = flags
         return new
 
-    def _sure(self, weight: Tensor, mask: Tensor) -> Tensor:
+    def _secure_weights(self, weight: Tensor, mask: Tensor) -> Tensor:
         """The weights in force that are not in doubt; at least one of a layer."""
-        held = int(mask.sum())
-        stay = max(1, held - int(self.drop * held))
+        active = int(mask.sum())
+        stay = max(1, active - int(self.drop * active))
         score = torch.where(mask, weight.abs().double(), -1.0).flatten()
-        sure = torch.zeros_like(mask).flatten()
-        sure[score.sort(descending=True, stable=True).indices[:stay]] = True
-        return sure.view_as(mask)
+        secure = torch.zeros_like(mask).flatten()
+        secure[score.sort(descending=True, stable=True).indices[:stay]] = True
+        return secure.view_as(mask)
 
 
-def elected(ratio: Tensor, cost: Tensor, gain: float, time: float) -> Tensor:
+def select_while_rising(ratio: Tensor, cost: Tensor, gain: float, time: float) -> Tensor:
     """Who is taken, in the order of Δ/t, while each raises Γ = gain / time.
 
     Example:
-        >>> elected(torch.tensor([5.0, 1.0, 3.0]), torch.ones(3), gain=2.0, time=1.0)
+        >>> select_while_rising(torch.tensor([5.0, 1.0, 3.0]), torch.ones(3), gain=2.0, time=1.0)
         tensor([ True, False, False])
     """
     best = ratio.sort(descending=True, stable=True)
@@ -218,14 +218,14 @@ class Reconfigure(ServerPart):
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """Trade, if it is time; tell how dense the network is."""
-        if not comes_round(state.round, self.every):
+        if not is_every_nth(state.round, self.every):
             state = remask(state)
             return state.noting(density=density(state.single.posterior.mean, state.memory))
         masks, notes = masks_of(state), [u.notes for u in cohort]
         worth = {n: weighted_mean(notes, cohort.weights, f"gradients/{n}") for n in masks}
         trade = replace(self.exchange, drop=self.exchange.drop * 0.5 ** (state.round / self.half_life))
         times = times_of(state.single.spec, bench)
-        return masked(state, trade(state.single.posterior.mean, masks, worth, times))
+        return apply_masks(state, trade(state.single.posterior.mean, masks, worth, times))
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,13 +254,13 @@ class PruneFirst:
 
     def __call__(self, state: ServerState, bench: Bench) -> ServerState:
         """The state with a pruned network to begin with."""
-        still, before = 0, 1.0
+        unchanged, before = 0, 1.0
         for turn in range(self.most):
             state = self._turn(state, bench, turn)
             now = density(state.single.posterior.mean, state.memory)
-            still = still + 1 if abs(now - before) < self.change * before else 0
+            unchanged = unchanged + 1 if abs(now - before) < self.change * before else 0
             before = now
-            if still == self.patience:
+            if unchanged == self.patience:
                 break
         return state
 
@@ -274,4 +274,4 @@ class PruneFirst:
         draw, size = bench.stream("gradients", turn), bench.local.batch_size
         worth = squared_gradients(module, tuple(masks), rows, batch=size, batches=self.batches, generator=draw)
         new = self.exchange(trained.params, masks, worth, times_of(spec, bench))
-        return masked(state.fused(trained.params), new)
+        return apply_masks(state.fused(trained.params), new)

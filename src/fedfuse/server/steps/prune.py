@@ -16,14 +16,14 @@ from fedfuse.core.model import Single
 from fedfuse.core.params import Params
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench, ServerState, filed, part
+from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.errors import ConfigError
-from fedfuse.nets.channels import Group, channel_groups, narrowed, placed
-from fedfuse.server.steps.lessons import input_form
+from fedfuse.nets.channels import Group, channel_groups, keep_channels, move_units
+from fedfuse.server.steps.distillation_inputs import input_form
 from fedfuse.server.steps.ranks import feature_ranks
 from fedfuse.server.steps.rates import ExpectedRate, FixedRate, magnitude_threshold, share_of_small
 
-Spread: TypeAlias = Literal["magnitude", "uniform"]
+LayerRule: TypeAlias = Literal["magnitude", "uniform"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -61,25 +61,25 @@ def filters_of(spec: Spec, shape: tuple[int, ...]) -> tuple[Filters, ...]:
     return tuple(found)
 
 
-def layer_rates(model: Single, filters: tuple[Filters, ...], rate: float, spread: Spread) -> dict[str, float]:
+def layer_rates(model: Single, filters: tuple[Filters, ...], rate: float, layer_rule: LayerRule) -> dict[str, float]:
     """How much of each group may go: all alike, or the share of its weights below the global threshold.
 
     The threshold is taken over every trainable weight of the network. Convolutions whose outputs are added share one
     rate, that of their weights together.
     """
     params = model.posterior.mean
-    if spread == "uniform":
+    if layer_rule == "uniform":
         return {f.group.name: rate for f in filters}
     trainable = [params[name] for name in model.spec.layout.trainable]
     threshold = magnitude_threshold(trainable, rate)
     return {f.group.name: share_of_small([params[w] for w in f.weights], threshold) for f in filters}
 
 
-def kept_units(scores: Tensor, rate: float, rooms: int = 1) -> Tensor:
+def units_to_keep(scores: Tensor, rate: float, rooms: int = 1) -> Tensor:
     """The units that stay when ⌊rate · size⌋ of the lowest scores go: at least one of each room, in their old order.
 
     Example:
-        >>> kept_units(torch.tensor([3.0, 1.0, 2.0, 9.0]), 0.5), kept_units(torch.tensor([1.0, 2.0]), 0.99)
+        >>> units_to_keep(torch.tensor([3.0, 1.0, 2.0, 9.0]), 0.5), units_to_keep(torch.tensor([1.0, 2.0]), 0.99)
         (tensor([0, 3]), tensor([1]))
     """
     by_room = scores.view(rooms, -1)
@@ -105,14 +105,14 @@ class Prune(ServerPart):
     Attributes:
         round: after which it happens, counted from 0.
         rate: which share of all weights may go.
-        spread: how that becomes a rate per group.
+        layer_rule: how that becomes a rate per group.
         images: server rows whose feature maps are looked at.
         tolerance: of a feature map's rank; None is that of rounding.
     """
 
     round: int
     rate: ExpectedRate = field(default_factory=FixedRate)
-    spread: Spread = "magnitude"
+    layer_rule: LayerRule = "magnitude"
     images: int = 500
     tolerance: float | None = None
 
@@ -141,17 +141,17 @@ class Prune(ServerPart):
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """Prune, if this is the round."""
-        state = self.rate.hear(state, cohort)
+        state = self.rate.remember(state, cohort)
         if state.round != self.round:
             return state
         model = state.single
         filters = filters_of(model.spec, input_form(bench, model.spec).shape)
         rate, facts = self.rate(state, cohort, bench)
-        rates = layer_rates(model, filters, rate, self.spread)
+        rates = layer_rates(model, filters, rate, self.layer_rule)
         scores = group_scores(model, filters, self._images(state, bench), self.tolerance)
         pairs = zip(filters, scores, strict=True)
-        keep = {f.group: kept_units(score, rates[f.group.name], f.group.rooms) for f, score in pairs}
-        smaller = shrunk(state, keep)
+        keep = {f.group: units_to_keep(score, rates[f.group.name], f.group.sections) for f, score in pairs}
+        smaller = shrink_state(state, keep)
         widths = {g.name: [len(units), g.size] for g, units in keep.items()}
         return smaller.noting(pruned={"rate": rate, "layer_rates": rates, "kept": widths, **facts})
 
@@ -161,21 +161,27 @@ class Prune(ServerPart):
         return x[torch.randperm(len(x), generator=bench.stream("ranks", state.round))[: self.images]]
 
 
-def shrunk(state: ServerState, keep: Mapping[Group, Tensor]) -> ServerState:
+def shrink_state(state: ServerState, keep: Mapping[Group, Tensor]) -> ServerState:
     """The state with only these channels, in the model and in every memory of the model's shape.
 
     A round that is pruned later must find control variates and masks of the network's new shape; label counts and the
     like have no channels and stay as they are.
     """
     model = state.single
-    spec, weights = narrowed(model.spec, model.posterior.mean, keep)
+    spec, weights = keep_channels(model.spec, model.posterior.mean, keep)
     kinds = {name.partition("/")[0] for name in state.memory if "/" in name}
-    moved = {n: t for kind in sorted(kinds) for n, t in _moved(state.memory, kind, model.posterior.mean, keep).items()}
+    moved = {
+        n: t
+        for kind in sorted(kinds)
+        for n, t in _shrink_memory(state.memory, kind, model.posterior.mean, keep).items()
+    }
     return replace(state.fused(weights, spec=spec), memory={**state.memory, **moved})
 
 
-def _moved(memory: Params, kind: str, params: Params, keep: Mapping[Group, Tensor]) -> dict[str, Tensor]:
+def _shrink_memory(memory: Params, kind: str, params: Params, keep: Mapping[Group, Tensor]) -> dict[str, Tensor]:
     """One kind of memory, narrowed as the tensors it stands beside."""
-    beside = {n: t for n, t in part(memory, kind).items() if n in params and t.shape == params[n].shape}
-    there = {replace(g, places=tuple(p for p in g.places if p.tensor in beside)): units for g, units in keep.items()}
-    return filed(kind, placed(beside, there))
+    beside = {n: t for n, t in entries_of(memory, kind).items() if n in params and t.shape == params[n].shape}
+    moves = {
+        replace(g, locations=tuple(p for p in g.locations if p.tensor in beside)): units for g, units in keep.items()
+    }
+    return with_kind(kind, move_units(beside, moves))

@@ -51,21 +51,24 @@ def feature_ranks(model: Single, x: Tensor, layers: Iterable[str], tolerance: fl
         ((6,), True)
     """
     known = {layer.name: layer for layer in model.spec.layout.layers}
-    ears = {name: _Ear(tolerance) for name in layers}
+    rank_sums = {name: _RankSum(tolerance) for name in layers}
     module = model.spec.skeleton()
-    with _listening(module, {_mouth(known[name]): ear for name, ear in ears.items()}), torch.no_grad():
+    with (
+        _rank_hooks(module, {_output_module(known[name]): rank_sum for name, rank_sum in rank_sums.items()}),
+        torch.no_grad(),
+    ):
         for part in x.split(_BATCH):
             model.logits(part)
-    return {name: ear.mean() for name, ear in ears.items()}
+    return {name: rank_sum.mean() for name, rank_sum in rank_sums.items()}
 
 
-def _mouth(layer: Layer) -> str:
+def _output_module(layer: Layer) -> str:
     """The module whose output is a layer's maps: its norm, or itself."""
     return layer.followers[0].rpartition(".")[0] if layer.followers else layer.weight.rpartition(".")[0]
 
 
 @dataclass(slots=True)
-class _Ear:
+class _RankSum:
     """Hears a module's outputs and adds their ranks up."""
 
     tolerance: float | None
@@ -84,8 +87,8 @@ class _Ear:
 
 
 @contextmanager
-def _listening(module: nn.Module, ears: Mapping[str, _Ear]) -> Iterator[None]:
-    hooks = [module.get_submodule(path).register_forward_hook(ear) for path, ear in ears.items()]
+def _rank_hooks(module: nn.Module, rank_sums: Mapping[str, _RankSum]) -> Iterator[None]:
+    hooks = [module.get_submodule(path).register_forward_hook(rank_sum) for path, rank_sum in rank_sums.items()]
     try:
         yield
     finally:

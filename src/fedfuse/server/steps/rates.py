@@ -16,11 +16,11 @@ from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
 from fedfuse.linalg.lanczos import Spectrum
-from fedfuse.nets.curvature import Curvature, Look, curvature_in
-from fedfuse.server.labels import Unheard, divergence, everybody, heard
+from fedfuse.nets.curvature import Curvature, CurvatureProbe, curvature_in
+from fedfuse.server.labels import MissingCounts, divergence, population_histogram, record_label_counts
 from fedfuse.server.training import common_training, train_on
 
-Rule: TypeAlias = Literal["plateau", "gap"]
+RateRule: TypeAlias = Literal["plateau", "gap"]
 
 _NEAR, _RUN = 0.005, 4  # so many shares in a row that differ by less make a plateau
 _FIRST_STEP, _HALVINGS = 64, 40
@@ -141,7 +141,7 @@ class ExpectedRate(Protocol):
         """As for an aggregator."""
         ...
 
-    def hear(self, state: ServerState, cohort: Cohort) -> ServerState:
+    def remember(self, state: ServerState, cohort: Cohort) -> ServerState:
         """The state that remembers what the rate will need of this round."""
         ...
 
@@ -157,7 +157,7 @@ class FixedRate(ServerPart):
     rate: float = 0.6
     needs: ClassVar[frozenset[str]] = frozenset()
 
-    def hear(self, state: ServerState, cohort: Cohort) -> ServerState:  # noqa: ARG002 - the seam's signature
+    def remember(self, state: ServerState, cohort: Cohort) -> ServerState:  # noqa: ARG002 - the seam's signature
         """Nothing is needed."""
         return state
 
@@ -180,31 +180,31 @@ class SpectralRate(ServerPart):
         unheard: what clients that never answered are taken to have.
     """
 
-    rule: Rule = "plateau"
-    look: Look = field(default_factory=Look)
+    rule: RateRule = "plateau"
+    probe: CurvatureProbe = field(default_factory=CurvatureProbe)
     eps: float = 1e-4
-    unheard: Unheard = "uniform"
+    unheard: MissingCounts = "uniform"
     needs: ClassVar[frozenset[str]] = frozenset({"spectrum", "counts", "server_rows", "training", "network"})
 
-    def hear(self, state: ServerState, cohort: Cohort) -> ServerState:
+    def remember(self, state: ServerState, cohort: Cohort) -> ServerState:
         """Who has which labels."""
-        return heard(state, cohort)
+        return record_label_counts(state, cohort)
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> tuple[float, dict[str, Any]]:
         """p*, and everybody's own rate and weight."""
         rows = bench.need_rows("FedAP")
-        everyone = everybody(state.memory, bench.population, self.unheard)
+        everyone = population_histogram(state.memory, bench.population, self.unheard)
         curvatures = {u.client: curvature_in(u.notes) for u in cohort} | {"server": self._server(state, cohort, bench)}
-        rates = {who: self.rate_of(seen) for who, seen in curvatures.items()}
+        rates = {who: self.rate_of(curvature) for who, curvature in curvatures.items()}
         num_examples = [*(u.num_examples for u in cohort), float(len(rows))]
         counts = [*(u.notes["counts/labels"] for u in cohort), rows.counts(bench.classes)]
-        apart = [divergence(c, everyone) for c in counts]
-        rate, weights = combined_rate(list(rates.values()), num_examples, apart, self.eps)
+        divergences = [divergence(c, everyone) for c in counts]
+        rate, weights = combined_rate(list(rates.values()), num_examples, divergences, self.eps)
         return rate, {"rates": rates, "rate_weights": dict(zip(rates, weights, strict=True))}
 
-    def rate_of(self, seen: Curvature) -> float:
+    def rate_of(self, curvature: Curvature) -> float:
         """One participant's rate."""
-        return plateau_rate(seen.spectrum) if self.rule == "plateau" else gap_rate(*seen)
+        return plateau_rate(curvature.spectrum) if self.rule == "plateau" else gap_rate(*curvature)
 
     def _server(self, state: ServerState, cohort: Cohort, bench: Bench) -> Curvature:
         model, rows = state.single, bench.need_rows("FedAP")
@@ -213,4 +213,4 @@ class SpectralRate(ServerPart):
         module = model.spec.build()
         module.load_state_dict(trained.params)
         with one_thread():
-            return self.look(module, start, rows, bench.stream("spectrum", state.round))
+            return self.probe(module, start, rows, bench.stream("spectrum", state.round))

@@ -46,7 +46,7 @@ class RestateNorms(ServerPart):
         with torch.no_grad():
             for part in x.tensor_split(max(1, round(len(x) / self.batch))):
                 module(single.spec.cast(part).to(next(module.parameters()).device))
-        told = dict(module.state_dict())
+        values = dict(module.state_dict())
         floats = {n for n, role in single.spec.layout.roles.items() if role == "statistic"}
-        mean = {n: told[n].clone() if n in floats else t for n, t in single.posterior.mean.items()}
+        mean = {n: values[n].clone() if n in floats else t for n, t in single.posterior.mean.items()}
         return state.fused(mean, single.posterior.geometry, single.spec)

@@ -18,10 +18,10 @@ from fedfuse.core.rng import seeded
 from fedfuse.core.settings import Optimizer
 from fedfuse.core.state import Bench
 from fedfuse.nets.mixture import Mixture
-from fedfuse.server.steps.lessons import Teacher, made_form
+from fedfuse.server.steps.distillation_inputs import Teacher, synthetic_form
 from fedfuse.training.optimizers import stepper
 
-_NOWHERE: frozenset[str] = frozenset()
+_NOTHING: frozenset[str] = frozenset()
 _NORMS = nn.modules.batchnorm._BatchNorm
 
 
@@ -55,38 +55,40 @@ class Impressions:
     temperature: float = 20.0
     beta: tuple[float, ...] = (1.0, 0.1)
     batch: int = 500
-    needs: ClassVar[frozenset[str]] = _NOWHERE
+    needs: ClassVar[frozenset[str]] = _NOTHING
 
     def __call__(self, epoch: int, teacher: Teacher, student: nn.Module | None, bench: Bench) -> Tensor:  # noqa: ARG002
         """All of them, before the first epoch."""
-        form = made_form(bench, [m.spec for m in teacher.members])
+        form = synthetic_form(bench, [m.spec for m in teacher.members])
         if epoch > 0:
             return torch.empty(0, *form.shape)
-        draw, classes = bench.stream("impressions"), answered(teacher, form)
+        draw, classes = bench.stream("impressions"), count_outputs(teacher, form)
         asked = teacher.members if self.of == "members" else (teacher,)
-        made = []
-        for one, places in zip(asked, torch.arange(self.count).tensor_split(len(asked)), strict=True):
-            answers = wanted_answers(class_similarity(one.members, classes), places, self.beta, draw)
-            made += [self._made(one, form, y, draw) for y in answers.to(bench.local.device).split(self.batch)]
-        return torch.cat(made)
+        batches = []
+        for one, indices in zip(asked, torch.arange(self.count).tensor_split(len(asked)), strict=True):
+            answers = wanted_answers(class_similarity(one.members, classes), indices, self.beta, draw)
+            batches += [
+                self._make_impressions(one, form, y, draw) for y in answers.to(bench.local.device).split(self.batch)
+            ]
+        return torch.cat(batches)
 
-    def _made(self, teacher: Teacher, form: InputForm, answers: Tensor, draw: torch.Generator) -> Tensor:
+    def _make_impressions(self, teacher: Teacher, form: InputForm, answers: Tensor, draw: torch.Generator) -> Tensor:
         free = torch.randn(len(answers), *form.shape, generator=draw).to(answers.device).requires_grad_()
         step = stepper(Optimizer(name="adam", lr=self.lr))
         for _ in range(self.steps):
-            z = teacher.logits(form.squashed(free))[:, : answers.shape[1]]  # a network may also have an unknown class
+            z = teacher.logits(form.squash(free))[:, : answers.shape[1]]  # a network may also have an unknown class
             loss = F.cross_entropy(z / self.temperature, answers, reduction="sum")
             (slope,) = torch.autograd.grad(loss, [free])
             with torch.no_grad():
                 step([free], [slope], self.lr)
-        return form.squashed(free).detach()
+        return form.squash(free).detach()
 
 
-def answered(teacher: Teacher, form: InputForm) -> int:
+def count_outputs(teacher: Teacher, form: InputForm) -> int:
     """How many classes a teacher tells apart."""
     first = teacher.members[0]
-    place = next(iter(first.posterior.mean.values())).device
-    x = torch.zeros(1, *form.shape, device=place)
+    device = next(iter(first.posterior.mean.values())).device
+    x = torch.zeros(1, *form.shape, device=device)
     with torch.no_grad():
         return int(teacher.logits(x.long() if reads_tokens(first.spec, form.shape) else x).shape[-1])
 
@@ -114,11 +116,11 @@ def class_similarity(members: Sequence[Single], classes: int) -> Tensor:
     return (total - low) / (high - low).clamp(min=1e-12)
 
 
-def wanted_answers(similarity: Tensor, places: Tensor, betas: Sequence[float], draw: torch.Generator) -> Tensor:
+def wanted_answers(similarity: Tensor, indices: Tensor, betas: Sequence[float], draw: torch.Generator) -> Tensor:
     """The answers that the inputs at some places are made for: classes in turn, every β in turn, Dirichlet draws."""
     classes = len(similarity)
-    beta = torch.tensor(betas)[(places // classes) % len(betas)]
-    concentration = (beta[:, None] * similarity[places % classes]).clamp(min=1e-3)
+    beta = torch.tensor(betas)[(indices // classes) % len(betas)]
+    concentration = (beta[:, None] * similarity[indices % classes]).clamp(min=1e-3)
     # Gamma draws in the logarithm, log G(a) = log G(a + 1) + log(U)/a: small parameters would underflow to 0/0
     boosted = torch._standard_gamma(concentration.double() + 1, generator=draw).log()
     uniform = torch.rand(concentration.shape, generator=draw, dtype=torch.float64).log()
@@ -153,20 +155,20 @@ class Generate:
     bn: float = 1.0
     adv: float = 1.0
     width: int = 64
-    needs: ClassVar[frozenset[str]] = _NOWHERE
+    needs: ClassVar[frozenset[str]] = _NOTHING
 
     def __call__(self, epoch: int, teacher: Teacher, student: nn.Module, bench: Bench) -> Tensor:
         """One batch, the best of its training."""
-        form = made_form(bench, [m.spec for m in teacher.members])
+        form = synthetic_form(bench, [m.spec for m in teacher.members])
         draw, device = bench.stream("generate", epoch), bench.local.device
         with seeded(bench.seed, "generator", epoch):
-            paint = renewed(generator(form, self.latent, self.width), draw).to(device)
+            net = initialize_generator(generator(form, self.latent, self.width), draw).to(device)
         v = torch.randn(self.batch, self.latent, generator=draw).to(device).requires_grad_()
-        labels = torch.randint(answered(teacher, form), (self.batch,), generator=draw).to(device)
-        moved, step = [*paint.parameters(), v], stepper(Optimizer(name="adam", lr=self.lr, betas=(0.5, 0.999)))
+        labels = torch.randint(count_outputs(teacher, form), (self.batch,), generator=draw).to(device)
+        moved, step = [*net.parameters(), v], stepper(Optimizer(name="adam", lr=self.lr, betas=(0.5, 0.999)))
         best, least = torch.empty(0), float("inf")
         for _ in range(self.steps):
-            x = form.squashed(paint(v))
+            x = form.squash(net(v))
             view = x if bench.local.augment is None else bench.local.augment(x, draw)
             z, gap = answer_and_gap(teacher, view)
             loss = self.loss(z, answer_in_full(student, view), labels, gap)
@@ -212,7 +214,7 @@ def generator(form: InputForm, latent: int, width: int) -> nn.Module:
     )
 
 
-def renewed(net: nn.Module, draw: torch.Generator) -> nn.Module:
+def initialize_generator(net: nn.Module, draw: torch.Generator) -> nn.Module:
     """A generator with DENSE's initial values: N(0, 0.02²) weights, N(1, 0.02²) for norms, zero biases."""
     for part in net.modules():
         if isinstance(part, nn.Linear | nn.Conv2d | _NORMS):
@@ -228,13 +230,13 @@ def answer_and_gap(teacher: Teacher, x: Tensor) -> tuple[Tensor, Tensor]:
     The gap is, per network, Σ_norms ‖mean(h) − μ‖ + ‖var(h) − σ²‖ over the channels of what a norm reads, with the
     running statistics μ and σ² it remembers; averaged over the networks.
     """
-    with _watched(teacher) as gaps:
+    with _record_gaps(teacher) as gaps:
         z = teacher.at_once(x) if isinstance(teacher, Mixture) else teacher.logits(x)
     return z, torch.stack(gaps).sum() / len(teacher.members) if gaps else x.new_zeros(())
 
 
 @contextmanager
-def _watched(teacher: Teacher) -> Iterator[list[Tensor]]:
+def _record_gaps(teacher: Teacher) -> Iterator[list[Tensor]]:
     """Collect the gap at every batch norm that runs; all networks of one architecture run in one skeleton."""
     gaps: list[Tensor] = []
 

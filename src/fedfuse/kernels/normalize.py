@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from fedfuse.kernels.pointwise import Runs
-from fedfuse.kernels.target import Floats, compiled
+from fedfuse.kernels.target import Floats, compile_kernel
 from fedfuse.kernels.tiles import Two, fill, total
 
 
-@compiled
-def moments(x: Floats, runs: Runs, size: Two, live: Floats, count: int, mean: Floats, spread: Floats) -> None:
+@compile_kernel
+def moments(x: Floats, runs: Runs, size: Two, live: Floats, count: int, mean: Floats, variance: Floats) -> None:
     """The mean and the biased variance of every channel, which has `count` numbers in all.
 
     Both arrays have room for a pixel; the first of each channel's numbers there are the result.
@@ -34,11 +34,11 @@ def moments(x: Floats, runs: Runs, size: Two, live: Floats, count: int, mean: Fl
                     for i in range(pixel):
                         mean[i] += here[i]
     _gather(mean, size, count)
-    _add_squares(x, runs, size, live, mean, spread)
-    _gather(spread, size, count)
+    _add_squares(x, runs, size, live, mean, variance)
+    _gather(variance, size, count)
 
 
-@compiled
+@compile_kernel
 def _gather(sums: Floats, size: Two, count: int) -> None:
     """Every channel's sum over its lanes, divided by the count, moved to the front."""
     channels, lanes = size
@@ -49,39 +49,39 @@ def _gather(sums: Floats, size: Two, count: int) -> None:
         sums[c] = whole / count
 
 
-@compiled
-def _add_squares(x: Floats, runs: Runs, size: Two, live: Floats, mean: Floats, spread: Floats) -> None:
+@compile_kernel
+def _add_squares(x: Floats, runs: Runs, size: Two, live: Floats, mean: Floats, variance: Floats) -> None:
     groups, rows, length, xo, xg, xr, _, _, _ = runs
     channels, lanes = size
-    fill(spread, 0, channels * lanes, 0.0)
+    fill(variance, 0, channels * lanes, 0.0)
     for g in range(groups):
         for a in range(xo + g * xg, xo + g * xg + rows * xr, xr):
             for p in range(a, a + length, channels * lanes):
                 for c in range(channels):
                     middle = mean[c]
-                    here, out = x[p + c * lanes : p + (c + 1) * lanes], spread[c * lanes : (c + 1) * lanes]
+                    here, out = x[p + c * lanes : p + (c + 1) * lanes], variance[c * lanes : (c + 1) * lanes]
                     alive = live[c * lanes : (c + 1) * lanes]
                     for i in range(lanes):
                         d = here[i] - middle
                         out[i] += d * d if g < groups - 1 else alive[i] * d * d
 
 
-@compiled
+@compile_kernel
 def follow(
-    running: Floats, mean: Floats, variance: Floats, places: Two, channels: int, count: int, step: float
+    running: Floats, mean: Floats, variance: Floats, offsets: Two, channels: int, count: int, step: float
 ) -> None:
-    """Running statistics, at `places`, go a step towards the batch's; their variance is the unbiased one."""
+    """Running statistics, at `offsets`, go a step towards the batch's; their variance is the unbiased one."""
     part, unbiased = np.float32(step), np.float32(count / (count - 1))
     for c in range(channels):
-        running[places[0] + c] += part * (mean[c] - running[places[0] + c])
-        running[places[1] + c] += part * (unbiased * variance[c] - running[places[1] + c])
+        running[offsets[0] + c] += part * (mean[c] - running[offsets[0] + c])
+        running[offsets[1] + c] += part * (unbiased * variance[c] - running[offsets[1] + c])
 
 
-@compiled
-def forward(x: Floats, y: Floats, runs: Runs, size: Two, w: Floats, places: Two, mean: Floats, scale: Floats) -> None:
+@compile_kernel
+def forward(x: Floats, y: Floats, runs: Runs, size: Two, w: Floats, offsets: Two, mean: Floats, scale: Floats) -> None:
     """Write y = (x − mean) · scale · weight + bias, scale being one over the standard deviation."""
     groups, rows, length, xo, xg, xr, yo, yg, yr = runs
-    (channels, lanes), (wo, bo) = size, places
+    (channels, lanes), (wo, bo) = size, offsets
     for g in range(groups):
         for r in range(rows):
             a, b = xo + g * xg + r * xr, yo + g * yg + r * yr
@@ -94,9 +94,9 @@ def forward(x: Floats, y: Floats, runs: Runs, size: Two, w: Floats, places: Two,
                         target[i] = (source[i] - middle) * factor + bias
 
 
-@compiled
+@compile_kernel
 def to_weights(
-    x: Floats, dy: Floats, runs: Runs, size: Two, mean: Floats, scale: Floats, g: Floats, places: Two
+    x: Floats, dy: Floats, runs: Runs, size: Two, mean: Floats, scale: Floats, g: Floats, offsets: Two
 ) -> None:
     """The gradients of weights, Σ dy · (x − mean) · scale, and of biases, Σ dy; dy is 0 in lanes without an example."""
     groups, rows, length, xo, xg, xr, yo, yg, yr = runs
@@ -114,25 +114,25 @@ def to_weights(
                         to_w[i] += pull[i] * (source[i] - middle)
                         to_b[i] += pull[i]
     for c in range(channels):
-        g[places[0] + c] = total(weights, c * lanes, (c + 1) * lanes) * scale[c]
-        g[places[1] + c] = total(biases, c * lanes, (c + 1) * lanes)
+        g[offsets[0] + c] = total(weights, c * lanes, (c + 1) * lanes) * scale[c]
+        g[offsets[1] + c] = total(biases, c * lanes, (c + 1) * lanes)
 
 
-@compiled
+@compile_kernel
 def coefficients(
-    w: Floats, g: Floats, places: Two, scale: Floats, count: int, channels: int
+    w: Floats, g: Floats, offsets: Two, scale: Floats, count: int, channels: int
 ) -> tuple[Floats, Floats, Floats]:
     """Three numbers of every channel for `to_inputs`: weight · scale, Σdy/N, and Σ(dy·x̂)/N · scale."""
     part = np.float32(1 / count) if count else np.float32(0)
     factor, shift, tilt = np.empty(channels, np.float32), np.empty(channels, np.float32), np.empty(channels, np.float32)
     for c in range(channels):
-        factor[c] = w[places[0] + c] * scale[c]
-        shift[c] = g[places[1] + c] * part
-        tilt[c] = g[places[0] + c] * part * scale[c]
+        factor[c] = w[offsets[0] + c] * scale[c]
+        shift[c] = g[offsets[1] + c] * part
+        tilt[c] = g[offsets[0] + c] * part * scale[c]
     return factor, shift, tilt
 
 
-@compiled
+@compile_kernel
 def to_inputs(
     x: Floats,
     dy: Floats,

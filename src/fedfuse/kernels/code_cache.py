@@ -18,7 +18,7 @@ def _digest() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
-def _wanted() -> Path:
+def _preferred_folder() -> Path:
     """Below `$NUMBA_CACHE_DIR` if that is set, else below our cache folder."""
     own = os.environ.get("NUMBA_CACHE_DIR")
     return (Path(own) if own else cache_folder() / "kernels") / _digest()
@@ -26,16 +26,16 @@ def _wanted() -> Path:
 
 def is_cold() -> bool:
     """Whether nothing was compiled here yet."""
-    return not _wanted().is_dir()
+    return not _preferred_folder().is_dir()
 
 
 @cache
 def code_folder() -> Path:
     """The folder for code of exactly these sources; one for this process alone where the usual cannot be written."""
     try:
-        _wanted().mkdir(parents=True, exist_ok=True)
-        if os.access(_wanted(), os.W_OK):
-            return _wanted()
+        _preferred_folder().mkdir(parents=True, exist_ok=True)
+        if os.access(_preferred_folder(), os.W_OK):
+            return _preferred_folder()
     except OSError:
         pass
     return Path(tempfile.mkdtemp(prefix="fedfuse-kernels-"))

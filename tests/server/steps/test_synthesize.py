@@ -19,14 +19,14 @@ from fedfuse.core.state import Bench
 from fedfuse.data.transforms import CropFlip
 from fedfuse.nets.combine import FirstLayer, MeanLogit, TopLogit
 from fedfuse.nets.mixture import Mixture
-from fedfuse.server.steps.synthesise import (
+from fedfuse.server.steps.synthesize import (
     Generate,
     Impressions,
     answer_and_gap,
-    answered,
     class_similarity,
+    count_outputs,
     generator,
-    renewed,
+    initialize_generator,
     wanted_answers,
 )
 
@@ -148,12 +148,12 @@ def test_members_chosen_early_teach_too() -> None:
     teacher = mixture(linear(torch.randn(3, 6)), linear(torch.randn(3, 6)), rule=FirstLayer(1))
     x = torch.randn(8, 6)
     assert torch.allclose(answer_and_gap(teacher, x)[0], teacher.logits(x), atol=1e-6)
-    assert answered(teacher, InputForm((6,))) == 3
+    assert count_outputs(teacher, InputForm((6,))) == 3
 
 
 def test_generators_paint_inputs_of_every_form() -> None:
     for shape in ((1, 28, 28), (3, 32, 32), (1, 8, 8), (2, 7, 5), (1, 3, 3), (6,)):
-        net = renewed(generator(InputForm(shape), 10, 4), torch.Generator().manual_seed(0))
+        net = initialize_generator(generator(InputForm(shape), 10, 4), torch.Generator().manual_seed(0))
         assert net(torch.randn(4, 10)).shape == (4, *shape)
     assert net[0].weight.std() < 0.03  # type: ignore[index, union-attr]
 
@@ -177,7 +177,7 @@ def test_dense_generator_finds_images_the_teacher_is_sure_of_and_the_student_get
 def _labels(made: Generate, epoch: int) -> torch.Tensor:
     draw = BENCH.stream("generate", epoch)
     assert BENCH.inputs is not None
-    renewed(generator(BENCH.inputs, made.latent, made.width), draw)
+    initialize_generator(generator(BENCH.inputs, made.latent, made.width), draw)
     torch.randn(made.batch, made.latent, generator=draw)
     return torch.randint(3, (made.batch,), generator=draw)
 

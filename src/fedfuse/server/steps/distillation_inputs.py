@@ -19,7 +19,7 @@ from fedfuse.errors import RecipeError
 Teacher: TypeAlias = Answering
 
 
-class Lessons(Protocol):
+class DistillationInputs(Protocol):
     """Where a student's inputs come from; their answers come from the teacher."""
 
     @property
@@ -33,7 +33,7 @@ class Lessons(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ServerRows:
+class ServerInputs:
     """The inputs of the server's own rows; their labels are not looked at."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"server_rows"})
@@ -45,7 +45,7 @@ class ServerRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Unlabelled:
+class UnlabelledInputs:
     """Inputs without labels that the server holds."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"unlabelled"})
@@ -95,7 +95,7 @@ def common_form(bench: Bench, specs: Sequence[Spec]) -> InputForm:
     return max(forms, key=lambda form: (len(form.shape), form.shape))
 
 
-def made_form(bench: Bench, specs: Sequence[Spec]) -> InputForm:
+def synthetic_form(bench: Bench, specs: Sequence[Spec]) -> InputForm:
     """What an input looks like that is to be made for several networks.
 
     Raises:
@@ -114,18 +114,20 @@ def _known_form(bench: Bench) -> InputForm | None:
     """What the bench knows of inputs."""
     if bench.inputs is not None:
         return bench.inputs
-    seen = bench.rows.x if bench.rows is not None else bench.unlabelled
-    return None if seen is None else InputForm(tuple(seen.shape[1:]))
+    inputs = bench.rows.x if bench.rows is not None else bench.unlabelled
+    return None if inputs is None else InputForm(tuple(inputs.shape[1:]))
 
 
-def held_inputs(bench: Bench, count: int, *purpose: str | int) -> tuple[Tensor, Literal["server", "unlabelled"]] | None:
+def server_inputs(
+    bench: Bench, count: int, *purpose: str | int
+) -> tuple[Tensor, Literal["server", "unlabelled"]] | None:
     """Up to `count` inputs that the server holds, drawn at random, and where they are from; None if it has none."""
     if bench.rows is not None and len(bench.rows):
-        return _some(bench.rows.x, count, bench.stream(*purpose)), "server"
+        return _sample(bench.rows.x, count, bench.stream(*purpose)), "server"
     if bench.unlabelled is not None and len(bench.unlabelled):
-        return _some(bench.unlabelled, count, bench.stream(*purpose)), "unlabelled"
+        return _sample(bench.unlabelled, count, bench.stream(*purpose)), "unlabelled"
     return None
 
 
-def _some(x: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def _sample(x: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return x if len(x) <= count else x[torch.randperm(len(x), generator=generator)[:count]]

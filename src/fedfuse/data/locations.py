@@ -17,7 +17,7 @@ SHARED = Path("/usr/share/datasets")
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class LocatedDataset:
     """A store that holds at least one part of each half of a public set."""
 
     store: Store
@@ -36,39 +36,39 @@ def roots() -> Iterator[Path]:
     yield SHARED
 
 
-def locate(official: Official) -> Located | None:
+def locate(official: Official) -> LocatedDataset | None:
     """The first place that holds the whole set, or else the first that holds a part of it."""
     partial = None
-    for located in (located for root in roots() for located in _below(root, official)):
+    for located in (located for root in roots() for located in _search_root(root, official)):
         if not located.missing:
             return located
         partial = partial or located
     return partial
 
 
-def _below(root: Path, official: Official) -> Iterator[Located]:
+def _search_root(root: Path, official: Official) -> Iterator[LocatedDataset]:
     """The places below one root that hold some of the set: plain folders before archives."""
     folders = [root / folder for folder in official.folders if (root / folder).is_dir()]
     archives = [folder / name for folder in (*folders, root) for name in official.archives]
-    for place in (*folders, *(archive for archive in archives if archive.is_file())):
-        if located := _look_into(open_store(place), official):
+    for location in (*folders, *(archive for archive in archives if archive.is_file())):
+        if located := _inspect_store(open_store(location), official):
             yield located
 
 
-def _look_into(store: Store, official: Official) -> Located | None:
+def _inspect_store(store: Store, official: Official) -> LocatedDataset | None:
     train, test = (
         tuple(part for part in half if all(store.has(name) for name in part))
         for half in (official.train, official.test)
     )
     wanted = dict.fromkeys(name for part in (*official.train, *official.test) for name in part)
     missing = tuple(name for name in wanted if not store.has(name))
-    return Located(store, train, test, missing) if train and test else None
+    return LocatedDataset(store, train, test, missing) if train and test else None
 
 
-def local(name: str) -> Path | None:
+def find_local(name: str) -> Path | None:
     """The folder or `.npz` file of this name, from here or from a search root."""
     for base in chain([Path()], roots()):
-        place = base / Path(name).expanduser()
-        if place.is_dir() or (place.is_file() and place.suffix == ".npz"):
-            return place
+        location = base / Path(name).expanduser()
+        if location.is_dir() or (location.is_file() and location.suffix == ".npz"):
+            return location
     return None
