@@ -25,6 +25,7 @@ from torch import Tensor
 from fedfuse.core.messages import Form
 from fedfuse.core.params import Params
 from fedfuse.errors import ConfigError, FuseError
+from fedfuse.wire.reading import fill
 
 DTYPES = {
     "F64": torch.float64,
@@ -238,12 +239,10 @@ def read(path: Path, limits: Limits | None = None) -> Packet:
     def fetch(name: str, begin: int, end: int) -> Tensor:
         out = torch.empty(end - begin, dtype=forms[name].dtype)
         try:
-            with path.open("rb") as file:
-                file.seek(start + places[name] + begin * out.itemsize)
-                got = file.readinto(memoryview(_bytes_of(out)))
+            whole = fill(path, start + places[name] + begin * out.itemsize, memoryview(_bytes_of(out)))
         except OSError as why:
             raise Malformed(f"cannot read {path}: {why.strerror or why}") from why
-        if got != out.numel() * out.itemsize:
+        if not whole:
             raise Malformed(f"{path.name} changed while it was read")
         return out
 
