@@ -18,7 +18,9 @@ from numba.extending import intrinsic
 from fedfuse.kernels.target import Floats, Ints, exact
 
 Doubles = npt.NDArray[np.float64]
-_NEAR = 1 << 14  # numbers whose sums stay near (128 KiB): long enough for memory to be read in long runs
+# Numbers whose sums are held at once: long enough for memory to be read in long runs, short enough to stay near and to
+# weigh little beside a small model.
+_MOST, _LEAST = 1 << 14, 1 << 11
 
 
 @intrinsic
@@ -48,15 +50,15 @@ def weighted_sums(rows: Ints, weights: Doubles, divisor: float, begin: int, out:
         begin: the first number to sum.
         out: as many as are wanted.
     """
-    sums, last = np.empty(_NEAR, np.float64), rows.size - 1
-    for first in range(0, out.size, _NEAR):
-        count = min(_NEAR, out.size - first)
+    near, last = min(_MOST, max(_LEAST, out.size // 64)), rows.size - 1
+    sums = np.empty(near, np.float64)
+    for first in range(0, out.size, near):
+        count = min(near, out.size - first)
         for i in range(count):
             sums[i] = 0.0
         add_rows(rows[:last], weights[:last], begin + first, sums[:count])
-        _finish(
-            _row(rows[last], begin + first, count), weights[last], sums[:count], divisor, out[first : first + count]
-        )
+        row, part = _row(rows[last], begin + first, count), out[first : first + count]
+        _finish(row, weights[last], sums[:count], divisor, part)
 
 
 @exact
