@@ -5,7 +5,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install --quiet -c constraints.t
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-all lint types bench format clean
+.PHONY: demo test test-all lint types catalogue bench format clean
 
 demo: $(VENV)/.core
 	$(VENV)/bin/fedfuse demo
@@ -26,6 +26,9 @@ types: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+catalogue: $(VENV)/.dev
+	$(PY) -c "from fedfuse.core.catalogue import write_catalogue; write_catalogue()"
 
 bench: $(VENV)/.dev
 	for file in benchmarks/*.py; do echo "== $$file"; $(PY) $$file || exit 1; done

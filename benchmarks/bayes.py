@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 from fedfuse.client.elbo import Elbo
-from fedfuse.client.work import train
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
@@ -33,6 +32,7 @@ from fedfuse.models.bayes import BayesianLayers
 from fedfuse.server.aggregate.barycenters import AlphaDivergence
 from fedfuse.server.aggregate.charts import CHARTS, MeanIn
 from fedfuse.server.aggregate.mean import Mean
+from fedfuse.training.round import train
 from fedfuse.wire.codec import decode, encode
 
 STEPS, CLIENTS = 20, 10

@@ -20,8 +20,8 @@ from fedfuse.client.evidence.control import ControlDelta
 from fedfuse.core.messages import Brief, Cohort, Envelope
 from fedfuse.core.seams import Evidence
 from fedfuse.core.spec import Spec
-from fedfuse.server.admit import Admission, admit_all
 from fedfuse.server.aggregate.mean import mean_of, weighted_mean
+from fedfuse.server.door.admit import Admission, admit_all
 from fedfuse.wire.messages import encode_reply
 
 
@@ -65,7 +65,7 @@ def reply(brief: Brief, evidence: tuple[Evidence, ...], seed: int) -> bytes:
 
     mean = {n: drawn(tuple(t.shape), t.dtype) for n, t in brief.params.items()}
     notes = {n: drawn(*form) for kind in evidence for n, form in kind.expects(brief).items()}
-    return encode_reply(brief, mean, notes, mass=1.0 + seed, steps=1, facts={"loss": 1.0})
+    return encode_reply(brief, mean, notes, num_examples=1.0 + seed, steps=1, facts={"loss": 1.0})
 
 
 def seconds(work: Callable[[], object]) -> float:

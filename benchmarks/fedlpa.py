@@ -27,8 +27,7 @@ from typing import Any
 
 import torch
 
-from fedfuse.client.evidence.kfac import KroneckerFactors, blocks_of, kronecker_factors
-from fedfuse.client.work import client_round, train
+from fedfuse.client.evidence.kfac import KroneckerFactors, kronecker_factors
 from fedfuse.core.messages import Cohort, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.rng import seeded
@@ -39,8 +38,10 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState
 from fedfuse.data import Dirichlet, find, load, partition
 from fedfuse.linalg.kron import natural_mean
-from fedfuse.server.admit import admit_all
+from fedfuse.nets.blocks import blocks_of
 from fedfuse.server.aggregate.natural import NaturalKron
+from fedfuse.server.door.admit import admit_all
+from fedfuse.training.round import client_round, train
 
 CLIENTS, RELEASED_STEPS = 10, 10_000
 SPEC = Spec("lenet", {"channels": 1, "size": 28, "classes": 10})

@@ -28,7 +28,7 @@ import psutil
 import torch
 from torch import nn
 
-from fedfuse.engines.flower_version import need_flower
+from fedfuse.flower.version import need_flower
 
 need_flower()
 
@@ -126,10 +126,10 @@ def prepare_replies(folder: Path, parameters: int) -> None:
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
     brief, module = a_brief(parameters)
-    from fedfuse.engines.flower_records import reply_content
+    from fedfuse.flower.records import reply_content
     from fedfuse.wire.messages import encode_reply
 
-    payload = encode_reply(brief, module.state_dict(), {}, mass=10.0, steps=1, facts={})
+    payload = encode_reply(brief, module.state_dict(), {}, num_examples=10.0, steps=1, facts={})
     message = Message(reply_content(payload, 1.0), 1, "train")
     for name in ("up", "down"):
         (folder / name).mkdir()
@@ -158,7 +158,7 @@ def serve(folder: Path, parameters: int, clients: int) -> Memory:
     from fedfuse.core.recipe import Recipe
     from fedfuse.core.settings import LocalSettings
     from fedfuse.core.state import Bench, ServerState
-    from fedfuse.engines.flower import Federation, FlowerEngine, Member
+    from fedfuse.flower.engine import Federation, FlowerEngine, Member
     from fedfuse.server.aggregate.mean import Mean
     from fedfuse.server.loop import Plan, one_round
 
@@ -226,9 +226,9 @@ def plain_apps(path: Path, clock: Clock) -> tuple[Any, Any]:
 
     from fedfuse.core.model import Single
     from fedfuse.core.posterior import Posterior
-    from fedfuse.engines.flower_records import to_tensors
     from fedfuse.experiment.config import load_experiment
     from fedfuse.experiment.prepare import prepare
+    from fedfuse.flower.records import to_tensors
 
     setting = prepare(load_experiment(path)).setting(0)
     start = setting.start.single
@@ -265,10 +265,10 @@ class PlainTrainer:
         """Train and answer."""
         from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
-        from fedfuse.client.work import client_round
         from fedfuse.core.messages import Brief
         from fedfuse.core.recipe import Work
-        from fedfuse.experiment.flower_site import _setting
+        from fedfuse.flower.site import _setting
+        from fedfuse.training.round import client_round
         from fedfuse.wire.codec import decode
 
         setting, place = _setting(self.path, 0), int(context.node_config["partition-id"])
@@ -286,7 +286,7 @@ def simulation(clients: int = 10) -> Speed:
     from flwr.simulation import run_simulation
 
     from fedfuse.experiment.config import load_experiment
-    from fedfuse.experiment.flower import simulate
+    from fedfuse.flower.run import simulate
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "speed.toml"
@@ -323,7 +323,7 @@ PLAIN_CLIENT = """
 from pathlib import Path
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from fedfuse.client.work import client_round
+from fedfuse.training.round import client_round
 from fedfuse.core.messages import Brief
 from fedfuse.core.seams import Work
 from fedfuse.data import load
@@ -352,7 +352,7 @@ def deployment() -> Speed:
     from run import write_rows  # type: ignore[import-not-found]
 
     from fedfuse.experiment.config import load_experiment
-    from fedfuse.experiment.flower_app import write_app
+    from fedfuse.flower.app import write_app
 
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home).resolve()

@@ -2,7 +2,7 @@
 
 Run `python benchmarks/fuse_files.py [--json FILE] [--files N] [--folder DIR]`. Files of 110 million parameters are
 written one tensor at a time (2.2 GB for five), fused by FedAvg, and deleted. They come as plain safetensors without a
-network, in BERT's shapes and with given masses; as updates of a network that fedfuse can build; and as one single
+network, in BERT's shapes and with given num_examples; as updates of a network that fedfuse can build; and as one single
 tensor. Five of them must fit in 1.5 GB.
 """
 
@@ -82,9 +82,9 @@ def cases(files: int) -> list[Case]:
     wide = Spec("mlp", {"inputs": 4096, "hidden": [4096] * 6 + [2048], "classes": 10})
     with torch.device("meta"):
         built = {n: tuple(t.shape) for n, t in wide.build().state_dict().items()}
-    masses = tuple(word for k in range(files) for word in ("--mass", str(k + 1)))
+    num_examples = tuple(word for k in range(files) for word in ("--num-examples", str(k + 1)))
     return [
-        Case("plain tensors, BERT's shapes", bert(), words=masses),
+        Case("plain tensors, BERT's shapes", bert(), words=num_examples),
         Case("updates of an MLP", built, wide),
         Case("one tensor", {"all": (110_000_000,)}),
     ]
@@ -96,7 +96,7 @@ def made(case: Case, folder: Path, files: int) -> list[Path]:
         header: dict[str, Any] = {}
         if case.spec is not None:
             brief = Brief(0, case.spec, {}, classes=10)
-            header = reply_header(brief, mass=100.0 + k, steps=10, facts={})
+            header = reply_header(brief, num_examples=100.0 + k, steps=10, facts={})
         write(path, drawn(case.shapes, k), header)
     return paths
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from fedfuse.core.channels import channel_groups
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
@@ -28,6 +27,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import NotConverged
 from fedfuse.linalg import assign
+from fedfuse.nets.channels import channel_groups
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.align.alignment import ALIGNMENTS, Aligned
 

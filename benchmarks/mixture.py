@@ -22,11 +22,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedfuse.core.combine import TopLogit
-from fedfuse.core.model import MEMORY, Mixture, Single
+from fedfuse.core.model import Single
 from fedfuse.core.rng import seeded
 from fedfuse.core.spec import Spec
 from fedfuse.data import find, load
+from fedfuse.nets.combine import TopLogit
+from fedfuse.nets.mixture import MEMORY, Mixture
 
 SPECS = {
     "mlp 784-100-10": Spec("mlp"),

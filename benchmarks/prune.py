@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 
-from fedfuse.client.evidence.spectrum import Look
-from fedfuse.client.work import learned
-from fedfuse.core.channels import channel_groups, narrowed
-from fedfuse.core.cost import training_flops
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Single
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
+from fedfuse.nets.channels import channel_groups, narrowed
+from fedfuse.nets.cost import training_flops
+from fedfuse.nets.curvature import Look
 from fedfuse.server.steps.prune import filters_of, group_scores, kept_units
+from fedfuse.training.round import learned
 
 IMAGES, BATCH = 500, 64
 SHAPES = {"resnet18": (3, 32, 32), "vgg11": (3, 32, 32), "convnet_feddu": (3, 32, 32), "lenet": (1, 28, 28)}

@@ -32,7 +32,7 @@ from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import filed
-from fedfuse.engines.base import InProcess, LocalEngine, Population
+from fedfuse.engines.local import InProcess, LocalEngine, Population
 from fedfuse.engines.pool import Pool
 from fedfuse.kernels import chain_for
 from machine import here

@@ -39,7 +39,7 @@ def rows(seed: int, n: int = 24) -> tuple[Tensor, Tensor]:
 
 @cache
 def update(site: int, method: str = "fedlpa", start: int = 0, n: int = 24, **options: object) -> fedfuse.Update:
-    recipe = fedfuse.method(method, **options)
+    recipe = fedfuse.recipe(method, **options)
     return fedfuse.local_update(
         net(start), rows(site, n), recipe, client=f"site-{site}", classes=3, epochs=2, batch_size=8, lr=0.05
     )
@@ -65,11 +65,13 @@ def same(a: Params, b: Params) -> bool:
 
 
 def test_methods_are_known_by_name() -> None:
-    assert {"fedavg", "fedlpa", "laplace"} <= set(fedfuse.methods())
-    assert fedfuse.methods() == fedfuse.methods()  # finding the methods must not hide the function that names them
-    assert fedfuse.method("fedlpa", damping=0.1).label == "fedlpa(damping=0.1)"
+    assert {"fedavg", "fedlpa", "laplace"} <= set(fedfuse.list_methods())
+    assert (
+        fedfuse.list_methods() == fedfuse.list_methods()
+    )  # finding the methods must not hide the function that names them
+    assert fedfuse.recipe("fedlpa", damping=0.1).label == "fedlpa(damping=0.1)"
     with pytest.raises(ConfigError, match="did you mean 'damping'"):
-        fedfuse.method("fedlpa", dampin=0.1)
+        fedfuse.recipe("fedlpa", dampin=0.1)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedlpa", "laplace"])
@@ -80,7 +82,7 @@ def test_files_fuse_as_the_updates_they_came_from(tmp_path: Path, method: str) -
     from_disk = fedfuse.fuse(paths, method, model=net())
     assert same(from_memory.state_dict(), from_disk.state_dict())
     assert from_disk.refused == ()
-    assert [u.mass for u in updates] == [20.0, 24.0, 28.0]
+    assert [u.num_examples for u in updates] == [20.0, 24.0, 28.0]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedlpa", "laplace"])
@@ -169,7 +171,7 @@ def test_options_of_a_named_network_come_with_the_updates() -> None:
 
 def test_state_dicts_and_modules_are_fused_by_given_masses() -> None:
     a, b = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
-    assert torch.equal(fedfuse.fuse([a, b], masses=[1, 3]).state_dict()["w"], torch.full((2,), 0.75))
+    assert torch.equal(fedfuse.fuse([a, b], num_examples=[1, 3]).state_dict()["w"], torch.full((2,), 0.75))
     assert torch.equal(fedfuse.fuse([a, b]).state_dict()["w"], torch.full((2,), 0.5))
     found = fedfuse.fuse([net(0), net(1)]).state_dict()
     assert torch.allclose(found["head.bias"], (net(0).head.bias + net(1).head.bias).detach() / 2)
@@ -179,23 +181,23 @@ def test_state_dicts_and_modules_are_fused_by_given_masses() -> None:
 
 def test_given_masses_beat_those_of_the_files(files: list[Path]) -> None:
     weights = [read(p).tensors["head.bias"] for p in files]
-    found = fedfuse.fuse(files, masses=[1, 1, 2], model=net()).state_dict()["head.bias"]
+    found = fedfuse.fuse(files, num_examples=[1, 1, 2], model=net()).state_dict()["head.bias"]
     assert torch.allclose(found, (weights[0] + weights[1] + 2 * weights[2]) / 4)
 
 
 @pytest.mark.parametrize("bad", [0.0, -3.0, float("nan"), float("inf")])
 def test_an_impossible_mass_is_refused_by_name(bad: float) -> None:
     dicts = [{"w": torch.full((1,), float(k))} for k in range(3)]
-    fused = fedfuse.fuse(dicts, masses=[1, bad, 1])
-    assert [(r["client"], r["field"]) for r in fused.refused] == [("model-2", "mass")]
+    fused = fedfuse.fuse(dicts, num_examples=[1, bad, 1])
+    assert [(r["client"], r["field"]) for r in fused.refused] == [("model-2", "num_examples")]
     assert fused.state_dict()["w"].item() == 1.0
 
 
 def test_nothing_to_fuse_or_the_wrong_things() -> None:
     with pytest.raises(ConfigError, match="nothing to fuse"):
         fedfuse.fuse([])
-    with pytest.raises(ConfigError, match="2 masses were given for 1 updates"):
-        fedfuse.fuse([{"w": torch.zeros(1)}], masses=[1, 2])
+    with pytest.raises(ConfigError, match="2 num_examples were given for 1 updates"):
+        fedfuse.fuse([{"w": torch.zeros(1)}], num_examples=[1, 2])
     with pytest.raises(ConfigError, match="update 1 is a int"):
         fedfuse.fuse([3])
 

@@ -34,9 +34,9 @@ def sites(method: str, count: int = 3) -> list[fedfuse.Update]:
 
 @pytest.mark.parametrize("name", sorted(all_methods()))
 def test_plain_tensors_are_fused_only_by_methods_that_need_nothing_else(name: str) -> None:
-    recipe = fedfuse.method(name)
+    recipe = fedfuse.recipe(name)
     lacking = recipe.needs - {"start", "server_rows"}
-    dressed = recipe.dress.missing(fedfuse.Spec.of_tensors(plain()[0]).layout, _forms(plain()[0]), 0)
+    dressed = recipe.prepare_model.missing(fedfuse.Spec.of_tensors(plain()[0]).layout, _forms(plain()[0]), 0)
     given: dict[str, Any] = {"start": plain()[0], "server_rows": ROWS}
     if lacking or dressed or name in ("hybrid_fl", "data_sharing"):
         with pytest.raises(FuseError) as said:
@@ -100,7 +100,7 @@ def test_the_mean_does_not_depend_on_the_order_of_state_dicts() -> None:
     counts = [100, 300, 7, 55, 1, 999, 12]
     orders = [list(range(7)), list(reversed(range(7))), [3, 0, 6, 2, 5, 1, 4]]
     fused = [
-        fedfuse.fuse([states[i] for i in order], "fedavg", masses=[counts[i] for i in order]).state_dict()["w"]
+        fedfuse.fuse([states[i] for i in order], "fedavg", num_examples=[counts[i] for i in order]).state_dict()["w"]
         for order in orders
     ]
     assert fused[0].equal(fused[1])

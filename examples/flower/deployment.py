@@ -21,7 +21,7 @@ from types import TracebackType
 
 from credentials import write_certificates, write_keys
 
-from fedfuse.engines.flower_version import QUIET
+from fedfuse.flower.version import QUIET
 
 HOST, LINK = "127.0.0.1", "loopback"
 BIN = Path(sys.executable).parent

@@ -17,8 +17,8 @@ from deployment import Deployment
 
 from fedfuse.data import load
 from fedfuse.experiment.config import load_experiment
-from fedfuse.experiment.flower_app import write_app
 from fedfuse.experiment.ledger import Ledger
+from fedfuse.flower.app import write_app
 
 HERE = Path(__file__).resolve().parent
 SITES = {"north": (0, 1, 2, 3), "east": (3, 4, 5, 6), "south": (6, 7, 8, 9, 0)}

@@ -22,7 +22,7 @@ def main(folder: Path) -> None:
     update = fedfuse.local_update(
         Net(),
         (rows["x"], rows["y"]),
-        fedfuse.method("fedlpa"),
+        fedfuse.recipe("fedlpa"),
         client=folder.name,
         start=folder / "start.safetensors",
         classes=10,
@@ -33,7 +33,8 @@ def main(folder: Path) -> None:
     )
     path = update.save(folder / "update.safetensors")
     print(
-        f"{folder.name}: {update.mass:.0f} rows stay, {path.stat().st_size:,} bytes go; they reveal {update.reveals[0]}"
+        f"{folder.name}: {update.num_examples:.0f} rows stay, {path.stat().st_size:,} bytes go; "
+        f"they reveal {update.reveals[0]}"
     )
 
 

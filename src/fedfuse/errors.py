@@ -38,10 +38,10 @@ class Refused(FuseError):
         expected: what should have come.
 
     Example:
-        >>> raise Refused("site-3", "mass", -9, "a number in (0, 1e6]")
+        >>> raise Refused("site-3", "num_examples", -9, "a number in (0, 1e6]")
         Traceback (most recent call last):
         ...
-        fedfuse.errors.Refused: site-3: mass is -9, expected a number in (0, 1e6]
+        fedfuse.errors.Refused: site-3: num_examples is -9, expected a number in (0, 1e6]
     """
 
     def __init__(self, client: str, field: str, got: object, expected: str) -> None:

@@ -2,7 +2,6 @@ import torch
 from torch import Tensor, nn
 
 from fedfuse.client.curvature import PosteriorPull
-from fedfuse.client.evidence.kfac import blocks_of
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import CrossEntropy
@@ -10,6 +9,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
 from fedfuse.linalg.psd import pack
+from fedfuse.nets.blocks import blocks_of
 
 
 def net() -> nn.Module:

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfuse.client.elbo import Elbo, Variational, kl_diagonal
-from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Single
 from fedfuse.core.rows import Rows
@@ -23,12 +22,13 @@ from fedfuse.errors import RecipeError
 from fedfuse.linalg.divergence import kl_normal
 from fedfuse.models.bayes import BayesianLayers
 from fedfuse.server.aggregate.charts import RKLB, MeanIn
+from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode
 
 MLP = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": 3})
 
 
-def dressed(spec: Spec = MLP, **options: Any) -> Single:
+def bayesian_start(spec: Spec = MLP, **options: Any) -> Single:
     torch.manual_seed(0)
     return BayesianLayers(**options)(Single.of(spec.build(), spec), 3, seed=0)
 
@@ -66,7 +66,7 @@ def test_kl_is_the_closed_form_and_what_sampling_says() -> None:
 
 
 def test_the_objective_adds_the_kl_per_row() -> None:
-    start = dressed(last=2, bias=True)
+    start = bayesian_start(last=2, bias=True)
     local = at_work(start)
     batch = local.rows.x[:8], local.rows.y[:8]
     local.module.eval()  # no noise, so that both see the same
@@ -84,7 +84,7 @@ def test_the_objective_adds_the_kl_per_row() -> None:
 
 @torch.no_grad()
 def test_the_global_prior_is_the_rounds_first_posterior_but_for_the_random_start() -> None:
-    start = dressed(last=1)
+    start = bayesian_start(last=1)
     prior = Elbo(prior="global")
     assert float(prior.divergence(at_work(start))) == pytest.approx(float(Elbo().divergence(at_work(start))))
     later = at_work(start, round_=1)
@@ -131,7 +131,7 @@ def test_learned_means_and_variances_are_those_of_the_posterior() -> None:
     module = nn.Linear(4, 1, bias=False)
     start = BayesianLayers()(Single.of(module, Spec.of(module)), 1, seed=0)
     decay = {"gamma": 0.97, "every": 2}
-    settings = LocalSettings(epochs=250, optimizer={"lr": 0.1, "momentum": 0.9}, decay=decay, spread_lr=0.1)
+    settings = LocalSettings(epochs=250, optimizer={"lr": 0.1, "momentum": 0.9}, decay=decay, log_variance_lr=0.1)
     found = learned(start, Work(settings, Elbo(base=Gaussian(0.25))), own)
     torch.testing.assert_close(found["net.weight"][0].double(), mean, atol=0.03, rtol=0.02)
     torch.testing.assert_close(found["net.log_variance"][0].double(), -precision.diagonal().log(), atol=0.1, rtol=0)
@@ -143,22 +143,24 @@ def test_at_the_optimisers_own_rate_variances_would_stand_still() -> None:
     own, _, _ = regression()
     module = nn.Linear(4, 1, bias=False)
     start = BayesianLayers()(Single.of(module, Spec.of(module)), 1, seed=0)
-    settings = LocalSettings(epochs=5, optimizer={"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}, spread_lr=0.05)
+    settings = LocalSettings(
+        epochs=5, optimizer={"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}, log_variance_lr=0.05
+    )
     work = Work(settings, Elbo(base=Gaussian(0.25)))
     moved = learned(start, work, own)["net.log_variance"]
     assert (moved + 6).abs().max() > 0.5
-    still = replace(work, settings=settings.model_copy(update={"spread_lr": 0.0}))
+    still = replace(work, settings=settings.model_copy(update={"log_variance_lr": 0.0}))
     assert learned(start, still, own)["net.log_variance"].equal(torch.full((1, 4), -6.0))  # no decay, no momentum
 
 
 def test_variances_the_data_say_nothing_about_go_to_the_priors() -> None:
-    start = dressed(last=1)
+    start = bayesian_start(last=1)
     silent = Rows(torch.zeros(40, 4), rows(40).y)
     module = start.spec.build()
     with torch.no_grad():  # the first layer gives zeros, so the classifier's weights never meet the data
         params = {n: torch.zeros_like(t) if "fc1" in n else t for n, t in start.posterior.mean.items()}
         module.load_state_dict(params)
-    settings = LocalSettings(epochs=300, batch_size=40, spread_lr=0.1)
+    settings = LocalSettings(epochs=300, batch_size=40, log_variance_lr=0.1)
     brief = Brief(0, start.spec, params, classes=3)
     work = Work(settings, Elbo(scale=0.2))
     found = decode(client_round(work, brief, "a", silent).payload).tensors["net.classifier.log_variance"]
@@ -166,13 +168,13 @@ def test_variances_the_data_say_nothing_about_go_to_the_priors() -> None:
 
 
 def test_the_released_start_never_moves() -> None:
-    start = dressed(last=1, released=True)
-    found = learned(start, Work(LocalSettings(epochs=2, spread_lr=0.5), Elbo()), rows())
+    start = bayesian_start(last=1, released=True)
+    found = learned(start, Work(LocalSettings(epochs=2, log_variance_lr=0.5), Elbo()), rows())
     assert found["net.classifier.log_variance"].equal(start.posterior.mean["net.classifier.log_variance"])
 
 
 def test_noise_follows_the_clients_seed() -> None:
-    start, work = dressed(last=2), Work(LocalSettings(epochs=1, batch_size=8), Elbo())
+    start, work = bayesian_start(last=2), Work(LocalSettings(epochs=1, batch_size=8), Elbo())
     first, again, other = (learned(start, work, rows(), seed=s)["net.fc1.weight"] for s in (0, 0, 1))
     assert first.equal(again)
     assert not first.equal(other)
@@ -184,7 +186,7 @@ def test_noise_follows_the_clients_seed() -> None:
 def test_options_become_a_recipe() -> None:
     recipe = Variational(prior="global", scale=0.5, noise=False).recipe(2, MeanIn(RKLB))
     assert recipe.objective == Elbo(0.1, "global", 0.5)
-    assert recipe.dress == BayesianLayers(last=2, noise=False)
+    assert recipe.prepare_model == BayesianLayers(last=2, noise=False)
     plain = Variational().recipe(0, MeanIn(RKLB))
-    assert (plain.objective, plain.dress) == (CrossEntropy(), type(plain.dress)())
-    assert Variational(layers=("fc1",)).recipe(0, MeanIn(RKLB)).dress == BayesianLayers(0, ("fc1",))
+    assert (plain.objective, plain.prepare_model) == (CrossEntropy(), type(plain.prepare_model)())
+    assert Variational(layers=("fc1",)).recipe(0, MeanIn(RKLB)).prepare_model == BayesianLayers(0, ("fc1",))

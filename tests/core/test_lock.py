@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from fedfuse.core.lock import alone
+from fedfuse.core.lock import hold_folder
 from fedfuse.errors import ConfigError
 
 HOLD = """
 import sys, pathlib
-from fedfuse.core.lock import alone
-with alone(pathlib.Path(sys.argv[1])):
+from fedfuse.core.lock import hold_folder
+with hold_folder(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -23,9 +23,9 @@ def test_a_folder_is_held_against_other_processes_until_the_holder_is_gone(tmp_p
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError, match="is being written by another run"), alone(tmp_path, wait=False):
+        with pytest.raises(ConfigError, match="is being written by another run"), hold_folder(tmp_path, wait=False):
             pytest.fail("two held one folder")
         other.kill()
         other.wait()
-    with alone(tmp_path, wait=False):
+    with hold_folder(tmp_path, wait=False):
         pass

@@ -14,8 +14,8 @@ from fedfuse.core.spec import Spec
 SPEC, OTHER = Spec("mlp"), Spec("lenet")
 
 
-def update(client: str, value: float, mass: float = 1.0) -> ClientUpdate:
-    return ClientUpdate(client, Posterior({"w": torch.full((2, 3), value)}), mass, 1, SPEC)
+def update(client: str, value: float, num_examples: float = 1.0) -> ClientUpdate:
+    return ClientUpdate(client, Posterior({"w": torch.full((2, 3), value)}), num_examples, 1, SPEC)
 
 
 def test_form_of_a_tensor() -> None:

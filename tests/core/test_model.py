@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedfuse.core.combine import FirstLayer, MeanProbability, TopLogit
-from fedfuse.core.model import Apart, Mixture, Single, networks, outputs
+from fedfuse.core.model import Apart, Single, outputs
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
+from fedfuse.nets.combine import FirstLayer, MeanProbability, TopLogit
+from fedfuse.nets.mixture import Mixture
 
 SHALLOW = Spec("mlp", {"inputs": 16, "hidden": [5], "classes": 3})
 DEEP = Spec("mlp", {"inputs": 16, "hidden": [4, 6], "classes": 3})
@@ -155,9 +156,9 @@ def test_there_is_one_weight_per_member() -> None:
 
 def test_parts_of_a_model() -> None:
     members = fresh(SHALLOW, DEEP)
-    assert networks(members[0]) == (members[0],)
-    assert networks(Mixture(members, alike(2), MeanProbability())) == members
-    assert networks(Apart(members)) == members
+    assert members[0].members == (members[0],)
+    assert Mixture(members, alike(2), MeanProbability()).members == members
+    assert Apart(members).members == members
     assert outputs(members[0]) == 3
     convolution = nn.Conv2d(1, 2, 3)
     assert outputs(Single.of(convolution, Spec.of(convolution))) is None

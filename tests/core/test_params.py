@@ -184,9 +184,9 @@ def test_log_variances_stand_beside_the_means_they_belong_to() -> None:
     module = nn.Sequential(Believing(), nn.Linear(2, 2))
     module.register_parameter("log_variance", nn.Parameter(torch.zeros(4, 4)))  # beside no weight
     for layout in (Layout.of(module), Layout.guess(module.state_dict())):
-        assert layout.roles["0.log_variance"] == layout.roles["0.bias_log_variance"] == "spread"
+        assert layout.roles["0.log_variance"] == layout.roles["0.bias_log_variance"] == "log_variance"
         assert layout.roles["log_variance"] == "weight"
-        assert layout.spreads == {"0.weight": "0.log_variance", "0.bias": "0.bias_log_variance"}
+        assert layout.log_variances == {"0.weight": "0.log_variance", "0.bias": "0.bias_log_variance"}
         assert layout.home("0.log_variance") == layout.home("0.weight") is not None
         first = next(layer for layer in layout.layers if layer.weight == "0.weight")
         assert first.matrix(module.state_dict()).shape[0] == 2

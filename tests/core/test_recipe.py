@@ -18,7 +18,7 @@ from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rng import seed_for
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import ClientsOnly, CrossEntropy, Free, OwnRows, Plain, Work
+from fedfuse.core.seams import AsChosen, ClientsOnly, CrossEntropy, Free, OwnRows, ServerPart, Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
@@ -120,8 +120,8 @@ def test_a_recipe_dresses_the_model_and_every_start_with_seeds_of_their_own() ->
     starts = {"a": Start(spec, zero), "b": Start(spec, zero)}
     state = ServerState(0, Single(spec, Posterior(zero)), starts=starts)
     bench = Bench(classes=2, seed=5)
-    assert Recipe(aggregate=Mean()).dressed(state, bench) is state
-    after = Recipe(aggregate=Mean(), dress=Shifted()).dressed(state, bench)
+    assert Recipe(aggregate=Mean()).prepare_models(state, bench) is state
+    after = Recipe(aggregate=Mean(), prepare_model=Shifted()).prepare_models(state, bench)
     moved = [
         float(p["classifier.bias"][0])
         for p in (after.single.posterior.mean, *(s.params for s in after.starts.values()))
@@ -129,16 +129,16 @@ def test_a_recipe_dresses_the_model_and_every_start_with_seeds_of_their_own() ->
     expected = [seed_for(5, "dress", *whose) % 1000 + 2 for whose in ((), ("a",), ("b",))]
     assert moved == expected
     assert len(set(moved)) == 3
-    assert Plain()(state.single, 2, 0) is state.single
+    assert AsChosen()(state.single, 2, 0) is state.single
 
 
 @dataclass(frozen=True, slots=True)
-class Narrow:
+class Narrow(ServerPart):
     """A step that will have no network but one, and remembers nothing."""
 
     needs: frozenset[str] = frozenset()
 
-    def fits(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
+    def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
         for client, spec in networks.items():
             if spec.options.get("hidden"):
                 raise ConfigError(f"{client or 'everybody'} has hidden layers ({bench.classes} classes)")

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedfuse.core.spec import Spec
+from fedfuse.core.messages import Form
+from fedfuse.core.spec import Spec, one_name_each, tie
 from fedfuse.errors import ConfigError
 
 BATCH_NORM = ("0.weight", "0.bias", "0.running_mean", "0.running_var")
@@ -161,3 +162,54 @@ def test_options_that_would_fill_the_memory_are_refused_without_allocating() -> 
         huge.shapes()
     large = Spec("mlp", {"inputs": 4, "hidden": [10**6, 10**6], "classes": 2})  # four terabytes
     assert large.shapes()["fc2.weight"] == ((10**6, 10**6), torch.float32)
+
+
+def tied() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+    net[1].weight = net[0].weight
+    net[2].weight.requires_grad_(False)
+    return net
+
+
+def test_what_trains_is_the_authors_word_and_not_the_skeletons() -> None:
+    spec = Spec.of(tied())
+    assert not any(p.requires_grad for p in spec.skeleton().parameters())
+    assert spec.layout.trainable == ("0.weight", "0.bias", "1.bias", "2.bias")
+    assert spec.layout.tied == (("0.weight", "1.weight"),)
+    assert MLP.layout.trainable == tuple(n for n, _ in MLP.build().named_parameters())
+
+
+def test_names_without_a_network_are_all_taken_to_train() -> None:
+    forms = {n: Form.of(t) for n, t in nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).state_dict().items()}
+    bundle = Spec.of_tensors({n: form.blank() for n, form in forms.items()})
+    assert bundle.layout.trainable == ("0.weight", "0.bias", "1.weight", "1.bias")
+    assert bundle.layout.tied == ()
+
+
+def test_tied_weights_are_called_under_one_name_and_made_equal_by_the_first() -> None:
+    spec = Spec.of(tied())
+    params = {n: torch.randn_like(t) for n, t in tied().state_dict().items()}
+    assert list(one_name_each(spec, params)) == [n for n in params if n != "1.weight"]
+    same = tie(spec, params)
+    assert same["1.weight"].equal(params["0.weight"])
+    assert list(same) == list(params)
+    module = spec.build()
+    module.load_state_dict(dict(same))
+    assert spec.forward(params, torch.ones(1, 3)).equal(module(torch.ones(1, 3)))
+    free = {"classifier.bias": torch.ones(2)}
+    assert tie(MLP, free) is free
+
+
+def test_surgery_leaves_ties_tied_and_frozen_weights_frozen() -> None:
+    whole = Spec.of(tied())
+    shapes = {"0.weight": (2, 3), "0.bias": (2,), "1.weight": (2, 3), "2.weight": (2, 2)}
+    small = whole.resized({n: torch.ones(shapes.get(n, tuple(t.shape))) for n, t in tied().state_dict().items()})
+    assert small.layout.tied == whole.layout.tied
+    assert small.layout.trainable == whole.layout.trainable
+
+
+def test_inputs_are_cast_to_the_first_parameters_dtype() -> None:
+    net = nn.Linear(2, 2).half()
+    net.register_buffer("scale", torch.ones(1, dtype=torch.float64))
+    assert Spec.of(net).cast(torch.ones(1, 2)).dtype == torch.float16
+    assert Spec.of(net).forward(net.state_dict(), torch.ones(1, 2)).dtype == torch.float16

@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from fedfuse.core.combine import MeanProbability
 from fedfuse.core.messages import Brief, Start
-from fedfuse.core.model import Apart, Mixture, Single
+from fedfuse.core.model import Apart, Single
 from fedfuse.core.posterior import Diag
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench, Local, ServerState, filed, part, representation
+from fedfuse.core.state import Bench, Local, ServerState, filed, live_names, part, representation
 from fedfuse.errors import RecipeError
+from fedfuse.nets.combine import MeanProbability
+from fedfuse.nets.mixture import Mixture
 
 SPEC = Spec("mlp", {"inputs": 3, "hidden": [4], "classes": 2})
 
@@ -110,3 +111,45 @@ def test_a_representation_is_the_input_of_the_last_linear_layer() -> None:
     assert not net[2]._forward_pre_hooks
     with pytest.raises(RecipeError, match="no linear layer"):
         representation(nn.Conv1d(1, 1, 1), x)
+
+
+class Around(nn.Module):
+    """Its last linear layer is within the attention, which never calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.attend = nn.MultiheadAttention(4, 1, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(input=x)[:, None]
+        return self.attend(h, h, h)[0][:, 0]
+
+
+def test_a_layer_that_is_never_called_has_no_representation() -> None:
+    x = torch.randn(3, 4)
+    assert representation(Around(), x)[1].equal(x)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Unflatten(0, (1, 3)), nn.Linear(4, 2))
+    with pytest.raises(RecipeError, match="does not read one vector per row"):
+        representation(net, x)
+
+
+def test_a_representation_of_few_digits_is_told_in_full() -> None:
+    logits, z = representation(nn.Linear(4, 2).bfloat16(), torch.randn(3, 4).bfloat16())
+    assert logits.dtype == z.dtype == torch.float32
+
+
+def test_live_parameters_are_neither_held_nor_frozen() -> None:
+    net = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    brief = Brief(0, Spec.of(net), dict(net.state_dict()), {"held/1.bias": torch.ones(())})
+    assert live_names(brief) == ("1.weight",)
+
+
+def test_a_fused_network_keeps_its_ties() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight = net[0].weight
+    state = ServerState(0, Single.of(net, Spec.of(net)))
+    mean = {n: torch.randn_like(t) for n, t in net.state_dict().items()}
+    fused = state.fused(mean).single.posterior.mean
+    assert fused["1.weight"].equal(mean["0.weight"])
+    assert fused["1.bias"].equal(mean["1.bias"])

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from fedfuse.client.evidence.control import ControlDelta
 from fedfuse.client.evidence.counts import LabelCounts
-from fedfuse.client.work import client_round
 from fedfuse.core import spec as spec_module
 from fedfuse.core.messages import Brief, Cohort, Envelope
 from fedfuse.core.model import Single
@@ -37,9 +36,10 @@ from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.server.admit import Admission, admit_all
 from fedfuse.server.aggregate.mean import Mean
+from fedfuse.server.door.admit import Admission, admit_all
 from fedfuse.server.steps.control import ControlStep
+from fedfuse.training.round import client_round
 from fedfuse.wire.codec import DTYPES, decode, encode
 
 EVIDENCE = (ControlDelta(), LabelCounts())
@@ -238,13 +238,13 @@ NUMBERS: list[Any] = [
         math.nan,
         math.inf,
     ],
-    *[-math.inf, True, False, None, "8", "", "eight", [], [8], {}, {"mass": 8}, "NaN", 10.0, 10],
+    *[-math.inf, True, False, None, "8", "", "eight", [], [8], {}, {"num_examples": 8}, "NaN", 10.0, 10],
 ]
 
 
 @mutator
 def another_mass(d: Draft) -> bytes:
-    return d.saying(mass=d.chance.choice(NUMBERS))
+    return d.saying(num_examples=d.chance.choice(NUMBERS))
 
 
 @mutator
@@ -316,7 +316,7 @@ def another_spec(d: Draft) -> bytes:
 def a_deep_header(d: Draft) -> bytes:
     depth, (left, right) = d.chance.choice([30, 200, 900, 990, 5000]), d.chance.choice([("[", "]"), ('{"a":', "}")])
     pit = left * depth + "1" + right * depth
-    where = d.chance.choice(["spec", "mass", "facts", "round", "more"])
+    where = d.chance.choice(["spec", "num_examples", "facts", "round", "more"])
     text = json.dumps(d.header | {where: "PIT"}).replace('"PIT"', pit)
     if d.chance.random() < 0.3:
         text = json.dumps(d.header | {"spec": {"factory": "mlp", "options": "PIT"}}).replace('"PIT"', pit)
@@ -337,7 +337,7 @@ def a_deep_table(d: Draft) -> bytes:
 @mutator
 def a_key_that_stands_twice(d: Draft) -> bytes:
     if d.chance.random() < 0.5:
-        return d.forged_header(json.dumps(d.header)[:-1] + ', "mass": 1}')
+        return d.forged_header(json.dumps(d.header)[:-1] + ', "num_examples": 1}')
     table, body = d.table()
     name = d.name()
     return forge((json.dumps(table)[:-1] + f", {json.dumps(name)}: {json.dumps(table[name])}}}").encode(), body)

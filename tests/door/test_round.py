@@ -21,8 +21,8 @@ from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import InProcess, Population
-from fedfuse.server.admit import Contract, admit_all
+from fedfuse.engines.local import InProcess, Population
+from fedfuse.server.door.admit import Contract, admit_all
 from fedfuse.server.loop import Plan, run
 from fedfuse.wire.codec import decode, encode
 from fedfuse.wire.messages import encode_reply
@@ -36,8 +36,8 @@ def forge(table: bytes, body: bytes = b"") -> bytes:
     return len(table).to_bytes(8, "little") + table + body
 
 
-def honest(mass: float = 10.0, brief: Brief = BRIEF) -> bytes:
-    return encode_reply(brief, brief.params, {}, mass=mass, steps=2, facts={})
+def honest(num_examples: float = 10.0, brief: Brief = BRIEF) -> bytes:
+    return encode_reply(brief, brief.params, {}, num_examples=num_examples, steps=2, facts={})
 
 
 def million_tensors() -> bytes:
@@ -96,7 +96,7 @@ def test_a_duplicate_a_stranger_and_a_latecomer() -> None:
     elsewhere = honest(brief=Brief(1, other, other.skeleton().state_dict(), classes=3))
     replies = [("a", honest()), ("a", honest(20.0)), ("zoe", honest()), ("b", late), ("c", elsewhere), ("d", honest())]
     admission = admit_all([Envelope(c, p) for c, p in replies], BRIEF, (), ("a", "b", "c", "d"))
-    assert [(u.client, u.mass) for u in admission.cohort] == [("a", 10.0), ("d", 10.0)]
+    assert [(u.client, u.num_examples) for u in admission.cohort] == [("a", 10.0), ("d", 10.0)]
     told = {r["client"]: (r["field"], r["got"]) for r in admission.refused}
     assert told["a"] == ("reply", "a second one")
     assert told["zoe"] == ("client", "a stranger")
@@ -112,9 +112,9 @@ def test_a_sender_cannot_choose_who_it_is() -> None:
     assert admission.cohort.clients == ("a", "m")
 
 
-@pytest.mark.parametrize("mass", [1001.0, 1e6, 1e12])
-def test_without_an_enrolled_count_a_huge_mass_is_refused_by_the_median(mass: float) -> None:
-    envelopes = [Envelope(c, honest()) for c in "abc"] + [Envelope("m", honest(mass))]
+@pytest.mark.parametrize("num_examples", [1001.0, 1e6, 1e12])
+def test_without_an_enrolled_count_a_huge_mass_is_refused_by_the_median(num_examples: float) -> None:
+    envelopes = [Envelope(c, honest()) for c in "abc"] + [Envelope("m", honest(num_examples))]
     admission = admit_all(envelopes, BRIEF, (), "abcm")
     assert admission.cohort.clients == ("a", "b", "c")
     assert admission.refused[0]["expected"] == "at most 1000, 100 times the median"

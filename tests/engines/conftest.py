@@ -14,7 +14,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
-from fedfuse.engines.base import Population
+from fedfuse.engines.local import Population
 from fedfuse.engines.pool import Pool
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers inherit it and find `odd_parts`

@@ -17,7 +17,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Batch, CrossEntropy, Objective, Work
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.engines.memo import Memo
 
 

@@ -19,7 +19,7 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import Decay
 from fedfuse.core.spec import Spec
-from fedfuse.engines.base import InProcess, LocalEngine, Population
+from fedfuse.engines.local import InProcess, LocalEngine, Population
 from fedfuse.engines.memo import Kept, Memo, without_evidence
 from fedfuse.engines.pool import Pool
 from fedfuse.errors import ConfigError

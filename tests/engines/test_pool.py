@@ -21,7 +21,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines import pool as pool_module
-from fedfuse.engines.base import InProcess, LocalEngine, Population
+from fedfuse.engines.local import InProcess, LocalEngine, Population
 from fedfuse.engines.pool import Pool
 from fedfuse.errors import ConfigError, FuseError
 from fedfuse.methods.fedavg import fedavg

@@ -18,8 +18,8 @@ import torch
 from fedfuse.core.messages import Brief
 from fedfuse.core.seams import Work
 from fedfuse.engines import worker
-from fedfuse.engines.base import InProcess, Population
-from fedfuse.engines.shelf import Shelf
+from fedfuse.engines.local import InProcess, Population
+from fedfuse.engines.shared_rows import Shelf
 from fedfuse.errors import ConfigError
 from fedfuse.wire.codec import decode, encode
 from fedfuse.wire.messages import encode_brief
@@ -65,7 +65,7 @@ from conftest import make_brief
 from fedfuse.core.seams import Work
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
-from fedfuse.engines.base import Population
+from fedfuse.engines.local import Population
 from fedfuse.engines.pool import Pool
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from fedfuse.server.align.activations import ByActivations
 from fedfuse.server.align.alignment import ALIGNMENTS, Aligned
 from fedfuse.server.align.transport import ByTransport
 from fedfuse.server.align.weights import ByWeights
-from fedfuse.server.guard import Krum
+from fedfuse.server.robust import Krum
 from fedfuse.server.steps.renorm import RestateNorms
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

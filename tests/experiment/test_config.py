@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fedfuse.core.recipe import Recipe
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment, assign, file_name, load_experiment, load_experiments
-from fedfuse.server.guard import Krum
+from fedfuse.server.robust import Krum
 
 FILE = """
 rounds = 3

@@ -24,7 +24,7 @@ from fedfuse.experiment.config import (
 )
 from fedfuse.experiment.ledger import FLAT
 from fedfuse.models import model_names
-from fedfuse.server.guard import GUARDS
+from fedfuse.server.robust import GUARDS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TEXT = (DOCS / "experiments.md").read_text(encoding="utf-8")

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from fedfuse.core.lock import alone
+from fedfuse.core.lock import hold_folder
 from fedfuse.core.registry import all_methods
-from fedfuse.engines.base import InProcess
+from fedfuse.engines.local import InProcess
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.execute import Results, execute, free_folder
@@ -44,7 +44,7 @@ def outcome(out: Path) -> dict[str, Any]:
 
 
 def test_two_runs_do_not_share_a_directory(tiny: Tiny, tmp_path: Path) -> None:
-    with alone(tmp_path), pytest.raises(ConfigError, match="is being written by another run"):
+    with hold_folder(tmp_path), pytest.raises(ConfigError, match="is being written by another run"):
         run(tiny("fedavg"), tmp_path)
     assert not list(tmp_path.iterdir())
     assert run(tiny("fedavg"), tmp_path).rows

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from fedfuse.core.model import Mixture, Single
+from fedfuse.core.model import Single
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.experiment.config import Experiment, load_experiment
 from fedfuse.experiment.evaluate import evaluate_files
 from fedfuse.experiment.execute import execute
 from fedfuse.experiment.prepare import prepare
+from fedfuse.nets.mixture import Mixture
 from fedfuse.wire.files import load_model
 
 Tiny = Callable[..., Experiment]
@@ -37,7 +38,7 @@ def test_depths_one_to_five_in_turn(tiny: Tiny) -> None:
 
 def test_the_last_group_that_names_a_client_counts_and_others_have_the_common_network(tiny: Tiny) -> None:
     groups = [{"name": "mlp", "hidden": [7], "first": 1}, {"name": "mlp", "hidden": [8], "first": 2, "every": 2}]
-    assert networks(tiny("ams", rounds=1, data=FIVE, models=groups)) == [[4], [7], [8], [7], [8]]
+    assert tiny("ams", rounds=1, data=FIVE, models=groups).members == [[4], [7], [8], [7], [8]]
 
 
 def test_clients_of_one_group_start_alike_or_each_by_itself(tiny: Tiny) -> None:

@@ -28,7 +28,7 @@ NETS = """
 import torch
 from torch import nn
 
-class Plain(nn.Module):
+class AsChosen(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv, self.top = nn.Conv2d(1, 2, 3), nn.Linear(72, 10)
@@ -37,22 +37,22 @@ class Plain(nn.Module):
         h = self.conv(x)
         return self.top(h.view(h.size(0), -1))
 
-class OnlyAsked(Plain):
+class OnlyAsked(AsChosen):
     def forward(self, x):
         if self.training:
             raise ValueError("I was written to be asked\\nand not to learn")
         return super().forward(x)
 
-class Pair(Plain):
+class Pair(AsChosen):
     def forward(self, x):
         return {"features": x, "logits": super().forward(x)}
 
-class Waves(Plain):
+class Waves(AsChosen):
     def __init__(self):
         super().__init__()
         self.register_buffer("wave", torch.ones(1, dtype=torch.complex64))
 
-class Frozen(Plain):
+class Frozen(AsChosen):
     def __init__(self):
         super().__init__()
         self.requires_grad_(False)
@@ -65,7 +65,7 @@ class Convolved(nn.Module):
     def forward(self, x):
         return self.top(x).flatten(1)
 
-class Named(Plain):
+class Named(AsChosen):
     def __init__(self, output=3):
         super().__init__()
         self.output = output
@@ -133,7 +133,7 @@ def step(method: str, rounds: int = 1, spec: Spec = MLP, x: Any = None, **option
     torch.manual_seed(0)
     rows = Rows(torch.randn(2, 4) if x is None else x, torch.arange(2))
     brief = Brief(0, spec, dict(spec.build().state_dict()), classes=2)
-    rehearse(fedfuse.method(method, **options), brief, rows, LocalSettings(), rounds)
+    rehearse(fedfuse.recipe(method, **options), brief, rows, LocalSettings(), rounds)
 
 
 def test_evidence_of_later_rounds_is_asked_for_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_a_method_that_takes_over_is_rehearsed_too(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("fedfuse.client.evidence.kfac.kronecker_factors", fails)
     brief = Brief(0, MLP, dict(MLP.build().state_dict()), classes=2)
-    handed = fedfuse.method("fedavg").then(2, fedfuse.method("fedlpa"))
+    handed = fedfuse.recipe("fedavg").then(2, fedfuse.recipe("fedlpa"))
     rows = Rows(torch.randn(2, 4), torch.arange(2))
     rehearse(handed, brief, rows, LocalSettings(), rounds=2)
     with pytest.raises(FuseError, match="no factor here"):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fedfuse.errors import ConfigError
+from fedfuse.experiment.figures import Figure, all_figures
 from fedfuse.experiment.reproduce import catalogue, experiments_folder, find
-from fedfuse.pictures import Picture, all_pictures
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_the_catalogue_names_tables_at_their_scales_and_pictures(shelf: Path) ->
     assert found["swa/table2"].summary == "swa/table2.cpu.toml"
     assert "swa/deep/figure" in found
     assert "swa/other" not in found
-    assert set(all_pictures()) <= found.keys()
+    assert set(all_figures()) <= found.keys()
 
 
 def test_a_table_is_found_at_its_scale(shelf: Path) -> None:
@@ -39,9 +39,9 @@ def test_a_table_is_found_at_its_scale(shelf: Path) -> None:
 
 
 def test_a_picture_needs_no_scale(shelf: Path) -> None:
-    for name, picture in all_pictures().items():
+    for name, picture in all_figures().items():
         found = find(name, "cpu")
-        assert isinstance(found, Picture)
+        assert isinstance(found, Figure)
         assert found == picture
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedfuse.core.rows import Rows
-from fedfuse.engines.base import InProcess
+from fedfuse.engines.local import InProcess
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.execute import execute

@@ -3,13 +3,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedfuse.core.channels import channel_groups, narrowed
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.site import fuse_files, site_update
-from fedfuse.server.gather import fingerprint
+from fedfuse.nets.channels import channel_groups, narrowed
+from fedfuse.server.door.files import fingerprint
 from fedfuse.wire.codec import decode, read
 from fedfuse.wire.files import load_model, save_model
 
@@ -24,7 +24,7 @@ def test_settings_of_model_training_and_method_reach_the_site() -> None:
     assert header["spec"]["options"]["hidden"] == [3]
     assert header["steps"] == 2 * 4
     assert header["method"] == "fedprox(mu=0.5)"
-    assert (header["client"], header["classes"], made.mass) == ("here", 10, 60.0)
+    assert (header["client"], header["classes"], made.num_examples) == ("here", 10, 60.0)
 
 
 def test_the_network_fits_the_rows_and_augmentation_is_named() -> None:

@@ -1,8 +1,9 @@
-"""What tests on real Flower processes share: where the example lies, and that nothing is left behind."""
+"""What tests of Flower share: where helpers and examples lie, small experiments, and that no process is left behind."""
 
 from __future__ import annotations
 
 import os
+import runpy
 import secrets
 import sys
 import time
@@ -13,8 +14,12 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-for folder in (ROOT / "examples" / "flower", ROOT / "tests" / "engines"):
-    sys.path.insert(0, str(folder))
+for folder in ("examples/flower", "examples/flower_quickstart", "tests/flower"):
+    sys.path.insert(0, str(ROOT / folder))
+
+
+_SMALL = runpy.run_path(str(ROOT / "tests" / "experiment" / "conftest.py"))
+tiny, _quick = _SMALL["tiny"], _SMALL["_quick"]
 
 
 @pytest.fixture(scope="module", autouse=True)

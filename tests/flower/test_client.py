@@ -24,11 +24,11 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import InProcess, Population
-from fedfuse.engines.flower_records import FAILED, MEMORY, PARAMS, REPLY
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import QuorumLost
 from fedfuse.flower import FuseStrategy, evaluate, train
 from fedfuse.flower.network import Network
+from fedfuse.flower.records import FAILED, MEMORY, PARAMS, REPLY
 from fedfuse.server.loop import Plan, run
 from fedfuse.server.steps.dynamic import exam
 
@@ -113,7 +113,11 @@ def reason(reply: Message) -> str:
 
 @pytest.mark.parametrize(
     "method",
-    ["scaffold", "moon", {"name": "fedprox", "mu": 0.3}, "fedlpa", "eaa", {"name": "hrank", "at": 1, "rate": 0.5}],
+    [
+        *("scaffold", "moon", "fedlpa", "eaa", "fednova", "qfedavg", "feddu"),  # some must know how clients trained
+        {"name": "fedprox", "mu": 0.3},
+        {"name": "hrank", "at": 1, "rate": 0.5},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("network", [make, start()], ids=["a function", "a module"])
@@ -148,6 +152,24 @@ def test_the_server_says_how_to_train_or_leaves_it_to_the_client() -> None:
         strategy("fedavg", local=LOCAL).start(grid_of(make, lr=0.2), begun(), num_rounds=1)
     with pytest.raises(QuorumLost, match="this client says epochs otherwise"):
         strategy("fedavg", local=LOCAL).start(grid_of(make, epochs=2), begun(), num_rounds=1)
+
+
+def test_a_client_that_was_told_how_to_train_and_says_otherwise_is_refused() -> None:
+    grid = grid_of(make)
+    honest = grid.nodes[1000].app
+
+    def lie(message: Message, context: Context) -> Message:
+        reply = honest(message, context)
+        if f"{REPLY}.tables" in reply.content:
+            told = json.loads(str(reply.content.config_records[f"{REPLY}.tables"]["training"]))
+            reply.content.config_records[f"{REPLY}.tables"]["training"] = json.dumps({**told, "epochs": 9})
+        return reply
+
+    grid.nodes[1000].app = lie
+    fuses = strategy("qfedavg", local=LOCAL)
+    fuses.start(grid, begun(), num_rounds=1)
+    assert fuses.admission is not None
+    assert [(r["client"], r["field"]) for r in fuses.admission.refused] == [("client-0", "training.epochs")]
 
 
 def test_a_recipe_of_ones_own_must_be_on_both_sides() -> None:
@@ -223,7 +245,7 @@ def test_a_reply_that_was_spoilt_is_refused_at_the_door() -> None:
     def spoil(message: Message, context: Context) -> Message:
         reply = honest(message, context)
         if REPLY + ".numbers" in reply.content:
-            reply.content.metric_records[f"{REPLY}.numbers"]["mass"] = -1.0
+            reply.content.metric_records[f"{REPLY}.numbers"]["num_examples"] = -1.0
             assert reply.content.array_records[PARAMS]
         return reply
 
@@ -231,7 +253,7 @@ def test_a_reply_that_was_spoilt_is_refused_at_the_door() -> None:
     fuses = strategy("scaffold")
     fuses.start(grid, begun(), num_rounds=1)
     assert fuses.admission is not None
-    assert [(r["client"], r["field"]) for r in fuses.admission.refused] == [("client-0", "mass")]
+    assert [(r["client"], r["field"]) for r in fuses.admission.refused] == [("client-0", "num_examples")]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "eaa", {"name": "hrank", "at": 1, "rate": 0.5}], ids=str)

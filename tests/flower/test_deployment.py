@@ -18,11 +18,11 @@ from credentials import write_keys
 from deployment import HOST, Deployment, descendants, ours
 
 from fedfuse.data import load
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.experiment.config import Experiment
-from fedfuse.experiment.flower_app import write_app
 from fedfuse.experiment.ledger import Ledger
 from fedfuse.experiment.prepare import prepare
+from fedfuse.flower.app import write_app
 from fedfuse.server.loop import run
 from fedfuse.wire.files import save_model
 
@@ -37,8 +37,8 @@ import numpy as np
 from flwr.app import Array, MetricRecord
 from pathlib import Path
 
-from fedfuse.engines.flower_records import BRIEF, PARAMS, REPLY
-from fedfuse.experiment.flower_site import site_app
+from fedfuse.flower.records import BRIEF, PARAMS, REPLY
+from fedfuse.flower.site import site_app
 
 app = site_app(Path(__file__).with_name("experiment.toml"))
 
@@ -54,7 +54,7 @@ def spoil(message, context, call_next):
         arrays["backdoor"] = Array(np.zeros(8, np.float32))
     elif (said["client"], said["round"]) == ("east", 1):
         numbers = reply.content.metric_records[f"{REPLY}.numbers"]
-        reply.content[f"{REPLY}.numbers"] = MetricRecord({**numbers, "mass": 1e9})
+        reply.content[f"{REPLY}.numbers"] = MetricRecord({**numbers, "num_examples": 1e9})
     return reply
 
 
@@ -150,7 +150,7 @@ def healthy(federation: Deployment, tmp_path_factory: pytest.TempPathFactory) ->
 def test_a_deployment_gives_the_bytes_of_one_process(healthy: Run, rows: dict[str, Path], tmp_path: Path) -> None:
     done = healthy
     assert [list(line["clients"]) for line in done.lines] == [["east", "north", "south"]] * 2
-    assert {site: told["mass"] for site, told in done.lines[0]["clients"].items()} == SITES
+    assert {site: told["num_examples"] for site, told in done.lines[0]["clients"].items()} == SITES
     assert done.model.read_bytes() == here(done.what, rows, tmp_path)
 
 
@@ -158,7 +158,7 @@ def test_a_second_run_on_the_same_superlink_and_what_the_door_refuses(federation
     done = Run(federation, tmp_path, experiment(2, quorum=0.3), SPOILING).start().finished()
     refused = [{r["client"]: (r["field"], r["got"]) for r in line["refused"]} for line in done.lines]
     assert refused[0] == {"north": ("fc1.bias", "not finite"), "east": ("fc1.bias", "1×8 float32")}
-    assert refused[1] == {"north": ("backdoor", "sent unasked"), "east": ("mass", "1000000000.0")}
+    assert refused[1] == {"north": ("backdoor", "sent unasked"), "east": ("num_examples", "1000000000.0")}
     assert [list(line["clients"]) for line in done.lines] == [["south"], ["south"]]
 
 

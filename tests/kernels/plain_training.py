@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
@@ -17,6 +16,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.kernels.chain import Chain
 from fedfuse.kernels.trace import chain_of
+from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode
 
 State = dict[str, Tensor]

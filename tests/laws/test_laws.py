@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 import fedfuse.client.evidence
 import fedfuse.server.aggregate
-from fedfuse.client.work import client_round
 from fedfuse.core.messages import ClientUpdate, Cohort, Envelope
-from fedfuse.core.model import Apart, Mixture, Single
+from fedfuse.core.model import Apart, Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
@@ -36,10 +35,12 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.server.admit import admit_all
+from fedfuse.nets.mixture import Mixture
 from fedfuse.server.aggregate.mean import ALL_LAWS, Mean
-from fedfuse.server.guard import GUARDS
+from fedfuse.server.door.admit import admit_all
+from fedfuse.server.robust import GUARDS
 from fedfuse.server.round import filter_cohort
+from fedfuse.training.round import client_round
 
 CLIENTS, FEATURES, CLASSES = 5, 6, 3
 few = settings(max_examples=6, deadline=None, derandomize=True)
@@ -125,7 +126,7 @@ def trial(name: str, network: str, seed: int = 0) -> Trial | None:
     torch.manual_seed(seed)
     start, asked = ServerState(0, Single.of(spec.build(), spec)), tuple(f"c{i}" for i in range(CLIENTS))
     try:
-        state = recipe.dressed(start, bench)
+        state = recipe.prepare_models(start, bench)
         brief = state.brief(recipe.publishes, CLASSES)
         envelopes = [
             Envelope(c, client_round(recipe.work(local), brief, c, rows(seed + i, 11 + 4 * i), seed=seed).payload)
@@ -175,7 +176,7 @@ def claims(law: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("name", "network"), who, ids=[f"{n}, {net}" for n, net in who])
 
 
-masses = st.lists(st.floats(0.5, 500.0), min_size=CLIENTS, max_size=CLIENTS)
+num_examples = st.lists(st.floats(0.5, 500.0), min_size=CLIENTS, max_size=CLIENTS)
 
 
 @claims("order")
@@ -192,35 +193,35 @@ def test_the_order_of_clients_does_not_matter(name: str, network: str, order: li
 
 @claims("one")
 @few
-@given(who=st.integers(0, CLIENTS - 1), mass=st.floats(0.5, 500.0))
-def test_one_client_is_that_client(name: str, network: str, who: int, mass: float) -> None:
+@given(who=st.integers(0, CLIENTS - 1), num_examples=st.floats(0.5, 500.0))
+def test_one_client_is_that_client(name: str, network: str, who: int, num_examples: float) -> None:
     if (it := trial(name, network)) is None:
         return
-    update = replace(it.cohort.updates[who], mass=mass)
+    update = replace(it.cohort.updates[who], num_examples=num_examples)
     state = fuse(it.recipe, Cohort((update,)), it.state, it.bench)
     assert close(outcome(state), compared(state, update))
 
 
 @claims("agree")
 @few
-@given(who=st.integers(0, CLIENTS - 1), weights=masses)
+@given(who=st.integers(0, CLIENTS - 1), weights=num_examples)
 def test_agreeing_clients_change_nothing(name: str, network: str, who: int, weights: list[float]) -> None:
     if (it := trial(name, network)) is None:
         return
     update = it.cohort.updates[who]
-    cohort = Cohort(tuple(replace(update, client=f"c{i}", mass=m) for i, m in enumerate(weights)))
+    cohort = Cohort(tuple(replace(update, client=f"c{i}", num_examples=m) for i, m in enumerate(weights)))
     state = fuse(it.recipe, cohort, it.state, it.bench)
     assert close(outcome(state), compared(state, update))
 
 
 @claims("scale")
 @few
-@given(factor=st.floats(1e-3, 1e3), weights=masses)
+@given(factor=st.floats(1e-3, 1e3), weights=num_examples)
 def test_only_the_ratios_of_masses_matter(name: str, network: str, factor: float, weights: list[float]) -> None:
     if (it := trial(name, network)) is None:
         return
-    weighed = [replace(u, mass=m) for u, m in zip(it.cohort, weights, strict=True)]
-    scaled = [replace(u, mass=u.mass * factor) for u in weighed]
+    weighed = [replace(u, num_examples=m) for u, m in zip(it.cohort, weights, strict=True)]
+    scaled = [replace(u, num_examples=u.num_examples * factor) for u in weighed]
     assert close(it.fuse(Cohort.of(weighed)), it.fuse(Cohort.of(scaled)))
 
 
@@ -271,7 +272,7 @@ def test_what_comes_in_one_dtype_goes_out_in_it(name: str, network: str, dtype: 
 def test_finite_clients_make_a_finite_model(name: str, network: str, weights: list[float], seed: int) -> None:
     if (it := trial(name, network, seed)) is None:
         return
-    fused = it.fuse(Cohort.of([replace(u, mass=m) for u, m in zip(it.cohort, weights, strict=True)]))
+    fused = it.fuse(Cohort.of([replace(u, num_examples=m) for u, m in zip(it.cohort, weights, strict=True)]))
     assert all(t.isfinite().all() for t in fused.values())
 
 

@@ -1,7 +1,7 @@
 """Methods on clients whose loss is quadratic, where everything has a closed form.
 
 Client k's loss is f_k(w) = ½ (w − t_k)ᵀ H_k (w − t_k). Its rows are n_k copies of t_k, so every batch has the same
-gradient and the number of rows is the client's mass. Everything is float64.
+gradient and the number of rows is the client's num_examples. Everything is float64.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedfuse.core.seams import Batch, Objective
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.server.loop import Plan, run
 
 DIMENSION, RATE = 3, 0.1

@@ -30,7 +30,7 @@ def symmetric(values: torch.Tensor, seed: int = 0) -> torch.Tensor:
         torch.ones(6),
         torch.tensor([4.0]),
     ],
-    ids=["spread", "wide", "repeated", "zero", "identity", "one"],
+    ids=["log_variance", "wide", "repeated", "zero", "identity", "one"],
 )
 def test_every_eigenvalue_is_found_with_as_many_steps_as_dimensions(values: torch.Tensor) -> None:
     A = symmetric(values)

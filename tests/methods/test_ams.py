@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from fedfuse.api import method
+from fedfuse.api import recipe as method
 from fedfuse.client.evidence.calibration import LogitScale
 from fedfuse.client.evidence.counts import LabelCounts
-from fedfuse.core.combine import FirstLayer, MeanProbability, TopLogit
 from fedfuse.core.seams import CrossEntropy
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.nets.combine import FirstLayer, MeanProbability, TopLogit
 from fedfuse.server.aggregate.cover import CoverAnswers, CoverClasses
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.steps.distill import Distill

@@ -17,7 +17,7 @@ from fedfuse.client.elbo import Elbo
 from fedfuse.client.objectives import Proximal
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
-from fedfuse.engines.base import InProcess
+from fedfuse.engines.local import InProcess
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.execute import execute
@@ -108,7 +108,7 @@ def test_all_rules_train_the_same_way_and_then_differ() -> None:
 
 def test_variances_learn_and_the_record_tells_how_wide_they_are() -> None:
     at = setting()
-    bench = replace(at.bench, local=at.bench.local.model_copy(update={"spread_lr": 0.5}))
+    bench = replace(at.bench, local=at.bench.local.model_copy(update={"log_variance_lr": 0.5}))
     recipe = find_method("rklb").recipe(last=2)
     *_, last = run(recipe, InProcess(at.population, at.seed), bench, at.judge, at.start, replace(at.plan, rounds=4))
     sigma = last.facts["facts"]["sigma"]["net.classifier"]
@@ -142,7 +142,7 @@ def test_a_method_can_take_over_and_dress_what_it_finds() -> None:
 
 def test_recipes_and_dressed_networks_travel_between_processes() -> None:
     recipe = find_method("alpha").recipe(last=2, alpha=0.3)
-    dressed = recipe.dressed(setting().start, setting().bench).single
+    dressed = recipe.prepare_models(setting().start, setting().bench).single
     work, spec = ForkingPickler.loads(ForkingPickler.dumps((recipe.work(setting().bench.local), dressed.spec)))
     assert work == recipe.work(setting().bench.local)
     assert spec == dressed.spec
@@ -188,7 +188,7 @@ class Mine(nn.Module):
 
 def test_sites_with_files_and_a_network_of_their_own(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    net, recipe = Mine(), fedfuse.method("rklb", last=1)
+    net, recipe = Mine(), fedfuse.recipe("rklb", last=1)
 
     def bring(site: int, start: Any = None) -> Path:
         draw = torch.Generator().manual_seed(site)
@@ -210,8 +210,8 @@ def test_sites_with_files_and_a_network_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_recipe_of_ones_own_can_be_composed() -> None:
-    """FedProx's pull on a Bayesian network fused by FedNova: spreads are one more role, and nothing breaks."""
-    recipe = Recipe(objective=Proximal(0.1, Elbo()), aggregate=NormalisedMean(), dress=BayesianLayers(last=2))
+    """FedProx's pull on a Bayesian network fused by FedNova: log_variances are one more role, and nothing breaks."""
+    recipe = Recipe(objective=Proximal(0.1, Elbo()), aggregate=NormalisedMean(), prepare_model=BayesianLayers(last=2))
     at = setting()
     *_, last = run(recipe, InProcess(at.population, at.seed), at.bench, at.judge, at.start, at.plan)
     assert last.facts["accuracy"] > 0.3

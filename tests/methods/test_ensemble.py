@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from fedfuse.api import Update, fuse, local_update, method
-from fedfuse.core.combine import Combine, FirstLayer, MeanLogit, MeanProbability, OpenSetVote, TopLogit
-from fedfuse.core.model import Mixture, Single
+from fedfuse.api import Update, fuse, local_update
+from fedfuse.api import recipe as method
+from fedfuse.core.model import Single
+from fedfuse.core.rng import seeded
 from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError, QuorumLost, RecipeError
+from fedfuse.nets.combine import Combine, FirstLayer, MeanLogit, MeanProbability, OpenSetVote, TopLogit
+from fedfuse.nets.mixture import Mixture
+from fedfuse.server.steps.disturb import measured
+from fedfuse.server.steps.lessons import common_form
 from fedfuse.wire.codec import read, write
 from fedfuse.wire.files import load_model, save_model
 
@@ -121,3 +129,49 @@ def test_nobody_begins_with_a_mixture(tmp_path: Path) -> None:
         local_update(SHALLOW, (X, Y), start=path)
     with pytest.raises(RecipeError, match="the result is a mixture of networks, not one"):
         fuse([site("a", SHALLOW), site("b", DEEP)], "ensemble").state_dict()
+
+
+FLAT = Spec("mlp", {"inputs": 64, "hidden": [8], "classes": 3})
+PICTURES = Spec("lenet", {"size": 8, "maps": [3, 4], "hidden": [6], "classes": 3})
+OWN = Spec.of(nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 3)))
+IMAGES = torch.rand(30, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def picture_site(client: str, spec: Spec) -> Update:
+    with seeded(0, spec.factory):
+        begin = spec.build().state_dict()
+    x = IMAGES.flatten(1) if spec is OWN else IMAGES
+    made = local_update(spec, (x, Y), client="trained", classes=3, start=begin, epochs=1, batch_size=8, lr=0.1)
+    return replace(made, client=client)  # a name also seeds the training, which must not differ here
+
+
+@pytest.mark.parametrize("pair", [(FLAT, PICTURES), (OWN, PICTURES)])
+@pytest.mark.parametrize(("name", "options"), [("ams", {}), ("ams", {"layer": "first"}), ("ensemble", {})])
+def test_networks_that_read_inputs_otherwise_fuse_in_any_order(
+    name: str, options: dict[str, object], pair: tuple[Spec, Spec]
+) -> None:
+    recipe, model = measured(method(name, **options)), OWN if OWN in pair else None
+    found = []
+    for one, other in (pair, pair[::-1]):
+        sites = [picture_site(f"{k}-site", spec) for k, spec in enumerate((one, other))]
+        fused = fuse(sites, recipe, model=model)
+        found.append([fused.logits(x).softmax(-1) for x in (IMAGES, IMAGES.flatten(1))])
+        assert fused.facts["disturbance_inputs"] == "impressions"
+        assert (fused.facts["members"], "cost" in fused.facts) == (2, OWN not in pair)
+    first, second = found
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(first, second, strict=True))
+    assert first[0].equal(first[1])
+
+
+@pytest.mark.parametrize("pair", [(FLAT, PICTURES), (PICTURES, FLAT)])
+def test_a_student_learns_from_networks_that_read_otherwise(pair: tuple[Spec, Spec]) -> None:
+    sites = [picture_site(f"{k}-site", spec) for k, spec in enumerate(pair)]
+    fused = fuse(sites, method("ensemble", distil="impressions", inputs=20, epochs=1))
+    assert fused.facts["distilled"]["inputs"] == 20
+    assert fused.logits(IMAGES).shape == (30, 3)
+
+
+def test_networks_without_a_common_input_cannot_be_asked_together() -> None:
+    small = Spec("lenet", {"size": 12, "maps": [3, 4], "hidden": [6], "classes": 3})
+    with pytest.raises(RecipeError, match="read inputs of 1×12×12 and 64 have none in common"):
+        common_form(Bench(), [FLAT, small])

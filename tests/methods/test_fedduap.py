@@ -118,7 +118,7 @@ def test_sites_with_files_can_use_the_servers_rows_too() -> None:
     assert fused.facts["server_step"]["taken"], "sites and server have everybody's labels: rows alone decide"
     apart = fedfuse.fuse(sites, "feddu", model=net, server_rows=some(0, 1, 2))
     assert apart.facts["server_step"]["alpha"] == 0, "sites that are everybody need no server with other labels"
-    pruned = fedfuse.fuse(sites, fedfuse.method("hrank", at=1, rate=0.5), model=net, server_rows=some(0, 1))
+    pruned = fedfuse.fuse(sites, fedfuse.recipe("hrank", at=1, rate=0.5), model=net, server_rows=some(0, 1))
     assert fused.module()[0].weight.shape[0] == 4
     assert pruned.module()[0].weight.shape[0] == 2
     with pytest.raises(ConfigError, match="pruned after round 30 and the run ends after 1"):

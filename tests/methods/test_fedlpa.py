@@ -7,13 +7,13 @@ from fedfuse.client.evidence.kfac import KroneckerFactors
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
 from fedfuse.core.seams import Aggregator, CrossEntropy
-from fedfuse.engines.base import InProcess
+from fedfuse.engines.local import InProcess
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import Setting, prepare
-from fedfuse.server.admit import admit_all
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.aggregate.natural import NaturalKron
+from fedfuse.server.door.admit import admit_all
 from fedfuse.server.loop import Record, one_round, run
 
 

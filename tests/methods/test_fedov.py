@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from fedfuse.api import fuse, local_update, method
+from fedfuse.api import fuse, local_update
+from fedfuse.api import recipe as method
 from fedfuse.client.openset import OpenSet
-from fedfuse.core.combine import OpenSetVote
-from fedfuse.core.model import Mixture, Single, outputs
+from fedfuse.core.model import Single, outputs
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
+from fedfuse.nets.combine import OpenSetVote
+from fedfuse.nets.mixture import Mixture
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.loop import Plan, run
 from fedfuse.server.outputs import UnknownClass
@@ -32,7 +34,7 @@ def test_published_settings() -> None:
     recipe = method("fedov")
     assert recipe.objective == OpenSet(steps=5, stride=0.002, reach=0.5, mix=0.01)
     assert recipe.aggregate == KeepAll(OpenSetVote("all"))
-    assert recipe.dress == UnknownClass()
+    assert recipe.prepare_model == UnknownClass()
     assert recipe.result == "mixture"
 
 

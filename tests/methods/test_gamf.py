@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedfuse.api import fuse, method
-from fedfuse.core.channels import channel_groups, placed
+from fedfuse.api import fuse
+from fedfuse.api import recipe as method
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
+from fedfuse.nets.channels import channel_groups, placed
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.align.alignment import Aligned
 from fedfuse.server.align.graph import ByGraph

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedfuse.api import fuse, local_update, method
-from fedfuse.core.channels import channel_groups, placed
+from fedfuse.api import fuse, local_update
+from fedfuse.api import recipe as method
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, QuorumLost
+from fedfuse.nets.channels import channel_groups, placed
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.align.alignment import Aligned
 from fedfuse.server.align.transport import ByTransport

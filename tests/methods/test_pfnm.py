@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedfuse.api import method
+from fedfuse.api import recipe as method
 from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError

@@ -10,7 +10,6 @@ import torch
 import fedfuse
 from fedfuse.client.evidence.control import Remember
 from fedfuse.client.objectives import Contrastive
-from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
@@ -21,14 +20,15 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.data import Dataset
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Named, load_experiments
 from fedfuse.experiment.prepare import prepare
-from fedfuse.server.admit import admit_all
 from fedfuse.server.aggregate.gaussianity import HigherOrder, NonGaussianMean, Renyi
 from fedfuse.server.aggregate.mean import Mean
+from fedfuse.server.door.admit import admit_all
 from fedfuse.server.loop import Plan, one_round, run
+from fedfuse.training.round import client_round
 
 ONE_STEP = LocalSettings(max_steps=1, batch_size=4, optimizer={"lr": 0.01, "momentum": 0.9})
 
@@ -50,7 +50,7 @@ def a_round(recipe: Recipe, spec: Spec, state: ServerState | None = None) -> Ser
 
 
 def test_defaults_are_the_papers_choice() -> None:
-    recipe = fedfuse.method("swa")
+    recipe = fedfuse.recipe("swa")
     assert recipe.aggregate == NonGaussianMean(HigherOrder())
     assert recipe.evidence == ()
     assert recipe.objective == CrossEntropy()
@@ -61,23 +61,23 @@ def test_server_options_leave_the_clients_work_alone() -> None:
     """Comparing distances trains once: the memo's key is the client half."""
     settings = LocalSettings()
     keys = {
-        fedfuse.method("swa", **options).work(settings).key
+        fedfuse.recipe("swa", **options).work(settings).key
         for options in ({}, {"distance": "renyi", "order": 2}, {"level": "filter"}, {"mix": 0.5, "normalise": "max"})
     }
-    assert keys == {fedfuse.method("fedavg").work(settings).key}
+    assert keys == {fedfuse.recipe("fedavg").work(settings).key}
 
 
 def test_options_reach_the_aggregator() -> None:
-    made = fedfuse.method("swa", distance="renyi", order=0, density="grid", scale="standardised", mix=0.1)
+    made = fedfuse.recipe("swa", distance="renyi", order=0, density="grid", scale="standardised", mix=0.1)
     assert made.aggregate == NonGaussianMean(Renyi(0.0, "grid", standardised=True), mix=0.1)
     assert made.label == "swa(distance=renyi, order=0, density=grid, scale=standardised, mix=0.1)"
 
 
 def test_contrastive_is_moons_term() -> None:
-    recipe = fedfuse.method("swa", contrastive=8)
+    recipe = fedfuse.recipe("swa", contrastive=8)
     assert recipe.objective == Contrastive(8, 0.5)
     assert recipe.evidence == (Remember(),)
-    moon = fedfuse.method("moon", mu=8.0)
+    moon = fedfuse.recipe("moon", mu=8.0)
     assert recipe.work(LocalSettings()) == moon.work(LocalSettings())
 
 
@@ -93,7 +93,7 @@ def test_contrastive_is_moons_term() -> None:
 )
 def test_wrong_options_are_explained(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        fedfuse.method("swa", **options)
+        fedfuse.recipe("swa", **options)
 
 
 def test_every_option_is_documented() -> None:
@@ -111,7 +111,7 @@ SMALL = [
 @pytest.mark.parametrize("spec", SMALL, ids=["vgg16", "vgg11", "gamf-vgg11", "resnet50"])
 @pytest.mark.parametrize("options", [{}, {"contrastive": 5.0, "level": "filter"}], ids=["plain", "contrastive"])
 def test_the_papers_networks_take_a_step(spec: Spec, options: dict[str, object]) -> None:
-    state = a_round(fedfuse.method("swa", **options), spec)
+    state = a_round(fedfuse.recipe("swa", **options), spec)
     assert all(t.isfinite().all() for t in state.single.posterior.mean.values())
     assert state.facts["layer_weights"].keys() == {layer.name for layer in spec.layout.layers}
 
@@ -127,7 +127,7 @@ def test_the_papers_networks_take_a_step(spec: Spec, options: dict[str, object])
     ids=["vgg16", "vgg11", "resnet50"],
 )
 def test_the_papers_networks_take_a_step_at_full_size(spec: Spec) -> None:
-    state = a_round(fedfuse.method("swa", contrastive=5.0), spec)
+    state = a_round(fedfuse.recipe("swa", contrastive=5.0), spec)
     weights = state.facts["layer_weights"]
     assert all(sum(line.values()) == pytest.approx(1, abs=1e-4) for line in weights.values())
 
@@ -141,7 +141,7 @@ def test_two_rounds_remember_the_last_model() -> None:
     start = ServerState(0, Single.of(spec.build(), spec))
     outcomes = []
     for options in ({}, {"contrastive": 5.0}):
-        records = run(fedfuse.method("swa", **options), InProcess(population, 0), bench, None, start, Plan(2))
+        records = run(fedfuse.recipe("swa", **options), InProcess(population, 0), bench, None, start, Plan(2))
         outcomes.append([r.state.single.posterior.mean["conv1.weight"] for r in records])
     (plain, plain2), (pulled, pulled2) = outcomes
     assert plain.equal(pulled)
@@ -162,7 +162,7 @@ def test_fusing_state_dicts_that_only_have_names() -> None:
 
 
 def test_a_brief_needs_nothing_from_swa() -> None:
-    recipe = fedfuse.method("swa", contrastive=8)
+    recipe = fedfuse.recipe("swa", contrastive=8)
     brief = Brief(0, SMALL[1], SMALL[1].skeleton().state_dict(), classes=4)
     assert all(not dict(e.expects(brief)) for e in recipe.evidence)
     assert recipe.needs == frozenset()

@@ -275,11 +275,11 @@ def test_a_wrapped_factory_is_trusted_no_more_than_a_bare_one() -> None:
 
 def test_roles_tell_spreads_from_weights_and_norms_follow_their_layers() -> None:
     layout = bayesian(resnet18(widths=0.0625), last=4).layout
-    assert set(layout.spreads) == {
+    assert set(layout.log_variances) == {
         f"net.{n}.weight"
         for n in ("stage4.0.shortcut.conv", "stage4.1.body.conv1", "stage4.1.body.conv2", "classifier")
     }
-    assert {layout.roles[n] for n in layout.spreads.values()} == {"spread"}
+    assert {layout.roles[n] for n in layout.log_variances.values()} == {"log_variance"}
     plain = Layout.of(resnet18(widths=0.0625))
     for layer, twin in zip(plain.layers, layout.layers, strict=True):
         assert twin.name == f"net.{layer.name}"
@@ -333,4 +333,4 @@ def test_the_released_start_is_clamped_and_never_learns() -> None:
 @pytest.mark.parametrize("names", [(), ("fc1",)])
 def test_the_spec_says_which_layers(names: Sequence[str]) -> None:
     dressed = BayesianLayers(last=2, layers=tuple(names))(start(Spec.from_json(MLP)), 3, seed=0)
-    assert len(dressed.spec.layout.spreads) == (len(names) or 2)
+    assert len(dressed.spec.layout.log_variances) == (len(names) or 2)

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from fedfuse.core.combine import Combine, FirstLayer, MeanProbability, TopLogit, disturbed
-from fedfuse.core.model import Mixture
-from fedfuse.engines.base import InProcess
+from fedfuse.engines.local import InProcess
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import Setting, prepare
-from fedfuse.server.admit import Admission, admit_all
+from fedfuse.nets.combine import Combine, FirstLayer, MeanProbability, TopLogit, disturbed
+from fedfuse.nets.mixture import Mixture
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.aggregate.mean import Mean
+from fedfuse.server.door.admit import Admission, admit_all
 
 pytestmark = pytest.mark.paper
 

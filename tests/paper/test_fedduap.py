@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fedfuse.core.registry import find_method
-from fedfuse.engines.base import InProcess
+from fedfuse.engines.local import InProcess
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import Setting, prepare
 from fedfuse.server.loop import Record, run

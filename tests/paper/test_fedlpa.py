@@ -11,12 +11,12 @@ import pytest
 from fedfuse.client.evidence.kfac import KroneckerFactors
 from fedfuse.core.messages import Cohort
 from fedfuse.core.seams import Aggregator, Work
-from fedfuse.engines.base import InProcess
+from fedfuse.engines.local import InProcess
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import Setting, prepare
-from fedfuse.server.admit import admit_all
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.aggregate.natural import NaturalKron
+from fedfuse.server.door.admit import admit_all
 
 pytestmark = pytest.mark.paper
 

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import pytest
 
 from fedfuse.core.state import ServerState
-from fedfuse.engines.base import InProcess
+from fedfuse.engines.local import InProcess
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import Setting, prepare
-from fedfuse.server.admit import Admission, admit_all
 from fedfuse.server.aggregate.gaussianity import NonGaussianMean, Renyi
 from fedfuse.server.aggregate.mean import Mean
+from fedfuse.server.door.admit import Admission, admit_all
 
 pytestmark = pytest.mark.paper
 

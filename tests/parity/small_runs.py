@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from fedfuse.core.inputs import InputForm
-from fedfuse.core.model import Mixture, Single, networks
+from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import Population
+from fedfuse.engines.local import Population
 from fedfuse.errors import ConfigError
+from fedfuse.nets.mixture import Mixture
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "flower"))
 
 from fake_grid import rows
 
@@ -62,7 +63,7 @@ def start(recipe: Recipe) -> ServerState:
 def tensors(state: ServerState) -> dict[str, Tensor]:
     """Everything a state holds, by name."""
     found = {f"memory/{n}": t for n, t in state.memory.items()}
-    for place, network in enumerate(networks(state.model)):
+    for place, network in enumerate(state.model.members):
         found |= {f"{place}/{n}": t for n, t in network.posterior.mean.items()}
     if isinstance(state.model, Mixture):
         found["weights"] = state.model.weights

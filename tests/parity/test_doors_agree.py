@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 import fedfuse
-from fedfuse.core.model import Apart, Mixture, Model, Single
+from fedfuse.core.model import Apart, Model, Single
 from fedfuse.core.registry import all_methods, find_method
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError, FuseError, RecipeError
+from fedfuse.nets.mixture import Mixture
 from fedfuse.server.loop import Plan, run
 
 CLIENTS, CLASSES, SEED = 4, 3, 3
@@ -92,13 +93,13 @@ def _loaded(spec: Spec) -> torch.nn.Module:
 
 
 def site(name: str, client: str) -> fedfuse.Update:
-    recipe = fedfuse.method(name, **options(name))
+    recipe = fedfuse.recipe(name, **options(name))
     common: dict[str, Any] = {"client": client, "start": start(network(name)), "classes": CLASSES, "seed": SEED}
     return fedfuse.local_update(network(name), DATA[client], recipe, **common, **SETTINGS)
 
 
 def fused(name: str, updates: list[Any], begin: Any) -> Model:
-    recipe = fedfuse.method(name, **options(name))
+    recipe = fedfuse.recipe(name, **options(name))
     return fedfuse.fuse(updates, recipe, start=begin, server_rows=SERVER, seed=SEED).model
 
 
@@ -135,7 +136,7 @@ def test_files_fuse_without_the_networks_code_or_say_that_it_must_run(name: str,
     if name in REFUSED or name == "pfnm":
         return
     foreign = _Elsewhere(_loaded(SPEC))
-    recipe = fedfuse.method(name, **options(name))
+    recipe = fedfuse.recipe(name, **options(name))
     common: dict[str, Any] = {"classes": CLASSES, "seed": SEED, **SETTINGS}
     updates = [fedfuse.local_update(foreign, DATA[c], recipe, client=c, **common) for c in DATA]
     paths = [update.save(tmp_path / f"{update.client}.safetensors") for update in updates]

@@ -11,7 +11,7 @@ import pytest
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import all_methods
 from fedfuse.core.seams import Engine
-from fedfuse.engines.base import InProcess
+from fedfuse.engines.local import InProcess
 from fedfuse.errors import ConfigError
 from fedfuse.server.judge import Judge
 from fedfuse.server.loop import Plan, Record, run
@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_runs import CLASSES, LOCAL, SEED, SIZES, bench, images, population, rounds_of, start, tensors  # noqa: I001
 from fake_grid import FakeGrid, TestSite, grid_of, small_options
 
-from fedfuse.engines.flower import Federation, FlowerEngine
-from fedfuse.engines.flower_client import client_app
+from fedfuse.flower.engine import Federation, FlowerEngine
+from fedfuse.flower.site import client_app
 
 TIMES = ("train_seconds", "server_seconds")
 

@@ -19,7 +19,7 @@ from fedfuse.core.registry import all_methods
 from fedfuse.core.seams import ClientsOnly
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import ServerState
-from fedfuse.engines.base import InProcess
+from fedfuse.engines.local import InProcess
 from fedfuse.errors import RecipeError
 from fedfuse.flower import FuseStrategy, train
 from fedfuse.server.loop import Plan, run

@@ -69,7 +69,7 @@ def _line(label: str, top: float, seed: int, at: int, rounds: int, clients: int)
         "client_accuracy_std": float(own.std()) / 2,
         "client_accuracy_worst10": float(own.min()) / 2,
         "clients": {
-            name: {"mass": 600.0, "steps": 100, "own_accuracy": float(score), "accuracy": float(score) / 2}
+            name: {"num_examples": 600.0, "steps": 100, "own_accuracy": float(score), "accuracy": float(score) / 2}
             for name, score in zip(names, own, strict=True)
         },
     }
@@ -114,7 +114,9 @@ def write_run(
         for at in range(1, rounds + 1)
     ]
     if hostile:
-        lines[0]["refused"] = [{"client": HOSTILE, "field": "mass", "got": "-9", "expected": "a number in (0, 1e6]"}]
+        lines[0]["refused"] = [
+            {"client": HOSTILE, "field": "num_examples", "got": "-9", "expected": "a number in (0, 1e6]"}
+        ]
         lines[0]["dropped"] = [{"client": "client-03", "reason": "no answer within 60 s"}]
         lines[0]["clients"][HOSTILE] = {"own_accuracy": 0.4}
     (folder / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -56,7 +56,10 @@ def test_every_client_is_a_mark_until_there_are_too_many() -> None:
     assert figure(20).count('class="mark ink0"') == 20
     assert figure(5000).count('class="mark ink0"') == 0
     assert len(figure(5000)) < 10_000
-    assert plots.fairness({"wb": [row(0, 1, clients={"a": {"mass": 1.0}})]}, {"wb": 0}, "own_accuracy", "Own") is None
+    assert (
+        plots.fairness({"wb": [row(0, 1, clients={"a": {"num_examples": 1.0}})]}, {"wb": 0}, "own_accuracy", "Own")
+        is None
+    )
 
 
 def test_the_partition_shows_the_server_last_and_totals() -> None:

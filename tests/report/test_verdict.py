@@ -19,7 +19,7 @@ def said(found: list[dict[str, object]]) -> str:
 def test_spreads_that_do_not_overlap() -> None:
     assert said(rows(20, fedavg=[0.69, 0.71], wb=[0.79, 0.81])) == (
         "wb is best: 80.0 ± 1.4 % accuracy after round 20 over 2 seeds, 10.0 points ahead of fedavg (70.0 ± 1.4 %). "
-        "Their spreads (± one standard deviation) do not overlap; it is ahead on 2 of 2 seeds."
+        "Their log_variances (± one standard deviation) do not overlap; it is ahead on 2 of 2 seeds."
     )
 
 

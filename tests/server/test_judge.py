@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,14 +18,15 @@ from torchmetrics.functional.classification import (
     multiclass_confusion_matrix,
 )
 
-from fedfuse.core.combine import MeanProbability
 from fedfuse.core.messages import ClientUpdate, Cohort
-from fedfuse.core.model import Apart, Mixture, Single
+from fedfuse.core.model import Apart, Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.errors import RecipeError
-from fedfuse.server.admit import Admission
+from fedfuse.nets.combine import MeanProbability
+from fedfuse.nets.mixture import Mixture
+from fedfuse.server.door.admit import Admission
 from fedfuse.server.judge import Judge, log_probabilities, measure, spread
 from fedfuse.wire.spool import Spool
 
@@ -49,7 +50,7 @@ def network(weight: Tensor) -> Single:
 
 def admitted(**networks: Single) -> Admission:
     updates = [
-        ClientUpdate(c, m.posterior, mass=float(place), steps=place, spec=m.spec, facts={"loss": 0.5})
+        ClientUpdate(c, m.posterior, num_examples=float(place), steps=place, spec=m.spec, facts={"loss": 0.5})
         for place, (c, m) in enumerate(networks.items(), 1)
     ]
     return Admission(Cohort.of(updates), Spool(2**20))
@@ -152,8 +153,8 @@ def test_clients_are_scored_on_the_test_rows_and_on_rows_of_their_own() -> None:
     judge = Judge(corners(0, 1, 2, 1), 3, held_out=held, clients="every")
     scores = judge.score(IDENTITY, admitted(a=IDENTITY, b=TURNED), last=False)
     clients = scores["clients"]
-    assert clients["a"] == {"mass": 1.0, "steps": 1, "loss": 0.5, "accuracy": 0.75, "own_accuracy": 1.0}
-    assert clients["b"] == {"mass": 2.0, "steps": 2, "loss": 0.5, "accuracy": 0.25, "own_accuracy": 0.5}
+    assert clients["a"] == {"num_examples": 1.0, "steps": 1, "loss": 0.5, "accuracy": 0.75, "own_accuracy": 1.0}
+    assert clients["b"] == {"num_examples": 2.0, "steps": 2, "loss": 0.5, "accuracy": 0.25, "own_accuracy": 0.5}
     assert clients["c"] == {"own_accuracy": 0.0}  # it was not asked in this round, and is judged all the same
     assert scores["client_accuracy_mean"] == 0.5
     assert scores["client_accuracy_weighted"] == pytest.approx((0.75 + 2 * 0.25) / 3)
@@ -209,10 +210,10 @@ def test_networks_that_stay_apart_are_judged_one_by_one() -> None:
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(1, 100)), min_size=1, max_size=40))
 def test_spread_is_mean_deviation_and_worst_tenth(found: list[tuple[float, float]]) -> None:
     accuracies = {f"c{i}": a for i, (a, _) in enumerate(found)}
-    masses = {f"c{i}": m for i, (_, m) in enumerate(found)}
+    num_examples = {f"c{i}": m for i, (_, m) in enumerate(found)}
     values = torch.tensor([a for a, _ in found], dtype=torch.float64)
     weights = torch.tensor([m for _, m in found], dtype=torch.float64)
-    told = spread(accuracies, masses)
+    told = spread(accuracies, num_examples)
     worst = values.sort().values[: -(-len(values) // 10)]
     assert told["client_accuracy_mean"] == pytest.approx(float(values.mean()))
     assert told["client_accuracy_std"] == pytest.approx(float(values.std(correction=0)), abs=1e-9)
@@ -232,6 +233,11 @@ class Fixed:
 
     def logits(self, x: Tensor) -> Tensor:
         return self.says.expand(len(x), -1)
+
+    members: ClassVar[tuple[Single, ...]] = ()
+
+    def to(self, device: str) -> Fixed:
+        return self
 
 
 def test_the_server_may_ask_about_other_rows() -> None:

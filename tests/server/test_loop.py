@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,10 +18,11 @@ from fedfuse.core.seams import Engine, Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.core.terms import Terms
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import QuorumLost
-from fedfuse.server.admit import Admission, Rules
 from fedfuse.server.aggregate.mean import Mean
+from fedfuse.server.door.admit import Admission, Rules
 from fedfuse.server.loop import Plan, Record, choose, run
 from fedfuse.wire.codec import decode
 from fedfuse.wire.messages import encode_brief
@@ -50,6 +51,7 @@ class Faulty:
     silent: frozenset[str] = frozenset()
     garbled: frozenset[str] = frozenset()
     heard: list[Brief] = field(default_factory=list)
+    terms: ClassVar[Terms] = Terms()
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -88,7 +90,7 @@ def test_a_record_tells_everything_a_reader_wants() -> None:
     facts = records[0].facts
     assert [r.facts["round"] for r in records] == [1, 2]
     assert list(facts["clients"]) == ["c0", "c2", "c3"]
-    assert facts["clients"]["c2"]["mass"] == 10.0
+    assert facts["clients"]["c2"]["num_examples"] == 10.0
     assert facts["clients"]["c2"]["steps"] == 3
     assert facts["dropped"] == [{"client": "c1", "reason": "the line is dead"}]
     assert facts["refused"] == []
@@ -144,7 +146,7 @@ def test_nobody_at_all_is_never_a_quorum() -> None:
 
 def test_enrolled_counts_reach_the_door() -> None:
     records = rounds(Recipe(aggregate=Mean()), federation(), enrolled={**SIZES, "c3": 11})
-    assert [(r["client"], r["field"]) for r in records[0].facts["refused"]] == [("c3", "mass")]
+    assert [(r["client"], r["field"]) for r in records[0].facts["refused"]] == [("c3", "num_examples")]
 
 
 def test_a_sample_is_seeded_without_replacement_and_in_client_order() -> None:
@@ -191,4 +193,4 @@ def test_what_arrives_is_what_was_sent() -> None:
     sent = {e.client: e.payload for e in federation().exchange(start().brief(()), Work(BENCH.local), tuple(SIZES))}
     record = rounds(Recipe(aggregate=Mean()), federation())[0]
     assert record.facts["bytes_up"] == sum(len(p) for p in sent.values() if isinstance(p, bytes))
-    assert all(isinstance(p, bytes) and decode(p).header["mass"] == SIZES[c] for c, p in sent.items())
+    assert all(isinstance(p, bytes) and decode(p).header["num_examples"] == SIZES[c] for c, p in sent.items())

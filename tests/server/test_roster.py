@@ -14,8 +14,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.core.terms import terms_of
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.engines.memo import Memo
 from fedfuse.engines.pool import Pool
 from fedfuse.errors import ConfigError, RecipeError
@@ -61,7 +60,7 @@ def test_the_server_answers_in_every_round_beside_those_chosen() -> None:
     hybrid = federate(find_method("hybrid_fl").recipe(), rows(30, 9))
     for one, other in zip(plain, hybrid, strict=True):
         assert set(other.facts["clients"]) == {*one.facts["clients"], "server"}
-        assert other.facts["clients"]["server"]["mass"] == 30
+        assert other.facts["clients"]["server"]["num_examples"] == 30
         assert not other.facts["refused"]
     assert not same(plain[-1], hybrid[-1])
 
@@ -107,9 +106,9 @@ def test_lent_rows_are_trained_on_and_counted() -> None:
 def test_at_most_so_many_rows_are_lent_and_always_the_same() -> None:
     bench = replace(BENCH, rows=rows(30, 9))
     twice = [LendRows(12)(InProcess(people()), bench) for _ in range(2)]
-    assert [terms_of(engine).lent for engine in twice] == [12, 12]
+    assert [engine.terms.lent for engine in twice] == [12, 12]
     assert twice[0].rows.x.equal(twice[1].rows.x)  # type: ignore[attr-defined]
-    assert terms_of(LendRows(100)(InProcess(people()), bench)).lent == 30
+    assert LendRows(100)(InProcess(people()), bench).terms.lent == 30
     assert find_method("data_sharing").recipe(most=12).reveals == (
         "up to 12 of the server's labelled rows, to every client",
     )
@@ -119,7 +118,7 @@ def test_rosters_stack() -> None:
     both = WithServer()(
         LendRows()(InProcess(people()), replace(BENCH, rows=rows(6, 9))), replace(BENCH, rows=rows(6, 9))
     )
-    terms = terms_of(both)
+    terms = both.terms
     assert (terms.always, terms.lent) == (("server",), 6)
     assert terms.enrolled({"c0": 10}) == {"c0": 16}
 

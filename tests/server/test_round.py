@@ -19,7 +19,7 @@ from fedfuse.errors import ConfigError
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.filters import with_filters
-from fedfuse.server.guard import Krum
+from fedfuse.server.robust import Krum
 from fedfuse.server.round import filter_cohort, fuse_round
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": 3})

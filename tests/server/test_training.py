@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import fedfuse
-from fedfuse.client.work import learned
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Single
@@ -19,13 +18,14 @@ from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, part
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.server.aggregate.adaptive import ServerOptimiser
 from fedfuse.server.loop import Plan, run
 from fedfuse.server.steps.distill import Distill
 from fedfuse.server.steps.dynamic import DynamicUpdate
 from fedfuse.server.steps.lessons import ServerRows
 from fedfuse.server.training import train_on
+from fedfuse.training.round import learned
 
 MLP = Spec("mlp", {"inputs": 6, "hidden": [8], "classes": 3})
 LOCAL = LocalSettings(batch_size=4, optimizer={"lr": 0.2, "momentum": 0.5})
@@ -55,13 +55,13 @@ def masking(method: str) -> Recipe:
         "imc": {"at": 1, "every": 1, "times": 2, "rule": "fixed", "rate": 0.6},
         "prunefl": {"every": 2, "most": 3, "steps": 4},
     }
-    return fedfuse.method(method, **options[method])
+    return fedfuse.recipe(method, **options[method])
 
 
 @pytest.mark.parametrize("method", ["imc", "prunefl"])
 @pytest.mark.parametrize("first", [True, False])
 def test_no_weight_under_the_mask_comes_back(method: str, first: bool) -> None:
-    recipe, du = masking(method), fedfuse.method("feddu")
+    recipe, du = masking(method), fedfuse.recipe("feddu")
     walk = DynamicUpdate(C=5.0, explode=1e9)
     steps = (walk, *recipe.steps) if first else (*recipe.steps, walk)
     states = rounds_of(replace(recipe, steps=steps, evidence=(*recipe.evidence, *du.evidence)))

@@ -8,12 +8,13 @@ from scipy import stats
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
-from fedfuse.core.combine import MeanProbability
-from fedfuse.core.model import Apart, Mixture, Single
+from fedfuse.core.model import Apart, Single
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.errors import RecipeError
 from fedfuse.models.bayes import BayesianLayers
+from fedfuse.nets.combine import MeanProbability
+from fedfuse.nets.mixture import Mixture
 from fedfuse.server.judge import Judge, log_probabilities
 from fedfuse.server.uncertainty import ask, auroc, each_draw, entropy, mutual_information
 

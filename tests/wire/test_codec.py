@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedfuse.core.files import write_atomically
 from fedfuse.core.messages import Form
 from fedfuse.errors import ConfigError
 from fedfuse.wire import codec
@@ -25,7 +26,6 @@ from fedfuse.wire.codec import (
     LazyParams,
     Limits,
     Malformed,
-    atomic,
     decode,
     encode,
     encoded_size,
@@ -87,11 +87,11 @@ def test_what_is_written_is_what_is_read(params: dict[str, Tensor], header: dict
 
 def test_files_are_read_like_bytes(tmp_path: Path) -> None:
     params = {n: torch.arange(6).to(d) for n, d in DTYPES.items()} | {"scalar": torch.tensor(2.5)}
-    size = write(tmp_path / "deep" / "er" / "a.safetensors", params, {"mass": 3})
+    size = write(tmp_path / "deep" / "er" / "a.safetensors", params, {"num_examples": 3})
     path = tmp_path / "deep" / "er" / "a.safetensors"
-    assert path.read_bytes() == encode(params, {"mass": 3})
+    assert path.read_bytes() == encode(params, {"num_examples": 3})
     packet = read(path)
-    assert (packet.size, packet.header["mass"]) == (size, 3)
+    assert (packet.size, packet.header["num_examples"]) == (size, 3)
     assert all(same(packet.tensors[n], params[n]) for n in params)
     again = tmp_path / "b.safetensors"
     write(again, packet.tensors, packet.header)  # from file to file, one tensor at a time
@@ -151,9 +151,9 @@ def test_runs_join_what_lies_together_and_are_read_in_pieces() -> None:
 
 def test_messages_of_one_layout_share_their_table_and_nothing_else() -> None:
     first, second = ({"a": torch.rand(3), "b": torch.rand(2, 2)} for _ in range(2))
-    one, two = (decode(encode(p, {"mass": m})) for m, p in enumerate((first, second)))
+    one, two = (decode(encode(p, {"num_examples": m})) for m, p in enumerate((first, second)))
     assert one.tensors.forms is two.tensors.forms
-    assert [one.header["mass"], two.header["mass"]] == [0, 1]
+    assert [one.header["num_examples"], two.header["num_examples"]] == [0, 1]
     assert all(one.tensors[n].equal(first[n]) and two.tensors[n].equal(second[n]) for n in first)
     turned = decode(encode({"b": first["b"], "a": first["a"]}, {})).tensors
     assert list(turned) == ["b", "a"]
@@ -221,7 +221,7 @@ LIES: dict[str, bytes] = {
     "header is no text": forge({"__metadata__": {"fedfuse": 3}}),
     "header is no JSON": forge({"__metadata__": {"fedfuse": "{"}}),
     "header is a list": forge({"__metadata__": {"fedfuse": "[]"}}),
-    "header has a key twice": forge({"__metadata__": {"fedfuse": '{"mass": 1, "mass": 2}'}}),
+    "header has a key twice": forge({"__metadata__": {"fedfuse": '{"num_examples": 1, "num_examples": 2}'}}),
     "header holds half a letter": forge({"__metadata__": {"fedfuse": "\ud800"}}),
     "header is a pit": forge({"__metadata__": {"fedfuse": '{"a":' * 900 + "1" + "}" * 900}}),
     "pickle": b"\x80\x04\x95\x1a\0\0\0\0\0\0\0\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x02ls\x94\x85\x94R\x94.",
@@ -298,7 +298,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkey
 
 def test_an_interrupted_writer_leaves_nothing(tmp_path: Path) -> None:
     def interrupted() -> None:
-        with atomic(tmp_path / "x") as file:
+        with write_atomically(tmp_path / "x") as file:
             file.write(b"half")
             raise KeyboardInterrupt
 

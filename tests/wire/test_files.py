@@ -9,11 +9,12 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from fedfuse.core.combine import MeanProbability
-from fedfuse.core.model import Apart, Mixture, Single
+from fedfuse.core.model import Apart, Single
 from fedfuse.core.posterior import Diag, Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
+from fedfuse.nets.combine import MeanProbability
+from fedfuse.nets.mixture import Mixture
 from fedfuse.wire.codec import write
 from fedfuse.wire.files import load_model, save_model
 

@@ -47,9 +47,11 @@ def test_what_is_no_brief_is_called_out(header: dict[str, object]) -> None:
 
 def test_a_reply_says_round_network_mass_and_steps_and_drops_what_is_not_finite() -> None:
     facts = {"loss": float("nan"), "lr": 0.1, "gap": float("inf")}
-    packet = decode(encode_reply(BRIEF, BRIEF.params, {"counts/labels": torch.ones(5)}, mass=7.0, steps=2, facts=facts))
+    packet = decode(
+        encode_reply(BRIEF, BRIEF.params, {"counts/labels": torch.ones(5)}, num_examples=7.0, steps=2, facts=facts)
+    )
     header = packet.header
-    assert (header["round"], header["mass"], header["steps"], header["facts"]) == (3, 7.0, 2, {"lr": 0.1})
+    assert (header["round"], header["num_examples"], header["steps"], header["facts"]) == (3, 7.0, 2, {"lr": 0.1})
     assert Spec.from_json(header["spec"]) == SPEC
     own, notes = split(packet)
     assert set(own) == {"w", "n"}

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 
-from fedfuse.api.runs import method
-from fedfuse.api.update import Update, check_honoured, dressed_start, start_of
-from fedfuse.core.model import Model, Single, networks
+from fedfuse.api.runs import recipe as make_recipe
+from fedfuse.api.update import Update, check_honoured, prepared_start, start_of
+from fedfuse.core.model import Answering, Model, Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import Plain
+from fedfuse.core.seams import AsChosen
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.server.admit import Rules
+from fedfuse.server.door.admit import Rules
+from fedfuse.server.door.files import Item, gather
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
-from fedfuse.server.gather import Item, gather
 from fedfuse.server.round import fuse_round
 from fedfuse.wire.codec import encode
 from fedfuse.wire.files import save_model
@@ -53,9 +53,9 @@ class Fused:
 
     def logits(self, x: Tensor) -> Tensor:
         """The fused model's answer."""
-        if not hasattr(self.model, "logits"):
+        if not isinstance(self.model, Answering):
             raise RecipeError("models that stay apart have no common answer; ask each of model.members")
-        for member in networks(self.model):
+        for member in self.model.members:
             _runnable(member)
         return self.model.logits(x)
 
@@ -69,7 +69,7 @@ def fuse(
     updates: Sequence[Source],
     recipe: Recipe | str = "fedavg",
     *,
-    masses: Sequence[float] | None = None,
+    num_examples: Sequence[float] | None = None,
     start: str | Path | Mapping[str, Tensor] | None = None,
     model: nn.Module | Spec | Sequence[nn.Module | Spec] | None = None,
     server_rows: Rows | tuple[Tensor, Tensor] | None = None,
@@ -86,7 +86,7 @@ def fuse(
     Args:
         updates: what to fuse.
         recipe: the method, or its name.
-        masses: examples behind each one; needed for state dicts unless all weigh alike, else read from the update.
+        num_examples: behind each one; needed for state dicts unless all weigh alike, else read from the update.
         start: the common weights they started from, for methods that need them.
         model: the network the weights belong to, or several; needed where a network that is not fedfuse's own must
             be run: to answer together, to be aligned, distilled or pruned. Nothing that files name is run unasked.
@@ -105,18 +105,18 @@ def fuse(
 
     Example:
         >>> import torch
-        >>> fuse([{"w": torch.zeros(1)}, {"w": torch.ones(1)}], "fedavg", masses=[1, 3]).state_dict()
+        >>> fuse([{"w": torch.zeros(1)}, {"w": torch.ones(1)}], "fedavg", num_examples=[1, 3]).state_dict()
         {'w': tensor([0.7500])}
     """
-    recipe = with_filters(method(recipe) if isinstance(recipe, str) else recipe, align=align, guard=guard)
+    recipe = with_filters(make_recipe(recipe) if isinstance(recipe, str) else recipe, align=align, guard=guard)
     check_honoured(recipe, "fusing files")
-    items = _items(updates, masses)
+    items = _items(updates, num_examples)
     begin = None if start is None else start_of(start)[1]
     if "start" in recipe.needs and begin is None:
         raise RecipeError(f"method {recipe.name!r} needs the weights the sites started from; pass `start`")
     bench = Bench(rows=_rows(server_rows), unlabelled=unlabelled, population=len(items), seed=seed)
     recipe.check(1, bench)
-    named = [_dressed_spec(recipe, given, seed) for given in _several(model)]
+    named = [_prepared_spec(recipe, given, seed) for given in _several(model)]
     admission, brief = gather(items, recipe, begin, named, Rules(quorum=quorum))
     state = ServerState(brief.round, Single(brief.spec, Posterior(brief.params)))
     bench = replace(bench, classes=brief.classes)
@@ -131,21 +131,25 @@ def _several(model: nn.Module | Spec | Sequence[nn.Module | Spec] | None) -> lis
     return [model] if isinstance(model, nn.Module | Spec) else list(model)
 
 
-def _dressed_spec(recipe: Recipe, given: nn.Module | Spec, seed: int) -> Spec:
+def _prepared_spec(recipe: Recipe, given: nn.Module | Spec, seed: int) -> Spec:
     """The network the method trains, made of one the user named; options may come with the updates, if it has none."""
     spec = given if isinstance(given, Spec) else Spec.of(given)
-    if isinstance(recipe.dress, Plain):
+    if isinstance(recipe.prepare_model, AsChosen):
         return spec
-    return dressed_start(recipe, spec, spec.skeleton().state_dict(), 0, seed).spec
+    return prepared_start(recipe, spec, spec.skeleton().state_dict(), 0, seed).spec
 
 
-def _items(updates: Sequence[Source], masses: Sequence[float] | None) -> list[Item]:
+def _items(updates: Sequence[Source], num_examples: Sequence[float] | None) -> list[Item]:
     if not updates:
         raise ConfigError("there is nothing to fuse: pass at least one update, file or state dict")
-    if masses is not None and len(masses) != len(updates):
-        raise ConfigError(f"{len(masses)} masses were given for {len(updates)} updates; give one each")
-    given = list(masses) if masses is not None else [None] * len(updates)
-    items = [_item(u, place, mass) for place, (u, mass) in enumerate(zip(updates, given, strict=True), 1)]
+    if num_examples is not None and len(num_examples) != len(updates):
+        raise ConfigError(
+            f"{len(num_examples)} numbers of examples were given for {len(updates)} updates; give one each"
+        )
+    given = list(num_examples) if num_examples is not None else [None] * len(updates)
+    items = [
+        _item(u, place, num_examples) for place, (u, num_examples) in enumerate(zip(updates, given, strict=True), 1)
+    ]
     names = Counter(item.client for item in items)
     items = [_by_path(item) if names[item.client] > 1 else item for item in items]
     names = Counter(item.client for item in items)
@@ -160,16 +164,16 @@ def _by_path(item: Item) -> Item:
     return replace(item, client=str(item.payload)) if isinstance(item.payload, Path) else item
 
 
-def _item(source: Source, place: int, mass: float | None) -> Item:
+def _item(source: Source, place: int, num_examples: float | None) -> Item:
     match source:
         case Update():
-            return Item(source.client, source.payload, mass, source.spec)
+            return Item(source.client, source.payload, num_examples, source.spec)
         case str() | Path():
-            return Item(Path(source).stem, Path(source), mass)
+            return Item(Path(source).stem, Path(source), num_examples)
         case nn.Module():
-            return Item(f"model-{place}", encode(source.state_dict(), {}), mass)
+            return Item(f"model-{place}", encode(source.state_dict(), {}), num_examples)
         case Mapping():
-            return Item(f"model-{place}", encode(source, {}), mass)
+            return Item(f"model-{place}", encode(source, {}), num_examples)
     raise ConfigError(f"update {place} is a {type(source).__name__}; expected an update, a file or a state dict")
 
 

@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from fedfuse.experiment.execute import Results
 
 
-def methods() -> tuple[str, ...]:
+def list_methods() -> tuple[str, ...]:
     """The names of all methods.
 
     Example:
-        >>> "fedavg" in methods()
+        >>> "fedavg" in list_methods()
         True
     """
     return tuple(all_methods())
 
 
-def method(name: str, **options: object) -> Recipe:
+def recipe(name: str, **options: object) -> Recipe:
     """A method's recipe with these options.
 
     Example:
-        >>> method("fedprox", mu=0.1).label
+        >>> recipe("fedprox", mu=0.1).label
         'fedprox(mu=0.1)'
     """
     return find_method(name).recipe(**options)
@@ -74,3 +74,17 @@ def run(
 
     place = None if out is None else Path(out)
     return run_file(Path(file), sets=sets, out=place, resume=resume, workers=workers, memo=memo)
+
+
+def load(run: str | Path) -> Results:
+    """The results of a run that was made before, read from its directory.
+
+    Args:
+        run: the run directory, or that of a sweep.
+
+    Raises:
+        ConfigError: if there are no results.
+    """
+    from fedfuse.experiment.jobs import load_results  # late, as above
+
+    return load_results(Path(run))

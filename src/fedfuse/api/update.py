@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fedfuse.api.runs import method
-from fedfuse.client.work import client_round
+from fedfuse.api.runs import recipe as make_recipe
 from fedfuse.core.description import describe
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Single, outputs
@@ -18,16 +17,16 @@ from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import AsItIs, ClientsOnly, Work
+from fedfuse.core.seams import ClientsOnly, NothingBefore, Work
 from fedfuse.core.settings import LocalSettings, checked
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
-from fedfuse.engines.base import heard
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.server.gather import fingerprint, first_difference
+from fedfuse.server.door.files import fingerprint, first_difference
+from fedfuse.training.round import client_round
 from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read, write
-from fedfuse.wire.messages import NOTE, encode_brief
+from fedfuse.wire.messages import NOTE, encode_brief, receive_brief
 
 if TYPE_CHECKING:
     pass
@@ -43,9 +42,9 @@ class Update:
     spec: Spec | None = field(default=None, repr=False, compare=False)
 
     @property
-    def mass(self) -> float:
+    def num_examples(self) -> float:
         """How many examples stand behind it."""
-        return float(decode(self.payload).header["mass"])
+        return float(decode(self.payload).header["num_examples"])
 
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights."""
@@ -87,10 +86,10 @@ def local_update(
     Example:
         >>> import torch
         >>> rows = (torch.randn(20, 4), torch.arange(20) % 2)
-        >>> local_update(torch.nn.Linear(4, 2), rows, epochs=2, lr=0.1).mass
+        >>> local_update(torch.nn.Linear(4, 2), rows, epochs=2, lr=0.1).num_examples
         20.0
     """
-    recipe = method(recipe) if isinstance(recipe, str) else recipe
+    recipe = make_recipe(recipe) if isinstance(recipe, str) else recipe
     check_honoured(recipe, "a site that only brings a file")
     spec = model if isinstance(model, Spec) else Spec.of(model, output)
     spec = spec if output is None else replace(spec, output=output)
@@ -101,7 +100,7 @@ def local_update(
     if start is not None:
         said, begin = start_of(start)
         spec = _as_shaped(spec, said)
-    first = dressed_start(recipe, spec, begin, count, seed)
+    first = prepared_start(recipe, spec, begin, count, seed)
     _check_fit(first)
     brief = Brief(0, first.spec, first.posterior.mean, classes=count)
     packet = decode(_answer(recipe.work(settings_from(settings)), brief, client, data, seed))
@@ -114,7 +113,7 @@ def local_update(
 def _answer(work: Work, brief: Brief, client: str, rows: Rows, seed: int) -> bytes:
     """A client's reply as every engine brings it: everything comes from bytes, and one thread does it."""
     with one_thread():
-        told = heard(encode_brief(brief), brief.spec)
+        told = receive_brief(encode_brief(brief), brief.spec)
         return client_round(work, told, client, Rows(rows.x.contiguous(), rows.y), seed=seed).payload
 
 
@@ -166,11 +165,11 @@ def _check_fit(start: Single) -> None:
         )
 
 
-def dressed_start(recipe: Recipe, spec: Spec, begin: Params, classes: int, seed: int) -> Single:
+def prepared_start(recipe: Recipe, spec: Spec, begin: Params, classes: int, seed: int) -> Single:
     """The network the method trains, at the given weights, which may be those of the dressed network already."""
     fits = begin.keys() == spec.skeleton().state_dict().keys()
     chosen = Single(spec, Posterior(begin)) if fits else Single.of(spec.build(), spec)
-    first = recipe.dressed(ServerState(0, chosen), Bench(classes=classes, seed=seed)).single
+    first = recipe.prepare_models(ServerState(0, chosen), Bench(classes=classes, seed=seed)).single
     return first if fits else Single(first.spec, Posterior(begin))
 
 
@@ -181,7 +180,7 @@ def check_honoured(recipe: Recipe, where: str) -> None:
             f"method {recipe.name!r} lets the server train as a client or lend its rows, which {where} cannot do; "
             "use `fedfuse run`, or let the server's rows be one more site"
         )
-    if not isinstance(recipe.opening, AsItIs):
+    if not isinstance(recipe.before_first_round, NothingBefore):
         raise RecipeError(
             f"method {recipe.name!r} prepares the network on the server before the first round, which {where} cannot "
             "do; use `fedfuse run`"

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.kfac import Block, blocks_of, unpacked
+from fedfuse.client.evidence.kfac import unpacked
 from fedfuse.core.precision import in_full
 from fedfuse.core.seams import Batch, CrossEntropy, Objective
 from fedfuse.core.state import Local, part
 from fedfuse.linalg.psd import packed_size
+from fedfuse.nets.blocks import Block, blocks_of
 from fedfuse.wire.codec import forms_of
 
 

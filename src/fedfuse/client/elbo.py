@@ -50,9 +50,11 @@ class Variational(Settings):
         """Bayesian layers, their objective, and how they are fused; without such layers, plain training."""
         if last == 0 and not self.layers:
             return Recipe(aggregate=aggregate)
-        return Recipe(objective=Elbo(self.kl, self.prior, self.scale), aggregate=aggregate, dress=self._dress(last))
+        return Recipe(
+            objective=Elbo(self.kl, self.prior, self.scale), aggregate=aggregate, prepare_model=self._prepare(last)
+        )
 
-    def _dress(self, last: int) -> BayesianLayers:
+    def _prepare(self, last: int) -> BayesianLayers:
         return BayesianLayers(last, self.layers, self.log_variance, self.bias, self.noise, self.released, self.draws)
 
 

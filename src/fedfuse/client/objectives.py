@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from fedfuse.core.precision import in_full
 from fedfuse.core.seams import Batch, CrossEntropy, Objective
 from fedfuse.core.state import Local, part, representation
+from fedfuse.training.pulls import Pull, pull_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,11 @@ class Proximal:
         away = torch._foreach_sub(list(local.live.values()), list(local.anchor.values()))
         return loss + self.mu / 2 * torch.stack([(d * d).sum() for d in map(in_full, away)]).sum()
 
+    def pull(self, local: Local) -> Pull | None:
+        """The base's pulls and the quadratic term."""
+        base = pull_of(self.base, local)
+        return None if base is None else replace(base, mu=base.mu + self.mu)
+
 
 @dataclass(frozen=True, slots=True)
 class Controlled:
@@ -44,6 +49,11 @@ class Controlled:
         loss = self.base(local, batch)
         pull = local.once("control", _control_gap)
         return loss + sum((pull[n] * in_full(w)).sum() for n, w in local.live.items() if n in pull)
+
+    def pull(self, local: Local) -> Pull | None:
+        """The base's pulls and the linear term."""
+        base, gap = pull_of(self.base, local), local.once("control", _control_gap)
+        return None if base is None else replace(base, linear={n: base.linear.get(n, 0) + gap[n] for n in gap})
 
 
 def _control_gap(local: Local) -> dict[str, Tensor]:
@@ -85,35 +95,6 @@ class Contrastive:
         first = torch.zeros(len(y), dtype=torch.int64, device=y.device)
         return loss + self.mu * F.cross_entropy(similar / self.temperature, first)
 
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    """What an objective adds to the cross entropy, where that is μ/2 ‖w − w_global‖² + ⟨linear, w⟩."""
-
-    mu: float = 0.0
-    linear: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-def pull_of(objective: Objective, local: Local) -> Pull | None:
-    """The terms of an objective that is a cross entropy with pulls; None for any other, subclasses included.
-
-    Example:
-        >>> pull_of(Proximal(0.1, Proximal(0.2)), local=None).mu  # doctest: +ELLIPSIS
-        0.3...
-    """
-    if type(objective) is CrossEntropy:
-        return Pull()
-    if type(objective) not in (Proximal, Controlled, Contrastive):
-        return None
-    base = pull_of(objective.base, local)  # type: ignore[attr-defined]
-    match objective:
-        case _ if base is None:
-            return None
-        case Proximal(mu=mu):
-            return replace(base, mu=base.mu + mu)
-        case Controlled():
-            pull = local.once("control", _control_gap)
-            return replace(base, linear={n: base.linear.get(n, 0) + pull[n] for n in pull})
-        case Contrastive(mu=mu):
-            return None if mu and local.recall("last") else base  # in a first round its term is zero
-    return None
+    def pull(self, local: Local) -> Pull | None:
+        """The base's in a first round, where its own term is zero."""
+        return None if self.mu and local.recall("last") else pull_of(self.base, local)

@@ -76,6 +76,11 @@ class OpenSet:
 
 def _opened(local: Local) -> torch.Generator:
     """The round's random stream, once it is sure that there is an output for the unknown."""
+    if not local.rows.x.is_floating_point():
+        raise RecipeError(
+            "outliers are inputs moved along a slope and these rows are whole numbers, which have none; "
+            "choose a method without an unknown class"
+        )
     have, classes = outputs(Single(local.brief.spec, Posterior(local.brief.params))), local.brief.classes
     if classes and have != classes + 1:
         raise RecipeError(
@@ -109,6 +114,12 @@ def with_mixed(module: nn.Module, x: Tensor, count: int, order: Tensor, share: f
     hook = place.register_forward_pre_hook(join)
     try:
         out = in_full(module(x))
+    except RuntimeError as why:  # a sum with what bypasses the layer, say
+        first = str(why).splitlines()[0][:150]
+        raise RecipeError(
+            f"mixed features cannot join the batch where the network's last linear layers are ({first}); "
+            "choose a method without an unknown class, or a network that is one layer after another at its end"
+        ) from why
     finally:
         hook.remove()
     return out[: len(x)], out[len(x) :]

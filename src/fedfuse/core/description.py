@@ -29,7 +29,7 @@ def describe(layout: Layout) -> dict[str, Any]:
 
 def _describe_layer(layer: Layer) -> dict[str, Any]:
     plain: dict[str, Any] = {"name": layer.name, "kind": layer.kind, "weight": layer.weight, "bias": layer.bias}
-    plain |= {"followers": list(layer.followers), "spreads": list(layer.spreads)}
+    plain |= {"followers": list(layer.followers), "log_variances": list(layer.log_variances)}
     plain |= {"groups": layer.groups} if layer.groups > 1 else {}
     return {key: value for key, value in plain.items() if value}
 
@@ -91,7 +91,7 @@ def _check_tied(names: list[Any], roles: Mapping[str, Role], forms: Mapping[str,
 
 
 def _read_layer(data: object, roles: Mapping[str, Role], forms: Mapping[str, Form]) -> Layer:
-    keys = {"name", "kind", "weight", "bias", "followers", "spreads", "groups"}
+    keys = {"name", "kind", "weight", "bias", "followers", "log_variances", "groups"}
     if not isinstance(data, dict) or not data.keys() <= keys or not isinstance(data.get("name"), str):
         raise ConfigError("a layout's layer must be a table with a name, a kind and a weight")
     weight, bias, groups = data.get("weight"), data.get("bias"), data.get("groups", 1)
@@ -103,8 +103,8 @@ def _read_layer(data: object, roles: Mapping[str, Role], forms: Mapping[str, For
     if bias is not None and (not isinstance(bias, str) or roles.get(bias) != "bias" or forms[bias].shape != shape[:1]):
         raise ConfigError(f"a layout's layer {data['name']!r:.80} has a bias that does not fit its weight")
     followers = _names(data.get("followers", []), roles, "followers")
-    spreads = _of_role(_names(data.get("spreads", []), roles, "spreads"), roles, ("spread",))
-    return Layer(data["name"], data["kind"], weight, bias, tuple(followers), tuple(spreads), groups)
+    log_variances = _of_role(_names(data.get("log_variances", []), roles, "log_variances"), roles, ("log_variance",))
+    return Layer(data["name"], data["kind"], weight, bias, tuple(followers), tuple(log_variances), groups)
 
 
 def _of_role(names: Iterable[str], roles: Mapping[str, Role], wanted: tuple[Role, ...]) -> list[str]:

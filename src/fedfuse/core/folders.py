@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+import platformdirs
 
 
 def cache_folder() -> Path:
-    """Where downloads and compiled code go: `fedfuse` in `$XDG_CACHE_HOME`, or in `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fedfuse"
+    """Where downloads and compiled code go: the user's cache, on Linux `$XDG_CACHE_HOME` or `~/.cache`."""
+    return platformdirs.user_cache_path("fedfuse")

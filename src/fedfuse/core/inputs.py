@@ -1,11 +1,19 @@
-"""What an input looks like, known without seeing one."""
+"""What an input looks like, known without seeing one, and how each network reads it."""
 
 from __future__ import annotations
 
+import inspect
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from fedfuse.core.answers import logits_in
+from fedfuse.core.rng import seeded, stream
+from fedfuse.core.spec import Spec, factory_of
+from fedfuse.errors import ConfigError, FuseError
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +39,124 @@ class InputForm:
     def noise(self, count: int, generator: torch.Generator) -> Tensor:
         """Inputs of uniform noise over the range."""
         return self.squashed(torch.rand(count, *self.shape, generator=generator).logit(1e-6))
+
+
+@lru_cache(maxsize=16)
+def own_form(spec: Spec) -> InputForm | None:
+    """The form of a network's inputs as its options tell it; None where they do not.
+
+    Example:
+        >>> own_form(Spec("lenet", {"size": 32, "channels": 3})).shape, own_form(Spec("mlp")).shape
+        ((3, 32, 32), (784,))
+    """
+    inner = spec.options.get("of")
+    if spec.prototype is not None or not spec.can_run:  # a described network's factory is a word from a file
+        return None
+    if isinstance(inner, dict):
+        return own_form(Spec.from_json(inner, spec.factories))
+    try:
+        parameters = inspect.signature(factory_of(spec.factory)).parameters.values()
+    except (TypeError, ValueError):  # a callable that hides its signature
+        return None
+    said = {p.name: p.default for p in parameters} | dict(spec.options)
+    told = {name: said[name] for name in ("channels", "size", "inputs") if type(said.get(name)) is int}
+    if "channels" in told and "size" in told:
+        return InputForm((told["channels"], told["size"], told["size"]))
+    return InputForm((told["inputs"],)) if "inputs" in told else None
+
+
+def _own_shape(spec: Spec) -> tuple[int, ...] | None:
+    """The shape a network of ours reads by its options, and a sequence by the linear layer that it begins with."""
+    if spec.is_ours and (form := own_form(spec)) is not None:
+        return form.shape
+    first = spec.skeleton() if spec.prototype is not None else None
+    while type(first) is nn.Sequential and len(first):
+        first = first[0]
+    return (first.in_features,) if isinstance(first, nn.Linear) else None
+
+
+def shape_read(spec: Spec, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in which a network reads inputs of this one: its own, where that lays as many numbers out otherwise.
+
+    Only networks we know enough of are asked; any other is taken to read what comes.
+
+    Example:
+        >>> shape_read(Spec("lenet"), (784,)), shape_read(Spec("lenet"), (1, 28, 28))
+        ((1, 28, 28), (1, 28, 28))
+    """
+    own = _own_shape(spec)
+    same = own is None or len(own) == len(shape) or math.prod(own) != math.prod(shape)
+    return shape if same or own is None else own
+
+
+def as_read(spec: Spec, x: Tensor) -> Tensor:
+    """Inputs as a network reads them: pictures for one that convolves, though they came as rows of features."""
+    shape = shape_read(spec, tuple(x.shape[1:]))
+    return x if shape == tuple(x.shape[1:]) else x.reshape(len(x), *shape)
+
+
+def example_inputs(spec: Spec, shape: tuple[int, ...], count: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Inputs of this shape that are the same for everybody: uniform noise, or zeros and ones as whole numbers.
+
+    Args:
+        spec: the network that reads them.
+        shape: of one input.
+        count: how many.
+        dtype: of real inputs, where it is known; else the network's own, or whole numbers if it reads only those.
+
+    Example:
+        >>> example_inputs(Spec("mlp", {"inputs": 4}), (4,), 2).shape
+        torch.Size([2, 4])
+    """
+    x = torch.rand(count, *shape_read(spec, shape), generator=stream(0, "inputs"))
+    if dtype is None:
+        x = spec.cast(x)
+        return x.round().long() if reads_tokens(spec, tuple(x.shape[1:])) else x
+    return x.to(dtype) if dtype.is_floating_point else x.round().to(dtype)
+
+
+def run_once(spec: Spec, shape: tuple[int, ...]) -> Tensor:
+    """A network's logits for one input of this shape, in evaluation mode: for whoever watches what happens within.
+
+    Raises:
+        ConfigError: if it cannot read such an input, or gives no logits.
+
+    Example:
+        >>> run_once(Spec("mlp", {"inputs": 4, "classes": 3}), (4,)).shape
+        torch.Size([1, 3])
+    """
+    x = example_inputs(spec, shape, 1)
+    try:
+        with torch.no_grad(), seeded(0, "reading"):
+            out = spec.skeleton()(x)
+    except FuseError:
+        raise
+    except Exception as why:  # the user's own forward may raise anything
+        first = str(why).strip().splitlines()[0][:200] if str(why).strip() else "no reason given"
+        raise ConfigError(
+            f"model {spec.factory!r} cannot read an input of shape {tuple(x.shape[1:])}: {type(why).__name__}: {first}"
+        ) from why
+    return logits_in(out, spec.factory)
+
+
+@lru_cache(maxsize=16)
+def reads_tokens(spec: Spec, shape: tuple[int, ...]) -> bool:
+    """Whether a network reads whole numbers and no others, found by asking it.
+
+    Example:
+        >>> reads_tokens(Spec("mlp", {"inputs": 4}), (4,))
+        False
+    """
+    if spec.is_ours and spec.prototype is None:
+        return False
+    zeros = torch.zeros(2, *shape)
+    return not _runs(spec, spec.cast(zeros)) and _runs(spec, zeros.long())
+
+
+def _runs(spec: Spec, x: Tensor) -> bool:
+    try:
+        with torch.no_grad(), seeded(0, "reading"):
+            spec.skeleton()(x)
+    except Exception:  # the user's own forward may raise anything
+        return False
+    return True

@@ -97,7 +97,7 @@ class ClientUpdate:
     Attributes:
         client: who sent it.
         posterior: the trained weights and their geometry; tensors may live on disk until asked for.
-        mass: how many examples stand behind it.
+        num_examples: how many examples stand behind it.
         steps: local optimiser steps.
         notes: further evidence, by name.
         spec: the network the weights belong to.
@@ -107,7 +107,7 @@ class ClientUpdate:
 
     client: str
     posterior: Posterior
-    mass: float
+    num_examples: float
     steps: int
     spec: Spec
     notes: Params = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Cohort:
     Example:
         >>> spec = Spec("mlp")
         >>> one = ClientUpdate("a", Posterior({"w": torch.ones(2)}), 1.0, 1, spec)
-        >>> cohort = Cohort.of([replace(one, client="b", mass=3.0), one])
+        >>> cohort = Cohort.of([replace(one, client="b", num_examples=3.0), one])
         >>> cohort.clients, cohort.weights.tolist(), tuple(cohort.stack("w").shape)
         (('a', 'b'), [0.25, 0.75], (2, 2))
     """
@@ -146,14 +146,14 @@ class Cohort:
         return tuple(u.client for u in self.updates)
 
     @property
-    def masses(self) -> Tensor:
+    def num_examples(self) -> Tensor:
         """Examples behind each update, float64."""
-        return torch.tensor([u.mass for u in self.updates], dtype=torch.float64)
+        return torch.tensor([u.num_examples for u in self.updates], dtype=torch.float64)
 
     @property
     def weights(self) -> Tensor:
         """Each client's share of the examples: f_k = n_k / Σ n."""
-        return self.masses / self.masses.sum()
+        return self.num_examples / self.num_examples.sum()
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 
-from fedfuse.core.combine import Combine, Route, TopLogit
+from fedfuse.core.inputs import as_read
 from fedfuse.core.posterior import Posterior
-from fedfuse.core.reading import as_read
 from fedfuse.core.spec import Spec
-from fedfuse.core.stack import Stack, cost_of, first_output
-from fedfuse.errors import ConfigError
 
-MEMORY = 64 * 2**20  # bytes a mixture may take for what happens between its inputs and its answer
-_BYTES = 8  # per number alive: its own four, and as many again for what products and convolutions pack
-_ROWS = 1000  # inputs at a time: enough for a wide product, few enough that its result stays in cache
+
+class Model(Protocol):
+    """What a server would deploy: one network, several that answer together, or several that stay apart."""
+
+    @property
+    def members(self) -> tuple[Single, ...]:
+        """The networks it is made of."""
+        ...
+
+
+@runtime_checkable
+class Answering(Protocol):
+    """A model that has one answer: a network, or a mixture."""
+
+    @property
+    def members(self) -> tuple[Single, ...]:
+        """The networks it is made of."""
+        ...
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Its answer to some inputs."""
+        ...
+
+    def to(self, device: str) -> Answering:
+        """The same model with its weights elsewhere."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +45,11 @@ class Single:
 
     spec: Spec
     posterior: Posterior
+
+    @property
+    def members(self) -> tuple[Single, ...]:
+        """Itself."""
+        return (self,)
 
     @classmethod
     def of(cls, module: nn.Module, spec: Spec) -> Single:
@@ -42,140 +66,11 @@ class Single:
         return replace(self, posterior=replace(self.posterior, mean=mean))
 
 
-class _Group(NamedTuple):
-    """Members of one network: their places, and all of them as one wide network where that can be."""
-
-    spec: Spec
-    places: tuple[int, ...]
-    stack: Stack | None
-
-
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """Several networks that answer together; they may differ in all but their inputs and classes.
-
-    Fully connected members of one architecture run as one wide network; others, and those of which there is only one,
-    run one after another.
-
-    Attributes:
-        members: the networks, in client order.
-        weights: how much each counts, for rules that weigh members.
-        combine: the rule by which they answer.
-        memory: about how many bytes an answer may take on its way; inputs come in chunks to keep within it.
-    """
-
-    members: tuple[Single, ...]
-    weights: Tensor
-    combine: Combine
-    memory: int = field(default=MEMORY, compare=False)
-    _groups: list[_Group] = field(default_factory=list, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if not self.members:
-            raise ConfigError("a mixture of no networks has no answer; give it at least one member")
-        if self.weights.shape != (len(self.members),):
-            raise ConfigError(f"{self.weights.numel()} weights were given for {len(self.members)} members; one each")
-        classes = {n for m in self.members if (n := outputs(m)) is not None}
-        if len(classes) > 1:
-            raise ConfigError(
-                f"the members of a mixture tell {' and '.join(map(str, sorted(classes)))} classes apart; "
-                "all must have the same ones to answer together"
-            )
-
-    def logits(self, x: Tensor) -> Tensor:
-        """The combined answer."""
-        parts = x.split(self.chunk(x)) if len(x) else [x]
-        rule = self.combine
-        if x.requires_grad and isinstance(rule, TopLogit) and rule.k != "all":
-            return torch.cat([self._by_the_chosen(part, rule) for part in parts])
-        return torch.cat([self.at_once(part) for part in parts])
-
-    def at_once(self, x: Tensor) -> Tensor:
-        """The combined answer to all inputs in one go, whatever memory it takes."""
-        if not isinstance(self.combine, Route):
-            return self.combine(self.weights, self.answers(x))
-        return self._answered(x, self.combine.choose(self.confidence(x)))
-
-    def _by_the_chosen(self, x: Tensor, rule: TopLogit) -> Tensor:
-        """The combined answer where its slope is wanted too: networks that are not chosen have none, so need none."""
-        with torch.no_grad():
-            every = self.answers(x)
-        return self._answered(x, rule.chosen(every), every)
-
-    def _answered(self, x: Tensor, chosen: Tensor, every: Tensor | None = None) -> Tensor:
-        """The combined answer of the chosen networks' logits; the others' are given, or zeros."""
-        mine = [m.logits(x[rows]) for m, rows in zip(self.members, chosen, strict=True)]
-        others = mine[0].new_zeros(len(mine), len(x), mine[0].shape[-1]) if every is None else every
-        return self.combine(self.weights, others.index_put(torch.nonzero(chosen, as_tuple=True), torch.cat(mine)))
-
-    def answers(self, x: Tensor) -> Tensor:
-        """Every member's own logits (members, n, classes)."""
-        found: dict[int, Tensor] = {}
-        for group in self._grouped():
-            if group.stack is None or not group.stack.fits(x):
-                found |= {place: self.members[place].logits(x) for place in group.places}
-            elif len(group.places) == len(self.members):
-                return group.stack(x)
-            else:
-                found |= dict(zip(group.places, group.stack(x), strict=True))
-        if len({z.shape for z in found.values()}) > 1:
-            counts = sorted({z.shape[-1] for z in found.values()})
-            raise ConfigError(f"the members of a mixture give {counts} logits; all must tell the same classes apart")
-        return torch.stack([found[place] for place in range(len(self.members))])
-
-    def confidence(self, x: Tensor) -> Tensor:
-        """The largest output of every member's first layer (members, n)."""
-        found: dict[int, Tensor] = {}
-        for group in self._grouped():
-            if group.stack is not None and group.stack.fits(x):
-                found |= dict(zip(group.places, group.stack.first(x).amax(1), strict=True))
-            else:
-                mine = [(place, self.members[place]) for place in group.places]
-                outs = {p: first_output(m.spec, m.posterior.mean, x).flatten(1) for p, m in mine}
-                found |= {place: out.amax(1) for place, out in outs.items()}
-        return torch.stack([found[place] for place in range(len(self.members))])
-
-    def to(self, device: str) -> Mixture:
-        """The same mixture with its weights elsewhere."""
-        return replace(self, members=tuple(m.to(device) for m in self.members))
-
-    def chunk(self, x: Tensor) -> int:
-        """How many inputs go through at a time: what a stack keeps of all members at once must fit the memory."""
-        floats = 1
-        for group in self._grouped():
-            cost = cost_of(group.spec, tuple(x.shape[1:]))
-            alive = group.stack.floats if group.stack is not None and group.stack.fits(x) else cost.floats
-            floats = max(floats, alive + cost.outputs * len(self.members))
-        return max(1, min(_ROWS, self.memory // (_BYTES * floats)))
-
-    def _grouped(self) -> list[_Group]:
-        """Members by network; made at the first use, for stacking copies their weights."""
-        if not self._groups:
-            places: dict[Spec, list[int]] = {}
-            for place, member in enumerate(self.members):
-                places.setdefault(member.spec, []).append(place)
-            self._groups.extend(_Group(s, tuple(p), self._stack(s, p)) for s, p in places.items())
-        return self._groups
-
-    def _stack(self, spec: Spec, places: list[int]) -> Stack | None:
-        weights = [self.members[p].posterior.mean for p in places]
-        size = sum(t.numel() * t.element_size() for w in weights for t in w.values())
-        return Stack.of(spec, weights) if len(places) > 1 and size <= self.memory else None
-
-
 @dataclass(frozen=True, slots=True)
 class Apart:
     """Networks that were never fused: each is judged alone, and their scores are averaged."""
 
     members: tuple[Single, ...]
-
-
-Model: TypeAlias = Single | Mixture | Apart
-
-
-def networks(model: Model) -> tuple[Single, ...]:
-    """The networks a model is made of."""
-    return (model,) if isinstance(model, Single) else model.members
 
 
 def outputs(model: Single) -> int | None:

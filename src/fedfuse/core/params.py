@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 Params: TypeAlias = Mapping[str, Tensor]
-Role: TypeAlias = Literal["weight", "bias", "norm", "spread", "statistic", "counter"]
+Role: TypeAlias = Literal["weight", "bias", "norm", "log_variance", "statistic", "counter"]
 LayerKind: TypeAlias = Literal["linear", "conv", "other"]
 
-PARAMETERS: tuple[Role, ...] = ("weight", "bias", "norm", "spread")  # the roles of what can be trained
+PARAMETERS: tuple[Role, ...] = ("weight", "bias", "norm", "log_variance")  # the roles of what can be trained
 
 _NORMS = (
     nn.modules.batchnorm._BatchNorm,
@@ -23,7 +23,10 @@ _NORMS = (
 )
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LINEAR = (nn.Linear, *_CONVS)
-_SPREADS = {"log_variance": "weight", "bias_log_variance": "bias"}  # a log-variance, and the mean it stands beside
+_LOG_VARIANCES = {
+    "log_variance": "weight",
+    "bias_log_variance": "bias",
+}  # a log-variance, and the mean it stands beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class Layer:
         weight: the weight's name.
         bias: the bias's name, if there is one.
         followers: normalisation parameters and statistics that act on this layer's output.
-        spreads: log-variances of its weight and bias, for a Bayesian layer.
+        log_variances: log-variances of its weight and bias, for a Bayesian layer.
         groups: into how many independent layers a grouped convolution falls.
     """
 
@@ -45,7 +48,7 @@ class Layer:
     weight: str
     bias: str | None = None
     followers: tuple[str, ...] = ()
-    spreads: tuple[str, ...] = ()
+    log_variances: tuple[str, ...] = ()
     groups: int = 1
 
     def under(self, path: str) -> Layer:
@@ -57,7 +60,7 @@ class Layer:
             f"{path}.{self.weight}",
             None if self.bias is None else f"{path}.{self.bias}",
             tuple(f"{path}.{name}" for name in self.followers),
-            tuple(f"{path}.{name}" for name in self.spreads),
+            tuple(f"{path}.{name}" for name in self.log_variances),
             self.groups,
         )
 
@@ -139,22 +142,24 @@ class Layout:
                 bias = f"{parent}.bias" if parent else "bias"
                 kind: LayerKind = "conv" if params[name].ndim > 2 else "linear"
                 has_bias = bias if roles.get(bias) == "bias" else None
-                layers.append(Layer(parent or name, kind, name, has_bias, spreads=_spreads_at(parent, roles)))
-            elif layers and role not in ("bias", "spread"):
+                layers.append(
+                    Layer(parent or name, kind, name, has_bias, log_variances=_log_variances_at(parent, roles))
+                )
+            elif layers and role not in ("bias", "log_variance"):
                 layers[-1] = replace(layers[-1], followers=(*layers[-1].followers, name))
         return cls(roles, tuple(layers))
 
     def home(self, name: str) -> str | None:
         """The layer a tensor belongs to or acts on, or None if it stands alone."""
         for layer in self.layers:
-            if name in (layer.weight, layer.bias, *layer.followers, *layer.spreads):
+            if name in (layer.weight, layer.bias, *layer.followers, *layer.log_variances):
                 return layer.name
         return None
 
     @property
-    def spreads(self) -> dict[str, str]:
+    def log_variances(self) -> dict[str, str]:
         """For every mean of a Bayesian layer the name of its log-variances."""
-        return {_mean_of(name): name for name in self.with_role("spread")}
+        return {_mean_of(name): name for name in self.with_role("log_variance")}
 
     @property
     def trainable(self) -> tuple[str, ...]:
@@ -207,7 +212,7 @@ def _role(part: nn.Module, name: str, tensor: Tensor) -> Role:
     if not isinstance(tensor, nn.Parameter):
         return "statistic"
     if _stands_beside(name, tensor, dict(part.named_parameters(recurse=False))):
-        return "spread"
+        return "log_variance"
     if isinstance(part, _NORMS):
         return "norm"
     return "weight" if tensor.ndim > 1 else "bias"
@@ -219,16 +224,16 @@ def _stands_beside(name: str, tensor: Tensor, params: Params) -> bool:
     return mean is not None and mean is not tensor and mean.shape == tensor.shape
 
 
-def _spreads_at(path: str, roles: Mapping[str, Role]) -> tuple[str, ...]:
+def _log_variances_at(path: str, roles: Mapping[str, Role]) -> tuple[str, ...]:
     """The log-variances a module holds."""
-    names = (f"{path}.{leaf}" if path else leaf for leaf in _SPREADS)
-    return tuple(name for name in names if roles.get(name) == "spread")
+    names = (f"{path}.{leaf}" if path else leaf for leaf in _LOG_VARIANCES)
+    return tuple(name for name in names if roles.get(name) == "log_variance")
 
 
 def _mean_of(name: str) -> str:
     """The name of the mean that log-variances of this name stand beside; any other name as it is."""
     parent, dot, leaf = name.rpartition(".")
-    return f"{parent}{dot}{_SPREADS.get(leaf, leaf)}"
+    return f"{parent}{dot}{_LOG_VARIANCES.get(leaf, leaf)}"
 
 
 def _guess_role(name: str, tensor: Tensor, params: Params) -> Role:
@@ -238,7 +243,7 @@ def _guess_role(name: str, tensor: Tensor, params: Params) -> Role:
     if leaf.startswith("running_"):
         return "statistic"
     if _stands_beside(name, tensor, params):
-        return "spread"
+        return "log_variance"
     if tensor.ndim > 1:
         return "weight"
     sibling = params.get(f"{parent}.weight" if parent else "weight")
@@ -271,7 +276,7 @@ def _layers(
             name,
             bias if has_bias else None,
             tuple(followers.get(path, ())) if plain else (),
-            _spreads_at(path, roles),
+            _log_variances_at(path, roles),
             part.groups if isinstance(part, _CONVS) else 1,
         )
 

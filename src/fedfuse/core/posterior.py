@@ -19,7 +19,7 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class Diag:
-    """Independent coordinates, one variance each; a tensor without a variance is a point mass."""
+    """Independent coordinates, one variance each; a tensor without a variance is a point num_examples."""
 
     variance: Params
 
@@ -54,7 +54,9 @@ class Posterior:
         """
         layout = layout or Layout.guess(self.mean)
         blocks = [(layer.name, layer.matrix(self.mean), _layer_precision(self, layer)) for layer in layout.layers]
-        seen = {n for layer in layout.layers for n in (layer.weight, layer.bias)} | set(layout.with_role("spread"))
+        seen = {n for layer in layout.layers for n in (layer.weight, layer.bias)} | set(
+            layout.with_role("log_variance")
+        )
         rest = [n for n in self.mean if n not in seen and self.mean[n].is_floating_point()]
         mean = torch.cat([m.double().flatten() for _, m, _ in blocks] + [self.mean[n].double().flatten() for n in rest])
         precision = torch.block_diag(*[p for _, _, p in blocks], *[_precision(self, n) for n in rest])

@@ -13,19 +13,17 @@ from fedfuse.core.seams import (
     NOT_EVIDENCE,
     Aggregator,
     Alignment,
-    AsItIs,
-    ChangesResult,
-    Choosy,
+    AsChosen,
     ClientsOnly,
     CrossEntropy,
-    Dress,
     Evidence,
+    FirstStep,
     Free,
     Guard,
+    ModelPreparation,
+    NothingBefore,
     Objective,
-    Opening,
     OwnRows,
-    Plain,
     Project,
     Result,
     Roster,
@@ -60,8 +58,8 @@ class Recipe:
     steps: tuple[ServerStep, ...] = ()
     publishes: tuple[str, ...] = ()
     roster: Roster = field(default_factory=ClientsOnly)
-    dress: Dress = field(default_factory=Plain)
-    opening: Opening = field(default_factory=AsItIs)
+    prepare_model: ModelPreparation = field(default_factory=AsChosen)
+    before_first_round: FirstStep = field(default_factory=NothingBefore)
     later: tuple[int, Recipe] | None = None
 
     def __post_init__(self) -> None:
@@ -77,10 +75,11 @@ class Recipe:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Everything its alignment, guard, aggregator and steps read, its roster and its opening."""
-        roster: frozenset[str] = getattr(self.roster, "needs", frozenset())
+        """Everything its alignment, guard, aggregator and steps read, its roster and its first step."""
         filters = (part.needs for part in (self.align, self.guard) if part is not None)
-        return self.aggregate.needs.union(roster, self.opening.needs, *filters, *(s.needs for s in self.steps))
+        return self.aggregate.needs.union(
+            self.roster.needs, self.before_first_round.needs, *filters, *(s.needs for s in self.steps)
+        )
 
     @property
     def laws(self) -> frozenset[str]:
@@ -93,47 +92,53 @@ class Recipe:
         """Whether clients may have networks of different architectures or widths."""
         if self.align is not None:
             return self.align.mixes_networks
-        own: bool = getattr(self.aggregate, "mixes_networks", False)
-        return own and self.guard is None  # a guard compares weights
+        return self.aggregate.mixes_networks and self.guard is None  # a guard compares weights
+
+    @property
+    def _parts(self) -> tuple[Aggregator | ServerStep, ...]:
+        return (self.aggregate, *self.steps)
 
     @property
     def result(self) -> Result:
         """The kind of model a round ends with."""
-        parts = [p for p in (self.aggregate, *self.steps) if isinstance(p, ChangesResult)]
-        return parts[-1].result if parts else "single"
+        left = [part.result for part in self._parts if part.result is not None]
+        return left[-1] if left else "single"
 
     @property
     def reveals(self) -> tuple[str, ...]:
         """What leaves a client beside its weights, or a server for its clients."""
-        lent: str = getattr(self.roster, "reveals", "")
-        return tuple(words for words in (lent, *(e.reveals for e in self.evidence)) if words)
+        return tuple(words for words in (self.roster.reveals, *(e.reveals for e in self.evidence)) if words)
 
     def work(self, settings: LocalSettings) -> Work:
         """The client half."""
         return Work(settings, self.objective, self.view, self.project, self.evidence)
 
-    def dressed(self, state: ServerState, bench: Bench) -> ServerState:
-        """The state a run of this recipe begins with: the model and every client's own start, dressed.
+    def prepare_models(self, state: ServerState, bench: Bench) -> ServerState:
+        """The state a run of this recipe begins with: the model and every client's own start, prepared.
 
         Raises:
-            ConfigError: if the network cannot be dressed.
+            ConfigError: if the network cannot be prepared.
         """
-        if isinstance(self.dress, Plain):
+        if isinstance(self.prepare_model, AsChosen):
             return state
         starts = {
-            client: self._dress(Single(s.spec, Posterior(s.params)), bench, client)
+            client: self._prepare(Single(s.spec, Posterior(s.params)), bench, client)
             for client, s in state.starts.items()
         }
         own = {client: Start(s.spec, s.posterior.mean) for client, s in starts.items()}
-        model = self._dress(state.model, bench) if isinstance(state.model, Single) else state.model
+        model = self._prepare(state.model, bench) if isinstance(state.model, Single) else state.model
         return replace(state, model=model, starts=own)
 
-    def opened(self, state: ServerState, bench: Bench) -> ServerState:
-        """The state a round begins with: before the first one, the recipe opens."""
-        return self.opening(state, bench) if state.round == 0 else state
+    def begin_round(self, state: ServerState, bench: Bench) -> ServerState:
+        """The state a round begins with: networks prepared, since a step may have left one unprepared.
 
-    def _dress(self, start: Single, bench: Bench, *whose: str) -> Single:
-        return self.dress(start, bench.classes, seed_for(bench.seed, "dress", *whose))
+        Before the first round the recipe's own step is taken too.
+        """
+        prepared = self.prepare_models(state, bench)
+        return self.before_first_round(prepared, bench) if state.round == 0 else prepared
+
+    def _prepare(self, start: Single, bench: Bench, *whose: str) -> Single:
+        return self.prepare_model(start, bench.classes, seed_for(bench.seed, "dress", *whose))  # the stream's name
 
     def at(self, round_: int) -> Recipe:
         """The recipe in force in a round: `then` can hand over to another."""
@@ -178,6 +183,5 @@ class Recipe:
 
     def _check_parts(self, rounds: int, bench: Bench, state: ServerState) -> None:
         networks = {"": state.start.spec} | {client: start.spec for client, start in state.starts.items()}
-        for part in (self.aggregate, *self.steps):
-            if isinstance(part, Choosy):
-                part.fits(networks, bench, rounds)
+        for part in self._parts:
+            part.check_network(networks, bench, rounds)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import json
 import pkgutil
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import entry_points
@@ -20,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.settings import Settings
+from fedfuse.core.words import suggest
 from fedfuse.errors import ConfigError
 
 Maker = Callable[..., Recipe]
@@ -104,6 +104,11 @@ def method(name: str, *, paper: str = "") -> Callable[[Maker], Maker]:
         return make
 
     return register
+
+
+def forget_method(name: str) -> None:
+    """Take a method out of the registry: for tests and notebooks that register one on the spot."""
+    _METHODS.pop(name, None)
 
 
 def all_methods() -> Mapping[str, Method]:
@@ -202,29 +207,3 @@ def _in_words(schema: Mapping[str, Any]) -> str:
 def _plain(message: str) -> str:
     """Pydantic's complaint as a noun phrase."""
     return message.removeprefix("Input should be ").removeprefix("Value error, ")
-
-
-def suggest(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown word: the nearest known one, if any is near.
-
-    Example:
-        >>> suggest("krumm", ["krum", "median"])
-        "; did you mean 'krum'?"
-    """
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ";"
-
-
-def check_options(who: str, given: Collection[str], known: Collection[str]) -> None:
-    """Refuse the first option nobody reads, with the nearest one that somebody does.
-
-    Example:
-        >>> check_options("model 'mlp'", ["hiden"], ["hidden", "classes"])
-        Traceback (most recent call last):
-        ...
-        fedfuse.errors.ConfigError: model 'mlp' has no option 'hiden'; did you mean 'hidden'? it has hidden, classes
-    """
-    for key in given:
-        if key not in known:
-            has = ", ".join(known) or "none"
-            raise ConfigError(f"{who} has no option {key!r}{suggest(key, known)} it has {has}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,8 +17,10 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState
+from fedfuse.core.terms import Terms
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
+Result: TypeAlias = Literal["single", "mixture", "apart"]
 
 NOT_EVIDENCE = frozenset({"server_rows", "unlabelled", "start", "training", "network"})
 """What a part may need beside evidence: rows or inputs of the server's, the weights clients started from, how clients
@@ -70,13 +72,50 @@ class Evidence(Protocol):
         """The notes the door lets through, with their forms."""
         ...
 
-    def check(self, notes: Params, mass: float) -> Flaw | None:
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:
         """What is wrong with the values of well-formed notes, if anything."""
         ...
 
     def geometry(self, notes: Params) -> Geometry | None:
         """The posterior's geometry, if these notes describe one."""
         ...
+
+
+class ServerPart:
+    """The plainest answers to what a part of the server's half may be asked beside its work; inherit them.
+
+    An alignment, a guard, an aggregator and a step may each need something, change what kind of model there is, mix
+    networks of several kinds, or suit some networks only.
+    """
+
+    __slots__ = ()
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Names of the evidence it reads; beside evidence, it may need what `NOT_EVIDENCE` lists."""
+        return frozenset()
+
+    @property
+    def result(self) -> Result | None:
+        """The kind of model it leaves, where that is not the kind it found."""
+        return None
+
+    @property
+    def mixes_networks(self) -> bool:
+        """Whether clients may have networks of different architectures or widths."""
+        return False
+
+    def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
+        """Say before anybody trains what could not work.
+
+        Args:
+            networks: the network of each client that has one of its own, and under "" everybody else's.
+            bench: what the server has.
+            rounds: how many there will be.
+
+        Raises:
+            ConfigError: with one sentence that names the remedy.
+        """
 
 
 class Alignment(Protocol):
@@ -125,10 +164,21 @@ class Aggregator(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the evidence it reads.
+        """See `ServerPart`."""
+        ...
 
-        Beside evidence, it may need what `NOT_EVIDENCE` lists.
-        """
+    @property
+    def result(self) -> Result | None:
+        """See `ServerPart`."""
+        ...
+
+    @property
+    def mixes_networks(self) -> bool:
+        """See `ServerPart`."""
+        ...
+
+    def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
+        """See `ServerPart`."""
         ...
 
     @property
@@ -146,7 +196,21 @@ class ServerStep(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """As for an aggregator."""
+        """See `ServerPart`."""
+        ...
+
+    @property
+    def result(self) -> Result | None:
+        """See `ServerPart`."""
+        ...
+
+    @property
+    def mixes_networks(self) -> bool:
+        """See `ServerPart`."""
+        ...
+
+    def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
+        """See `ServerPart`."""
         ...
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
@@ -162,6 +226,11 @@ class Engine(Protocol):
         """Everybody who could be asked."""
         ...
 
+    @property
+    def terms(self) -> Terms:
+        """What a roster has arranged beside who answers."""
+        ...
+
     def exchange(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> Iterable[Envelope]:
         """Send the brief to the asked clients; bring back what they answer, in any order."""
         ...
@@ -170,12 +239,22 @@ class Engine(Protocol):
 class Roster(Protocol):
     """Server: who answers."""
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """See `ServerPart`."""
+        ...
+
+    @property
+    def reveals(self) -> str:
+        """What leaves the server for its clients, in plain words; empty if nothing does."""
+        ...
+
     def __call__(self, engine: Engine, bench: Bench) -> Engine:
         """The engine, perhaps with more clients in it."""
         ...
 
 
-class Dress(Protocol):
+class ModelPreparation(Protocol):
     """Beside the seams: the network a method trains, made of the network the user chose."""
 
     def __call__(self, start: Single, classes: int, seed: int) -> Single:
@@ -193,7 +272,7 @@ class Dress(Protocol):
         ...
 
 
-class Opening(Protocol):
+class FirstStep(Protocol):
     """Beside the seams: what a server does once, before it first speaks to a client."""
 
     @property
@@ -203,37 +282,6 @@ class Opening(Protocol):
 
     def __call__(self, state: ServerState, bench: Bench) -> ServerState:
         """The state the first round begins with."""
-        ...
-
-
-Result: TypeAlias = Literal["single", "mixture", "apart"]
-
-
-@runtime_checkable
-class ChangesResult(Protocol):
-    """An aggregator or step after which the model is not what it was: a mixture, or a single one again."""
-
-    @property
-    def result(self) -> Result:
-        """The kind of model it leaves."""
-        ...
-
-
-@runtime_checkable
-class Choosy(Protocol):
-    """An aggregator or step that cannot work on every network, or not in every run."""
-
-    def fits(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
-        """Say before anybody trains what could not work.
-
-        Args:
-            networks: the network of each client that has one of its own, and under "" everybody else's.
-            bench: what the server has.
-            rounds: how many there will be.
-
-        Raises:
-            ConfigError: with one sentence that names the remedy.
-        """
         ...
 
 
@@ -268,13 +316,16 @@ class Free:
 class ClientsOnly:
     """Only the clients answer."""
 
+    needs: ClassVar[frozenset[str]] = frozenset()
+    reveals: ClassVar[str] = ""
+
     def __call__(self, engine: Engine, bench: Bench) -> Engine:  # noqa: ARG002 - the seam's signature
         """The engine as it is."""
         return engine
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class AsChosen:
     """The network as the user chose it."""
 
     def __call__(self, start: Single, classes: int, seed: int) -> Single:  # noqa: ARG002 - the seam's signature
@@ -287,7 +338,7 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True)
-class AsItIs:
+class NothingBefore:
     """Nothing comes before the first round."""
 
     needs: ClassVar[frozenset[str]] = frozenset()

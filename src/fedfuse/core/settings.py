@@ -86,6 +86,19 @@ class Optimizer(Settings):
         return self.momentum if self.name == "sgd" else 0.0
 
 
+def effective_steps(steps: int, momentum: float) -> float:
+    """Gradients' worth of a local walk: a = (τ − ρ(1−ρ^τ)/(1−ρ)) / (1−ρ), which is τ without momentum.
+
+    With a constant gradient g, τ steps of momentum SGD move the weights by −η·a·g (FedNova's normaliser).
+
+    Example:
+        >>> effective_steps(5, 0.0), round(effective_steps(2, 0.5), 3)
+        (5.0, 2.5)
+    """
+    rho = momentum
+    return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+
+
 class Decay(Settings):
     """The rate is multiplied by `gamma` every `every` local epochs, or at the `milestones`.
 
@@ -110,9 +123,9 @@ class Decay(Settings):
 class LocalSettings(Settings):
     """Everything about local training that is not the method's business.
 
-    `spread_lr` is the rate of the natural-gradient step that log-variances of Bayesian layers take; it decays with
-    the optimizer's. `kernel` says who does the arithmetic: "torch", "compiled" (see `fedfuse.kernels`), or "auto" for
-    the compiled one where it knows the network and is faster. They differ in rounding alone.
+    `log_variance_lr` is the rate of the natural-gradient step that log-variances of Bayesian layers take; it decays
+    with the optimizer's. `kernel` says who does the arithmetic: "torch", "compiled" (see `fedfuse.kernels`), or "auto"
+    for the compiled one where it knows the network and is faster. They differ in rounding alone.
 
     Example:
         >>> LocalSettings(epochs=2, optimizer={"lr": 0.1}).optimizer.lr
@@ -126,7 +139,7 @@ class LocalSettings(Settings):
     optimizer: Optimizer = Optimizer()
     decay: Decay | None = None
     round_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    spread_lr: NonNegativeFloat = 0.05
+    log_variance_lr: NonNegativeFloat = 0.05
     l1: NonNegativeFloat = 0.0
     clip: PositiveFloat | None = None
     augment: Any = None

@@ -12,7 +12,7 @@ class Terms:
 
     Attributes:
         always: who is asked in every round, beside those chosen.
-        lent: rows of the server's that every client was given: they count in its mass.
+        lent: rows of the server's that every client was given: they count in its num_examples.
         sent: bytes of them in all, sent before the first round.
         reveals: in plain words, what was given to whom.
     """
@@ -30,14 +30,3 @@ class Terms:
             {'a': 15}
         """
         return {client: count + self.lent for client, count in declared.items()}
-
-
-def terms_of(engine: object) -> Terms:
-    """What an engine's roster has arranged; nothing, for an engine that does not say.
-
-    Example:
-        >>> terms_of("an engine").always
-        ()
-    """
-    terms: Terms = getattr(engine, "terms", Terms())
-    return terms

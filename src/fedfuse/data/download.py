@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from fedfuse.core.lock import alone
+from fedfuse.core.lock import hold_folder
 from fedfuse.data.official import Official, Remote
 from fedfuse.data.progress import bar
 from fedfuse.errors import ConfigError
@@ -56,7 +56,7 @@ def fetch(remote: Remote, folder: Path, otherwise: str = "fetch it by hand") -> 
     target, part = folder / remote.name, folder / f"{remote.name}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with alone(folder):
+        with hold_folder(folder):
             if not target.exists():
                 _fill(remote, part, otherwise)
                 part.replace(target)

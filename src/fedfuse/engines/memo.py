@@ -14,14 +14,15 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.params import Params
 from fedfuse.core.seams import Work
-from fedfuse.engines.base import Done, LocalEngine, Spoken, close_round
+from fedfuse.core.terms import Terms
+from fedfuse.engines.local import Done, LocalEngine, Spoken, close_round
 from fedfuse.engines.naming import Name, Namer, brief_digest, digest
 from fedfuse.errors import ConfigError
 from fedfuse.wire.codec import Malformed, decode, encode, read, write
@@ -156,6 +157,7 @@ class MemoEngine:
 
     engine: LocalEngine
     memo: Memo
+    terms: ClassVar[Terms] = Terms()
 
     @property
     def clients(self) -> tuple[str, ...]:

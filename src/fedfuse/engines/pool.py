@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,10 @@ from fedfuse.core.messages import Brief, Envelope, client_order
 from fedfuse.core.params import Params
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
-from fedfuse.engines import base
-from fedfuse.engines.base import Done, InProcess, LocalEngine, OnClient, Population, Spoken, Trained
-from fedfuse.engines.shelf import Placed, Shelf
+from fedfuse.core.terms import Terms
+from fedfuse.engines import local as local_engine
+from fedfuse.engines.local import Done, InProcess, LocalEngine, OnClient, Population, Spoken, Trained
+from fedfuse.engines.shared_rows import Placed, Shelf
 from fedfuse.engines.worker import READY, USERS_FAULT, ByValue, serve
 from fedfuse.errors import ConfigError, FuseError
 from fedfuse.wire.codec import encode
@@ -172,6 +173,7 @@ class PoolEngine:
     seed: int = 0
     memories: dict[str, Params] = field(default_factory=dict)
     on_client: OnClient | None = None
+    terms: ClassVar[Terms] = Terms()
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -186,7 +188,7 @@ class PoolEngine:
         spoken = Spoken(brief, lambda told: Lesson(work, told, self.seed, placed))
         order = sorted(asked, key=lambda client: (-sizes[client], client_order(client)))
         for task, done in self.pool.run(deque(self._task(c, spoken.to(c), trained) for c in order)):
-            yield base.close_round(self, task.client, done)
+            yield local_engine.close_round(self, task.client, done)
 
     def _task(self, client: str, lesson: Lesson, trained: Trained | None) -> Task:
         index = torch.as_tensor(self.population.index[client], dtype=torch.int64).numpy()

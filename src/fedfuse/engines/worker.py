@@ -23,8 +23,9 @@ import torch
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
-from fedfuse.engines.base import Done, answer, heard
+from fedfuse.engines.local import Done, answer
 from fedfuse.errors import ConfigError, FuseError, RecipeError
+from fedfuse.wire.messages import receive_brief
 
 READY = b"ready"
 USERS_FAULT: Mapping[str, type[FuseError]] = {"ConfigError": ConfigError, "RecipeError": RecipeError}
@@ -73,7 +74,7 @@ class _Opened:
                 f"a worker process cannot rebuild the recipe or the model ({type(why).__name__}: {why}); "
                 "define its classes in a module that can be imported, or use workers=0"
             ) from why
-        return cls(work, heard(brief, spec), seed, placed.rows())
+        return cls(work, receive_brief(brief, spec), seed, placed.rows())
 
 
 def _turn(wire: Connection, lesson: _Opened | None) -> _Opened | None:

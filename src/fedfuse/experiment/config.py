@@ -22,8 +22,9 @@ from pydantic import (
 )
 
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.registry import check_options, find_method, suggest
+from fedfuse.core.registry import find_method
 from fedfuse.core.settings import LocalSettings, Settings, checked
+from fedfuse.core.words import check_options, suggest
 from fedfuse.data import Iid, Scheme, ServerRows
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.toml import to_toml
@@ -133,10 +134,10 @@ class JudgeConfig(Settings):
 
 
 class ServerConfig(Settings):
-    """What the server insists on: quorum, the largest mass, memory for updates in MiB."""
+    """What the server insists on: quorum, the largest num_examples, memory for updates in MiB."""
 
     quorum: Annotated[float, Field(ge=0, le=1)] = 0.5
-    mass_ratio: Annotated[float, Field(gt=1)] = 100.0
+    examples_ratio: Annotated[float, Field(gt=1)] = 100.0
     memory_mib: PositiveInt = 2048
 
 

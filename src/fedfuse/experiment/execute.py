@@ -13,9 +13,9 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedfuse.core.cost import density
-from fedfuse.core.lock import alone
-from fedfuse.core.model import Apart, Model, Single, networks
+from fedfuse.core.files import write_atomically
+from fedfuse.core.lock import hold_folder
+from fedfuse.core.model import Apart, Model, Single
 from fedfuse.core.params import Params
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.seams import Engine
@@ -31,9 +31,9 @@ from fedfuse.experiment.ledger import Ledger, plain, write_json, write_results
 from fedfuse.experiment.prepare import Prepared, Setting, prepare
 from fedfuse.experiment.resume import Checkpoints, same_run
 from fedfuse.experiment.watch import Quiet, Watcher
+from fedfuse.nets.cost import density
 from fedfuse.report.tables import markdown, summary
 from fedfuse.server.loop import Record, run
-from fedfuse.wire.codec import atomic
 from fedfuse.wire.files import load_model, save_model
 
 _HALF = re.compile(r"\..+\.[0-9a-f]{16}")  # a file that was being written; see `atomic`
@@ -176,7 +176,7 @@ class _Folder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as why:
             raise ConfigError(f"cannot write {self.path}: {why.strerror or why}; choose another --out") from why
-        return alone(self.path, wait=False)
+        return hold_folder(self.path, wait=False)
 
     def open(self, experiment: Experiment, resume: bool) -> None:
         """Make the directory ready, or say why it cannot be used."""
@@ -194,7 +194,7 @@ class _Folder:
             self._clear_up()
         if rounds < experiment.rounds:
             self._reopen_last(rounds)
-        with atomic(config) as file:
+        with write_atomically(config) as file:
             file.write(text.encode())
 
     def _has_files(self) -> bool:
@@ -370,7 +370,7 @@ def free_folder(parent: Path, name: str) -> Path:
 
 def _sizes(state: ServerState) -> dict[str, Any]:
     """How large the model is: all its numbers, those no mask holds at zero, and the channels its layers have kept."""
-    sizes = [(m, sum(t.numel() for t in m.posterior.mean.values())) for m in networks(state.model)]
+    sizes = [(m, sum(t.numel() for t in m.posterior.mean.values())) for m in state.model.members]
     held = sum(round(size * density(m.posterior.mean, state.memory)) for m, size in sizes)
     told = {"parameters": sum(size for _, size in sizes), "weights": held}
     channels = _channels(state.model.spec) if isinstance(state.model, Single) else {}

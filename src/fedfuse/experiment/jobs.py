@@ -10,6 +10,7 @@ from fedfuse.data import cache_folder
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment, file_name, load_experiments
 from fedfuse.experiment.execute import Results, execute, free_folder
+from fedfuse.report.read import read_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,19 @@ def run_file(
     store = memo_folder() if memo else None
     done = [execute(j.experiment, j.folder, resume=j.resume, workers=workers, memo=store) for j in jobs.each]
     return jobs.together(done)
+
+
+def load_results(folder: Path) -> Results:
+    """The results of a run directory, or of a sweep's folder with one in each of its folders.
+
+    Raises:
+        ConfigError: if neither holds any.
+    """
+    found = [folder] if (folder / "ledger.jsonl").exists() else sorted(p.parent for p in folder.glob("*/ledger.jsonl"))
+    if not found:
+        raise ConfigError(f"{folder} holds no run; expected a directory that `fedfuse run` has written")
+    runs = [read_run(place) for place in found]
+    return Results(folder.name, folder, tuple({"experiment": run.name, **row} for run in runs for row in run.rows))
 
 
 def memo_folder() -> Path:

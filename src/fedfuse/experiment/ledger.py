@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedfuse.core.files import write_atomically
 from fedfuse.errors import ConfigError
-from fedfuse.wire.codec import atomic
 
 FLAT = (
     "method",
@@ -73,7 +73,7 @@ class Ledger:
     def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
         """Rewrite the file with the lines that pass; it is replaced whole."""
         kept = [line for line in self.lines() if wanted(line)]
-        with atomic(self.path) as file:
+        with write_atomically(self.path) as file:
             for line in kept:
                 file.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
 
@@ -97,7 +97,7 @@ def flat(line: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_json(path: Path, value: object) -> None:
     """A JSON file that appears whole or not at all."""
-    with atomic(path) as file:
+    with write_atomically(path) as file:
         file.write((json.dumps(plain(value), indent=1) + "\n").encode())
 
 

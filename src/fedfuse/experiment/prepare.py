@@ -14,18 +14,18 @@ from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Start
 from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.registry import check_options
 from fedfuse.core.rng import seeded
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec, factory_of
 from fedfuse.core.state import Bench, ServerState
+from fedfuse.core.words import check_options
 from fedfuse.data import Dataset, Iid, Partition, Standardise, augmentation, load, partition, standardise
-from fedfuse.engines.base import Population
+from fedfuse.engines.local import Population
 from fedfuse.errors import ConfigError, FuseError
 from fedfuse.experiment.config import Experiment, Named
 from fedfuse.experiment.rehearse import rehearse, some_rows
-from fedfuse.server.admit import Rules
+from fedfuse.server.door.admit import Rules
 from fedfuse.server.judge import Judge
 from fedfuse.server.loop import Plan
 
@@ -95,7 +95,7 @@ class Prepared:
         rows = some_rows(self.dataset, self.inputs)
         for recipe in self.recipes.values():
             self._check_networks(recipe)
-            brief = recipe.dressed(setting.start, setting.bench).brief(recipe.publishes, setting.bench.classes)
+            brief = recipe.prepare_models(setting.start, setting.bench).brief(recipe.publishes, setting.bench.classes)
             rehearse(recipe, brief, rows, self.local, self.experiment.rounds)
         if self.experiment.select == "best-on-server":
             setting.bench.need_rows("select = 'best-on-server'")
@@ -127,7 +127,7 @@ class Prepared:
     def _plan(self, sizes: Mapping[str, int]) -> Plan:
         server = self.experiment.server
         named = frozenset[str]().union(*(s.factories for s in (self.spec, *(g for _, _, g in self.groups))))
-        rules = Rules(server.quorum, server.mass_ratio, server.memory_mib * 2**20, named)
+        rules = Rules(server.quorum, server.examples_ratio, server.memory_mib * 2**20, named)
         return Plan(self.experiment.rounds, self.experiment.clients_per_round, rules, sizes)
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from fedfuse.client.work import client_round
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.recipe import Recipe
@@ -18,7 +17,8 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.threads import one_thread
 from fedfuse.data import Dataset
 from fedfuse.errors import ConfigError, FuseError, Refused
-from fedfuse.server.admit import Contract, admit
+from fedfuse.server.door.admit import Contract, admit
+from fedfuse.training.round import client_round
 
 _WHO = "rehearsal"
 _ROWS = 2

@@ -1,36 +1,25 @@
-"""The papers' tables and figures by name: experiment files at two scales, and pictures."""
+"""The papers' tables and figures by name: experiment files at two scales, and figures."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fedfuse.core.registry import suggest
+from fedfuse.core.words import suggest
 from fedfuse.errors import ConfigError
-from fedfuse.pictures import Picture, all_pictures
+from fedfuse.experiment.figures import Figure, all_figures, experiments_folder
 
 Scale = Literal["cpu", "paper"]
 
 
 @dataclass(frozen=True, slots=True)
 class Reproducible:
-    """Something of a paper that can be made again: an experiment file, or a picture."""
+    """Something of a paper that can be made again: an experiment file, or a figure."""
 
     name: str
     summary: str
     scales: tuple[str, ...]
-
-
-def experiments_folder() -> Path:
-    """Where the experiment files are: $FEDFUSE_EXPERIMENTS, ./experiments, or beside the source."""
-    named = os.environ.get("FEDFUSE_EXPERIMENTS")
-    places = [Path(named)] if named else [Path("experiments"), Path(__file__).resolve().parents[3] / "experiments"]
-    for place in places:
-        if place.is_dir():
-            return place
-    raise ConfigError(f"there is no folder of experiments at {places[0]}; set FEDFUSE_EXPERIMENTS to it")
 
 
 def catalogue() -> list[Reproducible]:
@@ -42,14 +31,14 @@ def catalogue() -> list[Reproducible]:
         if name and scale in ("cpu", "paper"):
             found.setdefault(f"{path.parent.relative_to(root)}/{name}", []).append(path)
     tables = [Reproducible(n, _comment(ps[0]), tuple(p.stem.rpartition(".")[2] for p in ps)) for n, ps in found.items()]
-    return tables + [Reproducible(p.name, f"{p.summary} ({p.paper})", ("picture",)) for p in all_pictures().values()]
+    return tables + [Reproducible(p.name, f"{p.summary} ({p.paper})", ("figure",)) for p in all_figures().values()]
 
 
-def find(name: str, scale: Scale) -> Path | Picture:
-    """The experiment file of a table at a scale, or a picture."""
-    pictures = all_pictures()
-    if name in pictures:
-        return pictures[name]
+def find(name: str, scale: Scale) -> Path | Figure:
+    """The experiment file of a table at a scale, or a figure."""
+    figures = all_figures()
+    if name in figures:
+        return figures[name]
     path = experiments_folder() / f"{name}.{scale}.toml"
     if not path.is_file():
         known = {r.name: r for r in catalogue()}

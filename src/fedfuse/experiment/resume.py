@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fedfuse.core.files import write_atomically
 from fedfuse.core.messages import Start
 from fedfuse.core.params import Params
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import ServerState
 from fedfuse.errors import ConfigError, FuseError
-from fedfuse.wire.codec import atomic, encode, read, write
+from fedfuse.wire.codec import encode, read, write
 from fedfuse.wire.files import load_model, save_model
 
 KEEP = 2  # the last one, and the one before in case the last was damaged
@@ -46,7 +47,7 @@ class Checkpoints:
             "parts": self._file(clients | {f"start/{client}": start.params for client, start in state.starts.items()}),
             "specs": {client: start.spec.to_json() for client, start in state.starts.items()},
         }
-        with atomic(place / SEAL) as file:
+        with write_atomically(place / SEAL) as file:
             file.write(json.dumps(seal).encode())
         self._tidy()
 
@@ -86,7 +87,7 @@ class Checkpoints:
         """Write a part; nobody waits for the disk, for a torn part does not fit its checksum."""
         data = encode(tensors, {"kind": "part"})
         checksum = hashlib.sha256(data).hexdigest()
-        with atomic(self._part_path(checksum), durable=False) as file:
+        with write_atomically(self._part_path(checksum), durable=False) as file:
             file.write(data)
         return checksum
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfuse.api import Fused, Update, fuse, local_update
-from fedfuse.api import method as recipe_of
+from fedfuse.api import recipe as recipe_of
 from fedfuse.core.rng import seeded
 from fedfuse.core.settings import checked
 from fedfuse.core.spec import Spec
@@ -51,7 +51,7 @@ def fuse_files(
     sets: Sequence[str] = (),
     *,
     start: Path | None = None,
-    masses: Sequence[float] | None = None,
+    num_examples: Sequence[float] | None = None,
     quorum: float = 0.5,
     models: Sequence[str] = (),
     guard: str | None = None,
@@ -67,7 +67,7 @@ def fuse_files(
         method: the method's name.
         sets: `key=value` for an option of the method, `guard.key=value` and `align.key=value` for one of theirs.
         start: the weights all started from.
-        masses: examples behind each file.
+        num_examples: examples behind each file.
         quorum: the share that must be admitted.
         models: networks that may be run, as names of `fedfuse.models` or package.module:Class.
         guard: a robust filter's name.
@@ -86,7 +86,7 @@ def fuse_files(
     return fuse(
         updates,
         recipe_of(method, **options),
-        masses=masses or None,
+        num_examples=num_examples or None,
         start=start,
         model=[Spec(name) for name in models] or None,
         server_rows=None if server_data is None else load(server_data).train,

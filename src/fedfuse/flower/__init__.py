@@ -5,9 +5,9 @@ does, your ClientApp stays as it is; where it changes what clients do, `train` d
 server asked, and `evaluate` scores what it sent.
 """
 
-from fedfuse.experiment.flower import server_app, simulate
-from fedfuse.experiment.flower_site import site_app
 from fedfuse.flower.client import evaluate, train
+from fedfuse.flower.run import server_app, simulate
+from fedfuse.flower.site import site_app
 from fedfuse.flower.strategy import FuseStrategy
 
 __all__ = ["FuseStrategy", "evaluate", "server_app", "simulate", "site_app", "train"]

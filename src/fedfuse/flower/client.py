@@ -1,8 +1,14 @@
-"""A ClientApp of your own that can do what any method asks of clients: one function for training, one for scoring."""
+"""A client's side of a federation: hear a brief, do a client's round, answer; for a ClientApp of yours and for ours.
+
+`train` and `evaluate` are for an app of your own. What a client remembers from round to round stays in Flower's
+`Context.state`, on its own machine.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,17 +20,31 @@ from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
-from fedfuse.core.settings import LocalSettings, checked
-from fedfuse.engines.flower_client import check_work, client_reply, reply_with
-from fedfuse.engines.flower_records import BRIEF, Order, read_brief, to_tensors
+from fedfuse.core.seams import Work
+from fedfuse.core.settings import LocalSettings
+from fedfuse.engines.local import Done, answer
 from fedfuse.errors import ConfigError
 from fedfuse.flower.network import Network, own_network, spec_of
 from fedfuse.flower.parts import recipe_from
+from fedfuse.flower.records import (
+    BRIEF,
+    MEMORY,
+    Order,
+    failed_content,
+    fingerprint,
+    read_brief,
+    reply_content,
+    to_arrays,
+    to_tensors,
+)
 from fedfuse.server.steps.dynamic import exam
+from fedfuse.wire.codec import decode, encode
 
-from flwr.app import Context, Message, MetricRecord, RecordDict  # isort: skip - after flower_records has checked
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict  # isort: skip - after the check
 
+COURSE = "course"
 _OWN = {"device", "augment"}  # a client's own business, whatever the server says
+_log = logging.getLogger(__name__)
 
 
 def train(
@@ -107,7 +127,7 @@ def _heard_brief(content: RecordDict, model: Network, recipe: Recipe | None) -> 
     """The recipe in force, the brief with this client's own network in it, and the order."""
     brief, order = read_brief(content, None)  # its spec is compared with our own network's, and not built
     now = (recipe or _told_recipe(order)).at(brief.round)
-    return now, replace(brief, spec=own_network(model, brief.spec, now.dress, brief.classes)), order
+    return now, replace(brief, spec=own_network(model, brief.spec, now.prepare_model, brief.classes)), order
 
 
 def _told_recipe(order: Order) -> Recipe:
@@ -124,7 +144,7 @@ def _agreed(order: Order, said: dict[str, Any]) -> LocalSettings:
     mine = settings_from(said)
     if not order.local:
         return mine
-    theirs = checked(LocalSettings, json.loads(order.local), "local")
+    theirs = LocalSettings.from_json(json.loads(order.local))
     if odd := sorted(_differences(mine, theirs)):
         raise ConfigError(
             f"the server says how to train and this client says {odd[0]} otherwise; leave it out here, or give "
@@ -139,3 +159,48 @@ def _differences(mine: LocalSettings, theirs: LocalSettings) -> set[str]:
     odd = {key for key in own if getattr(mine, key) != getattr(theirs, key)}
     steps = mine.optimizer.model_fields_set if "optimizer" in mine.model_fields_set else set()
     return odd | {key for key in steps if getattr(mine.optimizer, key) != getattr(theirs.optimizer, key)}
+
+
+def reply_with(message: Message, do: Callable[[], RecordDict]) -> Message:
+    """The reply to a message: what is done for it, or in words why it could not be done."""
+    try:
+        content = do()
+    except Exception as why:
+        _log.warning("this site could not answer: %s", why, exc_info=True)
+        content = failed_content(f"{type(why).__name__}: {why}")
+    return Message(content, reply_to=message)
+
+
+def check_work(work: Work, order: Order) -> None:
+    """Go on only if this is the work the server means.
+
+    Raises:
+        ConfigError: if the two sides have different code or files.
+    """
+    if fingerprint(work) != order.work:
+        raise ConfigError(
+            f"the server's {order.label!r} is another than this site's; install the same fedfuse on both sides and "
+            "run the same app"
+        )
+
+
+def client_reply(work: Work, brief: Brief, order: Order, rows: Rows, context: Context) -> RecordDict:
+    """One client's round as every app of ours does it; what the client remembers stays in Flower's state."""
+    done = answer(work, brief, order.client, rows, _recalled(context, order), seed=order.seed)
+    if done.payload is None:
+        return failed_content(done.dropped)
+    _remember(context, order, done)
+    return reply_content(done.payload, done.seconds)
+
+
+def _recalled(context: Context, order: Order) -> bytes:
+    """What this client remembers of this course; a course that begins remembers nothing of the one before."""
+    course = dict(context.state.config_records.get(COURSE, {}))
+    mine = (course.get("label"), course.get("seed")) == (order.label, order.seed)
+    return encode(to_tensors(context.state.array_records.get(MEMORY, {})) if mine else {}, {})
+
+
+def _remember(context: Context, order: Order, done: Done) -> None:
+    """Keep what the client remembers; one course is at work at a time, so only its memory is kept."""
+    context.state[COURSE] = ConfigRecord({"label": order.label, "seed": order.seed})
+    context.state[MEMORY] = to_arrays(decode(done.memory).tensors)

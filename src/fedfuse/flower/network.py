@@ -11,7 +11,7 @@ from torch import nn
 
 from fedfuse.core.model import Single
 from fedfuse.core.rng import seeded
-from fedfuse.core.seams import Dress
+from fedfuse.core.seams import ModelPreparation
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 
@@ -40,15 +40,15 @@ def _made_by(factory: Callable[[], nn.Module]) -> Spec:
     return Spec.of(made)
 
 
-def own_network(network: Network, asked: Spec, dress: Dress, classes: int) -> Spec:
+def own_network(network: Network, asked: Spec, prepare_model: ModelPreparation, classes: int) -> Spec:
     """The network the server asks for, made of the one given here.
 
     Raises:
         ConfigError: if the server means another network.
 
     Example:
-        >>> from fedfuse.core.seams import Plain
-        >>> own_network(nn.Linear(2, 2), Spec("os:getcwd"), Plain(), 2)
+        >>> from fedfuse.core.seams import AsChosen
+        >>> own_network(nn.Linear(2, 2), Spec("os:getcwd"), AsChosen(), 2)
         Traceback (most recent call last):
         ...
         fedfuse.errors.ConfigError: the server's network is 'os:getcwd' and this client's is ...
@@ -56,7 +56,7 @@ def own_network(network: Network, asked: Spec, dress: Dress, classes: int) -> Sp
     own = spec_of(network)
     if asked.factories != own.factories:
         with seeded(0, "network"):
-            own = dress(Single.of(own.build(), own), classes, 0).spec
+            own = prepare_model(Single.of(own.build(), own), classes, 0).spec
     if asked.factories != own.factories:
         theirs, ours = (" in ".join(sorted(spec.factories)) for spec in (asked, own))
         raise ConfigError(

@@ -9,11 +9,12 @@ from typing import Any, Literal, TypeAlias
 
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import all_methods, find_method
-from fedfuse.core.seams import AsItIs, ClientsOnly, CrossEntropy, Free, OwnRows, Plain
+from fedfuse.core.seams import AsChosen, ClientsOnly, CrossEntropy, Free, NothingBefore, OwnRows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.layerwise import MatchedLayers
 from fedfuse.server.aggregate.matched import MatchedUnits
+from fedfuse.server.aggregate.mean import NormalisedMean
 from fedfuse.server.steps.prune import Prune
 
 Clients: TypeAlias = Literal["plain", "fedfuse"]
@@ -81,32 +82,44 @@ def _asked_of_clients(recipe: Recipe) -> Iterator[str]:
         yield f"asks clients for evidence or memory beside their weights ({kinds})"
     if recipe.publishes:
         yield f"tells clients of the server's memory ({', '.join(recipe.publishes)})"
-    if type(recipe.dress) is not Plain:
-        yield f"trains a prepared network ({_kind(recipe.dress)})"
-    if type(recipe.opening) is not AsItIs:
-        yield f"takes a step before round one ({_kind(recipe.opening)})"
+    if type(recipe.prepare_model) is not AsChosen:
+        yield f"trains a prepared network ({_kind(recipe.prepare_model)})"
+    if type(recipe.before_first_round) is not NothingBefore:
+        yield f"takes a step before round one ({_kind(recipe.before_first_round)})"
     for part in _server_parts(recipe):
         if isinstance(part, _RESHAPE):
             yield f"changes the network's shape ({_kind(part)})"
 
 
-def refuse_unknown_training(recipe: Recipe, clients: Clients, local: LocalSettings | None) -> None:
-    """Refuse a recipe whose server must know how clients train, where neither the user nor the clients say it.
+def refuse_unknown_training(recipe: Recipe, local: LocalSettings | None) -> None:
+    """Refuse a recipe whose server must know how clients train, where the user does not say it.
+
+    What one client says of itself must not decide whether a round goes on.
 
     Raises:
         RecipeError: naming the method and what to say.
     """
     for now in stages(recipe) if local is None else ():
-        if "training" in (now.needs if clients == "plain" else now.opening.needs):
+        if "training" in now.needs:
             raise RecipeError(
                 f"method {now.name!r} must know how clients train and was not told; say it, as in "
                 "local={'lr': 0.1, 'momentum': 0.9, 'epochs': 1}"
             )
 
 
+def counts_steps(recipe: Recipe) -> bool:
+    """Whether it weighs clients by how many steps they took, so that a number nobody said must not be guessed.
+
+    Example:
+        >>> counts_steps(find_method("fednova").recipe()), counts_steps(find_method("fedavg").recipe())
+        (True, False)
+    """
+    return any(isinstance(part, NormalisedMean) for part in _server_parts(recipe))
+
+
 def _server_parts(recipe: Recipe) -> Iterator[object]:
     """Every part of the server's half, and the parts they are made of."""
-    for part in (recipe.opening, recipe.aggregate, *recipe.steps):
+    for part in (recipe.before_first_round, recipe.aggregate, *recipe.steps):
         yield from _within(part)
 
 
@@ -153,4 +166,4 @@ def _is_as_registered(recipe: Recipe) -> bool:
     if recipe.later is not None or recipe.name not in all_methods():
         return False
     usual, settings = find_method(recipe.name).recipe(), LocalSettings()
-    return usual.work(settings) == recipe.work(settings) and usual.dress == recipe.dress
+    return usual.work(settings) == recipe.work(settings) and usual.prepare_model == recipe.prepare_model

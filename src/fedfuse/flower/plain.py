@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedfuse.core.messages import Brief, Envelope
-from fedfuse.engines.flower import printable
-from fedfuse.engines.flower_records import to_tensors
+from fedfuse.core.settings import LocalSettings
+from fedfuse.flower.engine import printable
+from fedfuse.flower.records import to_tensors
 from fedfuse.wire.codec import Malformed, encode
 from fedfuse.wire.messages import reply_header
 
-from flwr.app import MetricRecord, RecordDict  # isort: skip - after flower_records has checked that it is there
+from flwr.app import MetricRecord, RecordDict  # isort: skip - after records has checked that it is there
+
+MASS, STEPS = "num-examples", "num-steps"
+_MANY = 10**9
 
 
 def numbers_in(content: RecordDict) -> dict[str, float]:
@@ -21,22 +25,49 @@ def numbers_in(content: RecordDict) -> dict[str, float]:
     return {key: value for key, value in found.items() if isinstance(value, int | float)}
 
 
-def plain_envelope(client: str, content: RecordDict, said: Mapping[str, float], brief: Brief) -> Envelope:
-    """The reply of a client that is not ours, as the door wants it."""
-    facts = {key: value for key, value in said.items() if key not in ("num-examples", "num-steps")}
-    mass, steps = said.get("num-examples", math.nan), said.get("num-steps", 1)
+def plain_envelope(client: str, content: RecordDict, said: Mapping[str, float], brief: Brief, unsaid: int) -> Envelope:
+    """The reply of a client that is not ours, as the door wants it.
+
+    Args:
+        client: who sent it.
+        content: what it sent.
+        said: the numbers in it.
+        brief: what it was asked.
+        unsaid: how many steps it took, where it does not say so.
+    """
+    facts = {key: value for key, value in said.items() if key not in (MASS, STEPS)}
+    num_examples = said.get(MASS, math.nan)
     try:
-        header = reply_header(brief, mass=mass, steps=int(steps), facts=facts)
-        if not math.isfinite(mass):
-            header["mass"] = str(mass)  # the door refuses it by name
+        header = reply_header(brief, num_examples=num_examples, steps=int(said.get(STEPS, unsaid)), facts=facts)
+        if not math.isfinite(num_examples):
+            header["num_examples"] = str(num_examples)  # the door refuses it by name
         (arrays,) = content.array_records.values()
         return Envelope(client, encode(to_tensors(arrays), header))
     except (Malformed, ValueError, OverflowError) as why:
         return Envelope(client, None, dropped=f"malformed: {printable(why)}")
 
 
+def steps_by(local: LocalSettings, num_examples: float) -> int:
+    """How many steps a client takes that trains so on so many examples; 0, which no door lets in, for an odd number.
+
+    Example:
+        >>> steps_by(LocalSettings(epochs=3, batch_size=32), 100)
+        12
+    """
+    if not 0 < num_examples < _MANY:
+        return 0
+    batches = num_examples // local.batch_size if local.drop_last else math.ceil(num_examples / local.batch_size)
+    return min(local.epochs * int(batches), local.max_steps or _MANY)
+
+
 def averaged(numbers: Mapping[str, Mapping[str, float]], shares: Mapping[str, float], left_out: int) -> MetricRecord:
-    """Everybody's common finite numbers, weighted by examples; and how many were left out."""
+    """Everybody's common finite numbers, weighted by examples; and how many were left out.
+
+    Example:
+        >>> dict(averaged({"a": {"loss": 1.0}, "b": {"loss": 3.0}}, {"a": 0.25, "b": 0.75}, 1))
+        {'loss': 2.5, 'left-out': 1}
+    """
     common = set.intersection(*({k for k, v in numbers[name].items() if math.isfinite(v)} for name in shares))
+    common.discard(MASS)  # it is the weight
     means = {key: sum(share * numbers[name][key] for name, share in shares.items()) for key in sorted(common)}
     return MetricRecord({**means, "left-out": left_out})

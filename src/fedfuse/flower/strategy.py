@@ -6,6 +6,7 @@ client that is refused is logged and left out; below the quorum the model stays 
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -21,16 +22,24 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import Spoken
-from fedfuse.engines.flower import HELD, Inbox, content_or_reason, printable
-from fedfuse.engines.flower_records import BriefRecords, Order, fingerprint, to_arrays, to_tensors
-from fedfuse.errors import ConfigError, QuorumLost, RecipeError
+from fedfuse.engines.local import Spoken
+from fedfuse.errors import ConfigError, QuorumLost, RecipeError, Refused
+from fedfuse.flower.engine import HELD, Inbox, content_or_reason, printable
 from fedfuse.flower.network import Network, spec_of
-from fedfuse.flower.parts import OURS, Clients, named_recipe, refuse_unfit, refuse_unknown_training, stages
-from fedfuse.flower.plain import averaged, numbers_in, plain_envelope
-from fedfuse.server.admit import Admission, Rules, admit_all
+from fedfuse.flower.parts import (
+    OURS,
+    Clients,
+    counts_steps,
+    named_recipe,
+    refuse_unfit,
+    refuse_unknown_training,
+    stages,
+)
+from fedfuse.flower.plain import MASS, averaged, numbers_in, plain_envelope, steps_by
+from fedfuse.flower.records import BriefRecords, Order, fingerprint, to_arrays, to_tensors
+from fedfuse.server.door.admit import Admission, Rules, admit_all
+from fedfuse.server.door.files import first_difference
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
-from fedfuse.server.gather import first_difference
 from fedfuse.server.loop import check_quorum, choose
 from fedfuse.server.round import fuse_round
 from fedfuse.wire.codec import forms_of
@@ -59,9 +68,9 @@ class FuseStrategy(Strategy):
     """Any method as a Flower strategy.
 
     With plain clients, each answers with one `ArrayRecord` (the names, shapes and dtypes it was sent) and one
-    `MetricRecord` with `num-examples`, as for Flower's own FedAvg; `num-steps` is read by methods that normalise by
-    local steps. A method that asks more of clients is refused here, before anything is sent, unless they train with
-    `fedfuse.flower.train`.
+    `MetricRecord` with `num-examples`, as for Flower's own FedAvg. Methods that normalise by local steps read
+    `num-steps`, which follows from `local` where a client does not say it. A method that asks more of clients is
+    refused here, before anything is sent, unless they train with `fedfuse.flower.train`.
 
     A client's id, which orders clients and names its random streams, is the name its SuperNode was registered with,
     or else "node-" and Flower's number of it.
@@ -74,7 +83,7 @@ class FuseStrategy(Strategy):
         align: how hidden units are moved to common places first: a name, a table with its options, or one made.
         guard: a robust filter before the aggregator: likewise.
         local: how clients train (`lr`, `momentum`, `epochs`, …), for methods whose server must know it. Plain clients
-            are believed to do so; clients="fedfuse" are told to.
+            are believed to do so; clients="fedfuse" are told to, and without it say how they did.
         fraction_train: the share of the connected nodes that trains in a round, at least one.
         fraction_evaluate: the share that evaluates the model after it.
         min_available_nodes: how many nodes a round waits for; Flower's own timeout ends the wait for replies.
@@ -129,7 +138,7 @@ class FuseStrategy(Strategy):
         if self.clients not in ("plain", "fedfuse"):
             raise ConfigError(f"clients is {self.clients!r}, expected 'plain' or 'fedfuse'")
         refuse_unfit(self.recipe, self.clients)
-        refuse_unknown_training(self.recipe, self.clients, self.local)
+        refuse_unknown_training(self.recipe, self.local)
         if self.clients == "plain":
             return
         if self.spec is None:
@@ -188,7 +197,7 @@ class FuseStrategy(Strategy):
         nodes, now = self._nodes(grid), self.recipe.at(server_round - 1)
         before = self._standing(server_round, arrays)
         bench = self._bench(before, len(nodes))
-        state = now.opened(now.dressed(before, bench), bench)
+        state = now.begin_round(before, bench)
         self._state = state
         self._arrays = arrays if state.model is before.model else to_arrays(state.single.posterior.mean)
         brief, asked = state.brief(now.publishes, bench.classes), self._chosen(MessageType.TRAIN, server_round, nodes)
@@ -210,8 +219,10 @@ class FuseStrategy(Strategy):
             envelopes, turn.brief, turn.recipe.evidence, turn.asked, self.rules, training=self.local
         )
         left_out = len(turn.asked) - len(seen.cohort)
-        for told in (*seen.refused, *seen.dropped):
-            _log.warning("%s", told)
+        for told in seen.refused:
+            _log.warning("round %s: %s", server_round, Refused(**told))
+        for told in seen.dropped:
+            _log.warning("round %s: %s: %s", server_round, told["client"], told["reason"])
         try:
             check_quorum(seen, turn.asked, self.rules.quorum, server_round - 1)
         except QuorumLost as why:
@@ -247,9 +258,9 @@ class FuseStrategy(Strategy):
             if isinstance(heard, str):
                 _log.warning("round %s: %s could not evaluate: %s", server_round, name, heard)
             numbers[name] = {} if isinstance(heard, str) else numbers_in(heard.content)
-        masses = {name: said.get("num-examples", 0.0) for name, said in numbers.items()}
-        good = {name: mass for name, mass in masses.items() if 0 < mass < 1e12}
-        shares = {name: mass / sum(good.values()) for name, mass in good.items()}
+        num_examples = {name: said.get(MASS, 0.0) for name, said in numbers.items()}
+        good = {name: n for name, n in num_examples.items() if 0 < n < 1e12}
+        shares = {name: num_examples / sum(good.values()) for name, num_examples in good.items()}
         return averaged(numbers, shares, len(numbers) - len(shares)) if shares else None
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:  # noqa: ARG002 - Flower's own signature
@@ -321,7 +332,7 @@ class FuseStrategy(Strategy):
         return content
 
     def _order(self, recipe: Recipe, client: str) -> Order:
-        local = "" if self.local is None else self.local.model_dump_json(exclude={"device", "augment"})
+        local = "" if self.local is None else json.dumps(self.local.to_json(), sort_keys=True)
         work = fingerprint(recipe.work(LocalSettings()))  # how to train is said apart, or is the client's own choice
         return Order(self.recipe.label or self.recipe.name, self.bench.seed, client, work, self._method, local)
 
@@ -333,7 +344,8 @@ class FuseStrategy(Strategy):
         if isinstance(heard, str):
             return Envelope(client, None, dropped=heard)
         numbers[client] = said = numbers_in(heard.content)
-        return plain_envelope(client, heard.content, said, turn.brief)
+        unsaid = steps_by(self.local, said.get(MASS, 0.0)) if self.local else int(not counts_steps(turn.recipe))
+        return plain_envelope(client, heard.content, said, turn.brief, unsaid)
 
     def _check_shape(self, turn: _Turn) -> None:
         """A plain client could not load a network of other shapes than its own."""

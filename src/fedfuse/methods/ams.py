@@ -8,10 +8,10 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from fedfuse.client.evidence.calibration import LogitScale
 from fedfuse.client.evidence.counts import LabelCounts
-from fedfuse.core.combine import FirstLayer, TopLogit
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.core.seams import Evidence
+from fedfuse.nets.combine import FirstLayer, TopLogit
 from fedfuse.server.aggregate.cover import CoverAnswers, CoverClasses
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.steps.distill import From, distillation

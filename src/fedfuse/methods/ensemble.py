@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from fedfuse.core.combine import MeanProbability
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
+from fedfuse.nets.combine import MeanProbability
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.steps.distill import From, distillation
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
+from fedfuse.methods._pruning import RANKING, RATES, Ranking, Rates
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.steps.dynamic import USUAL, ServerUpdate
-from fedfuse.server.steps.prune import RANKING, RATES, Prune, Ranking, Rates
+from fedfuse.server.steps.prune import Prune
 
 
 @method("fedduap", paper="arXiv:2204.11536")

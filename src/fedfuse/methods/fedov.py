@@ -7,9 +7,9 @@ from typing import Literal
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from fedfuse.client.openset import OpenSet
-from fedfuse.core.combine import OpenSetVote
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
+from fedfuse.nets.combine import OpenSetVote
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.outputs import UnknownClass
 from fedfuse.server.steps.distill import From, distillation
@@ -48,7 +48,7 @@ def fedov(
     """
     return Recipe(
         objective=OpenSet(steps, stride, reach, mix),
-        dress=UnknownClass(),
+        prepare_model=UnknownClass(),
         aggregate=KeepAll(OpenSetVote(voters)),
         steps=distillation(distil, inputs, temperature, epochs, lr),
     )

@@ -6,8 +6,9 @@ from pydantic import PositiveInt
 
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
+from fedfuse.methods._pruning import RANKING, Ranking
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.steps.prune import RANKING, Prune, Ranking, Share
+from fedfuse.server.steps.prune import Prune, Share
 from fedfuse.server.steps.rates import FixedRate
 
 

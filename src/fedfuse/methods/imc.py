@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pydantic import PositiveInt
 
-from fedfuse.client.projections import Masked
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
+from fedfuse.methods._pruning import RATES, Rates
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.steps.mask import MagnitudeMask
-from fedfuse.server.steps.prune import RATES, Rates
+from fedfuse.training.projections import Masked
 
 
 @method("imc", paper="Validating the Lottery Ticket Hypothesis with Inertial Manifold Theory, NeurIPS 2021")

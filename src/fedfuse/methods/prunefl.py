@@ -7,11 +7,11 @@ from typing import Annotated
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from fedfuse.client.evidence.gradients import SquaredGradients
-from fedfuse.client.projections import Masked
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.steps.mask import Exchange, PruneFirst, Reconfigure
+from fedfuse.training.projections import Masked
 
 
 @method("prunefl", paper="arXiv:1909.12326")
@@ -48,7 +48,7 @@ def prunefl(
         project=Masked(),
         evidence=(gradients,),
         aggregate=Mean(),
-        steps=(Reconfigure(gradients, trade, half_life),),
+        steps=(Reconfigure(every, trade, half_life),),
         publishes=("mask",),
-        opening=PruneFirst(steps, trade, change, patience, most, batches),
+        before_first_round=PruneFirst(steps, trade, change, patience, most, batches),
     )

@@ -232,7 +232,7 @@ def rebuilt(of: Mapping[str, Any], **options: Any) -> Bayesian:
 
 @dataclass(frozen=True, slots=True)
 class BayesianLayers:
-    """Dress a network: its last layers become Bayesian, their means stay where they are.
+    """ModelPreparation a network: its last layers become Bayesian, their means stay where they are.
 
     The spec that comes out names the one that went in, so that files and other processes can rebuild it.
     """
@@ -260,7 +260,7 @@ class BayesianLayers:
 
     def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:  # noqa: ARG002
         """Log-variances beside the means of some layer."""
-        return None if layout.spreads else "layers with log-variances beside their weights"
+        return None if layout.log_variances else "layers with log-variances beside their weights"
 
 
 def mean_fields(model: nn.Module) -> list[tuple[str, MeanField]]:
@@ -277,7 +277,7 @@ def factors(model: nn.Module) -> Iterator[Factor]:
 
 def _halves(net: nn.Module) -> tuple[nn.Module, nn.Module]:
     """A sequence before and from its first Bayesian layer on, so that draws share what does not vary."""
-    if type(net) is not nn.Sequential:
+    if type(net) is not nn.Sequential or net._forward_hooks:  # one that was told which output to give is one piece
         return nn.Identity(), net
     plain = len(list(takewhile(lambda part: not mean_fields(part), net)))
     return net[:plain], net[plain:]

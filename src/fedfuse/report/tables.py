@@ -88,11 +88,11 @@ def grid(table: Sequence[SummaryRow], keys: Sequence[str] | None = None) -> Grid
 
 
 def _lay(column: Column, table: Sequence[SummaryRow]) -> tuple[Heading, list[Cell]]:
-    spreads = [row.values.get(column.key) for row in table]
-    factor, places, unit = _scale(column.kind, [value.mean for value in spreads if value])
-    shown = [None if value is None else round(value.mean / factor, places) for value in spreads]
+    log_variances = [row.values.get(column.key) for row in table]
+    factor, places, unit = _scale(column.kind, [value.mean for value in log_variances if value])
+    shown = [None if value is None else round(value.mean / factor, places) for value in log_variances]
     best = _best(column, [value for value in shown if value is not None])
-    deviations = [_deviation(value, column.kind, factor, places) for value in spreads]
+    deviations = [_deviation(value, column.kind, factor, places) for value in log_variances]
     width = max(map(len, deviations))
     cells = [
         Cell("–")
@@ -104,7 +104,7 @@ def _lay(column: Column, table: Sequence[SummaryRow]) -> tuple[Heading, list[Cel
             value=value.mean,
             best=figure == best,
         )
-        for row, value, figure, deviation in zip(table, spreads, shown, deviations, strict=True)
+        for row, value, figure, deviation in zip(table, log_variances, shown, deviations, strict=True)
     ]
     return Heading(column, unit), cells
 

@@ -9,7 +9,7 @@ from fedfuse.report.scores import Spread, SummaryRow, best_first, by_label, last
 
 
 def verdict(rows: Sequence[Row], table: Sequence[SummaryRow]) -> str:
-    """Which method is best at the last round, by how much, and whether the spreads overlap.
+    """Which method is best at the last round, by how much, and whether the log_variances overlap.
 
     Example:
         >>> from fedfuse.report.scores import summary
@@ -80,9 +80,9 @@ def _chance(rows: Sequence[Row], first: SummaryRow, second: SummaryRow) -> str:
     if one.sd is None or two.sd is None:
         return "One seed says nothing of chance."
     if one.mean - two.mean <= one.sd + two.sd:
-        words = "Their spreads (± one standard deviation) overlap, so this may be chance"
+        words = "Their log_variances (± one standard deviation) overlap, so this may be chance"
     else:
-        words = "Their spreads (± one standard deviation) do not overlap"
+        words = "Their log_variances (± one standard deviation) do not overlap"
     ours, theirs = _accuracies(rows, first), _accuracies(rows, second)
     shared = ours.keys() & theirs.keys()
     wins = sum(ours[seed] > theirs[seed] for seed in shared)

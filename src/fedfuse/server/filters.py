@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.registry import check_options, suggest
 from fedfuse.core.seams import Alignment, Guard
 from fedfuse.core.settings import explain
+from fedfuse.core.words import check_options, suggest
 from fedfuse.errors import ConfigError
 from fedfuse.server.align.alignment import ALIGNMENTS, Aligned, Reference, Way
-from fedfuse.server.guard import GUARDS
+from fedfuse.server.robust import GUARDS
 from fedfuse.server.steps.renorm import RestateNorms
 
 GuardChoice: TypeAlias = "Guard | str | Mapping[str, Any] | None"
@@ -51,6 +51,9 @@ def with_filters(recipe: Recipe, *, align: AlignChoice = None, guard: GuardChoic
         >>> behind.guard, behind.label
         (Krum(byzantine=2, keep=None), 'fedavg+krum')
     """
+    if recipe.later is not None:
+        after, then = recipe.later
+        recipe = replace(recipe, later=(after, with_filters(then, align=align, guard=guard)))
     label = recipe.label or recipe.name
     if guard is not None:
         word, found = find_guard(guard)

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedfuse.core.model import Apart, Model, Single
+from fedfuse.core.model import Answering, Apart, Model, Single
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.errors import RecipeError
-from fedfuse.server.admit import Admission
-from fedfuse.server.gather import fingerprint
+from fedfuse.server.door.admit import Admission
+from fedfuse.server.door.files import fingerprint
 from fedfuse.server.uncertainty import ask
 
 SCORES = ("accuracy", "nll", "ece", "brier")
@@ -75,16 +75,16 @@ class Judge:
         """Each client's own network on the test rows; on its held-out rows, the model it would go on to use."""
         networks = {u.client: Single(u.spec, u.posterior) for u in admission.cohort}
         facts: dict[str, dict[str, float]] = {
-            u.client: {"mass": u.mass, "steps": u.steps, **u.facts} for u in admission.cohort
+            u.client: {"num_examples": u.num_examples, "steps": u.steps, **u.facts} for u in admission.cohort
         }
         test = {client: self._once(network) for client, network in networks.items()}
         own = self._own(networks) if isinstance(model, Apart) else self._own(dict.fromkeys(self.held_out, model))
         for name, found in (("accuracy", test), ("own_accuracy", own)):
             for client, accuracy in found.items():
                 facts.setdefault(client, {})[name] = accuracy
-        masses = {u.client: u.mass for u in admission.cohort}
+        num_examples = {u.client: u.num_examples for u in admission.cohort}
         own_masses = {client: float(len(self.held_out[client])) for client in own}
-        return {"clients": facts, **spread(test, masses), **spread(own, own_masses, "own_accuracy")}
+        return {"clients": facts, **spread(test, num_examples), **spread(own, own_masses, "own_accuracy")}
 
     def _own(self, models: Mapping[str, Model]) -> dict[str, float]:
         rows = {client: self.held_out[client] for client in models if len(self.held_out.get(client, ()))}
@@ -108,7 +108,7 @@ def log_probabilities(model: Model, x: Tensor, batch: int = 1000) -> Tensor:
     Raises:
         RecipeError: for models that stay apart, which have no common answer.
     """
-    if isinstance(model, Apart):
+    if not isinstance(model, Answering):
         raise RecipeError("models that stay apart have no common answer; ask each of its members")
     with torch.no_grad():
         return torch.cat([model.logits(part).double().log_softmax(-1).cpu() for part in x.split(batch)])
@@ -146,7 +146,7 @@ def measure(log_probs: Tensor, labels: Tensor, classes: int, bins: int = 15) -> 
 
 
 def spread(
-    accuracies: Mapping[str, float], masses: Mapping[str, float], name: str = "client_accuracy"
+    accuracies: Mapping[str, float], num_examples: Mapping[str, float], name: str = "client_accuracy"
 ) -> dict[str, float]:
     """How evenly clients fare: mean, mean weighted by examples, standard deviation, mean of the worst tenth.
 
@@ -159,7 +159,7 @@ def spread(
     values = sorted(accuracies.values())
     mean = sum(values) / len(values)
     tenth = values[: math.ceil(len(values) / 10)]
-    weighted = sum(accuracies[c] * masses[c] for c in accuracies) / sum(masses[c] for c in accuracies)
+    weighted = sum(accuracies[c] * num_examples[c] for c in accuracies) / sum(num_examples[c] for c in accuracies)
     return {
         f"{name}_mean": mean,
         f"{name}_weighted": weighted,

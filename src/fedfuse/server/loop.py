@@ -9,16 +9,16 @@ from typing import Any, Protocol
 
 import torch
 
-from fedfuse.core.cost import cohort_flops, spared
 from fedfuse.core.messages import Brief, client_order
 from fedfuse.core.model import Model
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rng import stream
 from fedfuse.core.seams import Engine
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.core.terms import Terms, terms_of
+from fedfuse.core.terms import Terms
 from fedfuse.errors import QuorumLost
-from fedfuse.server.admit import Admission, Rules, admit_all
+from fedfuse.nets.cost import cohort_flops, spared
+from fedfuse.server.door.admit import Admission, Rules, admit_all
 from fedfuse.server.round import fuse_round
 from fedfuse.wire.messages import brief_size
 
@@ -68,8 +68,7 @@ def run(
     recipe.check(plan.rounds, bench, state)
     while state.round < plan.rounds:
         now = recipe.at(state.round)
-        state = now.dressed(state, bench)  # in every round: a step may have left the network without its dress
-        state = now.opened(state, bench)
+        state = now.begin_round(state, bench)
         yield (record := one_round(now, now.roster(engine, bench), bench, judge, state, plan))
         state = record.state
 
@@ -78,7 +77,7 @@ def one_round(
     recipe: Recipe, engine: Engine, bench: Bench, judge: Scorer | None, state: ServerState, plan: Plan
 ) -> Record:
     """One exchange and everything that follows from it."""
-    terms = terms_of(engine)
+    terms = engine.terms
     asked = (*choose(engine.clients, plan.per_round, bench.seed, state.round), *terms.always)
     brief = state.brief(recipe.publishes, bench.classes)
     began = time.perf_counter()
@@ -133,7 +132,7 @@ def _bytes_down(brief: Brief, asked: tuple[str, ...]) -> int:
 def _facts(
     recipe: Recipe, admission: Admission, brief: Brief, asked: tuple[str, ...], bench: Bench, terms: Terms
 ) -> dict[str, Any]:
-    clients = {u.client: {"mass": u.mass, "steps": u.steps, **u.facts} for u in admission.cohort}
+    clients = {u.client: {"num_examples": u.num_examples, "steps": u.steps, **u.facts} for u in admission.cohort}
     less, answered = spared(brief), admission.trained + admission.remembered
     return {
         "round": brief.round + 1,

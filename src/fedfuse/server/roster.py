@@ -8,16 +8,16 @@ from typing import ClassVar
 
 import torch
 
-from fedfuse.client.views import WithShared
-from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Engine, Work
 from fedfuse.core.state import Bench
-from fedfuse.core.terms import Terms, terms_of
+from fedfuse.core.terms import Terms
 from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError
-from fedfuse.wire.messages import decode_brief, encode_brief
+from fedfuse.training.round import client_round
+from fedfuse.training.views import WithShared
+from fedfuse.wire.messages import encode_brief, receive_brief
 
 SERVER = "server"
 
@@ -27,6 +27,7 @@ class WithServer:
     """The server answers too, in every round, with a model it trained on its own rows; it weighs as they number."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"server_rows"})
+    reveals: ClassVar[str] = ""
 
     def __call__(self, engine: Engine, bench: Bench) -> Engine:
         """The engine with one more client, which is asked beside those chosen."""
@@ -51,7 +52,7 @@ class _Hosting:
     @property
     def terms(self) -> Terms:
         """The server is asked in every round."""
-        before = terms_of(self.engine)
+        before = self.engine.terms
         return replace(before, always=(*before.always, SERVER))
 
     def exchange(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> Iterator[Envelope]:
@@ -68,10 +69,10 @@ class _Hosting:
     def _own(self, brief: Brief, work: Work) -> bytes:
         """The server's reply, made of the same bytes and by the same work as everybody's."""
         told = brief.to(SERVER)
-        heard = decode_brief(encode_brief(told), told.spec.factories)
-        heard = replace(heard, spec=told.spec, params=dict(heard.params), memory=dict(heard.memory))
         with one_thread():
-            return client_round(work, heard, SERVER, self.rows, seed=self.seed).payload
+            return client_round(
+                work, receive_brief(encode_brief(told), told.spec), SERVER, self.rows, seed=self.seed
+            ).payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +114,8 @@ class _Lending:
 
     @property
     def terms(self) -> Terms:
-        """Lent rows count in everybody's mass, and are sent before the first round."""
-        before, weight = terms_of(self.engine), self.rows.x.nbytes + self.rows.y.nbytes
+        """Lent rows count in everybody's num_examples, and are sent before the first round."""
+        before, weight = self.engine.terms, self.rows.x.nbytes + self.rows.y.nbytes
         words = f"{len(self.rows):,} labelled rows of the server, given to each of {len(self.clients):,} clients"
         lent, sent = before.lent + len(self.rows), before.sent + weight * len(self.clients)
         return replace(before, lent=lent, sent=sent, reveals=(*before.reveals, words))

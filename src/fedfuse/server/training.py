@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from fedfuse.client.projections import Masked
-from fedfuse.client.work import Learned, learned
-from fedfuse.core.cost import MASK
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.state import Bench, ServerState, filed, part
 from fedfuse.errors import ConfigError
+from fedfuse.nets.cost import MASK
+from fedfuse.training.projections import Masked
+from fedfuse.training.round import Learned, learned
 
 
 def training_of(update: ClientUpdate, who: str) -> LocalSettings:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from fedfuse.core.model import Apart, Mixture, Model, Single
+from fedfuse.core.model import Answering, Model, Single
+from fedfuse.core.spec import one_name_each
 from fedfuse.errors import RecipeError
 from fedfuse.models.bayes import Bayesian
 
@@ -51,7 +52,7 @@ def ask(model: Model, x: Tensor, classes: int, batch: int = 1000) -> Answer:
     Raises:
         RecipeError: for models that stay apart, which have no common answer.
     """
-    if isinstance(model, Apart):
+    if not isinstance(model, Answering):
         raise RecipeError("models that stay apart have no common answer; ask each of its members")
     each = [each_draw(model, part)[..., :classes].double().log_softmax(-1).cpu() for part in x.split(batch)]
     log_probs = torch.cat([_averaged(draws) for draws in each])
@@ -60,10 +61,11 @@ def ask(model: Model, x: Tensor, classes: int, batch: int = 1000) -> Answer:
     return Answer(log_probs, torch.cat([mutual_information(draws) for draws in each]))
 
 
-def each_draw(model: Single | Mixture, x: Tensor) -> Tensor:
+def each_draw(model: Answering, x: Tensor) -> Tensor:
     """Log probabilities of every network a Bayesian one draws, draws × rows × outputs; of any other model, one."""
     if isinstance(model, Single) and isinstance(network := model.spec.skeleton(), Bayesian):
-        drawn: Tensor = functional_call(network, dict(model.posterior.mean), (x,), {"apart": True})
+        own = one_name_each(model.spec, model.posterior.mean)
+        drawn: Tensor = functional_call(network, own, (model.spec.cast(x),), {"apart": True})
         return drawn
     return model.logits(x)[None]
 

@@ -7,21 +7,20 @@ full, against given limits, before a single tensor exists.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import reprlib
-import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedfuse.core.files import write_atomically
 from fedfuse.core.messages import Form
 from fedfuse.core.params import Params
 from fedfuse.errors import ConfigError, FuseError
@@ -151,8 +150,8 @@ def encode(tensors: Params, header: Mapping[str, Any]) -> bytes:
     """Tensors and header as one message.
 
     Example:
-        >>> packet = decode(encode({"w": torch.tensor([1.0, 2.0])}, {"mass": 3}))
-        >>> packet.header["mass"], packet.tensors["w"].tolist()
+        >>> packet = decode(encode({"w": torch.tensor([1.0, 2.0])}, {"num_examples": 3}))
+        >>> packet.header["num_examples"], packet.tensors["w"].tolist()
         (3, [1.0, 2.0])
     """
     head, ordered = _head(tensors, header)
@@ -162,40 +161,11 @@ def encode(tensors: Params, header: Mapping[str, Any]) -> bytes:
 def write(path: Path, tensors: Params, header: Mapping[str, Any], durable: bool = True) -> int:
     """Write a message to a file, one tensor at a time; the file appears whole or not at all (see `atomic`)."""
     head, ordered = _head(tensors, header)
-    with atomic(path, durable) as file:
+    with write_atomically(path, durable) as file:
         file.write(head)
         for name in ordered:
             file.write(_raw(tensors[name]))
         return file.tell()
-
-
-@contextlib.contextmanager
-def atomic(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file that appears under its name only when complete, whatever kills us.
-
-    A durable one is on disk by then; without it, a power cut may leave it torn, which its reader must be able to see.
-    """
-    half = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = half.open("xb")
-    except OSError as why:
-        raise ConfigError(f"cannot write {path}: {why.strerror or why}; choose a folder that can be written") from why
-    try:
-        with file:
-            yield file
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        half.replace(path)
-    except BaseException as why:
-        with contextlib.suppress(OSError):
-            half.unlink()
-        if isinstance(why, OSError):
-            raise ConfigError(
-                f"cannot write {path}: {why.strerror or why}; free some space or choose another folder"
-            ) from why
-        raise
 
 
 def decode(data: bytes, limits: Limits | None = None) -> Packet:

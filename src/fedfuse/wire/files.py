@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedfuse.core.combine import combine_named
-from fedfuse.core.model import Apart, Mixture, Model, Single
+from fedfuse.core.model import Apart, Model, Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Diag, Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import filed, part
 from fedfuse.errors import ConfigError
+from fedfuse.nets.combine import combine_named
+from fedfuse.nets.mixture import Mixture
 from fedfuse.wire.codec import Malformed, Packet, forms_of, read, write
 from fedfuse.wire.messages import VERSION, noted, split
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -56,23 +57,29 @@ def decode_brief(data: bytes, trusted: Collection[str] = ()) -> Brief:
     return Brief(header["round"], spec, params, memory, classes=header["classes"])
 
 
+def receive_brief(data: bytes, spec: Spec) -> Brief:
+    """A brief as it arrives at a client on this machine: the spec comes beside it, for a prototype has no bytes."""
+    brief = decode_brief(data, spec.factories)
+    return replace(brief, spec=spec, params=dict(brief.params), memory=dict(brief.memory))
+
+
 def encode_reply(
     brief: Brief,
     mean: Params,
     notes: Params,
     *,
-    mass: float,
+    num_examples: float,
     steps: int,
     facts: Mapping[str, float],
     training: LocalSettings | None = None,
 ) -> bytes:
     """A client's answer to a brief."""
-    header = reply_header(brief, mass=mass, steps=steps, facts=facts, training=training)
+    header = reply_header(brief, num_examples=num_examples, steps=steps, facts=facts, training=training)
     return encode({**mean, **noted(notes)}, header)
 
 
 def reply_header(
-    brief: Brief, *, mass: float, steps: int, facts: Mapping[str, float], training: LocalSettings | None = None
+    brief: Brief, *, num_examples: float, steps: int, facts: Mapping[str, float], training: LocalSettings | None = None
 ) -> dict[str, Any]:
     """The header every reply and every update file carries; `training` says how the client trained."""
     header = {
@@ -80,7 +87,7 @@ def reply_header(
         "version": VERSION,
         "round": brief.round,
         "spec": brief.spec.to_json(),
-        "mass": mass,
+        "num_examples": num_examples,
         "steps": steps,
         "facts": {name: value for name, value in facts.items() if math.isfinite(value)},
     }

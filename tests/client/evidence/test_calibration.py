@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from fedfuse.client.evidence.calibration import LogitScale
-from fedfuse.client.work import client_round
-from fedfuse.core.calibrate import calibration
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
+from fedfuse.nets.calibrate import calibration
+from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": 3})

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.client.evidence.control import ControlDelta, Remember, carried, walked
-from fedfuse.client.work import client_round
+from fedfuse.client.evidence.control import ControlDelta, Remember, carried
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Batch, Work
-from fedfuse.core.settings import LocalSettings
+from fedfuse.core.settings import LocalSettings, effective_steps
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local, filed
-from fedfuse.server.admit import Contract, admit
+from fedfuse.server.door.admit import Contract, admit
+from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode
 
 MODULE = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
@@ -36,7 +36,7 @@ def test_walked_counts_what_momentum_adds_step_by_step() -> None:
         for steps in range(1, 30):
             velocity = rho * velocity + 1
             way += velocity
-            assert walked(steps, rho) == pytest.approx(way)
+            assert effective_steps(steps, rho) == pytest.approx(way)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_constant_gradient_is_found_again_whatever_the_schedule(settings: dict
 def test_at_a_constant_rate_carried_is_rate_times_walked() -> None:
     settings = LocalSettings(epochs=2, batch_size=4, optimizer={"lr": 0.3, "momentum": 0.8})
     local = Local("a", BRIEF, ROWS, settings, SPEC.build(), {}, seed=0, steps=6)
-    assert carried(local) == pytest.approx(0.3 * walked(6, 0.8))
+    assert carried(local) == pytest.approx(0.3 * effective_steps(6, 0.8))
 
 
 def test_the_delta_takes_the_servers_variate_off_and_the_client_adds_it_to_its_own() -> None:

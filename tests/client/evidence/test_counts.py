@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from fedfuse.client.evidence.counts import LabelCounts
-from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
-from fedfuse.server.admit import Contract, admit
+from fedfuse.server.door.admit import Contract, admit
+from fedfuse.training.round import client_round
 
 SPEC = Spec("mlp", {"inputs": 2, "hidden": [], "classes": 4})
 BRIEF = Brief(0, SPEC, SPEC.build().state_dict(), classes=4)
@@ -22,7 +22,7 @@ def test_counts_are_whole_numbers_that_sum_to_the_mass() -> None:
     answer = client_round(Work(evidence=(LabelCounts(),)), BRIEF, "a", rows)
     update = admit(Envelope("a", answer.payload), Contract.of(BRIEF, (LabelCounts(),)))
     assert update.notes["counts/labels"].tolist() == [2, 0, 3, 0]
-    assert update.mass == 5.0
+    assert update.num_examples == 5.0
 
 
 @pytest.mark.parametrize(

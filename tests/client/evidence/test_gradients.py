@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fedfuse.client.evidence.gradients import SquaredGradients, maskable, squared_gradients
-from fedfuse.client.projections import Masked
-from fedfuse.client.work import client_round
+from fedfuse.client.evidence.gradients import SquaredGradients
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.server.admit import Contract, admit
+from fedfuse.nets.gradients import maskable, squared_gradients
+from fedfuse.server.door.admit import Contract, admit
+from fedfuse.training.projections import Masked
+from fedfuse.training.round import client_round
 
 SPEC = Spec("mlp", {"inputs": 3, "hidden": [4], "classes": 2})
 ROWS = Rows(torch.randn(12, 3, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 2)

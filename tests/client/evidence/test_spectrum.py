@@ -8,14 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedfuse.client.evidence.spectrum import CurvatureSpectrum, Look, curvature_in
-from fedfuse.client.work import client_round
+from fedfuse.client.evidence.spectrum import CurvatureSpectrum
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.server.admit import Contract, admit
+from fedfuse.nets.curvature import Look, curvature_in
+from fedfuse.server.door.admit import Contract, admit
+from fedfuse.training.round import client_round
 
 CLASSES = 3
 

@@ -5,13 +5,13 @@ from torch import nn
 
 from fedfuse.client.evidence import variance
 from fedfuse.client.evidence.variance import FisherDiagonal, diagonal_fisher
-from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief, Envelope, Form
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.server.admit import Contract, admit
+from fedfuse.server.door.admit import Contract, admit
+from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode
 from fedfuse.wire.messages import split
 

@@ -15,7 +15,6 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from fedfuse.client.evidence.kfac import KroneckerFactors
-from fedfuse.client.work import client_round
 from fedfuse.core.messages import Cohort, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Diag
@@ -26,7 +25,6 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, NotConverged
 from fedfuse.linalg.kron import natural_mean
-from fedfuse.server.admit import admit_all
 from fedfuse.server.aggregate.barycenters import (
     AlphaDivergence,
     FullBarycenter,
@@ -37,6 +35,8 @@ from fedfuse.server.aggregate.barycenters import (
 from fedfuse.server.aggregate.charts import FKLB, RKLB, mean_in
 from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.server.aggregate.natural import NaturalKron
+from fedfuse.server.door.admit import admit_all
+from fedfuse.training.round import client_round
 
 MU, V, W = torch.tensor([0.0, 1.0, -0.7]), torch.tensor([1.0, 0.25, 2.0]), torch.tensor([0.5, 0.3, 0.2])
 GRID = np.linspace(-40, 40, 40_001)

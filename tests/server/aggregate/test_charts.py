@@ -127,7 +127,7 @@ def cohort(clients: int = 3, with_variance: bool = True) -> Cohort:
         mean = {n: torch.randn(t.shape, generator=draw) for n, t in SPEC.skeleton().state_dict().items()}
         variance = {"classifier.weight": torch.rand(2, 2, generator=draw) + 0.1}
         posterior = Posterior(mean, Diag(variance)) if with_variance else Posterior(mean)
-        updates.append(ClientUpdate(f"c{k}", posterior, mass=1.0 + k, steps=1, spec=SPEC))
+        updates.append(ClientUpdate(f"c{k}", posterior, num_examples=1.0 + k, steps=1, spec=SPEC))
     return Cohort.of(updates)
 
 
@@ -148,7 +148,7 @@ def test_a_cohort_is_fused_tensor_by_tensor(monkeypatch: pytest.MonkeyPatch, cha
     assert torch.allclose(found.mean[name], mean.float())
     assert torch.allclose(found.geometry.variance[name], variance.float())
     bias = sum(w * u.posterior.mean["classifier.bias"] for w, u in zip((1 / 6, 2 / 6, 3 / 6), who, strict=True))
-    assert torch.allclose(found.mean["classifier.bias"], bias)  # a point mass takes the plain mean
+    assert torch.allclose(found.mean["classifier.bias"], bias)  # a point num_examples takes the plain mean
     assert set(found.geometry.variance) == {name}
     assert {t.dtype for t in found.mean.values()} == {torch.float32}
 
@@ -180,7 +180,7 @@ def test_a_network_that_holds_its_log_variances_is_fused_by_them(chart: Chart) -
     for k in range(3):
         draw = torch.Generator().manual_seed(k)
         mean = {n: torch.randn(t.shape, generator=draw) for n, t in Bayesian().state_dict().items()}
-        updates.append(ClientUpdate(f"c{k}", Posterior(mean), mass=1.0 + k, steps=1, spec=spec))
+        updates.append(ClientUpdate(f"c{k}", Posterior(mean), num_examples=1.0 + k, steps=1, spec=spec))
     who = Cohort.of(updates)
     state = MeanIn(chart)(who, ServerState(0, Single(spec, updates[0].posterior)), Bench())
     found = state.single.posterior.mean
@@ -210,7 +210,7 @@ def believing(clients: int = 3) -> Cohort:
         draw = torch.Generator().manual_seed(k)
         mean = {n: torch.randn(t.shape, generator=draw) for n, t in BELIEVING.posterior.mean.items()}
         told = decode(encode(mean, {})).tensors
-        updates.append(ClientUpdate(f"c{k}", Posterior(told), mass=1.0 + k, steps=1, spec=BELIEVING.spec))
+        updates.append(ClientUpdate(f"c{k}", Posterior(told), num_examples=1.0 + k, steps=1, spec=BELIEVING.spec))
     return Cohort.of(updates)
 
 

@@ -7,14 +7,15 @@ import itertools
 import pytest
 import torch
 
-from fedfuse.core.combine import FirstLayer, TopLogit
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import ClientUpdate, Cohort
-from fedfuse.core.model import Mixture, Single
+from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
+from fedfuse.nets.combine import FirstLayer, TopLogit
+from fedfuse.nets.mixture import Mixture
 from fedfuse.server.aggregate.cover import CoverAnswers, CoverClasses, greedy
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [], "classes": 3})

@@ -8,30 +8,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedfuse.core.calibrate import calibration
-from fedfuse.core.combine import FirstLayer, MeanProbability, OpenSetVote, TopLogit
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import ClientUpdate, Cohort
-from fedfuse.core.model import Mixture, Single
+from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
+from fedfuse.nets.calibrate import calibration
+from fedfuse.nets.combine import FirstLayer, MeanProbability, OpenSetVote, TopLogit
+from fedfuse.nets.mixture import Mixture
 from fedfuse.server.aggregate.cover import CoverClasses
 from fedfuse.server.aggregate.ensemble import KeepAll
-from fedfuse.server.guard import Krum
+from fedfuse.server.robust import Krum
 
 SHALLOW = Spec("mlp", {"inputs": 6, "hidden": [5], "classes": 3})
 DEEP = Spec("mlp", {"inputs": 6, "hidden": [5, 5, 5], "classes": 3})
 BENCH = Bench(inputs=InputForm((6,)), classes=3)
 
 
-def update(client: str, spec: Spec = SHALLOW, mass: float = 1.0, **notes: Tensor) -> ClientUpdate:
+def update(client: str, spec: Spec = SHALLOW, num_examples: float = 1.0, **notes: Tensor) -> ClientUpdate:
     torch.manual_seed(sum(map(ord, client)))
     named = {n.replace("__", "/"): t for n, t in notes.items()}
-    return ClientUpdate(client, Posterior(spec.build().state_dict()), mass, 1, spec, named)
+    return ClientUpdate(client, Posterior(spec.build().state_dict()), num_examples, 1, spec, named)
 
 
 def state(spec: Spec = SHALLOW) -> ServerState:

@@ -26,7 +26,7 @@ from fedfuse.linalg.divergence import renyi_to_gaussian
 from fedfuse.server.aggregate import gaussianity
 from fedfuse.server.aggregate.gaussianity import HigherOrder, NonGaussianMean, Renyi
 from fedfuse.server.aggregate.mean import ALL_LAWS, mean_of
-from fedfuse.server.guard import NormClip
+from fedfuse.server.robust import NormClip
 from fedfuse.server.round import fuse_round
 from fedfuse.wire.codec import LazyParams, decode, encode, read
 
@@ -47,9 +47,9 @@ def states(spec: Spec, clients: int = 3, seed: int = 0) -> list[dict[str, Tensor
     ]
 
 
-def cohort_of(members: list[Params], spec: Spec, masses: list[float] | None = None) -> Cohort:
-    masses = masses or [1.0] * len(members)
-    pairs = enumerate(zip(members, masses, strict=True))
+def cohort_of(members: list[Params], spec: Spec, num_examples: list[float] | None = None) -> Cohort:
+    num_examples = num_examples or [1.0] * len(members)
+    pairs = enumerate(zip(members, num_examples, strict=True))
     return Cohort(tuple(ClientUpdate(f"c{i}", Posterior(p), m, 1, spec) for i, (p, m) in pairs))
 
 
@@ -170,8 +170,8 @@ def test_identical_clients_change_nothing() -> None:
 
 
 def test_mixing_reaches_from_scores_to_example_counts() -> None:
-    members, masses = states(LENET), [1.0, 2.0, 7.0]
-    cohort = cohort_of(messages(members), LENET, masses)
+    members, num_examples = states(LENET), [1.0, 2.0, 7.0]
+    cohort = cohort_of(messages(members), LENET, num_examples)
     own, counted = fused(NonGaussianMean(), cohort), mean_of(cohort)
     half = fused(NonGaussianMean(mix=0.5), cohort)
     assert all(close(half[n], (own[n].double() + counted[n].double()) / 2) for n in own)

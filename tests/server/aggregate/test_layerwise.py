@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.channels import permuted
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import ClientUpdate, Cohort, Start
 from fedfuse.core.model import Single
@@ -18,9 +17,10 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, part
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError
 from fedfuse.methods.fedma import fedma
+from fedfuse.nets.channels import permuted
 from fedfuse.server.aggregate.chain import Matcher, hidden_layers
 from fedfuse.server.aggregate.layerwise import MatchedLayers
 from fedfuse.server.loop import Plan, Record, run

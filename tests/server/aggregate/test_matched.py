@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.channels import permuted
 from fedfuse.core.messages import ClientUpdate, Cohort, Start
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
@@ -18,9 +17,10 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError
 from fedfuse.methods.pfnm import pfnm
+from fedfuse.nets.channels import permuted
 from fedfuse.server.aggregate.chain import Matcher, hidden_layers
 from fedfuse.server.aggregate.matched import MatchedUnits
 from fedfuse.server.loop import Plan, run

@@ -14,17 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedfuse.client.evidence.control import walked
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
-from fedfuse.core.settings import LocalSettings
+from fedfuse.core.settings import LocalSettings, effective_steps
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.server.admit import Admission, Rules, admit_all
 from fedfuse.server.aggregate import mean as means
 from fedfuse.server.aggregate.mean import Mean, NormalisedMean, largest, mean_of, weighted_mean
+from fedfuse.server.door.admit import Admission, Rules, admit_all
 from fedfuse.wire.codec import decode, encode, read, write
 from fedfuse.wire.messages import encode_reply
 
@@ -39,9 +38,9 @@ def exact(tensors: list[Tensor], shares: list[float]) -> Tensor:
     return total.to(tensors[0].dtype)
 
 
-def cohort_of(states: list[Params], masses: list[float], spec: Spec, steps: list[int] | None = None) -> Cohort:
+def cohort_of(states: list[Params], num_examples: list[float], spec: Spec, steps: list[int] | None = None) -> Cohort:
     steps = steps or [1] * len(states)
-    rows = zip(states, masses, steps, strict=True)
+    rows = zip(states, num_examples, steps, strict=True)
     return Cohort(tuple(ClientUpdate(f"c{i}", Posterior(s), m, t, spec) for i, (s, m, t) in enumerate(rows)))
 
 
@@ -107,14 +106,14 @@ def test_every_way_a_client_can_be_stored_gives_the_same_bytes(
     monkeypatch.setattr(means, "_MANY", 0 if compiled else 1 << 60)
     spec = Spec.of(nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2)))
     states = [random_state(spec, s) for s in range(3)]
-    masses, expected = [1.0, 2.0, 5.0], None
+    num_examples, expected = [1.0, 2.0, 5.0], None
     for store in (dict, in_bytes, in_file(tmp_path), reordered, with_notes, channels_last):
-        got = mean_of(cohort_of([store(s) for s in states], masses, spec))
+        got = mean_of(cohort_of([store(s) for s in states], num_examples, spec))
         expected = expected or got
         assert set(got) == set(expected)
         assert all(got[n].equal(expected[n]) and got[n].dtype == expected[n].dtype for n in got)
         assert len({t.untyped_storage().data_ptr() for t in got.values()}) == len(got), "each tensor has its own memory"
-    mixed = cohort_of([in_bytes(states[0]), dict(states[1]), reordered(states[2])], masses, spec)
+    mixed = cohort_of([in_bytes(states[0]), dict(states[1]), reordered(states[2])], num_examples, spec)
     assert all(mean_of(mixed)[n].equal(expected[n]) for n in expected or {})
 
 
@@ -183,11 +182,11 @@ def test_normalised_mean_is_the_published_formula(momentum: float) -> None:
     """d_i = (w₀ − w_i)/a_i;  w = w₀ − (Σ f a) Σ f d; running statistics are averaged as they are."""
     spec = Spec.of(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
     start, states = random_state(spec, 9), [random_state(spec, s) for s in range(3)]
-    masses, steps = [10.0, 30.0, 60.0], [2, 5, 11]
+    num_examples, steps = [10.0, 30.0, 60.0], [2, 5, 11]
     told = LocalSettings(optimizer={"momentum": momentum})
-    cohort = Cohort(tuple(replace(u, training=told) for u in cohort_of(states, masses, spec, steps)))
+    cohort = Cohort(tuple(replace(u, training=told) for u in cohort_of(states, num_examples, spec, steps)))
     after = NormalisedMean()(cohort, ServerState(0, Single(spec, Posterior(start))), Bench())
-    f, a = [0.1, 0.3, 0.6], [walked(t, momentum) for t in steps]
+    f, a = [0.1, 0.3, 0.6], [effective_steps(t, momentum) for t in steps]
     reach = sum(fi * ai for fi, ai in zip(f, a, strict=True))
     for n in ("0.weight", "0.bias", "1.weight", "1.bias"):
         w0 = start[n].double()
@@ -207,14 +206,16 @@ def test_momentum_is_each_clients_own_unless_it_is_given_and_adam_has_none() -> 
         trained = Cohort(tuple(replace(u, training=told) for u in cohort))
         return float(aggregate(trained, server, Bench()).facts["effective_steps"])
 
-    assert reach(NormalisedMean(), momentum=0.5) == pytest.approx((walked(2, 0.5) + walked(4, 0.5)) / 2)
+    assert reach(NormalisedMean(), momentum=0.5) == pytest.approx(
+        (effective_steps(2, 0.5) + effective_steps(4, 0.5)) / 2
+    )
     assert reach(NormalisedMean(0.5)) == pytest.approx(reach(NormalisedMean(), momentum=0.5))
     assert reach(NormalisedMean(), name="adam", momentum=0.5) == pytest.approx(3.0)
 
 
 def arrivals(brief: Brief, clients: int) -> Iterator[Envelope]:
     states = [random_state(LENET, seed) for seed in range(10)]
-    replies = [encode_reply(brief, s, {}, mass=1.0 + i, steps=1, facts={}) for i, s in enumerate(states)]
+    replies = [encode_reply(brief, s, {}, num_examples=1.0 + i, steps=1, facts={}) for i, s in enumerate(states)]
     return (Envelope(f"c{i}", replies[i % 10]) for i in range(clients))
 
 

@@ -3,7 +3,6 @@ import torch
 from torch import Tensor, nn
 
 from fedfuse.client.evidence.kfac import KroneckerFactors
-from fedfuse.client.work import client_round
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Kron, Posterior
@@ -16,9 +15,10 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, NotConverged, RecipeError
 from fedfuse.linalg.kron import damp
 from fedfuse.linalg.psd import unpack
-from fedfuse.server.admit import admit_all
 from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.server.aggregate.natural import NaturalKron, ShareFactors
+from fedfuse.server.door.admit import admit_all
+from fedfuse.training.round import client_round
 
 
 def net() -> nn.Module:
@@ -96,7 +96,9 @@ def test_a_layer_nobody_knows_anything_about_is_averaged() -> None:
     for u in who:
         factors = dict(u.posterior.geometry.factors)
         factors["4"] = tuple(torch.zeros_like(f) for f in factors["4"])
-        blank.append(ClientUpdate(u.client, Posterior(u.posterior.mean, Kron(factors)), u.mass, u.steps, u.spec))
+        blank.append(
+            ClientUpdate(u.client, Posterior(u.posterior.mean, Kron(factors)), u.num_examples, u.steps, u.spec)
+        )
     after = NaturalKron()(Cohort.of(blank), state, Bench())
     assert "4.weight" in after.facts["averaged"]
     assert torch.equal(after.single.posterior.mean["4.weight"], mean_of(who)["4.weight"])
@@ -121,7 +123,7 @@ def shared(who: Cohort, place: int) -> Cohort:
         for n in pairs:
             pairs[n][place] = common[n][place]
         kron = Kron({n: tuple(p) for n, p in pairs.items()})
-        updates.append(ClientUpdate(u.client, Posterior(u.posterior.mean, kron), u.mass, u.steps, u.spec))
+        updates.append(ClientUpdate(u.client, Posterior(u.posterior.mean, kron), u.num_examples, u.steps, u.spec))
     return Cohort.of(updates)
 
 
@@ -180,7 +182,7 @@ def test_without_the_evidence_it_says_what_is_missing() -> None:
     with pytest.raises(RecipeError, match="nobody sends kron"):
         Recipe(name="half", aggregate=NaturalKron())
     who, state = cohort()
-    bare = Cohort.of([ClientUpdate(u.client, Posterior(u.posterior.mean), u.mass, 1, SPEC) for u in who])
+    bare = Cohort.of([ClientUpdate(u.client, Posterior(u.posterior.mean), u.num_examples, 1, SPEC) for u in who])
     with pytest.raises(ConfigError, match="site-0 has no Kronecker factors for layer 0"):
         NaturalKron()(bare, state, Bench())
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from fedfuse.core.channels import channel_groups
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.nets.channels import channel_groups
 from fedfuse.server.align.activations import ByActivations, Moments, cross_moments, probes
 from fedfuse.server.align.nets import Net
 

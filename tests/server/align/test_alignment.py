@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.kfac import KroneckerFactors, blocks_of, kronecker_factors
-from fedfuse.core.channels import channel_groups, placed, placed_posterior
+from fedfuse.client.evidence.kfac import KroneckerFactors, kronecker_factors
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params, squared_distance
@@ -21,6 +20,8 @@ from fedfuse.core.seams import Aggregator
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.nets.blocks import blocks_of
+from fedfuse.nets.channels import channel_groups, placed, placed_posterior
 from fedfuse.server.aggregate.mean import Mean, mean_of
 from fedfuse.server.aggregate.natural import NaturalKron
 from fedfuse.server.align.activations import ByActivations
@@ -29,7 +30,7 @@ from fedfuse.server.align.nets import Net
 from fedfuse.server.align.transport import ByTransport
 from fedfuse.server.align.weights import ByWeights
 from fedfuse.server.filters import find_alignment, with_filters
-from fedfuse.server.guard import NormClip
+from fedfuse.server.robust import NormClip
 from fedfuse.server.round import fuse_round
 from fedfuse.wire.codec import decode, encode
 

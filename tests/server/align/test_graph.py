@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedfuse.core.channels import channel_groups, placed
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
+from fedfuse.nets.channels import channel_groups, placed
 from fedfuse.server.align.graph import ByGraph, joint_score
 from fedfuse.server.align.nets import Moves, Net
 from fedfuse.server.align.weights import ByWeights

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedfuse.core.channels import channel_groups, placed
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
+from fedfuse.nets.channels import channel_groups, placed
 from fedfuse.server.align.line import Line, straight_line
 
 SPEC = Spec("vgg11", {"widths": 0.05, "hidden": [], "norm": True, "classes": 3})

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.channels import channel_groups, placed
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
+from fedfuse.nets.channels import channel_groups, placed
 from fedfuse.server.align.nets import Coupling, blended, input_shape
 
 

@@ -10,7 +10,6 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from fedfuse.core.channels import channel_groups, placed
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Diag, Posterior
@@ -19,6 +18,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
+from fedfuse.nets.channels import channel_groups, placed
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.align.alignment import Aligned
 from fedfuse.server.align.nets import Coupling, Net, blended
@@ -144,8 +144,8 @@ def test_variances_of_blends_are_those_of_independent_weights() -> None:
     draw = torch.Generator().manual_seed(0)
     params = {n: torch.randn(t.shape, generator=draw) for n, t in spec.build().state_dict().items()}
     make, read = torch.rand(3, 4, generator=draw), torch.rand(3, 4, generator=draw)
-    spreads = frozenset(spec.layout.with_role("spread"))
-    mixed = blended(params, [group], {group.name: Coupling(make, read)}, spreads)
+    log_variances = frozenset(spec.layout.with_role("log_variance"))
+    mixed = blended(params, [group], {group.name: Coupling(make, read)}, log_variances)
     assert torch.allclose(mixed["net.fc1.weight"], make @ params["net.fc1.weight"], atol=1e-6)
     variance = make.square() @ params["net.fc1.log_variance"].exp()
     assert torch.allclose(mixed["net.fc1.log_variance"].exp(), variance, rtol=1e-5)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.channels import Group, channel_groups, placed
 from fedfuse.core.params import Params, squared_distance
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
+from fedfuse.nets.channels import Group, channel_groups, placed
 from fedfuse.server.align.board import Board, best_order, wiring
 from fedfuse.server.align.nets import Moves, Net
 from fedfuse.server.align.weights import ByWeights

@@ -27,7 +27,7 @@ def cohort(*deltas: float) -> Cohort:
 
 
 def test_the_variate_moves_by_the_sum_over_everybody_asked_or_not() -> None:
-    """c ← c + (1/N) Σ Δc: ten clients, two of them answered; masses do not matter."""
+    """c ← c + (1/N) Σ Δc: ten clients, two of them answered; num_examples do not matter."""
     state = ServerState(1, Single(SPEC, Posterior({})), {"other/w": torch.ones(1)})
     once = ControlStep()(state, cohort(1.0, 4.0), Bench(population=10))
     assert once.memory["control/w"].item() == 0.5

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from fedfuse.core.combine import MeanLogit, OpenSetVote, TopLogit
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import ClientUpdate, Cohort, Start
-from fedfuse.core.model import Apart, Mixture, Single
+from fedfuse.core.model import Apart, Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
@@ -21,6 +20,8 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.data.transforms import CropFlip
 from fedfuse.errors import RecipeError
+from fedfuse.nets.combine import MeanLogit, OpenSetVote, TopLogit
+from fedfuse.nets.mixture import Mixture
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.server.outputs import with_outputs

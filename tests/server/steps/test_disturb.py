@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from fedfuse.core.combine import disturbed
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
@@ -15,6 +14,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.experiment.config import Experiment
+from fedfuse.nets.combine import disturbed
 from fedfuse.server.steps.disturb import Disturbance
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [6], "classes": 3})

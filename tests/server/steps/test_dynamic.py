@@ -17,9 +17,9 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import RecipeError
-from fedfuse.server.admit import Contract, admit
+from fedfuse.server.door.admit import Contract, admit
 from fedfuse.server.loop import Plan, run
 from fedfuse.server.steps.dynamic import DynamicUpdate, balance, exam, interpolated, need_of
 from fedfuse.wire.messages import encode_reply
@@ -170,6 +170,6 @@ def test_it_runs_round_after_round_and_the_same_seed_gives_the_same_bytes() -> N
 def test_label_counts_that_do_not_sum_to_the_mass_are_refused() -> None:
     brief = replace(start(), round=0).brief((), CLASSES)
     notes = {"counts/labels": torch.tensor([3, 0, 1])}
-    reply = encode_reply(brief, brief.params, notes, mass=9.0, steps=1, facts={})
-    with pytest.raises(Exception, match="counts/labels is a sum of 4, expected the mass 9"):
+    reply = encode_reply(brief, brief.params, notes, num_examples=9.0, steps=1, facts={})
+    with pytest.raises(Exception, match="counts/labels is a sum of 4, expected the num_examples 9"):
         admit(Envelope("c0", reply), Contract.of(brief, (LabelCounts(),)))

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedfuse.core.cost import density
 from fedfuse.core.model import Single
 from fedfuse.core.registry import find_method
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, part
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.nets.cost import density
 from fedfuse.server.loop import Plan, Record, run
 from fedfuse.server.steps.mask import Exchange, PruneFirst, elected, iterated_rate, magnitude_masks, masks_of
 

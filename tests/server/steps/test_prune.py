@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.channels import Group
 from fedfuse.core.messages import Cohort, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.registry import find_method
@@ -18,9 +17,10 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.engines.base import InProcess, Population
+from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError, RecipeError, Refused
-from fedfuse.server.admit import Contract, admit
+from fedfuse.nets.channels import Group
+from fedfuse.server.door.admit import Contract, admit
 from fedfuse.server.loop import Plan, Record, run
 from fedfuse.server.steps.prune import Prune, filters_of, kept_units, layer_rates, shrunk
 from fedfuse.server.steps.rates import FixedRate
@@ -191,7 +191,7 @@ def test_labels_heard_before_count_too() -> None:
 def test_a_reply_of_the_old_shape_is_refused_by_name() -> None:
     records = federate("hrank", at=1, rate=0.5)
     old, new = (replace(r.state, round=1).brief((), 3) for r in (federate("fedavg", rounds=1)[0], records[0]))
-    late = encode_reply(old, old.params, {}, mass=12.0, steps=2, facts={})
+    late = encode_reply(old, old.params, {}, num_examples=12.0, steps=2, facts={})
     words = r"c1: spec is lenet.*, expected the network briefed, lenet.*with 5 resized tensors"
     with pytest.raises(Refused, match=words):
         admit(Envelope("c1", late), Contract.of(new, ()))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.spectrum import Curvature
 from fedfuse.linalg.lanczos import Spectrum
+from fedfuse.nets.curvature import Curvature
 from fedfuse.server.steps.rates import (
     SpectralRate,
     combined_rate,
@@ -55,9 +55,9 @@ def test_a_spectrum_without_positive_values_is_flat_all_over() -> None:
 
 def test_everybody_counts_by_rows_and_by_nearness_to_all_labels() -> None:
     """Eq. 6 by hand."""
-    masses, apart, rates, eps = [400.0, 400.0, 800.0], [0.61, 0.31, 0.0], [0.7, 0.5, 0.2], 1e-2
+    num_examples, apart, rates, eps = [400.0, 400.0, 800.0], [0.61, 0.31, 0.0], [0.7, 0.5, 0.2], 1e-2
     raw = [400 / 0.62, 400 / 0.32, 800 / 0.01]
-    rate, weights = combined_rate(rates, masses, apart, eps)
+    rate, weights = combined_rate(rates, num_examples, apart, eps)
     assert weights == pytest.approx([w / sum(raw) for w in raw])
     assert rate == pytest.approx(sum(w * p for w, p in zip(raw, rates, strict=True)) / sum(raw))
 

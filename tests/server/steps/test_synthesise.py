@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedfuse.core.combine import FirstLayer, MeanLogit, TopLogit
 from fedfuse.core.inputs import InputForm
-from fedfuse.core.model import Mixture, Single
+from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.data.transforms import CropFlip
+from fedfuse.nets.combine import FirstLayer, MeanLogit, TopLogit
+from fedfuse.nets.mixture import Mixture
 from fedfuse.server.steps.synthesise import (
     Generate,
     Impressions,

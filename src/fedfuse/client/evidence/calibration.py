@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import torch
 
-from fedfuse.core.calibrate import Calibration, calibration
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry
 from fedfuse.core.state import Local
+from fedfuse.nets.calibrate import Calibration, calibration
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class LogitScale:
         """Two numbers."""
         return {f"{self.name}/{n}": Form((), torch.float64) for n in ("shift", "scale")}
 
-    def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """A scale is above zero, and neither number is beyond what logits can be."""
         shift, scale = (float(notes[f"{self.name}/{n}"]) for n in ("shift", "scale"))
         if not 1e-6 <= scale <= 1e6:

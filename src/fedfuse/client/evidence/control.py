@@ -17,23 +17,10 @@ from fedfuse.core.state import Local, filed, live_names, part
 from fedfuse.wire.codec import forms_of
 
 
-def walked(steps: int, momentum: float) -> float:
-    """Gradients' worth of a local walk: a = (τ − ρ(1−ρ^τ)/(1−ρ)) / (1−ρ), which is τ without momentum.
-
-    With a constant gradient g, τ steps of momentum SGD move the weights by −η·a·g (FedNova's normaliser).
-
-    Example:
-        >>> walked(5, 0.0), round(walked(2, 0.5), 3)
-        (5.0, 2.5)
-    """
-    rho = momentum
-    return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
-
-
 def carried(local: Local) -> float:
     """How far a constant unit gradient would have carried the weights: Σ_t η_t (1 − ρ^t)/(1 − ρ).
 
-    At a constant rate this is η · `walked`(τ, ρ); here the rate may change from epoch to epoch.
+    At a constant rate this is η · `effective_steps`(τ, ρ); here the rate may change from epoch to epoch.
     """
     settings, rho = local.settings, local.settings.optimizer.own_momentum
     batches = len(local.rows) / settings.batch_size
@@ -73,7 +60,7 @@ class ControlDelta:
         forms = forms_of(brief.params)
         return {f"{self.name}/{n}": forms[n] for n in live_names(brief)}
 
-    def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Any finite value will do."""
         return None
 
@@ -99,7 +86,7 @@ class Remember:
         """No notes."""
         return {}
 
-    def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Nothing to check."""
         return None
 

@@ -16,7 +16,7 @@ from fedfuse.core.state import Local
 
 @dataclass(frozen=True, slots=True)
 class LabelCounts:
-    """The client's label histogram, as whole numbers that sum to its mass."""
+    """The client's label histogram, as whole numbers that sum to its num_examples."""
 
     name: ClassVar[str] = "counts"
     reveals: ClassVar[str] = "how many rows of each class the client has"
@@ -29,14 +29,14 @@ class LabelCounts:
         """One whole number per class."""
         return {"counts/labels": Form((brief.classes,), torch.int64)}
 
-    def check(self, notes: Params, mass: float) -> Flaw | None:
-        """Counts are not negative and sum to the mass."""
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:
+        """Counts are not negative and sum to the num_examples."""
         counts = notes["counts/labels"]
         if (counts < 0).any():
             return Flaw("counts/labels", int(counts.min()), "whole numbers ≥ 0")
         total = sum(counts.tolist())  # Python's whole numbers do not wrap around
-        if total != mass:
-            return Flaw("counts/labels", f"a sum of {total}", f"the mass {mass:g}")
+        if total != num_examples:
+            return Flaw("counts/labels", f"a sum of {total}", f"the num_examples {num_examples:g}")
         return None
 
     def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature

@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -25,60 +24,19 @@ from torch import Tensor, nn
 from fedfuse.client.evidence.marginal import Belief, best_damping
 from fedfuse.client.moments import input_moments, output_moments
 from fedfuse.core.messages import Brief, Flaw, Form
-from fedfuse.core.params import Layer, Params
+from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry, Kron
 from fedfuse.core.precision import in_full
 from fedfuse.core.rows import Rows
-from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
 from fedfuse.linalg.psd import is_psd, pack, packed_size, unpack
+from fedfuse.nets.blocks import Block, Factors, blocks_of
 from fedfuse.wire.codec import forms_of
 
 Fisher = Literal["empirical", "sampled"]
-Factors = tuple[Tensor, Tensor]
 
 _MAX_TRACE = 1e12  # far above what honest gradients give, far below where sums of products overflow
 _LEAST = 1e-30  # a smaller factor has entries that no float32 holds, and would not arrive as the matrix it is
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A layer that has Kronecker factors.
-
-    Attributes:
-        layer: the layer.
-        groups: into how many independent layers a grouped convolution falls; each has factors of its own, and they
-            are stacked.
-    """
-
-    layer: Layer
-    groups: int = 1
-
-    def matrices(self, params: Params) -> Tensor:
-        """[W | b] of every group, (groups × out × in)."""
-        matrix = self.layer.matrix(params)
-        return matrix.view(self.groups, -1, matrix.shape[1])
-
-    def sizes(self, forms: Mapping[str, Form]) -> tuple[int, int]:
-        """How many rows A and B have, per group."""
-        out, *rest = forms[self.layer.weight].shape
-        return math.prod(rest) + (self.layer.bias is not None), out // self.groups
-
-
-@lru_cache(maxsize=16)
-def blocks_of(spec: Spec) -> tuple[Block, ...]:
-    """The layers of a network that have Kronecker factors: linear and convolution layers whose weights are their own.
-
-    A tied weight belongs to several layers, and a frozen one is nobody's belief: those layers have none.
-
-    Example:
-        >>> [b.layer.name for b in blocks_of(Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2}))]
-        ['fc1', 'classifier']
-    """
-    own = frozenset(spec.layout.trainable).difference(*spec.layout.tied)
-    plain = (layer for layer in spec.layout.layers if layer.kind != "other")
-    free = (layer for layer in plain if own >= {layer.weight, layer.bias or layer.weight})
-    return tuple(Block(layer, layer.groups) for layer in free)
 
 
 def kronecker_factors(
@@ -267,7 +225,7 @@ class KroneckerFactors:
         chosen = {f"kron/{what}": Form((3,), torch.float64) for what in ("damping", "evidence")}
         return wanted | (chosen if self.choose else {})
 
-    def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Factors are positive semi-definite with a bounded trace; a chosen damping is positive."""
         for name in (f"kron/{layer}/{side}" for layer in layers_in(notes) for side in ("in", "out")):
             matrices = unpacked(notes[name])

@@ -37,7 +37,7 @@ class StartLoss:
         """One number."""
         return {"start_loss/mean": Form((), torch.float64)}
 
-    def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """A loss is not negative."""
         loss = float(notes["start_loss/mean"])
         return None if 0 <= loss < 1e6 else Flaw("start_loss", loss, "a number in [0, 1e6)")

@@ -5,110 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.func import functional_call
 
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry
-from fedfuse.core.precision import as_floats_of, in_full
-from fedfuse.core.rows import Rows
 from fedfuse.core.state import Local, live_names
-from fedfuse.linalg.lanczos import Spectrum, hessian_vector_product, spectrum
+from fedfuse.nets.curvature import Look
 from fedfuse.wire.codec import forms_of
-
-_WIDE = 2**21  # parameters up to which Lanczos vectors are kept in float64; beyond, they would fill the memory
-
-
-class Curvature(NamedTuple):
-    """What is known of a loss around trained weights.
-
-    Attributes:
-        spectrum: the Hessian's eigenvalues, by Lanczos.
-        lipschitz: how fast the Hessian's linear picture of the gradient goes wrong on the way to the start.
-    """
-
-    spectrum: Spectrum
-    lipschitz: float
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """How closely a Hessian is looked at.
-
-    Attributes:
-        steps: Hessian-vector products per probe; as many as there are parameters find every eigenvalue.
-        probes: random vectors to begin with.
-        rows: rows of the loss, drawn at random; 30 products of 16 rows cost less than an epoch of 2,000.
-    """
-
-    steps: int = 30
-    probes: int = 1
-    rows: int = 16
-
-    def __call__(self, module: nn.Module, start: Params, rows: Rows, generator: torch.Generator) -> Curvature:
-        """The curvature of a module's mean cross entropy at its own weights, those the start has, in evaluation mode.
-
-        H is the Hessian at the weights W′, and Δ = W − W′ leads back to the start W. The map
-        B(Δ) = H Δ − ∇L(W′ + Δ) measures what a quadratic does not see; its Lipschitz constant is estimated between
-        Δ and 0: ‖H Δ − ∇L(W) + ∇L(W′)‖ / ‖Δ‖.
-        """
-        module.eval()
-        some = rows.take(torch.randperm(len(rows), generator=generator)[: self.rows].to(rows.y.device))
-        params = {n: p.detach() for n, p in module.named_parameters() if n in start}
-        loss = _Loss(module, Rows(as_floats_of(params.values(), some.x), some.y))
-        hessian = hessian_vector_product(loss, params)
-        dtype = torch.float64 if hessian.size <= _WIDE else torch.float32
-        seen = spectrum(
-            hessian,
-            hessian.size,
-            steps=self.steps,
-            generator=generator,
-            probes=self.probes,
-            dtype=dtype,
-            what="the curvature's spectrum",
-        )
-        if seen.values.shape[1] == hessian.size:  # every eigenvalue was found, so each is known to count alike
-            seen = Spectrum(seen.values, torch.full_like(seen.weights, 1 / hessian.size))
-        back = {n: start[n].to(p) - p for n, p in params.items()}
-        return Curvature(seen, _lipschitz(loss, params, back, hessian(_flat(back)), _flat_slopes(hessian.gradient)))
-
-    def found(self, size: int) -> int:
-        """Ritz values per probe for a network of so many parameters."""
-        return min(self.steps, size)
-
-
-@dataclass(frozen=True, slots=True)
-class _Loss:
-    """Mean cross entropy of some rows as a function of a network's parameters."""
-
-    module: nn.Module
-    rows: Rows
-
-    def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
-        return F.cross_entropy(in_full(functional_call(self.module, dict(params), (self.rows.x,))), self.rows.y)
-
-
-def _lipschitz(loss: _Loss, params: Params, back: Params, pushed: Tensor, slope: Tensor) -> float:
-    length = float(_flat(back).double().norm())
-    if length == 0:
-        return 0.0
-    with torch.enable_grad():
-        there = {n: (p + back[n]).requires_grad_() for n, p in params.items()}
-        slopes = torch.autograd.grad(loss(there), list(there.values()), materialize_grads=True)
-    return float((pushed - _flat_slopes(slopes) + slope).double().norm()) / length
-
-
-def _flat(params: Params) -> Tensor:
-    return torch.cat([t.flatten() for t in params.values()])
-
-
-def _flat_slopes(slopes: tuple[Tensor, ...]) -> Tensor:
-    return torch.cat([g.detach().flatten() for g in slopes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +51,7 @@ class CurvatureSpectrum:
         row = Form((self.look.probes, self.look.found(size)), torch.float64)
         return {"spectrum/values": row, "spectrum/weights": row, "spectrum/lipschitz": Form((), torch.float64)}
 
-    def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Values ascend, weights are a distribution, and a Lipschitz constant is not negative."""
         if "spectrum/values" not in notes:
             return None
@@ -161,9 +67,3 @@ class CurvatureSpectrum:
     def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature
         """Says nothing about the posterior."""
         return None
-
-
-def curvature_in(notes: Params) -> Curvature:
-    """The curvature a client sent."""
-    found = Spectrum(notes["spectrum/values"].clone(), notes["spectrum/weights"].clone())
-    return Curvature(found, float(notes["spectrum/lipschitz"]))

@@ -126,7 +126,7 @@ class FisherDiagonal:
         forms = forms_of(brief.params)
         return {f"fisher/{n}": Form(forms[n].shape, full_dtype(forms[n].dtype)) for n in live_names(brief)}
 
-    def check(self, notes: Params, mass: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Squares are not negative."""
         for name in notes:
             if name.startswith("fisher/") and float(least := notes[name].min()) < 0:

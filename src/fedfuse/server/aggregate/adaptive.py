@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from fedfuse.core.messages import Cohort
-from fedfuse.core.seams import Aggregator
+from fedfuse.core.seams import Aggregator, ServerPart
 from fedfuse.core.state import Bench, ServerState, filed, part
 from fedfuse.server.aggregate.mean import Mean
 
 
 @dataclass(frozen=True, slots=True)
-class ServerOptimiser:
+class ServerOptimiser(ServerPart):
     """Reddi et al. 2021: Δ = fused − w; then a momentum, Adam, Yogi or Adagrad step along Δ.
 
     momentum: m ← β₁ m + Δ;                     w ← w + η m

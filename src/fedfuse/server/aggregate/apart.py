@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from fedfuse.core.messages import Cohort, Start
 from fedfuse.core.model import Apart, Single
-from fedfuse.core.seams import Result
+from fedfuse.core.seams import Result, ServerPart
 from fedfuse.core.state import Bench, ServerState
 
 
 @dataclass(frozen=True, slots=True)
-class KeepApart:
+class KeepApart(ServerPart):
     """Local training: the result is all the clients' models, each judged alone."""
 
     needs: ClassVar[frozenset[str]] = frozenset()

@@ -14,14 +14,15 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.kfac import Block, blocks_of
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Diag
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, NotConverged
 from fedfuse.linalg.kron import damp
 from fedfuse.linalg.psd import inv_sqrtm, inverse, sqrtm, symmetrise
+from fedfuse.nets.blocks import Block, blocks_of
 from fedfuse.server.aggregate.charts import Pair
 from fedfuse.server.aggregate.mean import ALL_LAWS, mean_by_examples
 from fedfuse.server.aggregate.natural import factors_of
@@ -113,7 +114,7 @@ def alpha_barycenter(
 
 
 @dataclass(frozen=True, slots=True)
-class FullBarycenter:
+class FullBarycenter(ServerPart):
     """Fuse small layers with their full covariances; tensors without one, and larger layers, take the plain mean.
 
     A client's covariance of a layer's rows [W | b] is (B ⊗ A)⁻¹, from its damped Kronecker factors. The reverse-KL

@@ -10,13 +10,13 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.channels import EMPTY, Group, channel_groups, placed
 from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Layer, Params
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.linalg.atoms import Belief, Odds, Shared, Units, share_atoms
+from fedfuse.nets.channels import EMPTY, Group, channel_groups, placed
 from fedfuse.server.steps.lessons import input_form
 
 Scale: TypeAlias = Literal["absolute", "layer"]
@@ -159,6 +159,7 @@ def _hidden(group: Group, layers: Mapping[str, Layer]) -> Hidden | None:
     makers = [layers[p.tensor] for p in group.makers if p.tensor in layers]
     readers = [layers[p.tensor] for p in group.readers if p.tensor in layers]
     plain = group.rooms == 1 and all(p.blocks == 1 and p.offset == 0 for p in group.places)
+    plain = plain and all(layer.kind != "other" for layer in (*makers, *readers))  # a transposed convolution, say
     if not plain or len(makers) != 1 or len(group.readers) != 1 or len(readers) != 1:
         return None
     return Hidden(group, makers[0], readers[0])

@@ -29,6 +29,7 @@ from torch import Tensor
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Diag
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
 from fedfuse.server.aggregate.mean import ALL_LAWS, BLOCK, weighted_mean
@@ -179,7 +180,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class MeanIn:
+class MeanIn(ServerPart):
     """Fuse diagonal posteriors by the weighted mean in a chart; tensors without variances take the plain one.
 
     A variance is found in the client's `Diag` geometry, or in the network itself, where a Bayesian layer keeps its
@@ -217,22 +218,22 @@ class MeanIn:
         """Fuse tensor by tensor; the facts say how wide the posteriors of Bayesian layers are."""
         sources, spec = [u.posterior.mean for u in cohort], cohort.updates[0].spec
         weights = [1 / len(cohort)] * len(cohort) if self.uniform else cohort.weights.tolist()
-        counts = [1.0] * len(cohort) if self.uniform else cohort.masses.tolist()
-        spreads = {} if self.source else spec.layout.spreads
+        counts = [1.0] * len(cohort) if self.uniform else cohort.num_examples.tolist()
+        log_variances = {} if self.source else spec.layout.log_variances
         mean: dict[str, Tensor] = {}
         variance: dict[str, Tensor] = {}
         for name in cohort.names:
-            if name in spreads:
-                logs = [_Logs(s, spreads[name]) for s in sources]
-                mean[name], mean[spreads[name]] = self._fuse(sources, name, logs, weights, _same)
+            if name in log_variances:
+                logs = [_Logs(s, log_variances[name]) for s in sources]
+                mean[name], mean[log_variances[name]] = self._fuse(sources, name, logs, weights, _same)
             elif all(name in _variances(u) for u in cohort):
                 logs = [_Logs(_variances(u), name, self.damping) for u in cohort]
                 mean[name], variance[name] = self._fuse(sources, name, logs, weights, _to_variance)
-            elif name not in spreads.values():
+            elif name not in log_variances.values():
                 mean[name] = weighted_mean(sources, counts, name, math.fsum(counts))
         geometry = Diag(variance) if variance and self.keep else None
         fused = state.fused({n: mean[n] for n in cohort.names}, geometry, spec)
-        return fused.noting(**deviations(cohort, mean)) if spreads else fused
+        return fused.noting(**deviations(cohort, mean)) if log_variances else fused
 
     def _fuse(
         self,
@@ -261,7 +262,7 @@ def deviations(cohort: Cohort, fused: Params) -> dict[str, Any]:
     layout = cohort.updates[0].spec.layout
     sigma, clients, apart = dict[str, Any](), dict[str, Any](), dict[str, float]()
     for layer in layout.layers:
-        if (name := layout.spreads.get(layer.weight)) is None:
+        if (name := layout.log_variances.get(layer.weight)) is None:
             continue
         every = max(1, fused[name].numel() // _SAMPLE)
         looked = [t.reshape(-1)[::every] for t in (fused[name], *cohort.tensors(name))]

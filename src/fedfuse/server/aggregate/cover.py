@@ -9,10 +9,10 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fedfuse.core.combine import Route, among
 from fedfuse.core.messages import Cohort
-from fedfuse.core.model import Mixture
 from fedfuse.core.state import Bench
+from fedfuse.nets.combine import Route, among
+from fedfuse.nets.mixture import Mixture
 from fedfuse.server.steps.disturb import known_inputs
 
 

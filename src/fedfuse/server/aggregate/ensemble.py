@@ -9,15 +9,16 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedfuse.core.calibrate import Affine, Calibration, calibration
-from fedfuse.core.combine import Combine, FirstLayer, MeanProbability, OpenSetVote, TopLogit
 from fedfuse.core.messages import ClientUpdate, Cohort
-from fedfuse.core.model import Mixture, Single, networks
-from fedfuse.core.seams import Result
+from fedfuse.core.model import Answering, Single
+from fedfuse.core.seams import Result, ServerPart
 from fedfuse.core.spec import Spec
-from fedfuse.core.stack import cost_of
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.errors import RecipeError
+from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.nets.calibrate import Affine, Calibration, calibration
+from fedfuse.nets.combine import Combine, FirstLayer, MeanProbability, OpenSetVote, TopLogit
+from fedfuse.nets.mixture import Mixture
+from fedfuse.nets.stack import cost_of
 from fedfuse.server.aggregate.cover import Cover
 from fedfuse.server.aggregate.mean import ALL_LAWS
 from fedfuse.server.steps.lessons import input_form
@@ -26,7 +27,7 @@ _NOTHING: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class KeepAll:
+class KeepAll(ServerPart):
     """Keep the clients' networks, of whatever architecture, and let them answer together by a rule.
 
     Attributes:
@@ -95,7 +96,7 @@ class KeepAll:
         found = []
         for update in cohort:
             with torch.no_grad():
-                parts = [update.spec.forward(update.posterior.mean, x) for x in rows.x.split(1000)]
+                parts = [Single(update.spec, update.posterior).logits(x) for x in rows.x.split(1000)]
             found.append(calibration(self.calibrate, torch.cat(parts), rows.y))
         return found
 
@@ -111,14 +112,17 @@ def _brought(cohort: Cohort) -> list[Affine]:
     return [Affine(*(float(u.notes[f"logit_scale/{n}"]) for n in Affine._fields)) for u in cohort]
 
 
-def costs(model: Single | Mixture, everybody: Sequence[Spec], bench: Bench) -> dict[str, Any]:
+def costs(model: Answering, everybody: Sequence[Spec], bench: Bench) -> dict[str, Any]:
     """How many networks answer, and what share of everybody's multiplications an answer takes."""
-    kept = networks(model)
+    kept = model.members
     facts: dict[str, Any] = {"members": len(kept), "clients": len(everybody)}
     try:
-        shape = input_form(bench, everybody[0]).shape
-        full, mine = ([cost_of(s, shape) for s in specs] for specs in (everybody, [m.spec for m in kept]))
-    except RecipeError:  # what inputs look like is not known here, so neither is what they cost
+        shapes = {spec: input_form(bench, spec).shape for spec in everybody}  # each reads inputs of its own form
+        full, mine = (
+            [cost_of(s, shapes.get(s) or input_form(bench, s).shape) for s in specs]
+            for specs in (everybody, [m.spec for m in kept])
+        )
+    except (RecipeError, ConfigError):  # what inputs look like is not known here, so neither is what they cost
         return facts
     products: float = sum(c.products for c in mine)
     rule = model.combine if isinstance(model, Mixture) else None

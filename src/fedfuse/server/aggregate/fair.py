@@ -9,13 +9,14 @@ import torch
 
 from fedfuse.core.messages import Cohort
 from fedfuse.core.params import squared_distance
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.server.aggregate.mean import mean_by_examples, weighted_mean
 from fedfuse.server.training import common_rate
 
 
 @dataclass(frozen=True, slots=True)
-class FairMean:
+class FairMean(ServerPart):
     """w = w₀ − Σ F_k^q Δ_k / Σ h_k with Δ_k = L (w₀ − w_k), h_k = q F_k^{q−1} ‖Δ_k‖² + L F_k^q, L = 1/η.
 
     F_k is the global model's loss at client k before training (Li et al. 2020, Algorithm 2). It is one weighted mean

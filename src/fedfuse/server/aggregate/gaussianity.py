@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedfuse.core.messages import Cohort, Form
 from fedfuse.core.params import Layer, Params
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError
@@ -89,7 +90,7 @@ class Renyi:
 
 
 @dataclass(frozen=True, slots=True)
-class NonGaussianMean:
+class NonGaussianMean(ServerPart):
     """SWA: w_l = Σ_k (g_kl / Σ_j g_jl) w_kl, where g_kl is client k's distance from Gaussian in layer l.
 
     Bias, norm and running statistics follow the layer they belong to; a tensor without a layer is averaged alike.
@@ -179,7 +180,7 @@ class _Stacks:
 
     def of(self, layer: Layer) -> _Stack:
         """One layer of all clients, read once if it is not too large to be kept."""
-        others = [n for n in (layer.bias, *layer.spreads, *layer.followers) if n is not None]
+        others = [n for n in (layer.bias, *layer.log_variances, *layer.followers) if n is not None]
         run = _run(layer.weight, others, self.behind)
         size = sum(math.prod(self.forms[n].shape) for n in run)
         fits = size * self.forms[run[0]].dtype.itemsize * len(self.sources) <= _HELD

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedfuse.core.messages import ClientUpdate, Cohort, Start
 from fedfuse.core.params import Layer, Params
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, filed, part
 from fedfuse.errors import RecipeError
@@ -29,7 +30,7 @@ from fedfuse.server.aggregate.mean import largest, mean_by_examples
 
 
 @dataclass(frozen=True, slots=True)
-class MatchedLayers:
+class MatchedLayers(ServerPart):
     """FedMA: one hidden layer is matched for good in every exchange, and clients train what comes after it.
 
     A unit is its incoming weights, patch by patch, and its bias; what a norm keeps of it is averaged over those who
@@ -49,7 +50,7 @@ class MatchedLayers:
     laws: ClassVar[frozenset[str]] = frozenset({"scale", "pure", "dtype", "finite", "repeat"})
     mixes_networks: ClassVar[bool] = True
 
-    def fits(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:  # noqa: ARG002
+    def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:  # noqa: ARG002
         """Every network is one layer after another, and all have the same ones; unseen inputs leave it for later."""
         try:
             chains = {client: hidden_layers("fedma", spec, bench) for client, spec in networks.items()}

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedfuse.core.messages import Cohort, Start
 from fedfuse.core.params import Params
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
@@ -36,7 +37,7 @@ class Fit(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class MatchedUnits:
+class MatchedUnits(ServerPart):
     """PFNM: hidden units of all clients become noisy copies of common ones; the network is as wide as it must be.
 
     A unit is its bias and its outgoing weights, in the first hidden layer its incoming weights too. Layers are matched
@@ -46,7 +47,7 @@ class MatchedUnits:
     units it takes part in.
 
     Attributes:
-        gammas: masses of the process to choose from.
+        gammas: num_examples of the process to choose from.
         variances: σ² to choose from.
         prior_variances: σ₀² to choose from.
         matcher: the rest of how units are matched.
@@ -61,7 +62,7 @@ class MatchedUnits:
     laws: ClassVar[frozenset[str]] = frozenset({"scale", "pure", "dtype", "finite", "repeat"})
     mixes_networks: ClassVar[bool] = True
 
-    def fits(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:  # noqa: ARG002
+    def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:  # noqa: ARG002
         """Every network is fully connected, and all have the same depth."""
         same_depth("pfnm", {client: _layers(spec, bench) for client, spec in networks.items()})
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import accumulate
 from typing import ClassVar, TypeAlias
 
@@ -15,9 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.control import walked
 from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Params
+from fedfuse.core.seams import ServerPart
+from fedfuse.core.settings import effective_steps
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
 from fedfuse.kernels import why_not
@@ -49,8 +51,8 @@ def weighted_mean(
 
 def mean_by_examples(cohort: Cohort, name: str) -> Tensor:
     """The mean of one tensor, every client weighing as its examples: what `mean_of` gives of it, to the last bit."""
-    masses = cohort.masses
-    return weighted_mean([u.posterior.mean for u in cohort], masses, name, float(masses.sum()))
+    weights, total = _exact_weights(cohort.num_examples)
+    return weighted_mean([u.posterior.mean for u in cohort], weights, name, total)
 
 
 def largest(sources: Sequence[Params], name: str) -> Tensor:
@@ -68,15 +70,25 @@ def mean_of(cohort: Cohort, weights: Sequence[float] | Tensor | None = None) -> 
     divided once, at the end, so the result does not depend on who stands first; rounded shares n_k / n would.
     """
     sources = [u.posterior.mean for u in cohort]
-    given = cohort.masses if weights is None else torch.as_tensor(weights, dtype=torch.float64)
+    shares, total = _exact_weights(cohort.num_examples if weights is None else weights)
     means: dict[str, Tensor] = {}
     for run in _runs(sources):
-        means |= _run_mean(sources, given, run, float(given.sum()))
+        means |= _run_mean(sources, shares, run, total)
     return {name: means[name] for name in cohort.names}
 
 
+def _exact_weights(weights: Sequence[float] | Tensor) -> tuple[Tensor, float]:
+    """The weights and what to divide by; whole numbers without their common factor, so that one client counts 1."""
+    given = torch.as_tensor(weights, dtype=torch.float64)
+    if len(given) == 1:
+        return torch.ones_like(given), 1.0
+    if given.equal(given.round()):
+        given = given / reduce(math.gcd, map(int, given))
+    return given, math.fsum(map(float, given))
+
+
 @dataclass(frozen=True, slots=True)
-class Mean:
+class Mean(ServerPart):
     """FedAvg: w = Σ_k (n_k / n) w_k, the mean where every client's geometry is flat.
 
     Attributes:
@@ -94,12 +106,12 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True)
-class NormalisedMean:
+class NormalisedMean(ServerPart):
     """FedNova: average the clients' walks per gradient, then go as far as they went on average.
 
-    w = w₀ − τ_eff Σ_k f_k (w₀ − w_k)/a_k with a_k = `walked`(τ_k, ρ_k) and τ_eff = Σ_k f_k a_k (Wang et al. 2020).
-    With equal a_k this is FedAvg. Each client says which momentum ρ_k it trained with, and at which rate: where rates
-    differ, a_k is measured in steps of the first client's rate.
+    w = w₀ − τ_eff Σ_k f_k (w₀ − w_k)/a_k with a_k = `effective_steps`(τ_k, ρ_k) and τ_eff = Σ_k f_k a_k
+    (Wang et al. 2020). With equal a_k this is FedAvg. Each client says which momentum ρ_k it trained with, and at
+    which rate: where rates differ, a_k is measured in steps of the first client's rate.
 
     Attributes:
         momentum: ρ of the clients' SGD, to be taken instead of what they say; their rates are then taken to agree.
@@ -133,11 +145,12 @@ class NormalisedMean:
     def _walks(self, cohort: Cohort, round_: int) -> list[float]:
         """a_k of every client."""
         if self.momentum is not None:
-            return [walked(u.steps, self.momentum) for u in cohort]
+            return [effective_steps(u.steps, self.momentum) for u in cohort]
         told = [training_of(u, "FedNova") for u in cohort]
         first = told[0].rate(round_, 0)
         return [
-            walked(u.steps, t.optimizer.own_momentum) * (t.rate(round_, 0) / first)  # exactly 1 where rates agree
+            effective_steps(u.steps, t.optimizer.own_momentum)
+            * (t.rate(round_, 0) / first)  # exactly 1 where rates agree
             for u, t in zip(cohort, told, strict=True)
         ]
 

@@ -10,14 +10,15 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.kfac import Block, Factors, blocks_of
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.posterior import Kron
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.linalg.cg import Solution
 from fedfuse.linalg.kron import Solver, Split, damp, natural_mean
 from fedfuse.linalg.psd import pack
+from fedfuse.nets.blocks import Block, Factors, blocks_of
 from fedfuse.server.aggregate.mean import ALL_LAWS, mean_by_examples
 
 Damping = float | Literal["evidence"]
@@ -25,7 +26,7 @@ Balance = Split | Literal["evidence"]
 
 
 @dataclass(frozen=True, slots=True)
-class NaturalKron:
+class NaturalKron(ServerPart):
     """Solve Σ f_k B_k M A_k = Σ f_k B_k M_k A_k for every layer M = [W | b], f_k being the share of examples.
 
     This is the mode of Π_k N(M_k, (A_k ⊗ B_k)⁻¹)^f_k (arXiv:2310.00339, eqs. 7 and 11–14), with damped factors
@@ -110,7 +111,7 @@ class NaturalKron:
 
 
 @dataclass(frozen=True, slots=True)
-class ShareFactors:
+class ShareFactors(ServerPart):
     """Keep the cohort's mean factors Σ f_k A_k and Σ f_k B_k in server memory, for `PosteriorPull` to read."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"kron"})

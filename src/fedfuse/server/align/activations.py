@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedfuse.core.channels import Group
+from fedfuse.core.spec import one_name_each
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
+from fedfuse.nets.channels import Group
 from fedfuse.server.align.board import best_order
 from fedfuse.server.align.nets import Moves, Net, input_shape
 from fedfuse.server.align.weights import PAIRWISE_LAWS
@@ -152,7 +153,8 @@ def cross_moments(reference: Net, net: Net, x: Tensor) -> dict[str, Moments]:
 def _answers(net: Net, x: Tensor) -> Mapping[str, list[Tensor]]:
     """Per group, what each layer that makes its units gives, (units × answers)."""
     module = net.spec.skeleton()
-    params = {n: t.float() if t.is_floating_point() else t for n, t in net.params.items()}
+    own = one_name_each(net.spec, net.params)
+    params = {n: t.float() if t.is_floating_point() else t for n, t in own.items()}
     with _listening(module, net) as heard:
         functional_call(module, params, (x,))
     return heard

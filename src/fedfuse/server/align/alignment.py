@@ -102,7 +102,7 @@ class Aligned:
         """The client whose places are taken, at least to begin with."""
         if self.reference == "first":
             return 0
-        return max(range(len(nets)), key=lambda i: (sum(nets[i].widths), cohort.updates[i].mass, -i))
+        return max(range(len(nets)), key=lambda i: (sum(nets[i].widths), cohort.updates[i].num_examples, -i))
 
     def _onto(
         self, cohort: Cohort, nets: Sequence[Net], reference: Net, who: Sequence[int], bench: Bench

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fedfuse.core.channels import Group, Place
 from fedfuse.linalg.assign import match_each
+from fedfuse.nets.channels import Group, Place
 from fedfuse.server.align.nets import reordered
 
 Stand: TypeAlias = tuple[Place, str]  # a place, and the name of the group whose units stand there
@@ -83,6 +83,8 @@ class Board:
 
     def begin(self) -> None:
         """Match every group once, from the input on, by what is settled already; keep that where it is nearer."""
+        if not self.groups:  # a network without hidden units that could move
+            return
         before = torch.stack([t.flatten(1) @ self.target[n].flatten() for n, t in self.stacks.items()]).sum(0)
         everybody, settled = torch.arange(self.count), set[str]()
         for group in self.groups:

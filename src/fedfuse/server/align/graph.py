@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedfuse.core.channels import Group
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
 from fedfuse.linalg.assign import sinkhorn
+from fedfuse.nets.channels import Group
 from fedfuse.server.align.board import Board, best_order, wiring
 from fedfuse.server.align.nets import Coupling, Moves, Net, blended
 from fedfuse.server.align.weights import PAIRWISE_LAWS, ByWeights

@@ -9,13 +9,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fedfuse.core.channels import Group, Here, Place, by_axis, channel_groups, placed, placed_geometry
+from fedfuse.core.inputs import shape_read
 from fedfuse.core.messages import ClientUpdate
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Flat, Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
+from fedfuse.nets.channels import Group, Here, Place, by_axis, channel_groups, placed, placed_geometry
 from fedfuse.wire.codec import LazyParams, forms_of
 
 
@@ -55,7 +56,8 @@ class Net:
     @classmethod
     def of(cls, update: ClientUpdate, shape: Sequence[int]) -> Net:
         """The network of an update."""
-        return cls(update.client, update.spec, channel_groups(update.spec, shape), update.posterior.mean)
+        own = shape_read(update.spec, tuple(shape))
+        return cls(update.client, update.spec, channel_groups(update.spec, own), update.posterior.mean)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -144,7 +146,13 @@ def carried(update: ClientUpdate, groups: Sequence[Group], moves: Moves, spec: S
             f"{update.client}: units that are blended carry no {type(posterior.geometry).__name__} geometry; "
             "align by exact transport between equal widths, or fuse by a plain mean"
         )
-    mean = blended(dict(posterior.mean), groups, moves, frozenset(update.spec.layout.with_role("spread")))
+    standing = {place.tensor for group in here for place in group.places}
+    if tied := [same for same in update.spec.layout.tied if standing & set(same)]:
+        raise ConfigError(
+            f"{update.client}: {' and '.join(tied[0])} are one tensor, whose units can be moved but not blended; "
+            "align by weights or activations"
+        )
+    mean = blended(dict(posterior.mean), groups, moves, frozenset(update.spec.layout.with_role("log_variance")))
     return replace(update, posterior=Posterior(mean), spec=spec)
 
 
@@ -216,7 +224,7 @@ def reordered(t: Tensor, place: Place, order: Tensor) -> Tensor:
 
 
 def blended(
-    params: Params, groups: Sequence[Group], moves: Moves, spreads: frozenset[str] = frozenset()
+    params: Params, groups: Sequence[Group], moves: Moves, log_variances: frozenset[str] = frozenset()
 ) -> dict[str, Tensor]:
     """The weights with every moved unit a blend of old ones.
 
@@ -227,7 +235,7 @@ def blended(
     for (name, axis), here in by_axis([g for g in groups if g.name in moves]):
         if name not in result:
             continue
-        t, is_spread = result[name], name in spreads
+        t, is_spread = result[name], name in log_variances
         wide = t.exp().float() if is_spread else t.float()
         mixed = _mixed(
             wide, axis, here, {g.name: _squared(moves[g.name]) if is_spread else moves[g.name] for g, _ in here}

@@ -9,10 +9,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedfuse.core.channels import Group
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
 from fedfuse.linalg.assign import match, sinkhorn
+from fedfuse.nets.channels import Group
 from fedfuse.server.align.activations import Inputs, check_rows, cross_moments, probes
 from fedfuse.server.align.board import wiring
 from fedfuse.server.align.nets import Coupling, Move, Moves, Net, blended

@@ -8,15 +8,16 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedfuse.core.carry import carry_over
 from fedfuse.core.messages import Cohort
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState, filed, part
+from fedfuse.nets.carry import carry_over
 from fedfuse.server.aggregate.mean import weighted_mean
 from fedfuse.server.steps.lessons import input_form
 
 
 @dataclass(frozen=True, slots=True)
-class ControlStep:
+class ControlStep(ServerPart):
     """c ← c + (1/N) Σ_{k in cohort} Δc_k, N being all clients, asked or not.
 
     Where a step before this one has pruned the network, the changes are carried over to its present channels; where

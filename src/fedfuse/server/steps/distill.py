@@ -10,22 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedfuse.client.optimise import stepper
-from fedfuse.core.cost import MASK
 from fedfuse.core.messages import Cohort, Start
-from fedfuse.core.model import Apart
+from fedfuse.core.model import Answering
 from fedfuse.core.precision import answer_in_full
 from fedfuse.core.rng import seeded
-from fedfuse.core.seams import Result, ServerStep
+from fedfuse.core.seams import Result, ServerPart, ServerStep
 from fedfuse.core.settings import Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, part
 from fedfuse.errors import RecipeError
+from fedfuse.nets.cost import MASK
 from fedfuse.server.aggregate.ensemble import costs
 from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.server.outputs import with_outputs
-from fedfuse.server.steps.lessons import Lessons, ServerRows, Teacher, Unlabelled, input_form
+from fedfuse.server.steps.lessons import Lessons, ServerRows, Teacher, Unlabelled, common_form
 from fedfuse.server.steps.synthesise import Generate, Impressions, answered
+from fedfuse.training.optimizers import stepper
 
 From: TypeAlias = Literal["none", "server", "unlabelled", "impressions", "generated"]
 
@@ -106,7 +106,7 @@ class _Pupil:
 
 
 @dataclass(frozen=True, slots=True)
-class Distill:
+class Distill(ServerPart):
     """Train one network to answer as the fused model does, by KL divergence at a temperature.
 
     The student has the network that clients begin with, so after this step rounds can go on from it. Inputs come from
@@ -136,7 +136,7 @@ class Distill:
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """The state with the student in the place of its teachers."""
-        if isinstance(state.model, Apart):
+        if not isinstance(state.model, Answering):
             raise RecipeError("networks that stay apart have no common answer to learn; let them answer together first")
         teacher, device = state.model.to(bench.local.device), bench.local.device
         with seeded(bench.seed, "distil", state.round):
@@ -155,7 +155,8 @@ class Distill:
         alike = [u for u in cohort if u.spec == spec]
         fresh = self.begin == "fresh" or not alike
         params = spec.build().state_dict() if fresh else mean_of(Cohort(tuple(alike)))
-        return with_outputs(Start(spec, params), answered(teacher, input_form(bench, spec)), bench.seed)
+        form = common_form(bench, [spec, *(m.spec for m in teacher.members)])
+        return with_outputs(Start(spec, params), answered(teacher, form), bench.seed)
 
     def _teach(self, pupil: _Pupil, teacher: Teacher, bench: Bench, round_: int) -> dict[str, float]:
         student, params, step, pool = pupil.module, list(pupil.params.values()), stepper(self.optimizer), _Pool()

@@ -8,18 +8,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedfuse.core.combine import TopLogit, disturbed
 from fedfuse.core.messages import Cohort
-from fedfuse.core.model import Mixture, Single
+from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
+from fedfuse.nets.combine import TopLogit, disturbed
+from fedfuse.nets.mixture import Mixture
 from fedfuse.server.steps.lessons import held_inputs
 from fedfuse.server.steps.synthesise import Impressions
 
 
 @dataclass(frozen=True, slots=True)
-class Disturbance:
+class Disturbance(ServerPart):
     """Note how often the sum of the clients' logits changes the most confident client's answer.
 
     It changes nothing and works for any set of updates. The inputs are the server's own rows or inputs without labels,

@@ -14,6 +14,7 @@ from fedfuse.core.messages import Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.settings import LocalSettings, Settings
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.server.judge import log_probabilities
@@ -35,7 +36,7 @@ def need_of(accuracy: float, form: Need = "complement") -> float:
     return 1.0 - accuracy if form == "complement" else 1.0 / (accuracy + _SMALL)
 
 
-def balance(rows: float, mass: float, cohort: float, server: float) -> float:
+def balance(rows: float, num_examples: float, cohort: float, server: float) -> float:
     """How far the server's rows are to be trusted: n₀ D(P̄) / (n₀ D(P̄) + n′ D(P₀)).
 
     The server counts for more the more rows it has, the further the cohort's labels are from everybody's and the
@@ -43,7 +44,7 @@ def balance(rows: float, mass: float, cohort: float, server: float) -> float:
 
     Args:
         rows: n₀, the server's rows.
-        mass: n′, the cohort's.
+        num_examples: n′, the cohort's.
         cohort: D(P̄), the divergence of the cohort's labels.
         server: D(P₀), that of the server's.
 
@@ -51,8 +52,8 @@ def balance(rows: float, mass: float, cohort: float, server: float) -> float:
         >>> balance(100, 300, 0.2, 0.2), balance(100, 300, 0.0, 0.0), balance(100, 300, 0.0, 0.1)
         (0.25, 0.25, 0.0)
     """
-    ours, theirs = rows * cohort, mass * server
-    return ours / (ours + theirs) if ours + theirs > 0 else rows / (rows + mass)
+    ours, theirs = rows * cohort, num_examples * server
+    return ours / (ours + theirs) if ours + theirs > 0 else rows / (rows + num_examples)
 
 
 def interpolated(start: Params, end: Params, share: float) -> dict[str, Tensor]:
@@ -69,7 +70,7 @@ def interpolated(start: Params, end: Params, share: float) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class DynamicUpdate:
+class DynamicUpdate(ServerPart):
     """FedDU's server step (eqs. 2 to 5), in its interpolation form: w ← w + α (w_s − w).
 
     w_s is what the fused model w becomes when the server trains it on its own rows as a client would, in τ steps;
@@ -119,7 +120,7 @@ class DynamicUpdate:
         """α, and the numbers it is made of."""
         everyone = everybody(state.memory, bench.population, self.unheard)
         theirs, ours = (divergence(c, everyone) for c in (pooled(cohort), rows.counts(bench.classes)))
-        trust = balance(len(rows), float(cohort.masses.sum()), theirs, ours)
+        trust = balance(len(rows), float(cohort.num_examples.sum()), theirs, ours)
         share = min(1.0, need_of(accuracy, self.form) * trust * self.C * self.decay**state.round)
         facts = {"alpha": share, "accuracy": accuracy, "cohort_divergence": theirs, "server_divergence": ours}
         return share, facts

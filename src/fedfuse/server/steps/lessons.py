@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.inputs import InputForm
-from fedfuse.core.model import Mixture, Single
-from fedfuse.core.spec import Spec, factory_of
+from fedfuse.core.inputs import InputForm, own_form, reads_tokens, shape_read
+from fedfuse.core.model import Answering
+from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import RecipeError
 
-Teacher: TypeAlias = Single | Mixture
+Teacher: TypeAlias = Answering
 
 
 class Lessons(Protocol):
@@ -56,27 +57,65 @@ class Unlabelled:
 
 
 def input_form(bench: Bench, spec: Spec) -> InputForm:
-    """What an input looks like: as the bench says, else as its rows do, else as the network's options do.
+    """What an input of a network looks like: as the bench says, else as its rows do, else as the network's options do.
 
     Example:
         >>> input_form(Bench(), Spec("lenet", {"size": 32, "channels": 3})).shape
         (3, 32, 32)
     """
+    found = _known_form(bench) or own_form(spec)
+    if found is None:
+        raise RecipeError(
+            f"model {spec.factory!r} does not say what its inputs look like, so none can be made; give the server rows"
+        )
+    shape = shape_read(spec, found.shape)
+    return found if shape == found.shape else InputForm(shape, (min(found.low),), (max(found.high),))
+
+
+def common_form(bench: Bench, specs: Sequence[Spec]) -> InputForm:
+    """What an input of several networks looks like, whoever of them comes first.
+
+    Where only they can tell, it is the form with the most axes: a fully connected network flattens pictures.
+
+    Raises:
+        RecipeError: if nobody tells, or they read inputs of unequal size.
+
+    Example:
+        >>> common_form(Bench(), [Spec("mlp"), Spec("lenet")]).shape
+        (1, 28, 28)
+    """
+    if (known := _known_form(bench)) is not None:
+        return known
+    forms = [form for spec in specs if (form := own_form(spec)) is not None]
+    if not forms:
+        return input_form(bench, specs[0])
+    if len({math.prod(form.shape) for form in forms}) > 1:
+        shapes = " and ".join(sorted({"×".join(map(str, form.shape)) for form in forms}))
+        raise RecipeError(f"networks that read inputs of {shapes} have none in common; fuse those that read the same")
+    return max(forms, key=lambda form: (len(form.shape), form.shape))
+
+
+def made_form(bench: Bench, specs: Sequence[Spec]) -> InputForm:
+    """What an input looks like that is to be made for several networks.
+
+    Raises:
+        RecipeError: also if one of them reads whole numbers, which cannot be found by following a slope.
+    """
+    form = common_form(bench, specs)
+    if tokens := [spec for spec in specs if reads_tokens(spec, form.shape)]:
+        raise RecipeError(
+            f"model {tokens[0].factory!r} reads whole numbers, so no inputs can be made for it; "
+            "learn on the server's rows or on inputs without labels"
+        )
+    return form
+
+
+def _known_form(bench: Bench) -> InputForm | None:
+    """What the bench knows of inputs."""
     if bench.inputs is not None:
         return bench.inputs
     seen = bench.rows.x if bench.rows is not None else bench.unlabelled
-    if seen is not None:
-        return InputForm(tuple(seen.shape[1:]))
-    if spec.prototype is None and spec.can_run:  # else its factory is a word from a file, and nothing to import
-        parameters = inspect.signature(factory_of(spec.factory)).parameters.values()
-        said = {p.name: p.default for p in parameters if isinstance(p.default, int)} | dict(spec.options)
-        if "channels" in said and "size" in said:
-            return InputForm((said["channels"], said["size"], said["size"]))
-        if "inputs" in said:
-            return InputForm((said["inputs"],))
-    raise RecipeError(
-        f"model {spec.factory!r} does not say what its inputs look like, so none can be made; give the server rows"
-    )
+    return None if seen is None else InputForm(tuple(seen.shape[1:]))
 
 
 def held_inputs(bench: Bench, count: int, *purpose: str | int) -> tuple[Tensor, Literal["server", "unlabelled"]] | None:

@@ -9,13 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.gradients import SquaredGradients, maskable, squared_gradients
-from fedfuse.core.cost import MASK, density, layer_costs
 from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Params
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, filed, part
 from fedfuse.errors import ConfigError
+from fedfuse.nets.cost import MASK, density, layer_costs
+from fedfuse.nets.gradients import comes_round, maskable, squared_gradients
 from fedfuse.server.aggregate.mean import weighted_mean
 from fedfuse.server.steps.lessons import input_form
 from fedfuse.server.steps.rates import ExpectedRate, FixedRate, magnitude_threshold
@@ -75,7 +76,7 @@ def iterated_rate(target: float, done: int, times: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class MagnitudeMask:
+class MagnitudeMask(ServerPart):
     """IMC: iterative magnitude pruning towards the rate that the inertial manifold's dimension suggests.
 
     The rate is found once, at the first pruning, as FedAP finds it; then the smallest weights of the fused model go in
@@ -98,7 +99,7 @@ class MagnitudeMask:
         """What its rate needs."""
         return self.rate.needs
 
-    def fits(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:  # noqa: ARG002 - the seam's signature
+    def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:  # noqa: ARG002 - the seam's signature
         """Say before training if the last pruning never comes.
 
         Raises:
@@ -201,27 +202,27 @@ def _path(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Reconfigure:
+class Reconfigure(ServerPart):
     """PruneFL's second stage: every so many rounds the mask is traded, by everybody's squared gradients.
 
     Attributes:
-        evidence: when clients send them.
+        every: it happens in rounds every, 2·every, …, counted from 1, when clients send their squared gradients.
         exchange: how weights are traded.
         half_life: rounds after which only half as many weights become doubtful.
     """
 
-    evidence: SquaredGradients = field(default_factory=SquaredGradients)
+    every: int = 50
     exchange: Exchange = field(default_factory=Exchange)
     half_life: int = 10_000
     needs: ClassVar[frozenset[str]] = frozenset({"gradients", "network"})
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """Trade, if it is time; tell how dense the network is."""
-        if not self.evidence.is_due(state.round):
+        if not comes_round(state.round, self.every):
             state = remask(state)
             return state.noting(density=density(state.single.posterior.mean, state.memory))
         masks, notes = masks_of(state), [u.notes for u in cohort]
-        worth = {n: weighted_mean(notes, cohort.weights, f"{self.evidence.name}/{n}") for n in masks}
+        worth = {n: weighted_mean(notes, cohort.weights, f"gradients/{n}") for n in masks}
         trade = replace(self.exchange, drop=self.exchange.drop * 0.5 ** (state.round / self.half_life))
         times = times_of(state.single.spec, bench)
         return masked(state, trade(state.single.posterior.mean, masks, worth, times))

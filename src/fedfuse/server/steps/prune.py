@@ -8,23 +8,20 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, TypeAlias
 
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field
 from torch import Tensor
 
-from fedfuse.client.evidence.counts import LabelCounts
-from fedfuse.client.evidence.spectrum import CurvatureSpectrum, Look
-from fedfuse.core.channels import Group, channel_groups, narrowed, placed
 from fedfuse.core.messages import Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
-from fedfuse.core.seams import Evidence
-from fedfuse.core.settings import Settings
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, filed, part
 from fedfuse.errors import ConfigError
+from fedfuse.nets.channels import Group, channel_groups, narrowed, placed
 from fedfuse.server.steps.lessons import input_form
 from fedfuse.server.steps.ranks import feature_ranks
-from fedfuse.server.steps.rates import ExpectedRate, FixedRate, SpectralRate, magnitude_threshold, share_of_small
+from fedfuse.server.steps.rates import ExpectedRate, FixedRate, magnitude_threshold, share_of_small
 
 Spread: TypeAlias = Literal["magnitude", "uniform"]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -99,7 +96,7 @@ def group_scores(model: Single, filters: tuple[Filters, ...], x: Tensor, toleran
 
 
 @dataclass(frozen=True, slots=True)
-class Prune:
+class Prune(ServerPart):
     """Removes whole channels at the end of one round: the network narrows, and clients get the smaller one.
 
     One rate for all becomes a rate per group of channels, and of each group the channels with the lowest mean
@@ -124,7 +121,7 @@ class Prune:
         """What its rate needs, and rows to look at."""
         return self.rate.needs | {"server_rows", "network"}
 
-    def fits(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
+    def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
         """Say before training if the network has nothing to prune, or the round never comes.
 
         Raises:
@@ -182,57 +179,3 @@ def _moved(memory: Params, kind: str, params: Params, keep: Mapping[Group, Tenso
     beside = {n: t for n, t in part(memory, kind).items() if n in params and t.shape == params[n].shape}
     there = {replace(g, places=tuple(p for p in g.places if p.tensor in beside)): units for g, units in keep.items()}
     return filed(kind, placed(beside, there))
-
-
-_LOOK = Look()
-
-
-class Rates(Settings):
-    """When a network is pruned, and how much of it.
-
-    Args:
-        at: it happens at the end of this round, counted from 1.
-        rule: how a rate is read off a spectrum: plateau (the released rule's plateau, the paper's side of it), gap
-            (the paper's eigen-gap of 4 Lipschitz constants), or fixed, which needs no spectrum.
-        rate: the share of all weights that may go, where the rule is fixed.
-        lanczos: Hessian-vector products per probe.
-        probes: random vectors the spectrum is seen from.
-        sample: rows of the loss whose Hessian is looked at.
-        eps: ε of eq. 6, which keeps the weight of a client with everybody's labels finite.
-    """
-
-    at: PositiveInt = 30
-    rule: Literal["plateau", "gap", "fixed"] = "plateau"
-    rate: Share = 0.6
-    lanczos: PositiveInt = _LOOK.steps
-    probes: PositiveInt = _LOOK.probes
-    sample: PositiveInt = _LOOK.rows
-    eps: PositiveFloat = 1e-4
-
-    @property
-    def evidence(self) -> tuple[Evidence, ...]:
-        """What clients must send for it."""
-        return () if self.rule == "fixed" else (LabelCounts(), CurvatureSpectrum(self.at - 1, self._look))
-
-    def expected(self) -> ExpectedRate:
-        """How the rate is found."""
-        return FixedRate(self.rate) if self.rule == "fixed" else SpectralRate(self.rule, self._look, self.eps)
-
-    @property
-    def _look(self) -> Look:
-        return Look(self.lanczos, self.probes, self.sample)
-
-
-class Ranking(Settings):
-    """Which filters stay.
-
-    Args:
-        images: server rows whose feature maps are ranked.
-        tolerance: of a feature map's rank, relative to its largest singular value; by default that of rounding.
-    """
-
-    images: PositiveInt = 500
-    tolerance: PositiveFloat | None = None
-
-
-RATES, RANKING = Rates(), Ranking()

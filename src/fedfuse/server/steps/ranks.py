@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fedfuse.core.model import Single
 from fedfuse.core.params import Layer
+from fedfuse.core.precision import in_full
 
 _BATCH = 100
 
@@ -55,7 +55,7 @@ def feature_ranks(model: Single, x: Tensor, layers: Iterable[str], tolerance: fl
     module = model.spec.skeleton()
     with _listening(module, {_mouth(known[name]): ear for name, ear in ears.items()}), torch.no_grad():
         for part in x.split(_BATCH):
-            functional_call(module, dict(model.posterior.mean), (part,))
+            model.logits(part)
     return {name: ear.mean() for name, ear in ears.items()}
 
 
@@ -73,7 +73,7 @@ class _Ear:
     _count: int = 0
 
     def __call__(self, _: nn.Module, __: object, out: Tensor) -> None:
-        maps = out.detach().relu()
+        maps = in_full(out.detach()).relu()
         maps = maps[..., None, None] if maps.ndim == 2 else maps.flatten(3) if maps.ndim > 3 else maps[:, :, None]
         self._sum.append(map_ranks(maps, self.tolerance).double().sum(0) / min(maps.shape[-2:]))
         self._count += len(out)

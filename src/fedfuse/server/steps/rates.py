@@ -11,11 +11,12 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.spectrum import Curvature, Look, curvature_in
 from fedfuse.core.messages import Cohort
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
 from fedfuse.linalg.lanczos import Spectrum
+from fedfuse.nets.curvature import Curvature, Look, curvature_in
 from fedfuse.server.labels import Unheard, divergence, everybody, heard
 from fedfuse.server.training import common_training, train_on
 
@@ -95,16 +96,16 @@ def share_below(spectrum: Spectrum, bound: float, width: float) -> float:
 
 
 def combined_rate(
-    rates: Sequence[float], masses: Sequence[float], divergences: Sequence[float], eps: float = 1e-4
+    rates: Sequence[float], num_examples: Sequence[float], divergences: Sequence[float], eps: float = 1e-4
 ) -> tuple[float, list[float]]:
     """Everybody's rate (eq. 6), p* = Σ_k w_k p_k with w_k ∝ n_k / (D(P_k) + ε), and the weights w_k.
 
     Example:
-        >>> rate, weights = combined_rate([0.2, 0.6], masses=[30, 10], divergences=[0.1, 0.1])
+        >>> rate, weights = combined_rate([0.2, 0.6], num_examples=[30, 10], divergences=[0.1, 0.1])
         >>> round(rate, 6), [round(w, 6) for w in weights]
         (0.3, [0.75, 0.25])
     """
-    raw = [n / (d + eps) for n, d in zip(masses, divergences, strict=True)]
+    raw = [n / (d + eps) for n, d in zip(num_examples, divergences, strict=True)]
     weights = [w / sum(raw) for w in raw]
     return math.fsum(w * p for w, p in zip(weights, rates, strict=True)), weights
 
@@ -150,7 +151,7 @@ class ExpectedRate(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class FixedRate:
+class FixedRate(ServerPart):
     """A rate the user chose."""
 
     rate: float = 0.6
@@ -166,7 +167,7 @@ class FixedRate:
 
 
 @dataclass(frozen=True, slots=True)
-class SpectralRate:
+class SpectralRate(ServerPart):
     """FedAP's rate: everybody's own, from the spectrum of its curvature, combined by eq. 6.
 
     Participants are the clients of the round and the server, which trains the fused model on its rows to see the
@@ -195,10 +196,10 @@ class SpectralRate:
         everyone = everybody(state.memory, bench.population, self.unheard)
         curvatures = {u.client: curvature_in(u.notes) for u in cohort} | {"server": self._server(state, cohort, bench)}
         rates = {who: self.rate_of(seen) for who, seen in curvatures.items()}
-        masses = [*(u.mass for u in cohort), float(len(rows))]
+        num_examples = [*(u.num_examples for u in cohort), float(len(rows))]
         counts = [*(u.notes["counts/labels"] for u in cohort), rows.counts(bench.classes)]
         apart = [divergence(c, everyone) for c in counts]
-        rate, weights = combined_rate(list(rates.values()), masses, apart, self.eps)
+        rate, weights = combined_rate(list(rates.values()), num_examples, apart, self.eps)
         return rate, {"rates": rates, "rate_weights": dict(zip(rates, weights, strict=True))}
 
     def rate_of(self, seen: Curvature) -> float:

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from fedfuse.core.messages import Cohort
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 
 @dataclass(frozen=True, slots=True)
-class RestateNorms:
+class RestateNorms(ServerPart):
     """Replace every BatchNorm's running mean and variance by those over the server's rows.
 
     A mean of weights has other activations than its parents: their variances shrink, and the parents' statistics no
@@ -44,7 +45,7 @@ class RestateNorms:
         x = bench.need_rows("estimating BatchNorm's statistics").x
         with torch.no_grad():
             for part in x.tensor_split(max(1, round(len(x) / self.batch))):
-                module(part.to(next(module.parameters())))
+                module(single.spec.cast(part).to(next(module.parameters()).device))
         told = dict(module.state_dict())
         floats = {n for n, role in single.spec.layout.roles.items() if role == "statistic"}
         mean = {n: told[n].clone() if n in floats else t for n, t in single.posterior.mean.items()}

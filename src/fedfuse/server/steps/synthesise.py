@@ -11,14 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedfuse.client.optimise import stepper
-from fedfuse.core.inputs import InputForm
-from fedfuse.core.model import Mixture, Single, networks
+from fedfuse.core.inputs import InputForm, reads_tokens
+from fedfuse.core.model import Single
 from fedfuse.core.precision import answer_in_full
 from fedfuse.core.rng import seeded
 from fedfuse.core.settings import Optimizer
 from fedfuse.core.state import Bench
-from fedfuse.server.steps.lessons import Teacher, input_form
+from fedfuse.nets.mixture import Mixture
+from fedfuse.server.steps.lessons import Teacher, made_form
+from fedfuse.training.optimizers import stepper
 
 _NOWHERE: frozenset[str] = frozenset()
 _NORMS = nn.modules.batchnorm._BatchNorm
@@ -58,14 +59,14 @@ class Impressions:
 
     def __call__(self, epoch: int, teacher: Teacher, student: nn.Module | None, bench: Bench) -> Tensor:  # noqa: ARG002
         """All of them, before the first epoch."""
-        form = input_form(bench, networks(teacher)[0].spec)
+        form = made_form(bench, [m.spec for m in teacher.members])
         if epoch > 0:
             return torch.empty(0, *form.shape)
         draw, classes = bench.stream("impressions"), answered(teacher, form)
-        asked = networks(teacher) if self.of == "members" else (teacher,)
+        asked = teacher.members if self.of == "members" else (teacher,)
         made = []
         for one, places in zip(asked, torch.arange(self.count).tensor_split(len(asked)), strict=True):
-            answers = wanted_answers(class_similarity(networks(one), classes), places, self.beta, draw)
+            answers = wanted_answers(class_similarity(one.members, classes), places, self.beta, draw)
             made += [self._made(one, form, y, draw) for y in answers.to(bench.local.device).split(self.batch)]
         return torch.cat(made)
 
@@ -83,9 +84,11 @@ class Impressions:
 
 def answered(teacher: Teacher, form: InputForm) -> int:
     """How many classes a teacher tells apart."""
-    place = next(iter(networks(teacher)[0].posterior.mean.values())).device
+    first = teacher.members[0]
+    place = next(iter(first.posterior.mean.values())).device
+    x = torch.zeros(1, *form.shape, device=place)
     with torch.no_grad():
-        return int(teacher.logits(torch.zeros(1, *form.shape, device=place)).shape[-1])
+        return int(teacher.logits(x.long() if reads_tokens(first.spec, form.shape) else x).shape[-1])
 
 
 def class_similarity(members: Sequence[Single], classes: int) -> Tensor:
@@ -154,7 +157,7 @@ class Generate:
 
     def __call__(self, epoch: int, teacher: Teacher, student: nn.Module, bench: Bench) -> Tensor:
         """One batch, the best of its training."""
-        form = input_form(bench, networks(teacher)[0].spec)
+        form = made_form(bench, [m.spec for m in teacher.members])
         draw, device = bench.stream("generate", epoch), bench.local.device
         with seeded(bench.seed, "generator", epoch):
             paint = renewed(generator(form, self.latent, self.width), draw).to(device)
@@ -227,7 +230,7 @@ def answer_and_gap(teacher: Teacher, x: Tensor) -> tuple[Tensor, Tensor]:
     """
     with _watched(teacher) as gaps:
         z = teacher.at_once(x) if isinstance(teacher, Mixture) else teacher.logits(x)
-    return z, torch.stack(gaps).sum() / len(networks(teacher)) if gaps else x.new_zeros(())
+    return z, torch.stack(gaps).sum() / len(teacher.members) if gaps else x.new_zeros(())
 
 
 @contextmanager
@@ -243,7 +246,7 @@ def _watched(teacher: Teacher) -> Iterator[list[Tensor]]:
         mean, variance = h.mean(1), h.var(1, correction=0)
         gaps.append((mean - norm.running_mean).norm() + (variance - norm.running_var).norm())
 
-    skeletons = {m.spec.skeleton() for m in networks(teacher)}
+    skeletons = {m.spec.skeleton() for m in teacher.members}
     norms = [part for net in skeletons for part in net.modules() if isinstance(part, _NORMS)]
     hooks = [norm.register_forward_hook(watch) for norm in norms]
     try:

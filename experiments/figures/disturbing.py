@@ -1,0 +1,268 @@
+"""Neuron disturbing made visible: AMS's Figures 1 and 2, with the project's own training and rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfuse.core.messages import Brief
+from fedfuse.core.model import Single
+from fedfuse.core.rng import seeded, stream
+from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
+from fedfuse.core.settings import Decay, LocalSettings, Optimizer
+from fedfuse.core.spec import Spec
+from fedfuse.data import load
+from fedfuse.engines.local import InProcess, Population
+from fedfuse.experiment.figures import figure
+from fedfuse.nets.combine import Combine, TopLogit
+from fedfuse.nets.mixture import Mixture
+from fedfuse.server.aggregate.ensemble import members_of
+from fedfuse.server.door.admit import admit_all
+from fedfuse.server.judge import log_probabilities
+
+SEEDS = range(48)
+SEEN = (0, 1, 2, 5, 9)
+
+ONE_NEURON = Spec("mlp", {"inputs": 2, "hidden": [1], "classes": 2})
+ADAM = LocalSettings(epochs=600, batch_size=300, optimizer=Optimizer(name="adam", lr=0.5))
+TABLE_1 = LocalSettings(
+    epochs=40, batch_size=64, optimizer=Optimizer(name="adam", lr=0.001), decay=Decay(gamma=0.8, every=2), l1=1e-7
+)
+
+_ABOVE, _BELOW, _INK = "#c2452d", "#2d6ca2", "#333333"
+_SIDES = ("#b9d3e8", "#fbfaf7", "#f3c8bd")  # sure of the lower class, unsure, sure of the upper one
+_WORDS = """Two networks of one hidden ReLU unit learn the same rule,
+each from its own side. The fused network concatenates the
+units, so that its logits are the sum of theirs. Data, settings
+and single accuracies are alike; only the seed differs, and
+with it whether the neurons help or disturb each other.
+
+Below: every model's probability of the upper class (red)
+and the test points; those it gets wrong are ringed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two one-neuron networks that were trained apart with one seed, and the accuracies on all test points."""
+
+    seed: int
+    members: tuple[Single, Single]
+    alone: tuple[float, float]
+    added: float
+    chosen: float
+
+    def together(self, rule: Combine) -> Mixture:
+        """The two answering by a rule."""
+        return Mixture(self.members, torch.full((2,), 0.5, dtype=torch.float64), rule)
+
+
+def band(count: int, left: float, right: float, seed: int) -> Rows:
+    """Points between x₂ = |x₁| − 1 and x₂ = |x₁| + 1; those above x₂ = |x₁| are of the first class.
+
+    The paper calls that class "label 1" and gives it the first output, y₁.
+
+    Example:
+        >>> rows = band(100, -2.0, 0.5, seed=0)
+        >>> bool(((rows.x[:, 1] > rows.x[:, 0].abs()) == (rows.y == 0)).all())
+        True
+    """
+    draw = stream(seed, "band", count)
+    across = left + (right - left) * torch.rand(count, generator=draw)
+    away = 2 * torch.rand(count, generator=draw) - 1
+    return Rows(torch.stack([across, across.abs() + away], 1), (away <= 0).long())
+
+
+def toy(seed: int, test: Rows, sides: tuple[Rows, Rows]) -> Pair:
+    """Train one neuron on the left and one on the right, as the paper does, and add or choose their logits."""
+    left, right = (trained(ONE_NEURON, rows, ADAM, seed, name) for rows, name in zip(sides, ("l", "r"), strict=True))
+    pair = Pair(seed, (left, right), (accuracy(left, test), accuracy(right, test)), 0.0, 0.0)
+    added, chosen = (accuracy(pair.together(rule), test) for rule in (TopLogit("all"), TopLogit(1)))
+    return replace(pair, added=added, chosen=chosen)
+
+
+def trained(spec: Spec, rows: Rows, settings: LocalSettings, seed: int, client: str) -> Single:
+    """A fresh network after one client's round on these rows."""
+    with seeded(seed, "start", client):
+        brief = Brief(0, spec, spec.build().state_dict(), classes=int(rows.y.max()) + 1)
+    engine = InProcess(Population.of({client: rows}), seed)
+    admission = admit_all(engine.exchange(brief, Work(settings), (client,)), brief, (), (client,))
+    return members_of(admission.cohort)[0]
+
+
+def accuracy(model: Single | Mixture, rows: Rows) -> float:
+    """The share of rows a model gets right."""
+    return float((log_probabilities(model, rows.x).argmax(-1) == rows.y).double().mean())
+
+
+def auroc(positive: Tensor, negative: Tensor) -> float:
+    """The chance that a positive scores above a negative, ties counting half: the area under the ROC curve.
+
+    Example:
+        >>> auroc(torch.tensor([3.0, 2.0]), torch.tensor([1.0, 2.0]))
+        0.875
+    """
+    low, high = negative.sort().values, positive.contiguous()
+    below = torch.searchsorted(low, high)
+    up_to = torch.searchsorted(low, high, right=True)
+    return float((below + up_to).double().mean() / (2 * len(low)))
+
+
+@figure("ams-toy", paper="AMS, Figure 1")
+def draw_toy(folder: Path) -> list[Path]:
+    """One neuron on the left, one on the right: adding their logits succeeds or fails by the seed alone."""
+    sides = (band(300, -2.0, 0.5, seed=1), band(300, -0.5, 2.0, seed=2))
+    halves = (band(150, -2.0, 0.5, seed=3), band(150, -0.5, 2.0, seed=4))
+    test = Rows(torch.cat([h.x for h in halves]), torch.cat([h.y for h in halves]))
+    pairs = [p for p in (toy(seed, test, sides) for seed in SEEDS) if min(p.alone) > 0.7]
+    best, worst = max(pairs, key=lambda p: p.added), min(pairs, key=lambda p: p.added)
+    plt = _pyplot()
+    figure, axes = plt.subplots(3, 4, figsize=(13.2, 10.2), layout="constrained")
+    _draw_halves(axes[0, 0], sides)
+    _draw_outcomes(axes[0, 1], pairs)
+    for axis in axes[0, 2:]:
+        axis.set_axis_off()
+    _explain(axes[0, 2])
+    for row, pair, word in zip(axes[1:], (best, worst), ("success", "failure"), strict=True):
+        _draw_maps(row, pair, test, word)
+    return [_saved(figure, folder / "ams-toy.png")]
+
+
+@figure("ams-confidence", paper="AMS, Figure 2")
+def draw_confidence(folder: Path) -> list[Path]:
+    """A network is surer of digits it has seen: exp(max logit) of an MLP that was trained on 0, 1, 2, 5 and 9."""
+    data = load("mnist")
+    known = torch.isin(data.train.y, torch.tensor(SEEN)).nonzero()[:, 0]
+    rows = Rows(data.train.x[known], data.train.y[known])
+    spec = Spec("mlp", {"inputs": rows.x[0].numel(), "hidden": [100, 100]})
+    model = trained(spec, rows, TABLE_1, seed=0, client="site")
+    with torch.no_grad():
+        confidence = torch.cat([model.logits(x) for x in data.test.x.split(1000)]).amax(-1)
+    seen = torch.isin(data.test.y, torch.tensor(SEEN))
+    plt = _pyplot()
+    figure, axis = plt.subplots(figsize=(9.2, 4.8), layout="constrained")
+    _draw_labels(axis, confidence, data.test.y)
+    area = auroc(confidence[seen], confidence[~seen])
+    axis.set_title(f"Trained on 0, 1, 2, 5 and 9: how sure a network is of every digit (AUROC {area:.3f})", loc="left")
+    return [_saved(figure, folder / "ams-confidence.png")]
+
+
+def _pyplot() -> Any:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(
+        {"font.size": 9.5, "axes.titlesize": 10.5, "axes.spines.top": False, "axes.spines.right": False}
+    )
+    return plt
+
+
+def _saved(figure: Any, path: Path) -> Path:
+    import matplotlib.pyplot as plt
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+    return path
+
+
+def _draw_halves(axis: Any, sides: tuple[Rows, Rows]) -> None:
+    for rows, shape, name in zip(sides, ("o", "^"), ("left", "right"), strict=True):
+        for label, colour in enumerate((_ABOVE, _BELOW)):
+            mine = rows.x[rows.y == label]
+            axis.scatter(
+                *mine.T.numpy(),
+                s=11,
+                marker=shape,
+                facecolor=colour if name == "left" else "none",
+                edgecolor=colour,
+                lw=0.7,
+            )
+    for x in (-0.5, 0.5):
+        axis.axvline(x, color="grey", lw=0.8, ls=":")
+    _frame(axis, "(a) what each side holds")
+    axis.text(-1.95, -1.05, "● left      △ right", color=_INK, fontsize=8.5, va="center")
+
+
+def _draw_outcomes(axis: Any, pairs: Sequence[Pair]) -> None:
+    """Every pair that learnt: both alone, and together."""
+    order = sorted(pairs, key=lambda p: p.added)
+    at = range(len(order))
+    alone = 100 * np.array([p.alone for p in order])
+    axis.vlines(at, alone.min(1), alone.max(1), color="#bbbbbb", lw=4, label="either side alone")
+    axis.plot(at, [100 * p.added for p in order], "o", ms=5, color=_INK, label="logits added")
+    axis.plot(at, [100 * p.chosen for p in order], "x", ms=5.5, color="#3a923a", label="the surer one (AMS)")
+    axis.set_title(f"(b) {len(order)} of {len(SEEDS)} seeds learn: accuracy, %", loc="left")
+    axis.set_xticks([])
+    axis.set_xlabel("seeds, by what adding gives")
+    axis.legend(frameon=False, fontsize=8.5, loc="upper left")
+    axis.set_ylim(None, 109)  # room for the legend
+    axis.set_yticks([tick for tick in axis.get_yticks() if axis.get_ylim()[0] <= tick <= 100])
+
+
+def _explain(axis: Any) -> None:
+    words = axis.text(0.0, 0.97, _WORDS, va="top", color=_INK, fontsize=10, linespacing=1.5, transform=axis.transAxes)
+    words.set_in_layout(False)  # it runs over two panels, and must not widen the first
+
+
+def _draw_maps(row: Sequence[Any], pair: Pair, test: Rows, word: str) -> None:
+    models: tuple[Single | Mixture, ...] = (
+        *pair.members,
+        pair.together(TopLogit("all")),
+        pair.together(TopLogit(1)),
+    )
+    scores = (*pair.alone, pair.added, pair.chosen)
+    names = ("left alone", "right alone", "logits added", "the surer one (AMS)")
+    for axis, model, score, name in zip(row, models, scores, names, strict=True):
+        _draw_map(axis, model, test)
+        _frame(axis, f"{name}: {score:.1%}")
+    row[0].set_ylabel(f"{word}, seed {pair.seed}", fontsize=11, fontweight="bold")
+
+
+def _draw_map(axis: Any, model: Single | Mixture, test: Rows) -> None:
+    """The probability of the upper class over the plane, the test points, and which of them are wrong."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    x, y = torch.meshgrid(torch.linspace(-2.1, 2.1, 260), torch.linspace(-1.2, 3.2, 260), indexing="xy")
+    grid = torch.stack([x, y], -1).view(-1, 2)
+    upper = log_probabilities(model, grid, batch=20_000)[:, 0].exp().view(x.shape).numpy()
+    place = {"extent": (-2.1, 2.1, -1.2, 3.2), "origin": "lower", "aspect": "auto"}
+    axis.imshow(upper, cmap=LinearSegmentedColormap.from_list("sides", _SIDES), vmin=0, vmax=1, **place)
+    wrong = log_probabilities(model, test.x).argmax(-1) != test.y
+    for label, colour in enumerate((_ABOVE, _BELOW)):
+        axis.scatter(*test.x[test.y == label].T.numpy(), s=7, color=colour, lw=0)
+    axis.scatter(*test.x[wrong].T.numpy(), s=26, facecolor="none", edgecolor=_INK, lw=0.8)
+
+
+def _frame(axis: Any, title: str) -> None:
+    axis.set_xlim(-2.1, 2.1)
+    axis.set_ylim(-1.2, 3.2)
+    axis.set_xticks([-2, -1, 0, 1, 2])
+    axis.set_yticks([-1, 0, 1, 2, 3])
+    axis.set_title(title, loc="left")
+
+
+def _draw_labels(axis: Any, confidence: Tensor, labels: Tensor) -> None:
+    """One box per digit, on the logarithm of exp(max logit)."""
+    decades = confidence / torch.log(torch.tensor(10.0))
+    parts = [decades[labels == digit].tolist() for digit in range(10)]
+    boxes = axis.boxplot(parts, positions=range(10), widths=0.62, whis=(1, 99), patch_artist=True, showfliers=False)
+    for digit, box in enumerate(boxes["boxes"]):
+        box.set(facecolor=_ABOVE if digit in SEEN else "#b9c4cd", edgecolor="none")
+    for part in ("whiskers", "caps"):
+        for digit, line in enumerate(boxes[part]):
+            line.set(color=_ABOVE if digit // 2 in SEEN else "#8a98a4")
+    for line in boxes["medians"]:
+        line.set(color="white", lw=1.6)
+    axis.set_xlabel("digit of the test image (red: seen in training; grey: never seen)")
+    axis.set_ylabel("absolute confidence, exp(max logit)")
+    axis.set_yticks(ticks := list(range(0, int(decades.quantile(0.999)) + 3, 3)), [f"$10^{{{t}}}$" for t in ticks])
+    axis.grid(axis="y", lw=0.4, alpha=0.6)

@@ -1,0 +1,190 @@
+"""What every engine shares: whose rows are whose, how one client answers, and the plainest engine of all."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedfuse.core.messages import Brief, Envelope, client_order
+from fedfuse.core.params import Params
+from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
+from fedfuse.core.terms import Terms
+from fedfuse.core.threads import one_thread
+from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.training.round import client_round
+from fedfuse.wire.codec import decode, encode
+from fedfuse.wire.messages import encode_brief, receive_brief
+
+T = TypeVar("T")
+OnClient: TypeAlias = Callable[[str, float, bool], None]  # client, seconds, whether nothing was trained
+Trained: TypeAlias = Callable[[str], bytes | None]  # a client's reply without evidence, if its training is known
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Population:
+    """All rows, and which of them each client holds.
+
+    Example:
+        >>> import torch
+        >>> people = Population(Rows(torch.zeros(4, 1), torch.arange(4)), {"a": torch.tensor([3, 1])})
+        >>> people.rows_of("a").y.tolist(), people.clients
+        ([3, 1], ('a',))
+    """
+
+    rows: Rows
+    index: Mapping[str, Tensor]
+    _prints: dict[str, bytes] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Rows]) -> Population:
+        """A population from each client's own rows."""
+        if not data:
+            raise ConfigError("a federation needs at least one client, got none")
+        sizes = [len(rows) for rows in data.values()]
+        places = torch.arange(sum(sizes)).split(sizes)
+        whole = Rows(torch.cat([r.x for r in data.values()]), torch.cat([r.y for r in data.values()]))
+        return cls(whole, dict(zip(data, places, strict=True)))
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Client ids in client order."""
+        return tuple(sorted(self.index, key=client_order))
+
+    def rows_of(self, client: str) -> Rows:
+        """One client's rows."""
+        with one_thread():  # two threads that wait for each other are slower on a busy machine
+            return self.rows.take(self.index[client])
+
+    def sizes(self) -> dict[str, int]:
+        """How many rows each client has: what it enrols with."""
+        return {client: len(index) for client, index in self.index.items()}
+
+    def fingerprint(self, client: str) -> bytes:
+        """A digest of one client's rows, made at its first use."""
+        if client not in self._prints:
+            rows = self.rows_of(client)
+            self._prints[client] = hashlib.sha256(encode({"x": rows.x, "y": rows.y}, {})).digest()
+        return self._prints[client]
+
+
+class LocalEngine(Protocol):
+    """An engine whose clients' rows are on this machine: in this process, or in workers beside it."""
+
+    population: Population
+    seed: int
+    memories: dict[str, Params]
+    on_client: OnClient | None
+
+    @property
+    def terms(self) -> Terms:
+        """What a roster has arranged: nothing yet."""
+        ...
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Client ids in client order."""
+        ...
+
+    def exchange(
+        self, brief: Brief, work: Work, asked: tuple[str, ...], trained: Trained | None = None
+    ) -> Iterator[Envelope]:
+        """Bring the asked clients' answers in any order; where `trained` knows a training, only evidence is new."""
+        ...
+
+
+@dataclass(slots=True)
+class Spoken(Generic[T]):
+    """What an engine makes of a brief, made once for all the clients that hear the same one."""
+
+    brief: Brief
+    make: Callable[[Brief], T]
+    _common: list[T] = field(default_factory=list)
+
+    def to(self, client: str) -> T:
+        """What was made of the brief as this client hears it."""
+        if client in self.brief.own:
+            return self.make(self.brief.to(client))
+        if not self._common:
+            self._common.append(self.make(self.brief.to(client)))
+        return self._common[0]
+
+
+class Done(NamedTuple):
+    """How one client's round ended: a payload and what the client remembers, both as bytes, or why there are none."""
+
+    payload: bytes | None
+    memory: bytes = b""
+    seconds: float = 0.0
+    remembered: bool = False
+    dropped: str = ""
+
+
+def answer(
+    work: Work, brief: Brief, client: str, rows: Rows, memory: bytes, *, seed: int, trained: bytes | None = None
+) -> Done:
+    """One client's round as every local engine runs it, so that none can differ from another in a single bit.
+
+    Everything comes from bytes (a tensor's strides decide the order of sums), and one thread does it.
+
+    Raises:
+        ConfigError: when the user asked for what cannot be; any other failure is the client's own and drops it.
+        RecipeError: likewise.
+    """
+    began = time.perf_counter()
+    rows = Rows(rows.x.contiguous(), rows.y)
+    try:
+        with one_thread():
+            kept = dict(decode(memory).tensors)
+            payload, after = client_round(work, brief, client, rows, memory=kept, seed=seed, trained=trained)
+    except (ConfigError, RecipeError):
+        raise
+    except Exception as why:
+        _log.debug("%s failed", client, exc_info=True)
+        return Done(None, seconds=time.perf_counter() - began, dropped=f"{type(why).__name__}: {why}")
+    return Done(payload, encode(after, {}), time.perf_counter() - began, trained is not None)
+
+
+def close_round(engine: LocalEngine, client: str, done: Done) -> Envelope:
+    """Keep what the client remembers, tell who watches, and put its answer in an envelope."""
+    if done.payload is not None:
+        engine.memories[client] = dict(decode(done.memory).tensors)
+    if engine.on_client is not None:
+        engine.on_client(client, done.seconds, done.remembered)
+    return Envelope(client, done.payload, done.dropped, done.seconds, done.remembered)
+
+
+@dataclass(slots=True)
+class InProcess:
+    """Clients one after another in this process: slow, simple, easy to step through with a debugger."""
+
+    population: Population
+    seed: int = 0
+    memories: dict[str, Params] = field(default_factory=dict)
+    on_client: OnClient | None = None
+    terms: ClassVar[Terms] = Terms()
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Client ids in client order."""
+        return self.population.clients
+
+    def exchange(
+        self, brief: Brief, work: Work, asked: tuple[str, ...], trained: Trained | None = None
+    ) -> Iterator[Envelope]:
+        """Train the asked clients one by one; a client that fails is dropped with its reason."""
+        spoken = Spoken(brief, lambda told: receive_brief(encode_brief(told), told.spec))
+        for client in asked:
+            rows, memory = self.population.rows_of(client), encode(self.memories.get(client, {}), {})
+            known = trained(client) if trained else None
+            done = answer(work, spoken.to(client), client, rows, memory, seed=self.seed, trained=known)
+            yield close_round(self, client, done)

@@ -1,0 +1,313 @@
+"""Clients on a Flower federation: who is there, one exchange over Flower's grid, and nothing of Flower's loop.
+
+A node's name is the one its operator registered it with; only a federation without registered names asks the nodes
+themselves. Replies are pulled one message at a time, so who answered is known from what was asked and never from what
+an answer says of itself, and the server holds one reply at a time: large ones wait in files for their turn.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from fedfuse.core.messages import Brief, Envelope, client_order
+from fedfuse.core.params import Params
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.seams import Work
+from fedfuse.core.settings import LocalSettings
+from fedfuse.core.terms import Terms
+from fedfuse.engines.local import OnClient, Spoken
+from fedfuse.errors import ConfigError, QuorumLost
+from fedfuse.flower.records import (
+    BRIEF,
+    FAILED,
+    BriefRecords,
+    Order,
+    fingerprint,
+    read_reply,
+    seconds_in,
+)
+from fedfuse.wire.codec import Malformed, encode, forms_of, forms_size, write
+from fedfuse.wire.messages import VERSION
+
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict  # isort: skip - after records has checked
+from flwr.common.constant import ErrorCode  # isort: skip
+from flwr.serverapp import Grid  # isort: skip
+
+ENROL = "query.enrol"
+SITE = "site"
+HELD = 64 * 2**20  # bytes of one round's replies kept in memory; the rest waits in files
+_WENT_AWAY = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
+_HEAVY = 16 * 2**20  # bytes of a brief from which on it pays to look for what nobody uses
+_PAUSE, _LONGEST_PAUSE, _SLOWER = 0.02, 1.0, 1.3  # seconds between two looks for answers
+
+
+class Member(NamedTuple):
+    """A node that takes part: its id, how many rows it enrolled with, and its place in a simulation."""
+
+    node: int
+    rows: int = 0
+    partition: int = -1
+
+
+@dataclass(slots=True)
+class Federation:
+    """The nodes behind a grid, by the names of their clients.
+
+    Attributes:
+        grid: how messages travel.
+        expected: how many clients there should be.
+        quorum: the share of them without which nothing begins.
+        deadline: seconds a round may take.
+        patience: seconds to wait for everybody at the beginning.
+        names: what clients are called in a simulation, by the number of their partition.
+        members: who takes part, by client.
+        strangers: nodes that do not, and why.
+        closed: set by whoever ends the federation, so that nobody waits for answers any more.
+    """
+
+    grid: Grid
+    expected: int
+    quorum: float = 0.5
+    deadline: float = 3600.0
+    patience: float = 3600.0
+    names: Sequence[str] = ()
+    members: dict[str, Member] = field(default_factory=dict)
+    strangers: dict[int, str] = field(default_factory=dict)
+    closed: bool = False
+    _asked: dict[int, str] = field(default_factory=dict)  # nodes that have not said yet who they are
+
+    @property
+    def simulated(self) -> bool:
+        """Whether its nodes are parts of one data set on one machine."""
+        return bool(self.members) and all(member.partition >= 0 for member in self.members.values())
+
+    def gather(self) -> None:
+        """Wait until everybody expected is there; when patience ends first, a quorum will do.
+
+        Raises:
+            QuorumLost: if fewer came than may begin.
+        """
+        ends, pause = time.monotonic() + self.patience, _PAUSE
+        while not self._complete() and time.monotonic() < ends and not self.closed:
+            time.sleep(pause)
+            pause = min(pause * _SLOWER, _LONGEST_PAUSE)
+        if not self.members or len(self.members) < self.quorum * self.expected:
+            unheard = [f"node {node}: it has not said who it is" for node in self._asked]
+            why = "; ".join([*self.strangers.values(), *unheard]) or "no other node connected"
+            raise QuorumLost(
+                f"{len(self.members)} of {self.expected} clients enrolled within {self.patience:g} s and the quorum is "
+                f"{self.quorum:.0%}; {why}; start the missing SuperNodes or lower data.clients"
+            )
+
+    def welcome(self) -> dict[int, str]:
+        """Ask nodes not met yet who they are, and hear those asked before; returns who is connected now.
+
+        Nobody waits here: a node that takes its time to answer takes part from a later round on.
+        """
+        online = {info.node_id: info.name for info in self.grid.get_nodes()}
+        self.strangers = {node: why for node, why in self.strangers.items() if node in online}
+        known = {member.node for member in self.members.values()} | self.strangers.keys() | self._asked.keys()
+        self._greet([node for node in online if node not in known])
+        for node, message_id in list(self._asked.items()):
+            if reply := next(iter(self.grid.pull_messages([message_id])), None):
+                del self._asked[node]
+                if not (reply.has_error() and reply.error.code in _WENT_AWAY):  # else it is asked again when it is back
+                    self._enrol(node, online.get(node, ""), content_or_reason(reply), online)
+        return online
+
+    def _complete(self) -> bool:
+        self.welcome()
+        return len(self.members) >= self.expected
+
+    def _greet(self, nodes: list[int]) -> None:
+        content = RecordDict({BRIEF: ConfigRecord({"version": VERSION})})
+        messages = {node: Message(content, node, ENROL) for node in nodes}
+        taken = set(self.grid.push_messages(list(messages.values()))) if messages else set()
+        sent = {node: message.metadata.message_id for node, message in messages.items()}
+        self._asked |= {node: message_id for node, message_id in sent.items() if message_id in taken}
+
+    def ask(
+        self, messages: dict[Any, Message], patience: float, weight: int = 0
+    ) -> Iterator[tuple[Any, Message | str]]:
+        """Send messages and give each its reply, or why there is none, as they come; `messages` is emptied.
+
+        Each is asked for alone: the reply is then surely this one's, and only one is in memory. `weight` is how many
+        bytes the messages share.
+        """
+        taken = set(self.grid.push_messages(list(messages.values()))) if messages else set()
+        sent = {key: message.metadata.message_id for key, message in messages.items()}
+        messages.clear()  # what was sent is the SuperLink's to keep
+        if weight > _HEAVY:
+            gc.collect()  # Flower's records refer to themselves: without this they stay long after their last use
+        for key in [key for key, message_id in sent.items() if message_id not in taken]:
+            del sent[key]
+            yield key, "the SuperLink would not take the message for it"
+        ends, pause = time.monotonic() + patience, _PAUSE
+        while sent and time.monotonic() < ends and not self.closed:
+            before = len(sent)
+            for key, message_id in list(sent.items()):
+                if reply := next(iter(self.grid.pull_messages([message_id])), None):
+                    del sent[key]
+                    yield key, content_or_reason(reply)
+                    reply = None
+            pause = _PAUSE if len(sent) < before else min(pause * _SLOWER, _LONGEST_PAUSE)
+            if sent:
+                time.sleep(max(0.0, min(pause, ends - time.monotonic())))
+        for key in sent:
+            yield key, f"no answer within {patience:g} s"
+
+    def _enrol(self, node: int, registered: str, reply: Message | str, online: Mapping[int, str]) -> None:
+        if isinstance(reply, str):
+            self.strangers[node] = f"node {node}: {reply}"
+            return
+        said = dict(reply.content.config_records.get(SITE, {}))
+        rows, partition = (said.get(key) for key in ("rows", "partition"))
+        if type(rows) is not int or type(partition) is not int or rows < 0:
+            self.strangers[node] = f"node {node}: it did not say what it has"
+            return
+        name = registered or self._claimed(node, said.get("name"), partition)
+        if name is None:
+            self.strangers[node] = f"node {node}: this federation has no place for partition {partition}"
+        elif name in self.members and self.members[name].node in online:
+            self.strangers[node] = f"node {node}: it is called {name!r} as node {self.members[name].node} is"
+        else:  # the name is free, or its old node is gone and this is the site come back
+            self.members[name] = Member(node, rows, -1 if registered else partition)
+
+    def _claimed(self, node: int, said: object, partition: int) -> str | None:
+        if partition >= 0:
+            return self.names[partition] if partition < len(self.names) else None
+        return printable(said, 80) if isinstance(said, str) and said.strip() else f"node-{node}"
+
+
+@dataclass(slots=True)
+class FlowerEngine:
+    """The clients of one course, a method on a seed, on a federation; their memories stay with them.
+
+    Attributes:
+        federation: who is there.
+        label: what the sites' own copies of the experiment call the method.
+        recipe: the method.
+        local: the settings clients train with.
+        seed: the course's seed.
+        among: the clients that hold rows for this seed; None for everybody.
+        memories: always empty here.
+        on_client: told when a client has answered.
+    """
+
+    federation: Federation
+    label: str
+    recipe: Recipe
+    local: LocalSettings
+    seed: int = 0
+    among: tuple[str, ...] | None = None
+    memories: dict[str, Params] = field(default_factory=dict)
+    on_client: OnClient | None = None
+    terms: ClassVar[Terms] = Terms()
+    _inbox: Inbox | None = field(default=None, repr=False)
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Everybody who ever enrolled, in client order; who is not connected now is dropped when asked."""
+        self.federation.welcome()
+        here = [c for c in self.federation.members if self.among is None or c in self.among]
+        return tuple(sorted(here, key=client_order))
+
+    def exchange(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> Iterator[Envelope]:
+        """Send the brief, then bring answers as they come, until all have answered or the deadline is over.
+
+        Raises:
+            ConfigError: if the brief or the work cannot travel.
+        """
+        if work != self.recipe.at(brief.round).work(self.local):
+            raise ConfigError(
+                f"method {self.label!r} cannot run on a federation: its server changes what clients do beyond what an "
+                "experiment file says, by lending them rows for instance; run it on this machine"
+            )
+        which, members, deadline = fingerprint(work), self.federation.members, self.federation.deadline
+        online = self.federation.welcome()
+        here = [client for client in asked if members[client].node in online]
+        messages = self._messages(brief, which, here)
+        for node, why in self.federation.strangers.items():
+            yield Envelope(f"node {node}", None, dropped=why)
+        yield from (Envelope(client, None, dropped="it is not connected") for client in asked if client not in here)
+        self._inbox = Inbox(HELD)  # it stays until the next round: models are fused from its files
+        for client, reply in self.federation.ask(messages, deadline, forms_size(forms_of(brief.params))):
+            yield self._close(self._inbox.open(client, reply))
+            del reply
+
+    def _messages(self, brief: Brief, which: str, clients: list[str]) -> dict[str, Message]:
+        """A message per client; whoever empties it holds the last of the brief's copies."""
+        spoken, round_ = Spoken(brief, BriefRecords.of), str(brief.round)
+        ttl = max(self.federation.deadline, 1.0)
+        made = {}
+        for client in clients:
+            content = spoken.to(client).to(Order(self.label, self.seed, client, which))
+            node = self.federation.members[client].node
+            made[client] = Message(content, node, MessageType.TRAIN, ttl=ttl, group_id=round_)
+        return made
+
+    def _close(self, envelope: Envelope) -> Envelope:
+        if self.on_client is not None:
+            self.on_client(envelope.client, envelope.seconds, False)
+        return envelope
+
+
+def content_or_reason(reply: Message) -> Message | str:
+    """The reply, or in words why the node or the site has none."""
+    if reply.has_error():
+        return f"Flower reports error {reply.error.code}: {printable(reply.error.reason or 'no reason given')}"
+    if failed := reply.content.config_records.get(FAILED):
+        return printable(failed.get("why", "it failed and did not say why"))
+    return reply
+
+
+class Inbox:
+    """Opens a round's replies: small ones stay in memory, the others in files that go when the inbox does."""
+
+    def __init__(self, room: int) -> None:
+        self._room, self._files = room, 0
+        self._folder: Path | None = None
+
+    def open(self, client: str, reply: Message | str) -> Envelope:
+        """A reply as the door wants it."""
+        if isinstance(reply, str):
+            return Envelope(client, None, dropped=reply)
+        seconds = seconds_in(reply.content)
+        try:
+            payload = read_reply(reply.content, self._put)
+        except Malformed as why:
+            return Envelope(client, None, dropped=f"malformed: {printable(why)}", seconds=seconds)
+        for record in reply.content.array_records.values():
+            record.clear()  # see `ask`: what was read must not wait to be collected
+        return Envelope(client, payload, seconds=seconds)
+
+    def _put(self, tensors: Params, header: Mapping[str, Any]) -> bytes | Path:
+        size = forms_size(forms_of(tensors))
+        if size <= self._room:
+            self._room -= size
+            return encode(tensors, header)
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="fedfuse-inbox-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._files += 1
+        path = self._folder / f"{self._files}.safetensors"
+        write(path, tensors, header, durable=False)
+        return path
+
+
+def printable(said: object, limit: int = 300) -> str:
+    r"""What a node said as one line that cannot trouble a terminal or flood a ledger.
+
+    Example:
+        >>> printable("no\x1b[31m data")
+        'no [31m data'
+    """
+    return "".join(c if c.isprintable() else " " for c in str(said)[:limit]).strip()

@@ -1,0 +1,207 @@
+"""The same experiment file on a Flower federation: its server, and a simulation of server and sites."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fedfuse.core.messages import Brief, Envelope
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.seams import Work
+from fedfuse.core.state import Bench
+from fedfuse.core.terms import Terms
+from fedfuse.data import client_ids
+from fedfuse.errors import ConfigError, FuseError
+from fedfuse.experiment.config import Experiment, load_experiment
+from fedfuse.experiment.execute import Results, execute_with
+from fedfuse.experiment.prepare import Prepared, Setting
+from fedfuse.experiment.watch import Watcher
+from fedfuse.flower.engine import Federation, FlowerEngine
+from fedfuse.flower.records import fingerprint
+from fedfuse.flower.site import site_app
+from fedfuse.report import write_page
+
+from flwr.app import Context  # isort: skip - after records has checked that it is there
+from flwr.serverapp import Grid, ServerApp  # isort: skip
+
+DEADLINE = 3600.0
+# Ray's workers would wait for everybody else on the machine, and it would warn of what does not concern us.
+_RAY = {"RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """A federation as the crew of an experiment."""
+
+    federation: Federation
+    workers: int = 0
+
+    def sites(self, prepared: Prepared) -> Mapping[str, int] | None:
+        """Wait for the sites; those of a simulation hold what the file deals out."""
+        self.federation.gather()
+        if self.federation.simulated:
+            _check_remote(prepared, prepared.setting(prepared.experiment.seeds[0]))
+            return None
+        if prepared.experiment.data.standardise:
+            raise ConfigError(
+                "data.standardise takes the mean of all training rows, which nobody may see in a federation; "
+                "set it to false and let every site bring rows that are scaled alike"
+            )
+        held = {name: member.rows for name, member in self.federation.members.items()}
+        _check_remote(prepared, prepared.setting(prepared.experiment.seeds[0], held))
+        return held
+
+    def engine(self, setting: Setting, label: str, recipe: Recipe, watch: Watcher) -> FlowerEngine:
+        """The clients of one course."""
+        among = setting.population.clients if self.federation.simulated else None
+        return FlowerEngine(
+            self.federation, label, recipe, setting.bench.local, setting.seed, among, on_client=watch.client_done
+        )
+
+
+@dataclass(slots=True)
+class _Probe:
+    """An engine that asks nobody and sees what a roster makes of the work."""
+
+    clients: tuple[str, ...]
+    seen: list[Work] = field(default_factory=list)
+    terms: ClassVar[Terms] = Terms()
+
+    def exchange(self, _: Brief, work: Work, __: tuple[str, ...]) -> Iterator[Envelope]:
+        self.seen.append(work)
+        return iter(())
+
+
+def _check_remote(prepared: Prepared, setting: Setting) -> None:
+    """Every method's client half must be what sites can make from the file alone."""
+    for label, recipe in prepared.recipes.items():
+        now: Recipe | None = recipe
+        while now is not None:
+            _check_work(label, now, setting)
+            now = now.later[1] if now.later else None
+
+
+def _check_work(label: str, recipe: Recipe, setting: Setting) -> None:
+    bench: Bench = setting.bench
+    probe, work = _Probe(setting.population.clients), recipe.work(bench.local)
+    recipe.check(1, bench)
+    brief = recipe.prepare_models(setting.start, bench).brief(recipe.publishes, bench.classes)
+    list(recipe.roster(probe, bench).exchange(brief, work, ()))
+    fingerprint(work)
+    if any(seen != work for seen in probe.seen):
+        raise ConfigError(
+            f"method {label!r} cannot run on a federation: its server lends rows to the clients, which no message "
+            "carries; run it with fedfuse run, or leave it out"
+        )
+
+
+@dataclass(slots=True)
+class Conductor:
+    """A federation's server: Flower hands it the grid, and the experiment runs as it would anywhere.
+
+    Attributes:
+        path: the experiment file.
+        out: the run directory; by default `out` of the run's config, or else runs/NAME.
+        resume: go on with what is there; by default as the run's config says.
+        deadline: seconds a round may take; by default as the run's config says, and so are the seconds to `wait` for
+            the sites at the beginning.
+        watch: told what happens.
+    """
+
+    path: Path
+    out: Path | None = None
+    resume: bool | None = None
+    deadline: float | None = None
+    watch: Watcher | None = None
+    federation: Federation | None = None
+    results: Results | None = None
+
+    def __call__(self, grid: Grid, context: Context) -> None:
+        """Run the experiment and write its page."""
+        experiment, said = load_experiment(self.path), context.run_config
+        out = self.out or Path(str(said.get("out") or Path("runs") / experiment.name))
+        resume = bool(said.get("resume", False)) if self.resume is None else self.resume
+        deadline = float(said.get("deadline", DEADLINE)) if self.deadline is None else self.deadline
+        clients, wait = experiment.data.clients, float(said.get("wait", DEADLINE))
+        quorum, names = experiment.server.quorum, client_ids(clients)
+        self.federation = Federation(grid, clients, quorum, deadline, wait, names)
+        try:
+            self.results = execute_with(experiment, out, Nodes(self.federation), resume=resume, watch=self.watch)
+        except FuseError as why:
+            _log.error("%s", why)
+            raise
+        write_page([out], out / "report.html")
+
+    def close(self) -> None:
+        """Wait for nobody any more."""
+        if self.federation is not None:
+            self.federation.closed = True
+
+
+def server_app(path: str | Path) -> ServerApp:
+    """Flower's `ServerApp` for an experiment file."""
+    app = ServerApp()
+    app.main()(Conductor(Path(path)))
+    return app
+
+
+def simulate(
+    experiment: Experiment,
+    out: Path,
+    *,
+    resume: bool = False,
+    deadline: float = DEADLINE,
+    workers: int | None = None,
+    watch: Watcher | None = None,
+) -> Results:
+    """Run an experiment on Flower's simulation engine; the run directory is as in process, to the last bit.
+
+    Args:
+        experiment: what to run.
+        out: the run directory.
+        resume: go on with what is in it.
+        deadline: seconds a round may take.
+        workers: how many clients train at a time; by default one per core.
+        watch: told what happens.
+    """
+    for name, value in _RAY.items():
+        os.environ.setdefault(name, value)
+    from flwr.simulation import run_simulation
+
+    with _workplace() as home:
+        path = home / "experiment.toml"
+        path.write_text(experiment.to_toml(), encoding="utf-8")
+        conductor = Conductor(path, out, resume, deadline, watch)
+        server = ServerApp()
+        server.main()(conductor)
+        ray = {"num_cpus": workers or os.cpu_count() or 1, "_temp_dir": str(home / "ray")}
+        quiet = {"include_dashboard": False, "log_to_driver": False}  # why a client failed stands in the ledger
+        backend: dict[str, Any] = {"init_args": {**ray, **quiet}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+        try:
+            run_simulation(server, site_app(path), experiment.data.clients, "ray", backend)
+        finally:
+            conductor.close()
+    if conductor.results is None:
+        raise FuseError("Flower's simulation ended before the experiment did; its own words are above")
+    return conductor.results
+
+
+@contextmanager
+def _workplace() -> Iterator[Path]:
+    """A short-named folder for the simulation's files and sockets, and silence but for errors."""
+    home, logger = Path(tempfile.mkdtemp(prefix="ff-")), logging.getLogger("flwr")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield home
+    finally:
+        logger.setLevel(before)
+        shutil.rmtree(home, ignore_errors=True)

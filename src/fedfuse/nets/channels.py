@@ -1,0 +1,367 @@
+"""Channels: the axes of a network that must be permuted, removed or grown together.
+
+A hidden unit lives in several tensors: a row of the weight that makes it, its bias, its norm's statistics, a column
+of every weight that reads it. A `Group` lists those places for all units of one kind; moving them together leaves the
+network's function as it was (permutation), or removes or adds whole units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from fedfuse.core.params import Layer, Layout, Params
+from fedfuse.core.posterior import Diag, Geometry, Kron, Posterior
+from fedfuse.core.spec import Spec
+from fedfuse.errors import ConfigError
+
+Order: TypeAlias = Tensor | Sequence[int]
+
+EMPTY = -1  # stands in an order for a unit that nobody fills
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the units of a group stand in one tensor.
+
+    Unit u stands on `axis` at offset + u·per … offset + (u + 1)·per − 1: `per` is the number of pixels behind a
+    flatten, `offset` what comes before in a concatenation.
+
+    Attributes:
+        tensor: a name of the state dict.
+        axis: which axis.
+        per: adjacent positions of one unit.
+        offset: position of the first unit.
+        blocks: for what a grouped convolution reads, the number of its groups: its rows fall into as many equal
+            blocks, and the axis of each holds that block's share of the units only.
+        reads: whether the tensor reads the units; else it makes them or belongs to them.
+    """
+
+    tensor: str
+    axis: int
+    per: int = 1
+    offset: int = 0
+    blocks: int = 1
+    reads: bool = False
+
+    def rows(self, params: Params, size: int) -> Tensor:
+        """Everything this tensor knows of each unit, one row per unit.
+
+        Example:
+            >>> Place("w", axis=1, per=2).rows({"w": torch.arange(8.0).view(2, 4)}, size=2)
+            tensor([[0., 4., 1., 5.],
+                    [2., 6., 3., 7.]])
+        """
+        t = params[self.tensor]
+        if self.blocks > 1:
+            return t.view(self.blocks, -1, *t.shape[1:]).transpose(1, 2).reshape(size, -1)
+        return t.narrow(self.axis, self.offset, size * self.per).movedim(self.axis, 0).reshape(size, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Hidden units of one kind and every place they stand in.
+
+    Attributes:
+        name: the layer that makes them.
+        size: how many there are.
+        places: where they stand.
+        rooms: into how many equal, adjacent parts they fall that cannot trade units (a grouped convolution and a
+            GroupNorm have walls); one for all others.
+    """
+
+    name: str
+    size: int
+    places: tuple[Place, ...]
+    rooms: int = 1
+
+    @property
+    def makers(self) -> tuple[Place, ...]:
+        """What makes a unit, and what belongs to it alone: weights' rows, biases, norms."""
+        return tuple(p for p in self.places if not p.reads)
+
+    @property
+    def readers(self) -> tuple[Place, ...]:
+        """What reads a unit: columns of the weights behind it."""
+        return tuple(p for p in self.places if p.reads)
+
+
+def channel_groups(network: Spec | nn.Module, shape: Sequence[int]) -> tuple[Group, ...]:
+    """The groups of axes of a network that move together; its classes and its inputs are in none of them.
+
+    They are found by following an input through the network, and proved by permuting every group. A module with an
+    attribute `channel_groups` is taken at its word, and held to it. Finding them takes about as long as a hundred
+    forward passes, so they are kept for each spec.
+
+    Args:
+        network: the network.
+        shape: the shape of one input.
+
+    Raises:
+        ConfigError: if the network cannot be followed.
+
+    Example:
+        >>> [(g.name, g.size) for g in channel_groups(Spec("lenet"), (1, 28, 28))]
+        [('conv1', 6), ('conv2', 16), ('fc1', 120), ('fc2', 84)]
+        >>> channel_groups(Spec("lenet"), (1, 28, 28))[1].readers
+        (Place(tensor='fc1.weight', axis=1, per=16, offset=0, blocks=1, reads=True),)
+    """
+    spec = network if isinstance(network, Spec) else Spec.of(network)
+    return _found(spec, tuple(shape))
+
+
+@lru_cache(maxsize=64)
+def _found(spec: Spec, shape: tuple[int, ...]) -> tuple[Group, ...]:
+    from fedfuse.nets.trace import traced_groups  # the tracer knows groups, and pulls in a pruning library
+
+    return traced_groups(spec, shape)
+
+
+def permuted(params: Params, group: Group, order: Order) -> dict[str, Tensor]:
+    """The weights with a group's units in another order: unit i is what unit order[i] was.
+
+    Example:
+        >>> group = Group("fc1", 2, (Place("fc1.weight", 0), Place("fc2.weight", 1, reads=True)))
+        >>> net = {"fc1.weight": torch.tensor([[1.0], [2.0]]), "fc2.weight": torch.tensor([[3.0, 4.0]])}
+        >>> permuted(net, group, [1, 0])["fc2.weight"]
+        tensor([[4., 3.]])
+    """
+    units = _units(group, order)
+    if sorted(units.tolist()) != list(range(group.size)):
+        raise ConfigError(f"group {group.name!r}: an order must hold each of {group.size} units once")
+    return placed(params, {group: units})
+
+
+def kept(params: Params, group: Group, units: Order) -> dict[str, Tensor]:
+    """The weights with only these units of a group, in this order; the others are removed from every tensor.
+
+    Example:
+        >>> group = Group("fc1", 2, (Place("fc1.weight", 0), Place("fc2.weight", 1, reads=True)))
+        >>> net = {"fc1.weight": torch.tensor([[1.0], [2.0]]), "fc2.weight": torch.tensor([[3.0, 4.0]])}
+        >>> kept(net, group, [1])["fc2.weight"]
+        tensor([[4.]])
+    """
+    chosen = _units(group, units)
+    if not len(chosen) or len(set(chosen.tolist())) < len(chosen) or int(chosen.min()) < 0:
+        raise ConfigError(f"group {group.name!r}: what is kept must be at least one unit, and none twice")
+    return placed(params, {group: chosen})
+
+
+def grown(params: Params, group: Group, size: int) -> dict[str, Tensor]:
+    """The weights with empty units behind a group's own, `size` in all: nothing makes them and nobody reads them.
+
+    Example:
+        >>> group = Group("fc1", 2, (Place("fc1.weight", 0), Place("fc2.weight", 1, reads=True)))
+        >>> net = {"fc1.weight": torch.tensor([[1.0], [2.0]]), "fc2.weight": torch.tensor([[3.0, 4.0]])}
+        >>> grown(net, group, 3)["fc2.weight"]
+        tensor([[3., 4., 0.]])
+    """
+    if size < group.size:
+        raise ConfigError(f"group {group.name!r} has {group.size} units and cannot grow to {size}; use `kept`")
+    return placed(params, {group: [*range(group.size), *(size - group.size) * [EMPTY]]})
+
+
+def placed(params: Params, moves: Mapping[Group, Order]) -> dict[str, Tensor]:
+    """The weights with units wherever they are wanted: permuted, removed and grown in one go.
+
+    Per group, new unit i is what unit order[i] was, or empty where order[i] is −1. An empty unit is zero, with
+    variance one in a norm's statistics, and as sure as the surest weight in log-variances. All groups are moved at
+    once, since a unit removed before a concatenation shifts the units after it.
+
+    Example:
+        >>> group = Group("fc1", 2, (Place("fc1.weight", 0), Place("fc2.weight", 1, reads=True)))
+        >>> net = {"fc1.weight": torch.tensor([[1.0], [2.0]]), "fc2.weight": torch.tensor([[3.0, 4.0]])}
+        >>> placed(net, {group: [1, -1, 0]})["fc2.weight"]
+        tensor([[4., 0., 3.]])
+    """
+    orders = {group: _units(group, order) for group, order in moves.items()}
+    result = dict(params)
+    for (tensor, axis), here in by_axis(orders):
+        if tensor not in params:
+            raise ConfigError(f"group {here[0][0].name!r} stands in {tensor!r}, which the weights do not have")
+        result[tensor] = _on_axis(result[tensor], tensor, axis, here, orders)
+    return result
+
+
+def placed_posterior(posterior: Posterior, moves: Mapping[Group, Order], layout: Layout) -> Posterior:
+    """A posterior with its units permuted or removed: mean, variances and Kronecker factors alike.
+
+    A factor A knows what a layer reads, patch by patch and with the bias last, B what it makes: both are moved as the
+    columns and the rows of [W | b] are, and A ⊗ B stays the precision of the moved weights. Removing units conditions
+    a Kronecker geometry on their absence.
+    """
+    mean = placed(posterior.mean, moves)
+    return replace(posterior, mean=mean, geometry=placed_geometry(posterior.geometry, posterior.mean, moves, layout))
+
+
+def narrowed(spec: Spec, params: Params, keep: Mapping[Group, Order]) -> tuple[Spec, dict[str, Tensor]]:
+    """The network with only these units of each group, and the spec that builds it.
+
+    Example:
+        >>> spec = Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2})
+        >>> (group,) = channel_groups(spec, (4,))
+        >>> small, weights = narrowed(spec, spec.build().state_dict(), {group: [0, 2]})
+        >>> small.kept, small.build()
+        ({'fc1': (0, 2)}, Sequential(
+          (flatten): Flatten(start_dim=1, end_dim=-1)
+          (fc1): Linear(in_features=4, out_features=2, bias=True)
+          (fc1_relu): ReLU()
+          (classifier): Linear(in_features=2, out_features=2, bias=True)
+        ))
+    """
+    weights = placed(params, keep)
+    roles = spec.layout.roles
+    remain: dict[str, tuple[int, ...]] = {}
+    for group, units in keep.items():
+        chosen = _units(group, units).tolist()
+        for place in group.makers:
+            if roles.get(place.tensor) == "weight":
+                layer = place.tensor.rpartition(".")[0]
+                before = spec.kept.get(layer, tuple(range(group.size)))
+                remain[layer] = tuple(before[u] for u in chosen)
+    return spec.resized(weights, remain), weights
+
+
+def _units(group: Group, order: Order) -> Tensor:
+    """The order as a tensor, if every unit stays in its room."""
+    units = torch.as_tensor(order, dtype=torch.int64, device="cpu")
+    if units.ndim != 1 or bool(((units < EMPTY) | (units >= group.size)).any()):
+        raise ConfigError(f"group {group.name!r} has units 0 to {group.size - 1}; the order names others")
+    if group.rooms > 1:
+        room = group.size // group.rooms
+        home = torch.arange(group.rooms).repeat_interleave(max(1, len(units) // group.rooms))
+        if len(units) % group.rooms or bool(((units != EMPTY) & (units // room != home)).any()):
+            raise ConfigError(
+                f"group {group.name!r} falls into {group.rooms} rooms of {room} units that cannot trade places; "
+                "give each room as many units of its own"
+            )
+    return units
+
+
+Here: TypeAlias = list[tuple[Group, Place]]
+
+
+def by_axis(groups: Iterable[Group]) -> Iterator[tuple[tuple[str, int], Here]]:
+    """The places of some groups on each axis of each tensor, from the front."""
+    every = [(group, place) for group in groups for place in group.places]
+    every.sort(key=lambda at: (at[1].tensor, at[1].axis, at[1].offset))
+    for key, here in groupby(every, key=lambda at: (at[1].tensor, at[1].axis)):
+        yield key, list(here)
+
+
+def _on_axis(t: Tensor, name: str, axis: int, here: Here, orders: Mapping[Group, Tensor]) -> Tensor:
+    """One tensor, its units rearranged on one axis."""
+    group, place = here[0]
+    if place.blocks > 1:
+        return _in_blocks(t, place.blocks, orders[group], group.size)
+    index = _index(t.shape[axis], here, orders).to(t.device)
+    moved = t.index_select(axis, index.clamp(min=0))
+    return moved if bool((index >= 0).all()) else moved.index_fill_(axis, (index < 0).nonzero()[:, 0], _blank(name, t))
+
+
+def _index(length: int, here: Here, orders: Mapping[Group, Tensor]) -> Tensor:
+    """For every new position on an axis the old one, or −1."""
+    parts, done = [], 0
+    for group, place in here:
+        parts.append(torch.arange(done, place.offset))
+        units = orders[group][:, None]
+        positions = place.offset + units * place.per + torch.arange(place.per)
+        parts.append(torch.where(units == EMPTY, EMPTY, positions).flatten())
+        done = place.offset + group.size * place.per
+    if done > length:
+        group, place = here[-1]
+        raise ConfigError(
+            f"group {group.name!r} stands at {done} positions of {place.tensor!r} on axis {place.axis}, "
+            f"which has {length}; the weights are of another network"
+        )
+    return torch.cat([*parts, torch.arange(done, length)])
+
+
+def _in_blocks(t: Tensor, blocks: int, units: Tensor, size: int) -> Tensor:
+    """The weight of a grouped convolution, what each of its groups reads rearranged."""
+    share = size // blocks
+    local = torch.where(units == EMPTY, EMPTY, units % share).view(blocks, -1).to(t.device)
+    parts = []
+    for block, index in zip(t.chunk(blocks), local, strict=True):
+        parts.append(block.index_select(1, index.clamp(min=0)).index_fill_(1, (index < 0).nonzero()[:, 0], 0))
+    return torch.cat(parts)
+
+
+def _blank(name: str, t: Tensor) -> float:
+    """What a unit that nobody fills has in this tensor."""
+    leaf = name.rpartition(".")[2]
+    if leaf.endswith("log_variance"):
+        return float(t.min())
+    return 1.0 if leaf == "running_var" else 0.0
+
+
+def placed_geometry(geometry: Geometry, mean: Params, moves: Mapping[Group, Order], layout: Layout) -> Geometry:
+    """A posterior's geometry with its units permuted or removed, around a mean that has not moved yet."""
+    orders = {group: _units(group, order) for group, order in moves.items()}
+    if not isinstance(geometry, Diag | Kron):
+        return geometry
+    if any(bool((units == EMPTY).any()) for units in orders.values()):
+        raise ConfigError("a geometry cannot grow: nobody knows how sharply an empty unit is believed")
+    if isinstance(geometry, Kron):
+        layers = {layer.name: layer for layer in layout.layers}
+        return Kron(_MovedFactors(geometry.factors, mean, layers, orders, dict(by_axis(orders))))
+    known = {replace(g, places=_within(g.places, geometry.variance)): o for g, o in orders.items()}
+    return Diag(placed(geometry.variance, known))
+
+
+def _within(places: tuple[Place, ...], params: Params) -> tuple[Place, ...]:
+    return tuple(p for p in places if p.tensor in params)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _MovedFactors(Mapping[str, tuple[Tensor, Tensor]]):
+    """Kronecker factors whose rows and columns are rearranged whenever they are read, and not kept."""
+
+    factors: Mapping[str, tuple[Tensor, Tensor]]
+    mean: Params
+    layers: Mapping[str, Layer]
+    orders: Mapping[Group, Tensor]
+    by_axis: Mapping[tuple[str, int], Here]
+
+    def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:
+        A, B = self.factors[name]
+        layer = self.layers[name]
+        weight = self.mean[layer.weight]
+        makes, reads = (self.by_axis.get((layer.weight, axis), []) for axis in (0, 1))
+        stacks = len(B) if B.ndim == 3 else 1
+        rows = _index(len(weight), makes, self.orders).to(B.device)
+        if stacks > 1 and stacks == len(weight):  # depthwise: one factor per channel, and whole factors move
+            return A[rows], B[rows]
+        columns = _columns(weight, layer.bias is not None, reads, self.orders).to(A.device)
+        return _both(A, columns.expand(stacks, -1)), _both(B, (rows % (len(weight) // stacks)).view(stacks, -1))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.factors)
+
+    def __len__(self) -> int:
+        return len(self.factors)
+
+
+def _columns(weight: Tensor, bias: bool, here: Here, orders: Mapping[Group, Tensor]) -> Tensor:
+    """For every new column of [W | b] the old one, per block of a grouped convolution."""
+    if here and here[0][1].blocks > 1:
+        channels = (orders[here[0][0]] % weight.shape[1]).view(here[0][1].blocks, -1)
+    else:
+        channels = _index(weight.shape[1], here, orders)[None]
+    patch = weight[0, 0].numel()
+    columns = (channels[..., None] * patch + torch.arange(patch)).flatten(1)
+    last = torch.full((len(columns), int(bias)), weight[0].numel())
+    return torch.cat([columns, last], 1)
+
+
+def _both(matrices: Tensor, index: Tensor) -> Tensor:
+    """A square matrix, or a stack of them, with rows and columns in another order."""
+    if matrices.ndim == 2:
+        return matrices[index[0]][:, index[0]]
+    return torch.stack([m[i][:, i] for m, i in zip(matrices, index, strict=True)])

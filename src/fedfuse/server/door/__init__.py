@@ -1,0 +1,1 @@
+"""Everything that comes from outside is judged here, once."""

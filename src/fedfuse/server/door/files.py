@@ -1,0 +1,307 @@
+"""Updates without a brief: files and state dicts, whose majority says what the contract is.
+
+An update describes itself: its header names the network and says what each tensor is for, how it was trained, from
+which start and for how many classes. So fusing needs no code of the network; only what runs it does, and then the user
+must have named it. Nothing a file names is ever imported unasked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedfuse.core.description import read_layout
+from fedfuse.core.messages import Brief, Envelope, Form, Start
+from fedfuse.core.params import Layout, Params
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.spec import Spec
+from fedfuse.errors import ConfigError, QuorumLost, Refused
+from fedfuse.server.door.admit import Admission, Rules, admit_all, form_words
+from fedfuse.wire.codec import Malformed, Packet, decode, encode, forms_of, read
+from fedfuse.wire.messages import NOTE, reply_header, split
+
+_SHARED = ("spec", "layout", "round", "start", "classes")  # what all updates of one fusion have in common
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Something to fuse.
+
+    Attributes:
+        client: who it is from.
+        payload: its bytes or file.
+        num_examples: how many examples stand behind it, if the user says so.
+        spec: its network, for an update that was made in this process.
+    """
+
+    client: str
+    payload: bytes | Path
+    num_examples: float | None = None
+    spec: Spec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    item: Item
+    packet: Packet
+
+    @property
+    def forms(self) -> Mapping[str, Form]:
+        """The model's own tensors."""
+        return {n: f for n, f in self.packet.tensors.forms.items() if not n.startswith(NOTE)}
+
+    @property
+    def signature(self) -> str:
+        """What must agree: the model's tensors, its network, the round, the start and the classes."""
+        header = self.packet.header
+        return repr((sorted((n, *f) for n, f in self.forms.items()), [header.get(f) for f in _SHARED]))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a bare set of tensors, which nobody's training wrote for us."""
+        return self.packet.header.get("kind") != "reply"
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of evidence it brings."""
+        return frozenset(n.removeprefix(NOTE).partition("/")[0] for n in self.packet.tensors if n.startswith(NOTE))
+
+
+def gather(
+    items: Sequence[Item], recipe: Recipe, start: Params | None, networks: Sequence[Spec], rules: Rules
+) -> tuple[Admission, Brief]:
+    """Let the items through the door under the contract most of them share.
+
+    Evidence that the method does not ask for is left unread, so that updates made for one method can be fused by
+    another; what it does ask for and an update does not bring is refused by name.
+
+    Args:
+        items: what came.
+        recipe: what will fuse them; where it mixes networks, everybody may have one of its own.
+        start: the weights all began with, if they are known.
+        networks: those the user named.
+        rules: the quorum.
+
+    Raises:
+        QuorumLost: when too few can be read, agree and pass the door; every refusal is told.
+        ConfigError: when what they agree on does not fit the network or the start that was named.
+    """
+    opened, refused = _open_all(items)
+    chosen = opened if recipe.mixes_networks else _majority(opened, refused)
+    _check_quorum(len(chosen), len(items), rules.quorum, refused)
+    briefs = _briefs(chosen, recipe, start, networks, refused)
+    chosen = [o for o in chosen if o.signature in briefs]
+    lacking = {o.item.client: why for o in chosen if (why := _lack(o, briefs[o.signature], recipe))}
+    refused.extend(lacking.values())
+    chosen = [o for o in chosen if o.item.client not in lacking]
+    _check_quorum(len(chosen), len(items), rules.quorum, refused)
+    brief = briefs[chosen[0].signature]
+    own = {o.item.client: Start(b.spec, b.params) for o in chosen if (b := briefs[o.signature]) is not brief}
+    brief = replace(brief, own=own, classes=max(b.classes for b in briefs.values()))
+    replies = {o.item.client: _reply(o, brief.to(o.item.client), recipe) for o in chosen}
+    envelopes = [Envelope(o.item.client, o.item.payload) for o in chosen]
+    admission = admit_all(envelopes, brief, recipe.evidence, list(replies), rules, opened=replies)
+    admission.refused = [r.facts() for r in refused] + admission.refused
+    everybody = [Refused(**told) for told in admission.refused]
+    _check_quorum(len(admission.cohort), len(items), rules.quorum, everybody)
+    return admission, brief
+
+
+def _majority(opened: Sequence[_Opened], refused: list[Refused]) -> list[_Opened]:
+    """Those who share what more than half have; the others are refused."""
+    if not opened:
+        return []
+    winner, count = Counter(o.signature for o in opened).most_common(1)[0]
+    if count * 2 <= len(opened):
+        raise QuorumLost(f"no layout is shared by more than half of the updates: {_differences(opened)}")
+    chosen = [o for o in opened if o.signature == winner]
+    refused.extend(_odd(o, chosen[0]) for o in opened if o.signature != winner)
+    return chosen
+
+
+def _check_quorum(got: int, asked: int, quorum: float, refused: Sequence[Refused]) -> None:
+    if not got or got < quorum * asked:
+        why = "; ".join(str(r) for r in refused)
+        raise QuorumLost(f"{got} of {asked} updates can be fused and the quorum is {quorum:.0%}; {why}")
+
+
+def _open_all(items: Sequence[Item]) -> tuple[list[_Opened], list[Refused]]:
+    opened, refused = [], []
+    for item in items:
+        try:
+            packet = decode(item.payload) if isinstance(item.payload, bytes) else read(item.payload)
+            opened.append(_Opened(item, packet))
+        except Malformed as why:
+            refused.append(Refused(item.client, "file", f"damaged: {why}", "a safetensors file"))
+    return opened, refused
+
+
+def _briefs(
+    chosen: Sequence[_Opened], recipe: Recipe, start: Params | None, networks: Sequence[Spec], refused: list[Refused]
+) -> dict[str, Brief]:
+    """For every kind of update the brief it might have answered; where kinds may differ, a bad one ends only itself."""
+    briefs: dict[str, Brief] = {}
+    for o in chosen:
+        if o.signature in briefs:
+            continue
+        try:
+            briefs[o.signature] = _brief(o, start, networks, recipe.mixes_networks)
+        except ConfigError as why:
+            if not recipe.mixes_networks or len(chosen) == 1:
+                raise
+            refused.append(Refused(o.item.client, "network", str(why), "one that can be fused with the others"))
+    return briefs
+
+
+def _brief(first: _Opened, start: Params | None, networks: Sequence[Spec], mixed: bool) -> Brief:
+    """The brief these updates might have answered."""
+    header, own = first.packet.header, split(first.packet)[0]
+    spec = _network(first, networks, mixed)
+    if odd := _difference(first, spec):
+        raise ConfigError(
+            f"the updates do not fit the network {spec.factory!r}: {odd[0]} is {odd[1]}, and there it is {odd[2]}; "
+            "name the network they were made with"
+        )
+    round_, classes = header.get("round", 0), header.get("classes", 0)
+    if not all(type(n) is int and 0 <= n < 10**6 for n in (round_, classes)):
+        raise ConfigError("the updates' headers name an impossible round or number of classes")
+    return Brief(round_, spec, own if start is None else _checked_start(start, first), classes=classes)
+
+
+def _difference(first: _Opened, spec: Spec) -> tuple[str, str, str] | None:
+    """Where an update and a network differ first; a description was made of the update itself."""
+    if not spec.can_run:
+        return None
+    return first_difference(first.forms, {n: Form(*form) for n, form in spec.shapes().items()})
+
+
+def _network(first: _Opened, networks: Sequence[Spec], mixed: bool) -> Spec:
+    """The network of an update: one the user named, one of ours, or else what the update says of it, unbuilt."""
+    said = first.packet.header.get("spec")
+    theirs = said.get("factory") if isinstance(said, dict) else None
+    if first.item.spec is not None and not networks:
+        return first.item.spec
+    named = [_with_their_options(given, said, theirs) for given in networks]
+    fitting = [spec for spec in named if not _difference(first, spec)]
+    if fitting:
+        return fitting[0]
+    if named and not mixed:
+        return named[0]  # it does not fit, and the sentence about that names it
+    if said is None:
+        return Spec.of_tensors(_blank(first.forms))
+    if any(":" in name for name in Spec.factories_in(said)):
+        return Spec.described(said, _layout(first))
+    return Spec.from_json(said)
+
+
+def _with_their_options(given: Spec, said: object, theirs: object) -> Spec:
+    """A network by name has the options the updates were made with, unless it is an object at hand."""
+    if given.prototype is not None or theirs != given.factory:
+        output = said.get("output") if isinstance(said, dict) else None
+        return replace(given, output=output) if given.output is None and isinstance(output, int | str) else given
+    return Spec.from_json(said, given.factories | Spec.factories_in(said))
+
+
+def _layout(first: _Opened) -> Layout:
+    said = first.packet.header.get("layout")
+    return Layout.guess(_blank(first.forms)) if said is None else read_layout(said, first.forms)
+
+
+def _blank(forms: Mapping[str, Form]) -> Params:
+    """Tensors of these forms without numbers, however large."""
+    return {n: form.blank() for n, form in forms.items()}
+
+
+def _lack(o: _Opened, brief: Brief, recipe: Recipe) -> Refused | None:
+    """What the method needs and this update does not bring, with the command that would bring it."""
+    client, how = o.item.client, f"what `fedfuse update --method {recipe.name}` brings"
+    if "network" in recipe.needs and not brief.spec.can_run:
+        named = sorted(brief.spec.foreign)
+        which = f"{named[0]!r}, whose code was not named here" if named else "unknown: plain tensors do not say"
+        way = f"one that {recipe.name!r} can run: name it (--model{' ' + named[0] if named else ''}, model=)"
+        return Refused(client, "network", which, way)
+    if what := recipe.prepare_model.missing(brief.spec.layout, o.forms, brief.classes):
+        return Refused(client, "network", f"one without {what}", how)
+    if "training" in recipe.needs and "training" not in o.packet.header:
+        return Refused(client, "training", "missing", f"how it was trained: {how}")
+    for kind in recipe.evidence:
+        needed = kind.name in recipe.needs and (o.is_plain or bool(kind.expects(brief)))
+        if needed and kind.name not in o.kinds:
+            return Refused(client, f"evidence {kind.name!r}", "missing", how)
+    return None
+
+
+def _checked_start(start: Params, first: _Opened) -> Params:
+    """The start, if it can be the one these updates were trained from."""
+    if odd := first_difference(forms_of(start), first.forms):
+        raise ConfigError(f"the start does not fit the updates: {odd[0]} is {odd[1]}, and in the updates {odd[2]}")
+    said = first.packet.header.get("start")
+    if said is not None and said != (mine := fingerprint(start)):
+        raise ConfigError(
+            f"the updates were trained from other weights ({_short(said)}) than the given start ({mine}); "
+            "pass the file the sites began with"
+        )
+    return start
+
+
+def fingerprint(params: Params) -> str:
+    """A short name for a set of weights, equal for equal weights.
+
+    Example:
+        >>> import torch
+        >>> fingerprint({"w": torch.zeros(2)}) == fingerprint({"w": torch.zeros(2)})
+        True
+    """
+    digest = hashlib.sha256()
+    for name in sorted(params):
+        digest.update(f"{name}{tuple(params[name].shape)}".encode())
+        digest.update(encode({"": params[name]}, {}))
+    return digest.hexdigest()[:16]
+
+
+def _reply(opened: _Opened, brief: Brief, recipe: Recipe) -> Packet:
+    """The item as a reply to the brief: with a header where it has none, and only the evidence asked for."""
+    header, tensors = opened.packet.header, opened.packet.tensors
+    asked = {NOTE + name for kind in recipe.evidence for name in kind.expects(brief)}
+    facts: dict[str, Any] = reply_header(brief, num_examples=1.0, steps=1, facts={})
+    if not opened.is_plain:
+        facts |= {k: header[k] for k in ("version", "num_examples", "steps", "facts", "training") if k in header}
+    if opened.item.num_examples is not None:
+        facts["num_examples"] = opened.item.num_examples
+    return Packet(facts, tensors.part(lambda n: not n.startswith(NOTE) or n in asked), opened.packet.size)
+
+
+def first_difference(got: Mapping[str, Form], expected: Mapping[str, Form]) -> tuple[str, str, str] | None:
+    """The first tensor in which two layouts differ, and how it is in each, in words."""
+    for name in sorted(got.keys() | expected.keys()):
+        if got.get(name) != expected.get(name):
+            here, there = (form_words(forms[name]) if name in forms else "missing" for forms in (got, expected))
+            return _short(name), here, there
+    return None
+
+
+def _short(text: object) -> str:
+    """A word from a file, fit for a terminal."""
+    return ascii(text)[:80] if not str(text).isprintable() else str(text)[:80]
+
+
+def _odd(odd: _Opened, good: _Opened) -> Refused:
+    """Why an update is not like the others, by its first difference."""
+    if found := first_difference(odd.forms, good.forms):
+        name, came, wanted = found
+        return Refused(odd.item.client, name, came, f"{wanted}, as most have")
+    for field in _SHARED:
+        theirs, most = odd.packet.header.get(field), good.packet.header.get(field)
+        if theirs != most:
+            return Refused(odd.item.client, field, theirs, f"{_short(most)}, as most have")
+    return Refused(odd.item.client, "layout", "another one", "the layout most have")
+
+
+def _differences(opened: Sequence[_Opened]) -> str:
+    first = opened[0]
+    odd = [_odd(o, first) for o in opened[1:] if o.signature != first.signature]
+    return f"compared with {first.item.client}, " + "; ".join(str(o).replace(", as most have", "") for o in odd[:3])

@@ -1,0 +1,142 @@
+"""Robust filters that can stand before any aggregator: each turns a cohort into a safer one.
+
+A filter keeps every client's geometry and evidence, so "Krum before FedLPA" is one recipe. Filters that name one
+robust centre (median, trimmed mean) hand it to every client: an aggregator that keeps agreeing clients unchanged
+returns exactly that centre.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedfuse.core.messages import ClientUpdate, Cohort
+from fedfuse.core.params import Params, squared_distance
+from fedfuse.core.seams import Guard, ServerPart
+from fedfuse.core.state import ServerState
+from fedfuse.errors import RecipeError
+from fedfuse.server.aggregate.mean import BLOCK, mean_by_examples
+from fedfuse.wire.codec import LazyParams, forms_of
+
+# What still holds behind a filter: one client may be moved, and examples no longer weigh as they did.
+_LAWS = frozenset({"order", "agree", "pure", "dtype", "finite", "repeat"})
+_NOTHING: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class NormClip(ServerPart):
+    """No client may move further than `limit`, or than `ratio` times the median move: w_k ← w₀ + s_k (w_k − w₀)."""
+
+    limit: float | None = None
+    ratio: float = 1.0
+    needs: ClassVar[frozenset[str]] = frozenset({"start"})
+    laws: ClassVar[frozenset[str]] = _LAWS
+
+    def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:
+        """Shorten the long moves; weights are rescaled as they are read, so nothing is copied."""
+        start = state.single.posterior.mean
+        moves = [math.sqrt(squared_distance(u.posterior.mean, start)) for u in cohort]
+        limit = self.limit if self.limit is not None else self.ratio * float(torch.tensor(moves).median())
+        factors = [min(1.0, limit / move) if move > 0 else 1.0 for move in moves]
+        return Cohort(tuple(_shortened(u, start, f) if f < 1 else u for u, f in zip(cohort, factors, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Krum(ServerPart):
+    """Keep the `keep` clients whose n − f − 2 nearest neighbours are nearest (Blanchard et al. 2017; Multi-Krum)."""
+
+    byzantine: int = 1
+    keep: int | None = None
+    needs: ClassVar[frozenset[str]] = _NOTHING
+    laws: ClassVar[frozenset[str]] = _LAWS
+
+    def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:  # noqa: ARG002 - the seam's signature
+        """Drop whoever stands far from everybody."""
+        n, near = len(cohort), len(cohort) - self.byzantine - 2
+        if near < 1:
+            raise RecipeError(
+                f"Krum with {self.byzantine} byzantine clients needs at least {self.byzantine + 3} updates, got {n}"
+            )
+        distances = _pairwise(cohort).sort(1).values[:, 1 : near + 1].sum(1)
+        keep = min(self.keep or n - self.byzantine, n)
+        best = sorted(distances.argsort(stable=True)[:keep].tolist())
+        return Cohort(tuple(cohort.updates[i] for i in best))
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinateMedian(ServerPart):
+    """Every coordinate is the median over clients (Yin et al. 2018)."""
+
+    needs: ClassVar[frozenset[str]] = _NOTHING
+    laws: ClassVar[frozenset[str]] = _LAWS
+
+    def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:  # noqa: ARG002 - the seam's signature
+        """Hand the median to everybody."""
+        return _all_at(cohort, lambda values: torch.quantile(values, 0.5, dim=0))
+
+
+@dataclass(frozen=True, slots=True)
+class TrimmedMean(ServerPart):
+    """Every coordinate is the mean over clients without the `trim` share of largest and of smallest values."""
+
+    trim: float = 0.1
+    needs: ClassVar[frozenset[str]] = _NOTHING
+    laws: ClassVar[frozenset[str]] = _LAWS
+
+    def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:  # noqa: ARG002 - the seam's signature
+        """Hand the trimmed mean to everybody."""
+        cut = int(self.trim * len(cohort))
+        if not 0 <= self.trim < 0.5:
+            raise RecipeError(f"the trimmed mean cuts a share in [0, 0.5) from each side, got {self.trim}")
+        return _all_at(cohort, lambda values: values.sort(0).values[cut : len(values) - cut].mean(0))
+
+
+GUARDS: Mapping[str, type[Guard]] = {
+    "clip": NormClip,
+    "krum": Krum,
+    "median": CoordinateMedian,
+    "trimmed": TrimmedMean,
+}
+
+
+def _floats(params: Params) -> Iterator[str]:
+    return (n for n in params if params[n].is_floating_point())
+
+
+def _shortened(update: ClientUpdate, start: Params, factor: float) -> ClientUpdate:
+    mean = update.posterior.mean
+
+    def fetch(name: str, begin: int, end: int) -> Tensor:
+        theirs, ours = (p[name].reshape(-1)[begin:end] for p in (mean, start))
+        return torch.lerp(ours, theirs, factor) if theirs.is_floating_point() else theirs
+
+    return replace(update, posterior=replace(update.posterior, mean=LazyParams(forms_of(mean), fetch)))
+
+
+def _pairwise(cohort: Cohort) -> Tensor:
+    """Squared distances between clients, one tensor at a time."""
+    total = torch.zeros(len(cohort), len(cohort), dtype=torch.float64)
+    for name in _floats(cohort.updates[0].posterior.mean):
+        rows = cohort.stack(name).flatten(1).double()
+        total += torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").square()
+    return total
+
+
+def _all_at(cohort: Cohort, centre: Any) -> Cohort:
+    common = {}
+    for name in cohort.names:
+        stack = cohort.stack(name)
+        if not stack.is_floating_point():
+            common[name] = mean_by_examples(cohort, name)
+            continue
+        flat, out = stack.flatten(1), torch.empty_like(stack[0]).flatten()
+        for begin in range(0, flat.shape[1], BLOCK):
+            part = flat[:, begin : begin + BLOCK].double()
+            out[begin : begin + part.shape[1]] = centre(part)
+        common[name] = out.view(stack.shape[1:])
+    return Cohort(tuple(replace(u, posterior=replace(u.posterior, mean=common)) for u in cohort))

@@ -1,0 +1,49 @@
+"""Objectives that are a cross entropy with pulls: μ/2 ‖w − w₀‖² and ⟨c, w⟩ have gradients that need no autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from fedfuse.core.seams import CrossEntropy, Objective
+from fedfuse.core.state import Local
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """What is added to the cross entropy.
+
+    Attributes:
+        mu: of μ/2 ‖w − w₀‖², w₀ being the weights the round began with.
+        linear: c of ⟨c, w⟩, by parameter.
+    """
+
+    mu: float = 0.0
+    linear: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@runtime_checkable
+class HasPull(Protocol):
+    """An objective that may be nothing but a cross entropy with pulls, and says which."""
+
+    def pull(self, local: Local) -> Pull | None:
+        """Its pulls in this round; None where it has other terms."""
+        ...
+
+
+def pull_of(objective: Objective, local: Local) -> Pull | None:
+    """The pulls of an objective that is a cross entropy with pulls; None for any other.
+
+    A subclass that says nothing of its own pulls is another objective, whatever it inherits.
+
+    Example:
+        >>> pull_of(CrossEntropy(), local=None).mu
+        0.0
+    """
+    if type(objective) is CrossEntropy:
+        return Pull()
+    says = isinstance(objective, HasPull) and "pull" in vars(type(objective))
+    return objective.pull(local) if says else None  # type: ignore[attr-defined]

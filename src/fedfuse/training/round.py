@@ -1,0 +1,166 @@
+"""A client's round: see the rows, train, bring evidence. The only training loop there is."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fedfuse.core.messages import Brief
+from fedfuse.core.params import Params
+from fedfuse.core.rng import seeded
+from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
+from fedfuse.core.spec import Spec, tie
+from fedfuse.core.state import Local
+from fedfuse.core.threads import one_thread
+from fedfuse.errors import ConfigError
+from fedfuse.training.epochs import TorchEpochs, compiled_epochs
+from fedfuse.training.memory import fit_memory, with_channels
+from fedfuse.training.memory_format import suits_channels_last
+from fedfuse.wire.codec import decode
+from fedfuse.wire.messages import encode_reply, split
+
+
+class Answer(NamedTuple):
+    """What a client's round gives: the reply's bytes, and what the client remembers for the next."""
+
+    payload: bytes
+    memory: dict[str, Tensor]
+
+
+class Learned(NamedTuple):
+    """What training alone gives: the weights and buffers, how many steps it took, and the last epoch's mean loss."""
+
+    params: dict[str, Tensor]
+    steps: int
+    loss: float
+
+
+def learned(work: Work, brief: Brief, who: str, rows: Rows, *, seed: int = 0) -> Learned:
+    """Train on some rows exactly as a client would, and bring no evidence: how a server learns on rows of its own.
+
+    Args:
+        work: how to train; its view and evidence are not asked.
+        brief: the network and the weights to begin with.
+        who: whose random streams are used.
+        rows: what to train on.
+        seed: the run's seed.
+    """
+    local = _sit_down(work, brief, who, Rows(rows.x.contiguous(), rows.y), {}, seed)
+    with one_thread(), seeded(seed, brief.round, who, "torch"):
+        train(local, work)
+    state = local.module.state_dict()
+    params = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in state.items()}
+    return Learned(params, local.steps, local.loss)
+
+
+def client_round(
+    work: Work,
+    brief: Brief,
+    client: str,
+    rows: Rows,
+    *,
+    memory: Params | None = None,
+    seed: int = 0,
+    trained: bytes | None = None,
+) -> Answer:
+    """Do one round at one client; the result is a pure function of the arguments.
+
+    Args:
+        work: the recipe's client half and the settings.
+        brief: what the server said to this client.
+        client: its id, which names its random streams.
+        rows: its own data.
+        memory: what it kept from earlier rounds.
+        seed: the run's seed.
+        trained: a reply to the same brief from the same training without evidence; training is then skipped.
+    """
+    rows = work.view(rows, brief)
+    if not len(rows):
+        raise ConfigError(f"{client} has no rows to train on; give it data or leave it out")
+    known, facts = fit_memory(memory or {}, brief, tuple(rows.x.shape[1:]))
+    local = _sit_down(work, brief, client, rows, known, seed)
+    with seeded(seed, brief.round, client, "torch"):
+        if trained is None:
+            train(local, work)
+        else:
+            _resume_trained(local, trained)
+    local.module.eval()
+    notes: dict[str, Tensor] = {}
+    with seeded(seed, brief.round, client, "evidence"):  # the same draws whether the training was done or remembered
+        for bring in work.evidence:
+            notes.update(bring(local))
+    mean = {n: t.detach() for n, t in local.module.state_dict().items()}
+    facts = {"loss": local.loss, **facts} | ({"compiled": 1.0} if local.compiled else {})
+    reply = encode_reply(
+        brief, mean, notes, num_examples=float(len(rows)), steps=local.steps, facts=facts, training=work.settings
+    )
+    return Answer(reply, {n: t.detach().cpu().clone() for n, t in with_channels(local.memory, brief).items()})
+
+
+def train(local: Local, work: Work) -> None:
+    """The loop: for each epoch, for each batch, a gradient of the objective, a step, a projection."""
+    settings = work.settings
+    if not local.live:
+        raise ConfigError(
+            f"model {local.brief.spec.factory!r} has nothing to train: all its parameters are frozen; "
+            "let requires_grad be true for those that should learn"
+        )
+    _rouse(local)
+    epochs = compiled_epochs(local, work) or TorchEpochs(local, work)
+    for epoch in range(settings.epochs):
+        local.lr = settings.rate(local.brief.round, epoch)
+        local.loss = epochs.run(epoch)
+        if local.steps == settings.max_steps:
+            break
+    epochs.finish()
+
+
+def _rouse(local: Local) -> None:
+    """Set the network to training; a part whose parameters are all held rests, its statistics too.
+
+    What its author froze stays frozen, and a frozen norm goes on counting its rows, as it would in the author's loop.
+    """
+    local.module.train()
+    _thaw(local.module, local.brief.spec)
+    for path, part in local.module.named_modules():
+        own = {f"{path}.{name}" if path else name for name, _ in part.named_parameters(recurse=False)}
+        if own and own <= local.held:
+            part.eval().requires_grad_(False)
+
+
+def _thaw(module: nn.Module, spec: Spec) -> None:
+    """Let those parameters train that their author lets train."""
+    free = set(spec.layout.trainable)
+    for name, param in module.named_parameters():
+        param.requires_grad_(name in free)
+
+
+def _sit_down(work: Work, brief: Brief, client: str, rows: Rows, memory: dict[str, Tensor], seed: int) -> Local:
+    device = work.settings.device
+    x, y = brief.spec.cast(rows.x).to(device), rows.y.to(device)
+    last = suits_channels_last(brief.spec, tuple(x.shape[1:]), x.dtype, device)
+    module = _workbench(brief.spec, device, last)
+    module.load_state_dict(dict(tie(brief.spec, brief.params)))
+    _thaw(module, brief.spec)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    return Local(client, brief, Rows(x, y), work.settings, module, memory, seed)
+
+
+@lru_cache(maxsize=4)
+def _workbench(spec: Spec, device: str, last: bool) -> nn.Module:
+    """One module per network and process; weights come and go by copy."""
+    module = spec.build().to(device)
+    return module.to(memory_format=torch.channels_last) if last else module  # type: ignore[call-overload]
+
+
+def _resume_trained(local: Local, trained: bytes) -> None:
+    packet = decode(trained)
+    local.module.load_state_dict(dict(split(packet)[0]))
+    local.steps = int(packet.header["steps"])
+    local.loss = float(packet.header["facts"].get("loss", "nan"))
+    local.compiled = "compiled" in packet.header["facts"]
+    local.lr = local.settings.rate(local.brief.round, local.settings.epochs - 1)

@@ -1,0 +1,74 @@
+"""What a person sees, and what they do not when nobody looks on."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from fedfuse.cli import console
+from fedfuse.experiment.watch import Quiet
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """A terminal that keeps what was drawn."""
+    seen = io.StringIO()
+    monkeypatch.setattr(console, "err", Console(file=seen, force_terminal=True, width=120))
+    return seen
+
+
+def test_bars_count_courses_rounds_and_clients(screen: io.StringIO) -> None:
+    with console.watching(2, "study") as bars:
+        assert isinstance(bars, console.Bars)
+        for seed in (0, 1):
+            bars.course_began("fedavg", seed, 3, 5, 2)
+            for client in ("site-1", "site-2"):
+                bars.client_done(client, 1.5, remembered=client == "site-2")
+            bars._progress.refresh()
+            bars.round_done("fedavg", seed, 4, 0.875)
+            bars._progress.refresh()
+    drawn = screen.getvalue()
+    for words in ("study: methods × seeds", "fedavg, seed 1", "1/2", "3/5", "4/5", "2/2"):
+        assert words in drawn, words
+    assert "site-2 remembered" in drawn
+    assert "accuracy 87.5%" in drawn
+
+
+def test_a_round_without_a_score_is_counted_all_the_same(screen: io.StringIO) -> None:
+    with console.watching(1, "study") as bars:
+        bars.course_began("fedavg", 0, 0, 1, 1)
+        bars.round_done("fedavg", 0, 1, None)
+    assert "1/1" in screen.getvalue()
+
+
+def test_nothing_moves_where_nobody_looks_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = io.StringIO()
+    monkeypatch.setattr(console, "err", Console(file=seen, force_terminal=False))
+    with console.watching(1, "study") as watch:
+        assert isinstance(watch, Quiet)
+        watch.course_began("fedavg", 0, 0, 1, 1)
+    assert seen.getvalue() == ""
+
+
+def test_brackets_in_a_sentence_are_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    console.say("the key [data] and [red]more[/red]")
+    console.complain("no [bold]way " + "very " * 60)
+    told = capsys.readouterr()
+    assert told.out == "the key [data] and [red]more[/red]\n"
+    assert told.err == "error: no [bold]way " + "very " * 60 + "\n"
+
+
+def test_json_has_no_word_for_infinity(capsys: pytest.CaptureFixture[str]) -> None:
+    console.say_json({"nll": math.inf, "rows": (1, 2)})
+    assert json.loads(capsys.readouterr().out) == {"nll": None, "rows": [1, 2]}
+
+
+def test_scores_stand_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    console.show_scores("digits", {"a.safetensors": {"accuracy": 0.5, "nll": 1.25, "ece": 0.1, "brier": 0.75}})
+    told = capsys.readouterr().out
+    for words in ("digits", "a.safetensors", "50.00%", "1.2500", "0.1000", "0.7500"):
+        assert words in told

@@ -1,0 +1,239 @@
+"""Fusing without a server: `update` at each site, `fuse` anywhere, `evaluate` the result; all by files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from fedfuse import cli
+from fedfuse.data import load
+from fedfuse.wire.codec import read, write
+
+NETWORK = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width=6, classes=10):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, classes))
+
+    def forward(self, x):
+        return self.body(x)
+"""
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Fedfuse = Callable[..., Said]
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three sites with digits of their own, as arrays in files."""
+    folder, digits = tmp_path_factory.mktemp("sites"), load("digits")
+    for site, labels in enumerate(((0, 1, 2, 3), (3, 4, 5, 6), (6, 7, 8, 9))):
+        mine = torch.isin(digits.train.y, torch.tensor(labels)).nonzero()[:, 0][:120]
+        rows, test = digits.train.take(mine), digits.test.take(range(40))
+        arrays = {"x_train": rows.x, "y_train": rows.y, "x_test": test.x, "y_test": test.y}
+        names = np.array(digits.classes)
+        np.savez(folder / f"site-{site}.npz", classes=names, **{k: v.numpy() for k, v in arrays.items()})
+    return folder
+
+
+@pytest.fixture
+def fedfuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fedfuse:
+    """Runs one command in a fresh folder."""
+    (tmp_path / "mine.py").write_text(NETWORK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*words: str | Path) -> Said:
+        monkeypatch.setattr(sys, "argv", ["fedfuse", *map(str, words)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Said(code, *capsys.readouterr())
+
+    return call
+
+
+def update(fedfuse: Fedfuse, sites: Path, site: int, *words: str, name: str = "") -> Path:
+    path = Path(f"{name or f'update-{site}'}.safetensors")
+    said = fedfuse(
+        *("update", "--data", sites / f"site-{site}.npz", "--method", "fedlpa", "-o", path, "--set", "local.epochs=3"),
+        *("--set", "local.optimizer.lr=0.1", "--set", "model.hidden=[8]", *words),
+    )
+    assert said.code == 0, said.err
+    return path
+
+
+@pytest.fixture
+def files(fedfuse: Fedfuse, sites: Path) -> list[Path]:
+    """An update of each site."""
+    return [update(fedfuse, sites, site) for site in range(3)]
+
+
+def tampered(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    packet = read(path)
+    tensors = {n: t.clone() for n, t in packet.tensors.items()}
+    change(tensors)
+    write(path, tensors, packet.header)
+
+
+def test_three_sites_one_file_each_one_model(fedfuse: Fedfuse, sites: Path, files: list[Path]) -> None:
+    said = fedfuse("fuse", *files, "--method", "fedlpa", "-o", "global.safetensors")
+    assert (said.code, said.err) == (0, "")
+    assert said.out.splitlines()[-1] == "global.safetensors: 3 of 3 updates fused by fedlpa"
+    plain = fedfuse("fuse", *files, "-o", "mean.safetensors")
+    assert plain.code == 0  # updates made for one method can be fused by another
+    scores = json.loads(fedfuse("evaluate", "global.safetensors", "mean.safetensors", "--data", "digits", "--json").out)
+    assert scores["global.safetensors"]["accuracy"] > scores["mean.safetensors"]["accuracy"] + 0.05
+    loaded = safetensors.torch.load_file("global.safetensors")
+    assert set(loaded) == {"fc1.weight", "fc1.bias", "classifier.weight", "classifier.bias"}
+
+
+def test_update_says_what_leaves_the_site(fedfuse: Fedfuse, sites: Path) -> None:
+    said = fedfuse("update", "--data", sites / "site-0.npz", "--method", "fedlpa", "-o", "a.safetensors")
+    assert "120 examples behind it" in said.out
+    assert "it reveals: second moments of every layer's inputs and gradients" in said.out
+    told = json.loads(fedfuse("update", "--data", sites / "site-0.npz", "-o", "b.safetensors", "--json").out)
+    assert told["file"] == "b.safetensors"
+    assert told["reveals"] == []
+    assert told["bytes"] == Path("b.safetensors").stat().st_size
+    assert read(Path("a.safetensors")).header["client"] == "a"
+
+
+def test_sites_begin_alike_by_seed_or_by_file(fedfuse: Fedfuse, sites: Path, files: list[Path]) -> None:
+    starts = {read(path).header["start"] for path in files}
+    assert len(starts) == 1
+    fedfuse("fuse", *files, "-o", "global.safetensors")
+    second = [update(fedfuse, sites, site, "--start", "global.safetensors") for site in range(2)]
+    assert {read(path).header["start"] for path in second}.isdisjoint(starts)
+    said = fedfuse("fuse", *second, "--start", "global.safetensors", "--method", "fednova", "-o", "next.safetensors")
+    assert said.code == 0, said.err
+    wrong = fedfuse("fuse", *second, "--start", "next.safetensors", "--method", "fednova", "-o", "no.safetensors")
+    assert wrong.code == 2
+    assert "trained from other weights" in wrong.err
+
+
+def test_a_network_of_the_users_own(fedfuse: Fedfuse, sites: Path) -> None:
+    for site in range(2):
+        words = ("--data", sites / f"site-{site}.npz", "--model", "mine:Net", "--set", "model.width=5")
+        assert fedfuse("update", *words, "--method", "fedlpa", "-o", f"{site}.safetensors").code == 0
+    unnamed = fedfuse("fuse", "0.safetensors", "1.safetensors", "--method", "ensemble", "-o", "g.safetensors")
+    assert unnamed.code == 3
+    assert (
+        "0: network is 'mine:Net', whose code was not named here, expected one that 'ensemble' can run" in unnamed.err
+    )
+    named = ("--model", "mine:Net")
+    fused = ("fuse", "0.safetensors", "1.safetensors", "--method", "fedlpa", "-o", "g.safetensors")
+    assert fedfuse(*fused).code == 0
+    without = Path("g.safetensors").read_bytes()
+    assert fedfuse(*fused, *named).code == 0
+    assert Path("g.safetensors").read_bytes() == without, "fusing needs no code"
+    scored = fedfuse("evaluate", "g.safetensors", "--data", "digits", *named, "--json")
+    assert 0 <= json.loads(scored.out)["g.safetensors"]["accuracy"] <= 1
+    assert safetensors.torch.load_file("g.safetensors")["body.1.weight"].shape == (5, 64)
+
+
+@pytest.mark.parametrize("quorum", [0.5, 0.9])
+def test_a_bad_file_is_told_and_the_quorum_decides(fedfuse: Fedfuse, files: list[Path], quorum: float) -> None:
+    tampered(files[1], lambda tensors: tensors["~kron/fc1/out"].fill_(float("nan")))
+    said = fedfuse("fuse", *files, "--method", "fedlpa", "--quorum", quorum, "-o", "global.safetensors")
+    assert "update-1: kron/fc1/out is not finite, expected finite numbers" in said.err
+    if quorum == 0.9:
+        assert said.code == 3
+        assert not Path("global.safetensors").exists()
+    else:
+        assert said.code == 0
+        assert "2 of 3 updates fused by fedlpa" in said.out
+
+
+def test_a_truncated_file_another_network_and_another_start_are_told(
+    fedfuse: Fedfuse, sites: Path, files: list[Path]
+) -> None:
+    update(fedfuse, sites, 0, "--set", "model.hidden=[9]", name="wide")
+    update(fedfuse, sites, 0, "--seed", "7", name="late")
+    Path("short.safetensors").write_bytes(files[0].read_bytes()[:1000])
+    odd = ["wide.safetensors", "late.safetensors", "short.safetensors"]
+    said = fedfuse("fuse", *files, *odd, "--method", "fedlpa", "-o", "global.safetensors", "--json")
+    assert said.code == 0, said.err
+    told = {r["client"]: r["field"] for r in json.loads(said.out)["refused"]}
+    assert told == {"wide": "classifier.weight", "late": "start", "short": "file"}
+    assert fedfuse("fuse", files[0], *odd, "--method", "fedlpa", "-o", "none.safetensors").code == 3
+
+
+def test_what_cannot_be_is_one_sentence(fedfuse: Fedfuse, sites: Path, files: list[Path]) -> None:
+    cases = {
+        ("fuse", "absent.safetensors", "-o", "x"): "there is no file absent.safetensors",
+        ("fuse", files[0], "--method", "fedlpaa", "-o", "x"): "did you mean 'fedlpa'?",
+        ("fuse", files[0], "--set", "dampin=3", "--method", "fedlpa", "-o", "x"): "did you mean 'damping'?",
+        ("fuse", files[0], "--method", "fednova", "-o", "x"): "needs the weights the sites started from",
+        ("fuse", *files, "--num-examples", "3", "-o", "x"): "1 num_examples were given for 3 updates",
+        ("update", "--data", "digits", "--set", "epochs=3", "-o", "x"): "must begin with model., local. or method.",
+        ("update", "--data", "digits", "--set", "local.epoch=3", "-o", "x"): "did you mean 'epochs'?",
+        ("update", "--data", "digits", "--start", "mine.py", "-o", "x"): "mine.py is no file of weights to start from",
+        ("update", "--data", "nowhere.npz", "-o", "x"): "nowhere.npz",
+        ("evaluate", files[0], "--data", "digits"): "expected a model",
+    }
+    for words, sentence in cases.items():
+        said = fedfuse(*words)
+        assert said.code == 2, (words, said)
+        assert sentence in said.err
+        assert said.err.startswith("error: ")
+        assert said.err.count("\n") == 1
+
+
+def test_masses_can_be_given(fedfuse: Fedfuse, files: list[Path]) -> None:
+    said = fedfuse(
+        "fuse", *files, "--num-examples", "1", "--num-examples", "1", "--num-examples", "2", "-o", "global.safetensors"
+    )
+    assert said.code == 0, said.err
+    each = [read(path).tensors["fc1.bias"] for path in files]
+    found = safetensors.torch.load_file("global.safetensors")["fc1.bias"]
+    assert torch.allclose(found, (each[0] + each[1] + 2 * each[2]) / 4)
+
+
+def peak_of(*words: str | Path) -> int:
+    """The most memory, in bytes, that one `fedfuse` command held."""
+    command = [sys.executable, "-c", "from fedfuse.cli import main; main()", *map(str, words)]
+    child = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0
+    return int(usage.ru_maxrss) * (1 if sys.platform == "darwin" else 1024)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "num_examples", [(), ("--num-examples", "1", "--num-examples", "2", "--num-examples", "3", "--num-examples", "4")]
+)
+def test_memory_is_that_of_the_result_however_many_files(tmp_path: Path, num_examples: tuple[str, ...]) -> None:
+    """Four files of 100 MB: beyond what the command needs anyway, only the fused model is held."""
+    size = 100 * 2**20
+    for k in range(4):
+        write(tmp_path / f"{k}.safetensors", {"w": torch.full((size // 4,), float(k))}, {})
+        write(tmp_path / f"small-{k}.safetensors", {"w": torch.zeros(1)}, {})
+    plain = peak_of("fuse", *tmp_path.glob("small-*"), "-o", tmp_path / "small", *num_examples)
+    large = peak_of("fuse", *tmp_path.glob("?.safetensors"), "-o", tmp_path / "large", *num_examples)
+    assert large - plain < 1.5 * size

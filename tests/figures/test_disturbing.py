@@ -1,0 +1,81 @@
+"""Neuron disturbing: the toy's geometry, its networks, and pictures that appear."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sklearn.metrics import roc_auc_score
+
+from fedfuse.core.rows import Rows
+from fedfuse.data import load
+from fedfuse.experiment.figures import all_figures, experiments_folder, load_figures
+from fedfuse.nets.combine import TopLogit
+
+FIGURES = experiments_folder() / "figures"
+disturbing: Any = load_figures(FIGURES / "disturbing.py")
+accuracy = disturbing.accuracy
+auroc = disturbing.auroc
+band = disturbing.band
+toy = disturbing.toy
+
+SIDES = (band(300, -2.0, 0.5, 1), band(300, -0.5, 2.0, 2))
+TEST = band(200, -2.0, 2.0, 3)
+
+
+def test_points_lie_in_the_papers_band() -> None:
+    rows = band(2000, -2.0, 0.5, seed=5)
+    away = rows.x[:, 1] - rows.x[:, 0].abs()
+    assert rows.x[:, 0].min() >= -2
+    assert rows.x[:, 0].max() <= 0.5
+    assert away.abs().max() <= 1
+    assert ((away > 0) == (rows.y == 0)).all(), "the upper class has the first output"
+    assert abs(float((rows.y == 0).double().mean()) - 0.5) < 0.04
+
+
+@pytest.fixture(scope="module")
+def pair() -> disturbing.Pair:
+    return toy(9, TEST, SIDES)
+
+
+def test_adding_logits_is_concatenating_neurons(pair: disturbing.Pair) -> None:
+    """The paper's global model: both neurons side by side, output weights side by side, output biases added."""
+    left, right = (m.posterior.mean for m in pair.members)
+    hidden = (TEST.x @ torch.cat([left["fc1.weight"], right["fc1.weight"]]).T).add(
+        torch.cat([left["fc1.bias"], right["fc1.bias"]])
+    )
+    top = torch.cat([left["classifier.weight"], right["classifier.weight"]], 1)
+    expected = hidden.relu() @ top.T + left["classifier.bias"] + right["classifier.bias"]
+    assert torch.allclose(pair.together(TopLogit("all")).logits(TEST.x), expected, atol=1e-4)
+    assert pair.added == accuracy(pair.together(TopLogit("all")), TEST)
+    assert pair.chosen == accuracy(pair.together(TopLogit(1)), TEST)
+
+
+def test_one_side_alone_is_right_on_its_own_side(pair: disturbing.Pair) -> None:
+    for member, rows in zip(pair.members, SIDES, strict=True):
+        assert accuracy(member, rows) > 0.9
+    assert all(0.7 < a < 0.9 for a in pair.alone), "one neuron knows nothing of the other side"
+
+
+def test_the_area_under_the_curve() -> None:
+    draw = torch.Generator().manual_seed(0)
+    seen, unseen = torch.randint(0, 9, (70,), generator=draw) + 2.0, torch.randint(0, 9, (50,), generator=draw) + 0.0
+    expected = roc_auc_score([1] * 70 + [0] * 50, torch.cat([seen, unseen]).numpy())
+    assert auroc(seen, unseen) == pytest.approx(expected)
+    assert auroc(seen + 99, unseen) == 1.0
+
+
+def test_both_pictures_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disturbing, "SEEDS", (9, 44))
+    digits = load("digits", train_limit=400)
+    wide = replace(digits, train=Rows(digits.train.x, digits.train.y), test=Rows(digits.test.x, digits.test.y))
+    monkeypatch.setattr(disturbing, "load", lambda _: wide)
+    for name in ("ams-toy", "ams-confidence"):
+        picture = all_figures()[name]
+        assert picture.summary.endswith(".")
+        (path,) = picture.draw(tmp_path / "figures")
+        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        assert path.stat().st_size > 10_000

@@ -1,0 +1,188 @@
+"""An experiment file over a grid of real messages, and none of Flower's own processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from fake_grid import FakeGrid, grid_of
+from flwr.app import Context, RecordDict
+
+from fedfuse.data import load
+from fedfuse.errors import ConfigError, QuorumLost
+from fedfuse.experiment.config import Experiment
+from fedfuse.experiment.execute import Results, execute
+from fedfuse.experiment.ledger import Ledger
+from fedfuse.flower.run import Conductor
+from fedfuse.flower.site import FileSite, site_app
+
+Tiny = Callable[..., Experiment]
+TIMES = ("train_seconds", "server_seconds")
+
+
+@pytest.fixture
+def _simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As inside Flower's simulation engine, where ray is at work."""
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))  # type: ignore[arg-type]
+
+
+def written(experiment: Experiment, folder: Path) -> Path:
+    path = folder / "experiment.toml"
+    path.write_text(experiment.to_toml())
+    return path
+
+
+def conduct(grid: FakeGrid, path: Path, out: Path, **config: Any) -> Results:
+    conductor = Conductor(path)
+    conductor(grid, Context(1, 1, {}, RecordDict(), {"out": str(out), "deadline": 20.0, **config}))
+    assert conductor.results is not None
+    return conductor.results
+
+
+def plain(results: Results) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in results.rows]
+
+
+def models(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "models").iterdir()}
+
+
+@pytest.mark.usefixtures("_simulation")
+def test_the_run_directory_is_the_one_of_fedfuse_run(tiny: Tiny, tmp_path: Path) -> None:
+    experiment = tiny("fedavg", "scaffold", seeds=[0, 3])
+    path = written(experiment, tmp_path)
+    theirs = conduct(grid_of(site_app(path), 3), path, tmp_path / "flower")
+    ours = execute(experiment, tmp_path / "here", workers=0)
+    assert plain(theirs) == plain(ours)
+    assert models(tmp_path / "flower") == models(tmp_path / "here")
+    assert (tmp_path / "flower" / "partition.json").read_text() == (tmp_path / "here" / "partition.json").read_text()
+    assert (tmp_path / "flower" / "report.html").exists()
+
+
+@pytest.mark.usefixtures("_simulation")
+def test_a_server_that_starts_again_goes_on_where_it_stopped(tiny: Tiny, tmp_path: Path) -> None:
+    path = written(tiny(rounds=1), tmp_path)
+    grid = grid_of(site_app(path), 3)
+    conduct(grid, path, tmp_path / "run")
+    path = written(tiny(rounds=3), tmp_path)
+    conduct(grid, path, tmp_path / "run", resume=True)
+    conduct(grid_of(site_app(path), 3), path, tmp_path / "whole")
+    assert models(tmp_path / "run") == models(tmp_path / "whole")
+    with pytest.raises(ConfigError, match="holds a run already"):
+        conduct(grid, path, tmp_path / "run")
+
+
+def site_files(folder: Path, sizes: dict[str, int]) -> dict[str, Path]:
+    rows, begin, files = load("digits").train, 0, {}
+    for name, size in sizes.items():
+        x, y = rows.x[begin : begin + size].numpy(), rows.y[begin : begin + size].numpy()
+        files[name] = folder / f"{name}.npz"
+        np.savez(files[name], x_train=x, y_train=y, x_test=x[:1], y_test=y[:1])
+        begin += size
+    return files
+
+
+def deployed(path: Path, files: dict[str, Path], registered: bool = True) -> FakeGrid:
+    grid = FakeGrid()
+    for name, file in files.items():
+        known = {"name": name} if registered else {}
+        grid.add(site_app(path), data=str(file), **known)
+        node = list(grid.nodes.values())[-1]
+        node.name, node.context.node_config = known.get("name", ""), {"data": str(file), "name": name}
+    return grid
+
+
+def test_sites_train_on_their_own_rows_and_the_partition_is_theirs(tiny: Tiny, tmp_path: Path) -> None:
+    experiment = tiny(data={"clients": 3, "train_limit": 90, "test_limit": 60})
+    path = written(experiment, tmp_path)
+    files = site_files(tmp_path, {"north": 40, "east": 25, "south": 70})
+    results = conduct(deployed(path, files), path, tmp_path / "run")
+    clients = results.rows[-1]["clients"]
+    assert {name: told["num_examples"] for name, told in clients.items()} == {
+        "east": 25.0,
+        "north": 40.0,
+        "south": 70.0,
+    }
+    assert not (tmp_path / "run" / "partition.json").exists()  # nobody knows who holds which labels
+    again = conduct(deployed(path, dict(reversed(files.items())), registered=False), path, tmp_path / "again")
+    assert plain(again) == plain(results)  # names decide, not node ids nor the order of arrival
+
+
+def test_a_site_without_data_says_so_and_takes_no_part(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FEDFUSE_SITE_DATA", raising=False)
+    path = written(tiny(data={"clients": 3, "train_limit": 90}), tmp_path)
+    grid = deployed(path, site_files(tmp_path, {"north": 40, "east": 25}))
+    poor = grid.add(site_app(path), **{"partition-id": 0})  # a number is no leave to read the file's data set
+    grid.nodes[poor].name = "south"
+    results = conduct(grid, path, tmp_path / "run", wait=0.5)
+    dropped = results.rows[-1]["dropped"]
+    assert [told["client"] for told in dropped] == [f"node {poor}"]
+    assert "this site has no data: start its SuperNode with --node-config" in dropped[0]["reason"]
+    for node in grid.nodes.values():
+        node.context.node_config = {}
+    with pytest.raises(QuorumLost, match="this site has no data"):
+        conduct(grid, path, tmp_path / "none", wait=0.5)
+
+
+def test_a_sites_data_may_be_named_by_its_environment(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = site_files(tmp_path, {"north": 33})
+    monkeypatch.setenv("FEDFUSE_SITE_DATA", str(files["north"]))
+    monkeypatch.setenv("FEDFUSE_SITE_NAME", "north")
+    site = FileSite(written(tiny(), tmp_path))
+    assert site.enrol(Context(1, 1, {}, RecordDict(), {})) == ("north", 33, -1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"x": torch.rand(8, 3)}, "RuntimeError"),
+        ({"y": torch.full((8,), 12)}, "has the label 12 and the federation has 10 classes"),
+    ],
+)
+def test_rows_that_do_not_fit_drop_their_site_alone(
+    changes: dict[str, torch.Tensor], why: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    path = written(tiny(rounds=1, data={"clients": 3, "train_limit": 90}), tmp_path)
+    files = site_files(tmp_path, {"north": 40, "east": 25, "south": 30})
+    rows = {"x": torch.rand(8, 1, 8, 8), "y": torch.zeros(8, dtype=torch.int64), **changes}
+    x, y = rows["x"].numpy(), rows["y"].numpy()
+    np.savez(files["south"], x_train=x, y_train=y, x_test=x, y_test=y)
+    (line,) = conduct(deployed(path, files), path, tmp_path / "run").rows
+    assert list(line["clients"]) == ["east", "north"]
+    assert [told["client"] for told in line["dropped"]] == ["south"]
+    assert why in line["dropped"][0]["reason"]
+
+
+def test_what_cannot_be_in_a_federation_is_said_before_any_round(tiny: Tiny, tmp_path: Path) -> None:
+    files = site_files(tmp_path, {"north": 40, "east": 25, "south": 30})
+    data = {"clients": 3, "train_limit": 90, "server_fraction": 0.2}
+    path = written(tiny(data=data | {"standardise": True}), tmp_path)
+    with pytest.raises(ConfigError, match=r"data.standardise takes the mean of all training rows"):
+        conduct(deployed(path, files), path, tmp_path / "run")
+    path = tmp_path / "other.toml"
+    path.write_text(tiny("data_sharing", data=data).to_toml())
+    with pytest.raises(ConfigError, match="'data_sharing' cannot run on a federation: its server lends rows"):
+        conduct(deployed(path, files), path, tmp_path / "run")
+    assert not Ledger(tmp_path / "run" / "ledger.jsonl").lines()
+
+
+def test_a_site_with_another_file_is_told(tiny: Tiny, tmp_path: Path) -> None:
+    path, other = written(tiny(rounds=1), tmp_path), tmp_path / "other.toml"
+    other.write_text(tiny("fedprox").to_toml())
+    grid = deployed(path, site_files(tmp_path, {"north": 40, "east": 25, "south": 30}))
+    next(iter(grid.nodes.values())).app = site_app(other)
+    (line,) = conduct(grid, path, tmp_path / "run").rows
+    assert "this site's experiment has no method 'fedavg'; it has fedprox" in line["dropped"][0]["reason"]

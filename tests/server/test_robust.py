@@ -1,0 +1,147 @@
+"""Robust filters against brute force, and against a client that lies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor, nn
+
+from fedfuse.core.messages import ClientUpdate, Cohort
+from fedfuse.core.model import Single
+from fedfuse.core.posterior import Diag, Posterior
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.seams import Guard
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.server.aggregate.mean import Mean
+from fedfuse.server.filters import find_guard
+from fedfuse.server.robust import GUARDS, CoordinateMedian, Krum, NormClip, TrimmedMean
+from fedfuse.server.round import fuse_round
+from fedfuse.wire.codec import decode, encode
+
+NET = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+SPEC = Spec.of(NET)
+
+
+def drawn(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        n: scale * torch.randn(t.shape, generator=draw) if t.is_floating_point() else torch.tensor(seed)
+        for n, t in NET.state_dict().items()
+    }
+
+
+def vector(state: Any) -> np.ndarray[Any, Any]:
+    return np.concatenate([t.double().numpy().ravel() for t in state.values() if t.is_floating_point()])
+
+
+def cohort(states: list[dict[str, Tensor]], in_bytes: bool = True) -> Cohort:
+    return Cohort(
+        tuple(
+            ClientUpdate(f"c{k}", Posterior(decode(encode(s, {})).tensors if in_bytes else s), 1.0 + k, 1, SPEC)
+            for k, s in enumerate(states)
+        )
+    )
+
+
+STATES = [drawn(k) for k in range(6)]
+START = ServerState(0, Single(SPEC, Posterior(drawn(99))))
+
+
+def mean_after(by: Guard, states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return dict(fuse_round(Recipe(aggregate=Mean(), guard=by), cohort(states), START, Bench()).single.posterior.mean)
+
+
+def test_the_median_is_scipys() -> None:
+    for count in (5, 6):
+        got = mean_after(CoordinateMedian(), STATES[:count])
+        assert np.allclose(vector(got), np.median([vector(s) for s in STATES[:count]], axis=0), atol=1e-6)
+        assert got["1.num_batches_tracked"].item() == count - 1
+
+
+@pytest.mark.parametrize("trim", [0.0, 0.17, 0.34])
+def test_the_trimmed_mean_is_scipys(trim: float) -> None:
+    got = vector(mean_after(TrimmedMean(trim), STATES))
+    assert np.allclose(got, stats.trim_mean([vector(s) for s in STATES], trim, axis=0), atol=1e-6)
+
+
+def test_krum_keeps_whom_brute_force_keeps() -> None:
+    """Score of i: the least sum of squared distances to any n − f − 2 others."""
+    points, f = [vector(s) for s in STATES], 2
+    scores = [
+        min(sum(((p - q) ** 2).sum() for q in group) for group in combinations(points[:i] + points[i + 1 :], 6 - f - 2))
+        for i, p in enumerate(points)
+    ]
+    best = sorted(np.argsort(scores)[:3])
+    kept = Krum(byzantine=f, keep=3)(cohort(STATES), START)
+    assert kept.clients == tuple(f"c{i}" for i in best)
+
+
+def test_clipping_shortens_long_moves_along_themselves() -> None:
+    start = START.single.posterior.mean
+    moves = [np.linalg.norm(vector(s) - vector(start)) for s in STATES]
+    limit = float(np.median(moves)) * 0.9
+    clipped = NormClip(limit=limit)(cohort(STATES), START)
+    for u, state, move in zip(clipped, STATES, moves, strict=True):
+        expected = vector(start) + min(1.0, limit / move) * (vector(state) - vector(start))
+        assert np.allclose(vector({n: u.posterior.mean[n] for n in state}), expected, atol=1e-5)
+    assert np.linalg.norm(vector(mean_after(NormClip(limit=limit), STATES)) - vector(start)) <= limit + 1e-4
+
+
+def test_with_a_ratio_the_median_move_is_the_limit() -> None:
+    start, far = vector(START.single.posterior.mean), [*STATES[:4], drawn(7, scale=1e4)]
+    moves = sorted(np.linalg.norm(vector(s) - start) for s in far)
+    clipped = NormClip()(cohort(far), START)
+    most = max(np.linalg.norm(vector({n: u.posterior.mean[n] for n in far[0]}) - start) for u in clipped)
+    assert most == pytest.approx(moves[2], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_one_liar_cannot_carry_the_mean_away(name: str) -> None:
+    """Five alike and one far away: behind a guard the mean stays with the five."""
+    honest = [
+        {n: t + 0.01 * drawn(k)[n] if t.is_floating_point() else t for n, t in drawn(99).items()} for k in range(5)
+    ]
+    liar = drawn(50, scale=1e6)
+    got = vector(
+        mean_after(find_guard({"name": name, **({"trim": 0.2} if name == "trimmed" else {})})[1], [*honest, liar])
+    )
+    assert np.abs(got - vector(drawn(99))).max() < 0.2
+
+
+def test_a_guard_keeps_geometry_and_evidence() -> None:
+    updates = [
+        replace(u, notes={"counts/x": torch.ones(1)}, posterior=replace(u.posterior, geometry=Diag({})))
+        for u in cohort(STATES)
+    ]
+    for name in GUARDS:
+        for u in GUARDS[name]()(Cohort(tuple(updates)), START):
+            assert isinstance(u.posterior.geometry, Diag)
+            assert list(u.notes) == ["counts/x"]
+
+
+def test_the_record_says_who_was_dropped() -> None:
+    far = [*STATES[:5], drawn(7, scale=100.0)]
+    facts = fuse_round(Recipe(aggregate=Mean(), guard=Krum()), cohort(far), START, Bench()).facts
+    assert facts["guard_dropped"] == ["c5"]
+    assert "Krum" in facts["guard"]
+
+
+def test_impossible_guards_say_so() -> None:
+    with pytest.raises(ConfigError, match="no guard 'krumm'; did you mean 'krum'"):
+        find_guard("krumm")
+    with pytest.raises(ConfigError, match="no option 'bizantine'; did you mean 'byzantine'"):
+        find_guard({"name": "krum", "bizantine": 1})
+    with pytest.raises(ConfigError, match="guard krum.byzantine is 'two'"):
+        find_guard({"name": "krum", "byzantine": "two"})
+    with pytest.raises(RecipeError, match="needs at least 4 updates, got 3"):
+        Krum()(cohort(STATES[:3]), START)
+    with pytest.raises(RecipeError, match=r"\[0, 0.5\)"):
+        TrimmedMean(0.5)(cohort(STATES), START)
