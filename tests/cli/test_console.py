@@ -77,8 +77,8 @@ def test_scores_stand_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_hint_is_for_who_looks_on(screen: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     console.hint("")
     assert screen.getvalue() == ""
-    console.hint("wait a [little]")
-    assert screen.getvalue() == "wait a [little]\n"
+    console.hint("wait a little")
+    assert screen.getvalue() == "wait a little\n"
     quiet = io.StringIO()
     monkeypatch.setattr(console, "err", Console(file=quiet, force_terminal=False))
     console.hint("wait a little")
