@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,8 +26,10 @@ from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.core.threads import one_thread
+from fedfuse.server.aggregate import mean as means
 from fedfuse.server.aggregate.mean import mean_of
-from fedfuse.wire.codec import decode, encode
+from fedfuse.wire.codec import decode, encode, read
+from machine import here
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -50,9 +53,13 @@ class Row:
     clients: int
     ours_gb_s: float
     limit_gb_s: float
+    torch_gb_s: float
+    files_gb_s: float
+    files_limit_gb_s: float
     flower_gb_s: float | None
     times_flower: float | None
     share_of_limit: float
+    share_of_files_limit: float
     relative_error: float
     extra_models: float
     time_per_client: float
@@ -91,10 +98,10 @@ def messages(case: Case) -> list[bytes]:
     return [encode(state(case.shapes, seed), {}) for seed in range(case.clients)]
 
 
-def cohort(payloads: list[bytes]) -> Cohort:
-    """Updates in memory as the door leaves them: views of the bytes that came."""
-    means = (decode(p).tensors for p in payloads)
-    return Cohort(tuple(ClientUpdate(f"c{i}", Posterior(m), 1.0 + i, 1, Spec("mlp")) for i, m in enumerate(means)))
+def cohort(payloads: Sequence[bytes | Path]) -> Cohort:
+    """Updates as the door leaves them: views of the bytes that came, or files they wait in."""
+    found = ((decode(p) if isinstance(p, bytes) else read(p)).tensors for p in payloads)
+    return Cohort(tuple(ClientUpdate(f"c{i}", Posterior(m), 1.0 + i, 1, Spec("mlp")) for i, m in enumerate(found)))
 
 
 def flower_replies(payloads: list[bytes]) -> Callable[[], object] | None:
@@ -125,14 +132,48 @@ def best_of_each(repeats: int, *works: Callable[[], object]) -> list[float]:
 
 
 def read_once(payloads: list[bytes]) -> Callable[[], object]:
-    """The limit: every byte is looked at once."""
-    views = [torch.frombuffer(p, dtype=torch.float32, count=len(p) // 4) for p in payloads]
+    """The limit: as many bytes as all clients sent are looked at once, in one long run for every thread."""
+    whole = torch.zeros(sum(map(len, payloads)) // 4)
+    parts = whole.chunk(torch.get_num_threads())
 
-    def read() -> None:
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool, one_thread():
-            list(pool.map(torch.sum, views))
+    def read_all() -> None:
+        with one_thread():
+            if len(parts) == 1:
+                whole.sum()
+                return
+            with ThreadPoolExecutor(len(parts)) as pool:
+                list(pool.map(torch.sum, parts))
 
-    return read
+    return read_all
+
+
+def read_files(paths: list[Path]) -> Callable[[], object]:
+    """The limit of files: their bytes are copied into memory once, a megabyte at a time."""
+
+    def read_one(path: Path) -> None:
+        room = bytearray(1 << 20)
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(room):
+                pass
+
+    def read_all() -> None:
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(read_one, paths))
+
+    return read_all
+
+
+def by_torch(work: Callable[[], object]) -> Callable[[], object]:
+    """The same mean without compiled code."""
+
+    def slower() -> None:
+        means._MANY, before = 1 << 62, means._MANY
+        try:
+            work()
+        finally:
+            means._MANY = before
+
+    return slower
 
 
 def relative_error(means: Mapping[str, Tensor], updates: Cohort) -> float:
@@ -160,12 +201,21 @@ def peak_bytes(work: Callable[[], object]) -> int:
     return max(accumulate(change for _, change in changes))
 
 
-def measure(case: Case) -> Row:
+def measure(case: Case, folder: Path) -> Row:
     payloads = messages(case)
+    paths = [folder / f"{case.clients}-{k}" for k in range(case.clients)]
+    for path, payload in zip(paths, payloads, strict=True):
+        path.write_bytes(payload)
     whole, half = cohort(payloads), cohort(payloads[: case.clients // 2])
-    works = [partial(mean_of, whole), partial(mean_of, half), read_once(payloads)]
+    mean, stored = partial(mean_of, whole), partial(mean_of, cohort(paths))
+    works = [mean, partial(mean_of, half), read_once(payloads), by_torch(mean), stored, read_files(paths)]
     flower = flower_replies(payloads)
-    ours, fewer, limit, *theirs = best_of_each(case.repeats, *works, *([flower] if flower else []))
+    best_of_each(1, *works)  # compiled code is loaded, and files are in the system's cache
+    ours, fewer, limit, torchs, files, files_limit, *theirs = best_of_each(
+        case.repeats, *works, *([flower] if flower else [])
+    )
+    for path in paths:
+        path.unlink()
     model = sum(torch.Size(s).numel() for s in case.shapes.values())
     gigabytes = 4e-9 * model * case.clients
     return Row(
@@ -174,9 +224,13 @@ def measure(case: Case) -> Row:
         clients=case.clients,
         ours_gb_s=gigabytes / ours,
         limit_gb_s=gigabytes / limit,
+        torch_gb_s=gigabytes / torchs,
+        files_gb_s=gigabytes / files,
+        files_limit_gb_s=gigabytes / files_limit,
         flower_gb_s=gigabytes / theirs[0] if theirs else None,
         times_flower=theirs[0] / ours if theirs else None,
         share_of_limit=limit / ours,
+        share_of_files_limit=files_limit / files,
         relative_error=relative_error(mean_of(whole), whole),
         extra_models=peak_bytes(partial(mean_of, whole)) / (4 * model),
         time_per_client=(ours / case.clients) / (fewer / (case.clients // 2)),
@@ -187,6 +241,9 @@ COLUMNS: list[tuple[str, str, str]] = [
     ("case", "case", "<12"),
     ("ours_gb_s", "ours GB/s", ">11.2f"),
     ("limit_gb_s", "limit GB/s", ">12.2f"),
+    ("torch_gb_s", "by torch", ">10.2f"),
+    ("files_gb_s", "files GB/s", ">12.2f"),
+    ("share_of_files_limit", "of limit", ">10.2f"),
     ("flower_gb_s", "Flower GB/s", ">13.2f"),
     ("times_flower", "x Flower", ">10.1f"),
     ("share_of_limit", "of limit", ">10.2f"),
@@ -210,13 +267,14 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     print("".join(format(title, fmt.split(".")[0]) for _, title, fmt in COLUMNS))
     rows = []
-    for case in cases(options.small):
-        rows.append(asdict(measure(case)))
-        print(shown(rows[-1]), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases(options.small):
+            rows.append(asdict(measure(case, Path(folder))))
+            print(shown(rows[-1]), flush=True)
     print("memory: the most in use at once, in models, the result included")
     print("linear: time per client with all clients over that with half of them; 1.00 is linear")
     if options.json:
-        options.json.write_text(json.dumps({"threads": options.threads, "rows": rows}, indent=2) + "\n")
+        options.json.write_text(json.dumps({**here(), "threads": options.threads, "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -72,3 +72,14 @@ def test_scores_stand_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     for words in ("digits", "a.safetensors", "50.00%", "1.2500", "0.1000", "0.7500"):
         assert words in told
+
+
+def test_a_hint_is_for_who_looks_on(screen: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    console.hint("")
+    assert screen.getvalue() == ""
+    console.hint("wait a little")
+    assert screen.getvalue() == "wait a little\n"
+    quiet = io.StringIO()
+    monkeypatch.setattr(console, "err", Console(file=quiet, force_terminal=False))
+    console.hint("wait a little")
+    assert quiet.getvalue() == ""

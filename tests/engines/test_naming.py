@@ -136,6 +136,7 @@ def test_a_name_depends_on_all_that_an_answer_depends_on(brief: Brief, work: Wor
         name(replace(work, objective=Proximal(0.0))),
         name(replace(work, evidence=(LabelCounts(),))),
         name(replace(work, settings=work.settings.model_copy(update={"epochs": 9}))),
+        name(replace(work, settings=work.settings.model_copy(update={"kernel": "torch"}))),
         name(seed=1),
         name(brief=replace(brief, round=1)),
         name(brief=replace(brief, params=told)),
@@ -162,3 +163,13 @@ def test_a_walk_cut_short_under_a_falling_rate_does_not_stand_alone(work: Work) 
     namer = Namer.of(replace(work, settings=cut, evidence=(LabelCounts(),)), 0)
     assert namer is not None
     assert namer.training is None
+
+
+def test_another_compiler_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = naming.machine("cpu")
+    naming.machine.cache_clear()
+    monkeypatch.setattr(naming, "signature", lambda: "none")
+    try:
+        assert naming.machine("cpu") != before
+    finally:
+        naming.machine.cache_clear()

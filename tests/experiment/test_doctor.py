@@ -35,6 +35,23 @@ def test_whole_data_are_named_by_their_place(tmp_path: Path, monkeypatch: pytest
     assert examine()["data"]["mnist"].startswith(str(tmp_path))
 
 
+def test_who_waits_for_a_compiler_is_told_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "is_cold", lambda: True)
+    monkeypatch.setattr(doctor, "why_not", lambda: "")
+    assert doctor.compile_notice("torch") == ""
+    assert "once on this machine" in doctor.compile_notice("auto")
+    monkeypatch.setattr(doctor, "is_cold", lambda: False)
+    assert doctor.compile_notice("auto") == ""
+
+
+def test_the_doctor_says_whether_kernels_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert examine()["machine"]["kernels"].startswith("compiled where they are faster")
+    monkeypatch.setattr(doctor, "why_not", lambda: "not installed: pip install 'fedfuse[fast]'")
+    assert examine()["machine"]["kernels"] == "not installed: pip install 'fedfuse[fast]'"
+    monkeypatch.setattr(doctor, "is_cold", lambda: True)
+    assert doctor.compile_notice("auto") == ""
+
+
 def test_a_missing_extra_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "versions", lambda: {"torch": "2"})
     assert examine()["software"]["flwr"] == "not installed: pip install 'fedfuse[flower]'"

@@ -38,8 +38,12 @@ from fedfuse.errors import ConfigError, FuseError
 from fedfuse.wire.codec import encode
 from fedfuse.wire.messages import encode_brief
 
-# What workers find imported when they are forked; the third is what torch imports to build a net on the meta device.
-_PRELOAD = ["fedfuse.engines.worker", "fedfuse.models", "torch.fx.experimental.symbolic_shapes"]
+# What workers find imported when they are forked; the third is what torch imports to build a net on the meta device,
+# and the last brings numba, where that is installed.
+_PRELOAD = [
+    *("fedfuse.engines.worker", "fedfuse.models", "torch.fx.experimental.symbolic_shapes"),
+    "fedfuse.kernels.chain",
+]
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 _TRIES = 2  # of a client whose worker dies, and of starting workers that do not
 

@@ -23,7 +23,7 @@ def examine() -> dict[str, dict[str, str]]:
 
 def compile_notice(kernel: str) -> str:
     """What to tell a person before a run whose first clients may wait for a compiler; usually nothing."""
-    if kernel == "torch" or why_not() or not is_cold():
+    if kernel == "torch" or not is_cold() or why_not():
         return ""
     return "compiled kernels are made at their first use: some twenty seconds, once on this machine"
 

@@ -18,7 +18,9 @@ from numba.extending import intrinsic
 from fedfuse.kernels.target import Floats, Ints, compile_exactly
 
 Doubles = npt.NDArray[np.float64]
-_NEAR = 1 << 13  # numbers whose sums stay near (64 KiB): long enough for memory to be read in long runs
+# Numbers whose sums are held at once: long enough for memory to be read in long runs, short enough to stay near and to
+# weigh little beside a small model.
+_MOST, _LEAST = 1 << 14, 1 << 11
 
 
 @intrinsic
@@ -48,28 +50,48 @@ def weighted_sums(rows: Ints, weights: Doubles, divisor: float, begin: int, out:
         begin: the first number to sum.
         out: as many as are wanted.
     """
-    sums = np.empty(_NEAR, np.float64)
-    for first in range(0, out.size, _NEAR):
-        count = min(_NEAR, out.size - first)
+    near, last = min(_MOST, max(_LEAST, out.size // 64)), rows.size - 1
+    sums = np.empty(near, np.float64)
+    for first in range(0, out.size, near):
+        count = min(near, out.size - first)
         for i in range(count):
             sums[i] = 0.0
-        k = 0
-        while k + 4 <= rows.size:
-            _add_four(rows[k : k + 4], weights[k : k + 4], begin + first, sums[:count])
-            k += 4
-        while k < rows.size:
-            add_row(_row(rows[k], begin + first, count), weights[k], sums[:count])
-            k += 1
-        divide(sums[:count], divisor, out[first : first + count])
+        add_rows(rows[:last], weights[:last], begin + first, sums[:count])
+        row, part = _row(rows[last], begin + first, count), out[first : first + count]
+        _finish(row, weights[last], sums[:count], divisor, part)
+
+
+@compile_exactly
+def _finish(row: Floats, weight: float, sums: Doubles, divisor: float, out: Floats) -> None:
+    """Add the last row and divide: the division is done while memory is waited for."""
+    for i in range(out.size):
+        out[i] = (sums[i] + weight * np.float64(row[i])) / divisor
+
+
+@compile_exactly
+def add_rows(rows: Ints, weights: Doubles, begin: int, sums: Doubles) -> None:
+    """Add sums[i] += Σ_k weights[k] · row_k[begin + i], for rows at the given addresses."""
+    k = 0
+    while k + 8 <= rows.size:
+        _add_eight(rows[k : k + 8], weights[k : k + 8], begin, sums)
+        k += 8
+    while k + 4 <= rows.size:
+        _add_four(rows[k : k + 4], weights[k : k + 4], begin, sums)
+        k += 4
+    while k < rows.size:
+        row, weight = _row(rows[k], begin, sums.size), weights[k]
+        for i in range(sums.size):
+            sums[i] += weight * np.float64(row[i])
+        k += 1
 
 
 @compile_exactly
 def _add_four(rows: Ints, weights: Doubles, begin: int, sums: Doubles) -> None:
     """Four rows in their order, while a sum is in its register."""
-    a, b = _row(rows[0], begin, sums.size), _row(rows[1], begin, sums.size)
-    c, d = _row(rows[2], begin, sums.size), _row(rows[3], begin, sums.size)
+    n = sums.size
+    a, b, c, d = _row(rows[0], begin, n), _row(rows[1], begin, n), _row(rows[2], begin, n), _row(rows[3], begin, n)
     p, q, r, s = weights[0], weights[1], weights[2], weights[3]
-    for i in range(sums.size):
+    for i in range(n):
         total = sums[i] + p * np.float64(a[i])
         total += q * np.float64(b[i])
         total += r * np.float64(c[i])
@@ -77,14 +99,19 @@ def _add_four(rows: Ints, weights: Doubles, begin: int, sums: Doubles) -> None:
 
 
 @compile_exactly
-def add_row(row: Floats, weight: float, sums: Doubles) -> None:
-    """Add sums += weight · row."""
-    for i in range(sums.size):
-        sums[i] += weight * np.float64(row[i])
-
-
-@compile_exactly
-def divide(sums: Doubles, divisor: float, out: Floats) -> None:
-    """Write out = sums / divisor."""
-    for i in range(sums.size):
-        out[i] = sums[i] / divisor
+def _add_eight(rows: Ints, weights: Doubles, begin: int, sums: Doubles) -> None:
+    """Eight rows likewise."""
+    n = sums.size
+    a, b, c, d = _row(rows[0], begin, n), _row(rows[1], begin, n), _row(rows[2], begin, n), _row(rows[3], begin, n)
+    e, f, g, h = _row(rows[4], begin, n), _row(rows[5], begin, n), _row(rows[6], begin, n), _row(rows[7], begin, n)
+    p, q, r, s = weights[0], weights[1], weights[2], weights[3]
+    t, u, v, w = weights[4], weights[5], weights[6], weights[7]
+    for i in range(n):
+        total = sums[i] + p * np.float64(a[i])
+        total += q * np.float64(b[i])
+        total += r * np.float64(c[i])
+        total += s * np.float64(d[i])
+        total += t * np.float64(e[i])
+        total += u * np.float64(f[i])
+        total += v * np.float64(g[i])
+        sums[i] = total + w * np.float64(h[i])

@@ -24,6 +24,7 @@ from fedfuse.core.files import write_atomically
 from fedfuse.core.messages import Form
 from fedfuse.core.params import Params
 from fedfuse.errors import ConfigError, FuseError
+from fedfuse.wire.reading import fill
 
 DTYPES = {
     "F64": torch.float64,
@@ -208,12 +209,10 @@ def read(path: Path, limits: Limits | None = None) -> Packet:
     def fetch(name: str, begin: int, end: int) -> Tensor:
         out = torch.empty(end - begin, dtype=forms[name].dtype)
         try:
-            with path.open("rb") as file:
-                file.seek(start + offsets[name] + begin * out.itemsize)
-                got = file.readinto(memoryview(_bytes_of(out)))
+            whole = fill(path, start + offsets[name] + begin * out.itemsize, memoryview(_bytes_of(out)))
         except OSError as why:
             raise Malformed(f"cannot read {path}: {why.strerror or why}") from why
-        if got != out.numel() * out.itemsize:
+        if not whole:
             raise Malformed(f"{path.name} changed while it was read")
         return out
 

@@ -29,7 +29,7 @@ from fedfuse.wire.codec import LazyParams, piece_of
 # Elements per block: long enough that memory is read in long runs, short enough that the float64 sums stay in cache.
 BLOCK = 1 << 18
 _MIN_THREADED = 1 << 16  # elements that are not worth a second thread
-_MIN_COMPILED = 1 << 22  # elements of all clients that are worth loading compiled code
+_MIN_COMPILED = 1 << 21  # elements of all clients that are worth loading compiled code
 
 ALL_LAWS = frozenset({"order", "one", "agree", "scale", "pure", "dtype", "finite", "repeat"})
 
@@ -206,6 +206,7 @@ class _Target:
 
 
 Blocks: TypeAlias = list[tuple[int, int]]
+_Add: TypeAlias = Callable[[Tensor, Sequence[Tensor], list[float]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +223,16 @@ def _plan(sources: Sequence[Params], what: _Sum) -> tuple[Callable[[Blocks], Non
     """Who takes the sums, and in which blocks; every way gives the same bits."""
     count, first = what.target.ends[-1], what.target.tensors[0]
     narrow = first.dtype == torch.float32 and first.device.type == "cpu"
+    add = _add
     if narrow and count * len(sources) >= _MIN_COMPILED and not why_not():
         if all(_is_contiguous(source, what) for source in sources):
             share = -(-count // max(1, torch.get_num_threads()))
             return _ResidentSum.of(sources, what), _blocks(count, max(BLOCK, share))
-        return partial(_sum_blocks, sources, what, compiled=True), _blocks(count, _block_size(count))
-    return partial(_sum_blocks, sources, what), _blocks(count, _block_size(count))
+        add = _add_compiled
+    # so that sums and pieces weigh little beside the model
+    size = max(1, min(BLOCK >> 1, max(BLOCK >> 6, count // 10), count))
+    together = 4 if count >= 4 * BLOCK else 1
+    return partial(_sum_blocks, sources, what, add, together), _blocks(count, size)
 
 
 def _is_contiguous(source: Params, what: _Sum) -> bool:
@@ -235,11 +240,6 @@ def _is_contiguous(source: Params, what: _Sum) -> bool:
     if isinstance(source, LazyParams):
         return source.resident and source.forms[what.name].dtype == torch.float32
     return source[what.name].is_contiguous() and source[what.name].dtype == torch.float32
-
-
-def _block_size(count: int) -> int:
-    """Elements of a block whose sums weigh little beside the model."""
-    return max(1, min(BLOCK, max(BLOCK >> 6, count // 10), count))
 
 
 def _blocks(count: int, size: int) -> Blocks:
@@ -268,30 +268,33 @@ class _ResidentSum:
                 weighted_sums(self.addresses, self.weights, self.what.total, at, piece.numpy())
 
 
-def _sum_blocks(sources: Sequence[Params], what: _Sum, blocks: Blocks, compiled: bool = False) -> None:
-    """Sum these blocks over clients in float64, each block of a client fetched when its turn comes."""
+def _sum_blocks(sources: Sequence[Params], what: _Sum, add: _Add, together: int, blocks: Blocks) -> None:
+    """Sum these blocks over clients in float64; a few clients' pieces of a block are fetched at a time."""
     size = max((end - begin for begin, end in blocks), default=0)
-    sums, wide = torch.empty(2, size, dtype=torch.float64, device=what.target.tensors[0].device)
-    add = _add_compiled if compiled else _add
+    sums = torch.empty(size, dtype=torch.float64, device=what.target.tensors[0].device)
     for begin, end in blocks:
         block = sums[: end - begin].zero_()
-        for source, weight in zip(sources, what.weights, strict=True):
-            add(block, piece_of(source, what.name, begin, end), weight, wide)
+        for k in range(0, len(sources), together):
+            pieces = [piece_of(source, what.name, begin, end) for source in sources[k : k + together]]
+            add(block, pieces, what.weights[k : k + together])
         block = block if what.total == 1.0 else block.div_(what.total)
         for at, piece in what.target.slices(begin, end):
             piece.copy_(block[at - begin : at - begin + len(piece)])
 
 
-def _add(block: Tensor, piece: Tensor, weight: float, wide: Tensor) -> None:
-    """Add weight · piece, the product rounded before the sum: a fused step would depend on the processor."""
-    block.add_(wide[: len(block)].copy_(piece).mul_(weight))
+def _add(block: Tensor, pieces: Sequence[Tensor], weights: list[float]) -> None:
+    """Add Σ weight · piece, each product rounded before its sum: a fused step would depend on the processor."""
+    wide = torch.empty_like(block)
+    for piece, weight in zip(pieces, weights, strict=True):
+        block.add_(wide.copy_(piece).mul_(weight))
 
 
-def _add_compiled(block: Tensor, piece: Tensor, weight: float, _: Tensor) -> None:
+def _add_compiled(block: Tensor, pieces: Sequence[Tensor], weights: list[float]) -> None:
     """The same in one pass."""
-    from fedfuse.kernels.mean import add_row
+    from fedfuse.kernels.mean import add_rows
 
-    add_row(piece.numpy(), weight, block.numpy())
+    addresses = np.array([piece.data_ptr() for piece in pieces], np.int64)
+    add_rows(addresses, np.array(weights), 0, block.numpy())
 
 
 def _empty_like(source: Params, name: str) -> Tensor:
