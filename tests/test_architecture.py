@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).resolve().parents[1] / "src" / "fedfuse"
+from fedfuse.core.recipe import Recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "fedfuse"
+PAGE = ROOT / "docs" / "architecture.md"
 
 # What each part may import of ours, beside itself; "a.b" allows that one module or package of `a` only.
 # cli → {api, flower} → experiment → {methods, engines, data, report}; methods → {client, server}; client and server do
@@ -177,3 +184,54 @@ def test_what_is_banned_stays_out(what: str) -> None:
         if pattern.search(line)
     ]
     assert not found
+
+
+def import_graph() -> str:
+    """The packages' imports as a picture; an arrow is left out where a longer path says the same."""
+    below: dict[str, set[str]] = {part: set() for part in MAY_IMPORT if part not in ("errors", "__init__", "__main__")}
+    for path in (p for p in FILES if part_of(p) in below):
+        part = part_of(path)
+        below[part] |= {m.partition(".")[0] for m in ours(path, iter(tree(path).body))} & below.keys() - {part}
+
+    def reaches(part: str, goal: str) -> bool:
+        return any(n == goal or reaches(n, goal) for n in below[part])
+
+    arrows = [(a, b) for a, found in below.items() for b in found if not any(reaches(n, b) for n in found - {b})]
+    return "\n".join(["```mermaid", "graph TD", *(f"  {a} --> {b}" for a, b in sorted(arrows)), "```"])
+
+
+def between(text: str, mark: str) -> str:
+    return text.partition(f"<!-- {mark} -->")[2].partition(f"<!-- /{mark} -->")[0].strip()
+
+
+def walk() -> dict[str, int]:
+    words = [sys.executable, str(ROOT / "tests" / "walk_a_round.py")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_the_page_draws_the_imports_as_they_are() -> None:
+    assert between(PAGE.read_text(), "graph") == import_graph(), "write it anew: python tests/test_architecture.py"
+
+
+def test_the_page_counts_the_walk_of_a_tensor() -> None:
+    counted, text = walk(), PAGE.read_text()
+    told = {mark: int(between(text, mark).replace(",", "")) for mark in ("files", "returns")}
+    assert told == {mark: counted[mark] for mark in told}, "write it anew: python tests/test_architecture.py"
+
+
+def test_the_page_names_every_package_and_every_seam() -> None:
+    text = PAGE.read_text()
+    packages = {p.name for p in SOURCE.iterdir() if p.is_dir() and (p / "__init__.py").exists()}
+    assert not [name for name in packages if f"`{name}/`" not in text]
+    fields = set(Recipe.__dataclass_fields__) - {"name", "label", "publishes", "later"}
+    assert not [name for name in fields if f"| `{name}` |" not in text]
+
+
+if __name__ == "__main__":
+    page, counts = PAGE.read_text(), walk()
+    parts = {"graph": f"\n{import_graph()}\n", "files": str(counts["files"]), "returns": f"{counts['returns']:,}"}
+    for mark, new in parts.items():
+        page = re.sub(rf"(<!-- {mark} -->).*?(<!-- /{mark} -->)", rf"\g<1>{new}\g<2>", page, flags=re.DOTALL)
+    PAGE.write_text(page)

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 import fedfuse
 from fedfuse import cli
 from fedfuse.data import load
+from fedfuse.extend import ALL_LAWS, forget_method
+from fedfuse.testing import check_method
 
 ROOT = Path(__file__).resolve().parents[1]
 Typed = Callable[[str], int]
@@ -151,3 +153,23 @@ def test_the_quick_starts_mistake_is_explained(
     line, said = mistake.splitlines()
     assert typed(line.removeprefix("$ ")) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_method_is_added_as_the_document_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: dict[str, object] = {"__name__": "my_package"}
+    try:
+        for language, text in blocks("docs/add-a-method.md"):
+            if language == "python":
+                exec(compile(text, "add-a-method.md", "exec", dont_inherit=True), known)
+        known["test_my_prox_keeps_the_laws"]()  # type: ignore[operator]
+        assert check_method("root_mean") == tuple(sorted(ALL_LAWS))
+    finally:
+        for name in ("my_prox", "root_mean"):
+            forget_method(name)
+
+
+def test_readmes_table_names_every_method_and_no_other() -> None:
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Methods")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    named = {word for row in rows for word in re.findall(r"`(\w+)`", row.split("|")[2])}
+    assert named == set(fedfuse.list_methods())
