@@ -160,7 +160,7 @@ def serve(folder: Path, parameters: int, clients: int) -> Memory:
     from fedfuse.core.state import Bench, ServerState
     from fedfuse.flower.engine import Federation, FlowerEngine, Member
     from fedfuse.server.aggregate.mean import Mean
-    from fedfuse.server.loop import Plan, one_round
+    from fedfuse.server.loop import RunPlan, one_round
 
     torch.set_num_threads(1)
     brief, _ = a_brief(parameters)
@@ -172,7 +172,7 @@ def serve(folder: Path, parameters: int, clients: int) -> Memory:
     me = psutil.Process()
     before, began = me.memory_info().rss - size, time.perf_counter()  # the first model is the server's own
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    record = one_round(recipe, FlowerEngine(federation, "fedavg", recipe, local), Bench(), None, state, Plan())
+    record = one_round(recipe, FlowerEngine(federation, "fedavg", recipe, local), Bench(), None, state, RunPlan())
     peak = next(int(line.split()[1]) * 1024 for line in status() if line.startswith("VmHWM"))
     assert len(record.facts["clients"]) == clients
     spent = time.perf_counter() - began

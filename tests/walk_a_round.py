@@ -18,7 +18,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import InProcess, Population
-from fedfuse.server.loop import Plan, run
+from fedfuse.server.loop import RunPlan, run
 
 HOME = f"{Path(fedfuse.__file__).parent}/"
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": 3})
@@ -30,7 +30,7 @@ def one_round() -> None:
     engine = InProcess(Population.of({"a": rows, "b": rows}))
     bench = Bench(population=2, classes=3, local=LocalSettings(kernel="torch"))
     start = ServerState(0, Single.of(SPEC.build(), SPEC))
-    list(run(find_method("fedavg").recipe(), engine, bench, None, start, Plan(1)))
+    list(run(find_method("fedavg").recipe(), engine, bench, None, start, RunPlan(1)))
 
 
 def main() -> None:

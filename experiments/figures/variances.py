@@ -27,7 +27,7 @@ from fedfuse.experiment.figures import figure
 from fedfuse.report.read import Row, number, read_run
 from fedfuse.server.door.admit import admit_all
 from fedfuse.server.judge import Judge
-from fedfuse.server.loop import Plan, run
+from fedfuse.server.loop import RunPlan, run
 
 INK, PALE = "#1f2933", "#9aa5b1"
 COLOURS = {"eaa": "#2a78b8", "gaa": "#e07b00", "aalv": "#2e9e5b", "rklb": "#c8323c", "wb": "#7b4fb5", "fklb": "#8a5a3b"}
@@ -67,13 +67,13 @@ class Federation:
     def rounds(self, recipe: Recipe, rounds: int) -> Iterator[Row]:
         """A method's rounds, as lines of a ledger."""
         engine = InProcess(self.population)
-        for record in run(recipe, engine, self.bench, self.judge, self.start, Plan(rounds)):
+        for record in run(recipe, engine, self.bench, self.judge, self.start, RunPlan(rounds)):
             yield {"label": recipe.label, "method": recipe.name, "seed": 0, **record.facts}
 
     def last_cohort(self, recipe: Recipe, rounds: int) -> tuple[Cohort, Params]:
         """What the clients sent in one more round after some, and what they were told before it."""
         engine, state = InProcess(self.population), self.start
-        for record in run(recipe, engine, self.bench, None, state, Plan(rounds)):
+        for record in run(recipe, engine, self.bench, None, state, RunPlan(rounds)):
             state = record.state
         brief = recipe.prepare_models(state, self.bench).brief(recipe.publishes, 10)
         answers = engine.exchange(brief, recipe.work(self.bench.local), engine.clients)

@@ -87,7 +87,7 @@ def test_the_memory_limit_bounds_what_is_alive_at_a_time() -> None:
     assert mixture.chunk(x) == 100_000 // (8 * alive)
     assert Mixture(members, alike(10), TopLogit(1)).chunk(x) == 1000
     tight = Mixture(members, alike(10), TopLogit(1), memory=1000)
-    assert tight._grouped()[0].stack is None, "stacking copies weights, which must fit too"
+    assert tight._member_groups()[0].stack is None, "stacking copies weights, which must fit too"
     assert torch.allclose(tight.answers(x[:9]), mixture.answers(x[:9]), atol=1e-6)
 
 

@@ -151,7 +151,7 @@ def test_resized_layers_know_their_new_sizes(
 ) -> None:
     """A depthwise convolution loses groups with its channels; norms and linear layers their features."""
     new = {n: torch.ones(s if isinstance(s, tuple) else (s,)) for n, s in shapes.items()}
-    spec = Spec.of(module).resized(new)
+    spec = Spec.of(module).with_shapes_of(new)
     state = {**dict(module.state_dict()), **new}
     assert spec.forward(state, torch.ones(x)).isfinite().all()
 

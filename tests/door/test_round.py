@@ -23,7 +23,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.server.door.admit import Contract, admit_all
-from fedfuse.server.loop import Plan, run
+from fedfuse.server.loop import RunPlan, run
 from fedfuse.wire.codec import decode, encode
 from fedfuse.wire.messages import encode_reply
 
@@ -168,6 +168,6 @@ def test_a_run_goes_on_round_after_round() -> None:
     bench = Bench(population=3, classes=3, local=LocalSettings(batch_size=4))
     state = ServerState(0, Single.of(SPEC.build(), SPEC))
     engine = Hostile(InProcess(Population.of(people)))
-    records = list(run(find_method("scaffold").recipe(), engine, bench, None, state, Plan(rounds=4)))
+    records = list(run(find_method("scaffold").recipe(), engine, bench, None, state, RunPlan(rounds=4)))
     assert [len(r.facts["refused"]) for r in records] == [2, 2, 2, 2]
     assert all(list(r.facts["clients"]) == ["a", "b", "m"] for r in records)

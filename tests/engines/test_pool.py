@@ -28,7 +28,7 @@ from fedfuse.methods.fedavg import fedavg
 from fedfuse.methods.fedprox import fedprox
 from fedfuse.methods.moon import moon
 from fedfuse.methods.scaffold import scaffold
-from fedfuse.server.loop import Plan, run
+from fedfuse.server.loop import RunPlan, run
 from fedfuse.wire.codec import decode
 
 
@@ -50,7 +50,7 @@ def is_alive(pid: int) -> bool:
 def after_rounds(recipe: Recipe, engine: LocalEngine, brief: Brief) -> ServerState:
     start = ServerState(0, Single(brief.spec, Posterior(brief.params)))
     bench = Bench(population=len(engine.clients), classes=3, local=LocalSettings(batch_size=5, optimizer={"lr": 0.1}))
-    return list(run(recipe, engine, bench, None, start, Plan(rounds=3, per_round=4)))[-1].state
+    return list(run(recipe, engine, bench, None, start, RunPlan(rounds=3, per_round=4)))[-1].state
 
 
 @pytest.mark.parametrize("make", [fedavg, fedprox, scaffold, moon])

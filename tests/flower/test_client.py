@@ -29,7 +29,7 @@ from fedfuse.errors import QuorumLost
 from fedfuse.flower import FuseStrategy, evaluate, train
 from fedfuse.flower.network import Network
 from fedfuse.flower.records import FAILED, MEMORY, PARAMS, REPLY
-from fedfuse.server.loop import Plan, run
+from fedfuse.server.loop import RunPlan, run
 from fedfuse.server.steps.dynamic import accuracy_and_loss
 
 
@@ -94,7 +94,7 @@ def in_process(recipe: Recipe, rounds: int) -> Mapping[str, Tensor]:
     bench = Bench(images(9, 20), None, 3, 3, local, SEED)
     spec = Spec.of(start())
     state = ServerState(0, Single.of(start(), spec))
-    *_, last = run(recipe, InProcess(PEOPLE, SEED), bench, None, state, Plan(rounds))
+    *_, last = run(recipe, InProcess(PEOPLE, SEED), bench, None, state, RunPlan(rounds))
     return last.state.single.posterior.mean
 
 

@@ -16,7 +16,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, entries_of
 from fedfuse.engines.local import InProcess, Population
-from fedfuse.server.loop import Plan, Record, run
+from fedfuse.server.loop import Record, RunPlan, run
 
 
 def network() -> nn.Module:
@@ -42,7 +42,7 @@ def federate(name: str, rounds: int, settings: dict[str, Any] | None = None, **o
     bench = Bench(population=3, classes=3, local=LocalSettings.model_validate(base | (settings or {})))
     state = ServerState(0, Single.of(network(), SPEC))
     engine = InProcess(Population.of(rows()))
-    return list(run(find_method(name).recipe(**options), engine, bench, None, state, Plan(rounds)))
+    return list(run(find_method(name).recipe(**options), engine, bench, None, state, RunPlan(rounds)))
 
 
 def same(a: Record, b: Record) -> bool:
@@ -93,7 +93,7 @@ def test_moons_loss_in_round_two_is_the_one_worked_out_by_hand() -> None:
         bench,
         None,
         ServerState(0, Single.of(net, Spec.of(net))),
-        Plan(2),
+        RunPlan(2),
     )
     given = next(rounds).state.single.posterior.mean
     kept = {client: entries_of(engine.memories[client], "last") for client in data}  # as it was after the first round

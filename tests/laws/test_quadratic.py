@@ -25,7 +25,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState
 from fedfuse.engines.local import InProcess, Population
-from fedfuse.server.loop import Plan, run
+from fedfuse.server.loop import RunPlan, run
 
 DIMENSION, RATE = 3, 0.1
 
@@ -98,7 +98,7 @@ class World:
         bench = Bench(population=len(self.sizes), local=local)
         begin = torch.zeros(DIMENSION, dtype=torch.float64) if start is None else start
         state = ServerState(0, replace(Single.of(Point(), SPEC), posterior=Single.of(at(begin), SPEC).posterior))
-        records = run(recipe, InProcess(Population.of(self.rows())), bench, None, state, Plan(rounds))
+        records = run(recipe, InProcess(Population.of(self.rows())), bench, None, state, RunPlan(rounds))
         return [r.state.single.posterior.mean["w"] for r in records]
 
 

@@ -16,7 +16,7 @@ from fedfuse.engines.local import InProcess, Population
 from fedfuse.nets.combine import OpenSetVote
 from fedfuse.nets.mixture import Mixture
 from fedfuse.server.aggregate.ensemble import KeepAll
-from fedfuse.server.loop import Plan, run
+from fedfuse.server.loop import RunPlan, run
 from fedfuse.server.outputs import UnknownClass
 
 SPEC = Spec("mlp", {"inputs": 36, "hidden": [6], "classes": 3})
@@ -44,7 +44,7 @@ def test_rounds_go_on_after_distillation_with_the_output_put_back() -> None:
     bench = Bench(None, rows(2, (0, 1, 2)).x, 2, 3, local)
     recipe = method("fedov", distill="unlabelled", epochs=2)
     state = ServerState(0, Single.of(SPEC.build(), SPEC))
-    states = [r.state for r in run(recipe, InProcess(people), bench, None, state, Plan(rounds=2))]
+    states = [r.state for r in run(recipe, InProcess(people), bench, None, state, RunPlan(rounds=2))]
     assert [outputs(s.single) for s in states] == [3, 3]
     assert states[-1].single.spec == SPEC
 

@@ -27,7 +27,7 @@ from fedfuse.experiment.prepare import prepare
 from fedfuse.server.aggregate.gaussianity import HigherOrder, NonGaussianMean, Renyi
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.door.admit import admit_all
-from fedfuse.server.loop import Plan, one_round, run
+from fedfuse.server.loop import RunPlan, one_round, run
 from fedfuse.training.round import client_round
 
 ONE_STEP = LocalSettings(max_steps=1, batch_size=4, optimizer={"lr": 0.01, "momentum": 0.9})
@@ -141,7 +141,7 @@ def test_two_rounds_remember_the_last_model() -> None:
     start = ServerState(0, Single.of(spec.build(), spec))
     outcomes = []
     for options in ({}, {"contrastive": 5.0}):
-        records = run(fedfuse.recipe("swa", **options), InProcess(population, 0), bench, None, start, Plan(2))
+        records = run(fedfuse.recipe("swa", **options), InProcess(population, 0), bench, None, start, RunPlan(2))
         outcomes.append([r.state.single.posterior.mean["conv1.weight"] for r in records])
     (plain, plain2), (pulled, pulled2) = outcomes
     assert plain.equal(pulled)

@@ -267,7 +267,7 @@ def test_what_a_grouped_convolution_reads_is_removed_evenly() -> None:
     small, rest = keep_channels(spec, weights, {first: [0, 2, 3, 4, 5, 6]})
     x = inputs((3, 7, 7))
     assert torch.allclose(small.forward(rest, x), spec.forward(deaf, x), atol=1e-5)
-    with pytest.raises(ConfigError, match="rooms of 4 units"):
+    with pytest.raises(ConfigError, match="sections of 4 units"):
         keep_units(weights, first, [0, 1, 2, 5])
     with pytest.raises(ConfigError, match="cannot trade places"):
         permute_group(weights, first, [4, 1, 2, 3, 0, 5, 6, 7])

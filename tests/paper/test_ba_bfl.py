@@ -12,7 +12,7 @@ from fedfuse.core.registry import find_method
 from fedfuse.engines.local import InProcess
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import Setting, prepare
-from fedfuse.server.loop import Plan, Record, run
+from fedfuse.server.loop import Record, RunPlan, run
 
 pytestmark = pytest.mark.paper
 
@@ -39,7 +39,7 @@ def setting() -> Setting:
 def last(name: str, rounds: int = 4, **options: Any) -> Record:
     at = setting()
     engine, recipe = InProcess(at.population, at.seed), find_method(name).recipe(**options)
-    *_, record = run(recipe, engine, at.bench, at.judge, at.start, Plan(rounds))
+    *_, record = run(recipe, engine, at.bench, at.judge, at.start, RunPlan(rounds))
     return record
 
 

@@ -24,7 +24,7 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError, FuseError, RecipeError
 from fedfuse.nets.mixture import Mixture
-from fedfuse.server.loop import Plan, run
+from fedfuse.server.loop import RunPlan, run
 
 CLIENTS, CLASSES, SEED = 4, 3, 3
 SPEC = Spec("lenet", {"size": 8, "maps": [4, 4], "hidden": [6], "classes": CLASSES})
@@ -82,7 +82,7 @@ def by_run(name: str) -> Model:
     bench = Bench(SERVER, None, CLIENTS, CLASSES, LocalSettings.model_validate(SETTINGS), SEED)
     state = ServerState(0, Single.of(_loaded(spec), spec))
     engine = InProcess(Population.of(DATA), SEED)
-    (record,) = run(find_method(name).recipe(**options(name)), engine, bench, None, state, Plan(1))
+    (record,) = run(find_method(name).recipe(**options(name)), engine, bench, None, state, RunPlan(1))
     return record.state.model
 
 

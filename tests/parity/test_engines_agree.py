@@ -14,7 +14,7 @@ from fedfuse.core.seams import Engine
 from fedfuse.engines.local import InProcess
 from fedfuse.errors import ConfigError
 from fedfuse.server.judge import Judge
-from fedfuse.server.loop import Plan, Record, run
+from fedfuse.server.loop import Record, RunPlan, run
 
 pytest.importorskip("flwr")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -29,7 +29,7 @@ TIMES = ("train_seconds", "server_seconds")
 
 
 def records(recipe: Recipe, engine: Engine) -> list[Record]:
-    plan = Plan(rounds_of(recipe), enrolled=population().sizes())
+    plan = RunPlan(rounds_of(recipe), enrolled=population().sizes())
     return list(run(recipe, engine, bench(), Judge(images(7, 20), CLASSES), start(recipe), plan))
 
 

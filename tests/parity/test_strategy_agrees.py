@@ -22,11 +22,11 @@ from fedfuse.core.state import ServerState
 from fedfuse.engines.local import InProcess
 from fedfuse.errors import RecipeError
 from fedfuse.flower import FuseStrategy, train
-from fedfuse.server.loop import Plan, run
+from fedfuse.server.loop import RunPlan, run
 
 
 def in_process(recipe: Recipe) -> ServerState:
-    *_, last = run(recipe, InProcess(population(), SEED), bench(), None, start(recipe), Plan(rounds_of(recipe)))
+    *_, last = run(recipe, InProcess(population(), SEED), bench(), None, start(recipe), RunPlan(rounds_of(recipe)))
     return last.state
 
 

@@ -23,7 +23,7 @@ from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import QuorumLost
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.door.admit import Admission, Rules
-from fedfuse.server.loop import Plan, Record, choose_clients, run
+from fedfuse.server.loop import Record, RunPlan, choose_clients, run
 from fedfuse.wire.codec import decode
 from fedfuse.wire.messages import encode_brief
 
@@ -80,13 +80,13 @@ class Watching:
 
 
 def rounds(recipe: Recipe, engine: Engine, state: ServerState | None = None, **plan: Any) -> list[Record]:
-    return list(run(recipe, engine, BENCH, None, state or start(), Plan(**plan)))
+    return list(run(recipe, engine, BENCH, None, state or start(), RunPlan(**plan)))
 
 
 def test_a_record_tells_everything_a_reader_wants() -> None:
     judge, engine = Watching(), Faulty(federation(), silent=frozenset({"c1"}))
     recipe = find_method("scaffold").recipe()
-    records = list(run(recipe, engine, BENCH, judge, start(), Plan(rounds=2)))
+    records = list(run(recipe, engine, BENCH, judge, start(), RunPlan(rounds=2)))
     facts = records[0].facts
     assert [r.facts["round"] for r in records] == [1, 2]
     assert list(facts["clients"]) == ["c0", "c2", "c3"]
@@ -128,7 +128,7 @@ def mean(state: ServerState) -> Mapping[str, torch.Tensor]:
 
 def test_below_the_quorum_the_round_does_not_count() -> None:
     engine = Faulty(federation(), silent=frozenset({"c0"}), garbled=frozenset({"c1", "c2"}))
-    going = run(Recipe(aggregate=Mean()), engine, BENCH, None, start(), Plan(rounds=1))
+    going = run(Recipe(aggregate=Mean()), engine, BENCH, None, start(), RunPlan(rounds=1))
     with pytest.raises(QuorumLost) as why:
         next(going)
     assert "round 1: 1 of 4 clients were admitted and the quorum is 50%" in str(why.value)

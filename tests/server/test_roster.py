@@ -19,7 +19,7 @@ from fedfuse.engines.memo import Memo
 from fedfuse.engines.pool import Pool
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.loop import Plan, Record, run
+from fedfuse.server.loop import Record, RunPlan, run
 from fedfuse.server.roster import ShareServerRows, WithServer
 
 CLASSES = 3
@@ -43,7 +43,7 @@ def start() -> ServerState:
 
 def federate(recipe: Recipe, server: Rows | None, rounds: int = 2, per_round: int | None = 2) -> list[Record]:
     population = people()
-    plan = Plan(rounds, per_round, enrolled=population.sizes())
+    plan = RunPlan(rounds, per_round, enrolled=population.sizes())
     return list(run(recipe, InProcess(population, seed=3), replace(BENCH, rows=server), None, start(), plan))
 
 
@@ -69,7 +69,7 @@ def test_the_server_is_a_client_like_any_other() -> None:
     """Where everybody is asked, it does not matter whether a client lives in the engine or at the server."""
     everybody = {**{f"c{i}": rows(10 + i, i) for i in range(4)}, "server": rows(30, 9)}
     engine = InProcess(Population.of(everybody), seed=3)
-    (plain,) = run(Recipe(aggregate=Mean()), engine, BENCH, None, start(), Plan(1))
+    (plain,) = run(Recipe(aggregate=Mean()), engine, BENCH, None, start(), RunPlan(1))
     (hybrid,) = federate(find_method("hybrid_fl").recipe(), rows(30, 9), rounds=1, per_round=None)
     assert same(plain, hybrid)
 
@@ -94,7 +94,7 @@ def test_lent_rows_are_trained_on_and_counted() -> None:
         c: Rows(torch.cat([r.x, lent.x]), torch.cat([r.y, lent.y])) for c in own.clients for r in [own.rows_of(c)]
     }
     engine = InProcess(Population.of(merged), seed=3)
-    plain = list(run(Recipe(aggregate=Mean()), engine, BENCH, None, start(), Plan(2, 2)))
+    plain = list(run(Recipe(aggregate=Mean()), engine, BENCH, None, start(), RunPlan(2, 2)))
     shared = federate(find_method("data_sharing").recipe(), lent)
     assert same(plain[-1], shared[-1])
     assert not shared[0].facts["refused"]
@@ -125,7 +125,7 @@ def test_rosters_stack() -> None:
 
 def test_a_liar_is_still_refused_above_what_it_owns_and_was_lent() -> None:
     population = people()
-    plan = Plan(1, enrolled={**population.sizes(), "c1": 5})
+    plan = RunPlan(1, enrolled={**population.sizes(), "c1": 5})
     bench = replace(BENCH, rows=rows(30, 9))
     (record,) = run(find_method("data_sharing").recipe(), InProcess(population), bench, None, start(), plan)
     assert [r["client"] for r in record.facts["refused"]] == ["c1"]
@@ -137,6 +137,6 @@ def test_workers_and_the_memo_see_lent_rows_too(tmp_path_factory: pytest.TempPat
     with Pool(workers=0) as pool:
         for _ in range(2):
             engine = memo.wrap(pool.engine(people(), seed=3))
-            ends += list(run(find_method("data_sharing").recipe(), engine, bench, None, start(), Plan(1)))
+            ends += list(run(find_method("data_sharing").recipe(), engine, bench, None, start(), RunPlan(1)))
     assert ends[1].facts["remembered"] == 4
     assert same(ends[0], ends[1])

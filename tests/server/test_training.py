@@ -20,7 +20,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, entries_of
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.server.aggregate.adaptive import ServerOptimizer
-from fedfuse.server.loop import Plan, run
+from fedfuse.server.loop import RunPlan, run
 from fedfuse.server.steps.distill import Distill
 from fedfuse.server.steps.distillation_inputs import ServerInputs
 from fedfuse.server.steps.dynamic import DynamicUpdate
@@ -41,7 +41,7 @@ def rounds_of(recipe: Recipe, rounds: int = 3) -> list[ServerState]:
     server = rows(30, 9)
     bench = Bench(server, population=3, classes=3, local=LOCAL, inputs=InputForm((6,)))
     start = ServerState(0, Single.of(MLP.build(), MLP))
-    return [r.state for r in run(recipe, InProcess(people), bench, None, start, Plan(rounds=rounds))]
+    return [r.state for r in run(recipe, InProcess(people), bench, None, start, RunPlan(rounds=rounds))]
 
 
 def stray(state: ServerState) -> int:

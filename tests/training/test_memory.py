@@ -20,7 +20,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.nets.channels import channel_groups, keep_channels
-from fedfuse.server.loop import Plan, Record, run
+from fedfuse.server.loop import Record, RunPlan, run
 from fedfuse.server.steps.prune import Prune
 from fedfuse.server.steps.rates import FixedRate
 from fedfuse.training.memory import CHANNELS, fit_memory
@@ -45,7 +45,7 @@ def pruned_run(recipe: Recipe, spec: Spec, rounds: int = 4, **plan: Any) -> tupl
     local = LocalSettings(batch_size=4, optimizer={"lr": 0.05})
     bench = Bench(rows(20, 9), population=4, classes=3, local=local, inputs=InputForm(SHAPE))
     start = ServerState(0, Single.of(spec.build(), spec))
-    return list(run(recipe, engine, bench, None, start, Plan(rounds=rounds, **plan))), engine
+    return list(run(recipe, engine, bench, None, start, RunPlan(rounds=rounds, **plan))), engine
 
 
 def with_prunings(method: str, last: bool = True) -> Recipe:

@@ -27,7 +27,7 @@ from fedfuse.engines.pool import Pool
 from fedfuse.errors import ConfigError, QuorumLost, RecipeError
 from fedfuse.server.door.admit import Contract, admit
 from fedfuse.server.judge import Judge
-from fedfuse.server.loop import Plan, Record, run
+from fedfuse.server.loop import Record, RunPlan, run
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode
 
@@ -57,7 +57,7 @@ def two_rounds(name: str, method: str, **options: Any) -> list[Record]:
     people = Population.of({client: rows_for(which, seed=i) for i, client in enumerate("abc")})
     bench = Bench(population=3, classes=CLASSES, local=SETTINGS, inputs=InputForm(which.shape))
     judge, recipe = Judge(rows_for(which, 9, seed=9), CLASSES), fedfuse.recipe(method, **options)
-    return list(run(recipe, InProcess(people), bench, judge, start, Plan(rounds=2)))
+    return list(run(recipe, InProcess(people), bench, judge, start, RunPlan(rounds=2)))
 
 
 def answer_of(net: nn.Module, data: Rows, output: int | str | None = None, **work: Any) -> dict[str, Tensor]:
@@ -257,7 +257,7 @@ def test_trainable_names_are_the_authors() -> None:
 def test_rows_that_a_network_cannot_read_are_told_in_its_words() -> None:
     people = Population.of({"a": Rows(torch.randn(6, 5), torch.arange(6) % CLASSES)})
     start = ServerState(0, Single.of(net := own.Tied(), Spec.of(net)))
-    rounds = run(fedfuse.recipe("fedavg"), InProcess(people), Bench(classes=CLASSES), None, start, Plan())
+    rounds = run(fedfuse.recipe("fedavg"), InProcess(people), Bench(classes=CLASSES), None, start, RunPlan())
     with pytest.raises(QuorumLost, match="mat1 and mat2"):
         next(rounds)
 
@@ -283,7 +283,7 @@ def one_round(name: str, method: str, **options: Any) -> Record:
     held = {"rows": rows_for(which, 12, seed=8), "unlabelled": rows_for(which, 12, seed=9).x}
     bench = Bench(**held, population=2, classes=CLASSES, local=SETTINGS, inputs=InputForm(which.shape))  # type: ignore[arg-type]
     start = ServerState(0, Single.of(net, Spec.of(net, which.output)))
-    return next(run(fedfuse.recipe(method, **options), InProcess(people), bench, None, start, Plan()))
+    return next(run(fedfuse.recipe(method, **options), InProcess(people), bench, None, start, RunPlan()))
 
 
 def test_the_curvature_of_attention_has_second_derivatives() -> None:

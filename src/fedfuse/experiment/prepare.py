@@ -27,7 +27,7 @@ from fedfuse.experiment.config import Experiment, NameWithOptions
 from fedfuse.experiment.rehearse import rehearse, some_rows
 from fedfuse.server.door.admit import Rules
 from fedfuse.server.judge import Judge
-from fedfuse.server.loop import Plan
+from fedfuse.server.loop import RunPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Setting:
     bench: Bench
     judge: Judge
     start: ServerState
-    plan: Plan
+    plan: RunPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +124,11 @@ class PreparedExperiment:
                 starts[client] = Start(spec, Single.of(_build_network(spec, seed, *words), spec).posterior.mean)
         return ServerState(0, first, starts=starts)
 
-    def _plan(self, sizes: Mapping[str, int]) -> Plan:
+    def _plan(self, sizes: Mapping[str, int]) -> RunPlan:
         server = self.experiment.server
         named = frozenset[str]().union(*(s.factories for s in (self.spec, *(g for _, _, g in self.groups))))
         rules = Rules(server.quorum, server.examples_ratio, server.memory_mib * 2**20, named)
-        return Plan(self.experiment.rounds, self.experiment.clients_per_round, rules, sizes)
+        return RunPlan(self.experiment.rounds, self.experiment.clients_per_round, rules, sizes)
 
 
 def prepare(experiment: Experiment, fetch: Callable[..., Dataset] | None = None) -> PreparedExperiment:

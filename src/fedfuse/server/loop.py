@@ -40,7 +40,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """How a run goes, beside its recipe.
 
     Attributes:
@@ -57,7 +57,7 @@ class Plan:
 
 
 def run(
-    recipe: Recipe, engine: Engine, bench: Bench, judge: Scorer | None, state: ServerState, plan: Plan
+    recipe: Recipe, engine: Engine, bench: Bench, judge: Scorer | None, state: ServerState, plan: RunPlan
 ) -> Iterator[Record]:
     """Run rounds from `state.round` to the end, yielding each as it is done.
 
@@ -74,7 +74,7 @@ def run(
 
 
 def one_round(
-    recipe: Recipe, engine: Engine, bench: Bench, judge: Scorer | None, state: ServerState, plan: Plan
+    recipe: Recipe, engine: Engine, bench: Bench, judge: Scorer | None, state: ServerState, plan: RunPlan
 ) -> Record:
     """One exchange and everything that follows from it."""
     terms = engine.terms

@@ -23,7 +23,7 @@ from fedfuse.methods.fedma import fedma
 from fedfuse.nets.channels import permute_group
 from fedfuse.server.aggregate.chain import Matcher, hidden_layers
 from fedfuse.server.aggregate.layerwise import MatchedLayers
-from fedfuse.server.loop import Plan, Record, run
+from fedfuse.server.loop import Record, RunPlan, run
 
 CLASSES = 3
 MLP = Spec("mlp", {"inputs": 64, "hidden": [8, 7], "classes": CLASSES})
@@ -121,7 +121,7 @@ def federated(spec: Spec, rounds: int, per_round: int | None = None, clients: in
     )
     starts = {c: Start(spec, weights(spec, k)) for k, c in enumerate(rows)}
     state = ServerState(0, Single.of(spec.build(), spec), starts=starts)
-    return run(fedma(gamma=100.0), InProcess(Population.of(rows)), bench, None, state, Plan(rounds, per_round))
+    return run(fedma(gamma=100.0), InProcess(Population.of(rows)), bench, None, state, RunPlan(rounds, per_round))
 
 
 def held(state: ServerState) -> set[str]:

@@ -23,7 +23,7 @@ from fedfuse.methods.pfnm import pfnm
 from fedfuse.nets.channels import permute_group
 from fedfuse.server.aggregate.chain import Matcher, hidden_layers
 from fedfuse.server.aggregate.matched import MatchedUnits
-from fedfuse.server.loop import Plan, run
+from fedfuse.server.loop import RunPlan, run
 from fedfuse.wire.files import load_model, save_model
 
 FEATURES, CLASSES = 6, 3
@@ -133,7 +133,7 @@ def test_a_grown_network_is_saved_loaded_and_trained_on(tmp_path: Path) -> None:
     state = ServerState(0, Single.of(ONE.build(), ONE), starts=starts)
     bench = Bench(population=3, classes=CLASSES, local=local)
     engine = InProcess(Population.of(rows))
-    records = list(run(replace(pfnm(gamma=(1e6,)), name="pfnm"), engine, bench, None, state, Plan(2)))
+    records = list(run(replace(pfnm(gamma=(1e6,)), name="pfnm"), engine, bench, None, state, RunPlan(2)))
     first, second = (r.state.single for r in records)
     assert first.spec.build().fc1.out_features == 24
     assert {s.spec for s in records[0].state.starts.values()} == {ONE}, "every client goes on with its own units"

@@ -20,7 +20,7 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import RecipeError
 from fedfuse.server.door.admit import Contract, admit
-from fedfuse.server.loop import Plan, run
+from fedfuse.server.loop import RunPlan, run
 from fedfuse.server.steps.dynamic import DynamicUpdate, accuracy_and_loss, balance, interpolate, need_of
 from fedfuse.wire.messages import encode_reply
 
@@ -152,13 +152,13 @@ def federation(server: Rows | None) -> tuple[InProcess, Bench]:
 def test_without_server_rows_it_says_so_before_training() -> None:
     engine, at = federation(None)
     with pytest.raises(RecipeError, match="server's own rows and there are none; set data.server_fraction"):
-        next(run(find_method("feddu").recipe(), engine, at, None, replace(start(), round=0), Plan(2)))
+        next(run(find_method("feddu").recipe(), engine, at, None, replace(start(), round=0), RunPlan(2)))
 
 
 def test_it_runs_round_after_round_and_the_same_seed_gives_the_same_bytes() -> None:
     def final() -> dict[str, torch.Tensor]:
         engine, at = federation(rows(20))
-        *_, last = run(find_method("feddu").recipe(), engine, at, None, replace(start(), round=0), Plan(3, 2))
+        *_, last = run(find_method("feddu").recipe(), engine, at, None, replace(start(), round=0), RunPlan(3, 2))
         assert last.facts["facts"]["server_step"]["taken"]
         assert last.facts["reveals"] == ["how many rows of each class the client has"]
         return dict(last.state.single.posterior.mean)

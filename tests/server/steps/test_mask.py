@@ -18,7 +18,7 @@ from fedfuse.core.state import Bench, ServerState, entries_of
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.nets.cost import density
-from fedfuse.server.loop import Plan, Record, run
+from fedfuse.server.loop import Record, RunPlan, run
 from fedfuse.server.steps.mask import (
     Exchange,
     PruneFirst,
@@ -104,7 +104,7 @@ def start() -> ServerState:
 def federate(name: str, rounds: int, server: bool = True, **options: Any) -> list[Record]:
     population = Population.of({f"c{i}": rows(12, i, only=i) for i in range(3)})
     recipe = find_method(name).recipe(**options)
-    plan = Plan(rounds, enrolled=population.sizes())
+    plan = RunPlan(rounds, enrolled=population.sizes())
     return list(run(recipe, InProcess(population), bench(server), None, start(), plan))
 
 

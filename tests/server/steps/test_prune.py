@@ -21,7 +21,7 @@ from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError, RecipeError, Refused
 from fedfuse.nets.channels import Group
 from fedfuse.server.door.admit import Contract, admit
-from fedfuse.server.loop import Plan, Record, run
+from fedfuse.server.loop import Record, RunPlan, run
 from fedfuse.server.steps.prune import Prune, filters_of, layer_rates, shrink_state, units_to_keep
 from fedfuse.server.steps.rates import FixedRate
 from fedfuse.wire.files import load_model, save_model
@@ -143,7 +143,7 @@ def federate(
     torch.manual_seed(0)
     state = ServerState(0, Single.of(spec.build(), spec))
     recipe = find_method(name).recipe(**options)
-    return list(run(recipe, InProcess(population), bench, None, state, Plan(rounds, enrolled=population.sizes())))
+    return list(run(recipe, InProcess(population), bench, None, state, RunPlan(rounds, enrolled=population.sizes())))
 
 
 def sizes(records: list[Record]) -> list[int]:
