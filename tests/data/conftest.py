@@ -25,7 +25,7 @@ from fedfuse.data.official import OFFICIAL, Official, Remote
 
 
 @pytest.fixture(autouse=True)
-def layer_of(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own, no proxy, no waiting between attempts, and no data of the machine unless asked for."""
     real = request.getfixturevalue("real_data") if "real_data" in request.fixturenames else None
     for name in ("FEDFUSE_DATA", "FEDFUSE_OFFLINE", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):

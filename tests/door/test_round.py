@@ -9,6 +9,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
+from fedfuse.core.terms import Terms
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.server.door.admit import Contract, admit_all
 from fedfuse.server.loop import RunPlan, run
@@ -80,7 +82,7 @@ def test_what_is_too_large_is_refused_without_taking_memory(name: str, where: st
     assert admission.cohort.clients == ("a",)
     assert [r["client"] for r in admission.refused] == ["m"]
     assert peak < 2_000_000
-    assert admission.spool._held < 100_000, "what is too long is not kept either"
+    assert admission.spool._bytes_in_memory < 100_000, "what is too long is not kept either"
 
 
 def test_a_file_of_terabytes_is_refused_by_its_size(tmp_path: Path) -> None:
@@ -144,6 +146,7 @@ class Hostile:
     """A federation whose client m answers with something else every round."""
 
     inner: InProcess
+    terms: ClassVar[Terms] = Terms()
 
     @property
     def clients(self) -> tuple[str, ...]:

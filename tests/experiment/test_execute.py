@@ -125,7 +125,7 @@ class Listening:
     """An engine that counts the bytes its clients hear and say."""
 
     def __init__(self, engine: InProcess) -> None:
-        self.engine, self.heard, self.said = engine, 0, 0
+        self.engine, self.heard, self.said, self.terms = engine, 0, 0, engine.terms
 
     @property
     def clients(self) -> tuple[str, ...]:

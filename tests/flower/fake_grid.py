@@ -126,7 +126,7 @@ class TestSite:
     population: Population
     recipe: Recipe
     local: LocalSettings
-    trusted: frozenset[str] = frozenset()
+    trusted_factories: frozenset[str] = frozenset()
 
     def enrol(self, context: Context) -> Enrolment:
         place = int(context.node_config["partition-id"])
