@@ -111,5 +111,5 @@ def share(store: Path, results: Path) -> None:
     rows = Rows(torch.linspace(0, 1, 400).view(100, 4), torch.arange(100) % 2)
     engine = InProcess(Population(rows, {f"c{i}": torch.arange(i, 100, 5) for i in range(5)}))
     results.mkdir()
-    for envelope in Memo(store).around(engine).exchange(Brief(0, spec, params, classes=2), Work(), engine.clients):
+    for envelope in Memo(store).wrap(engine).exchange(Brief(0, spec, params, classes=2), Work(), engine.clients):
         (results / envelope.client).write_bytes(envelope.payload)

@@ -8,6 +8,7 @@ import torch
 
 from fedfuse.client.evidence.control import ControlDelta
 from fedfuse.client.evidence.counts import LabelCounts
+from fedfuse.client.memory import KeepControl
 from fedfuse.client.objectives import Proximal
 from fedfuse.core.messages import Brief, Start
 from fedfuse.core.rows import Rows
@@ -92,7 +93,7 @@ def test_strides_of_the_server_do_not_reach_the_bits(population: Population, bri
 def test_memories_stay_from_round_to_round_and_can_be_put_back(
     population: Population, brief: Brief, work: Work
 ) -> None:
-    controlled = replace(work, evidence=(ControlDelta(),))
+    controlled = replace(work, evidence=(ControlDelta(),), memory=(KeepControl(),))
     engine = InProcess(population)
     answers(engine, brief, controlled)
     saved = dict(engine.memories)

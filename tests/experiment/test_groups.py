@@ -38,7 +38,7 @@ def test_depths_one_to_five_in_turn(tiny: Tiny) -> None:
 
 def test_the_last_group_that_names_a_client_counts_and_others_have_the_common_network(tiny: Tiny) -> None:
     groups = [{"name": "mlp", "hidden": [7], "first": 1}, {"name": "mlp", "hidden": [8], "first": 2, "every": 2}]
-    assert tiny("ams", rounds=1, data=FIVE, models=groups).members == [[4], [7], [8], [7], [8]]
+    assert networks(tiny("ams", rounds=1, data=FIVE, models=groups)) == [[4], [7], [8], [7], [8]]
 
 
 def test_clients_of_one_group_start_alike_or_each_by_itself(tiny: Tiny) -> None:

@@ -28,7 +28,7 @@ NETS = """
 import torch
 from torch import nn
 
-class AsChosen(nn.Module):
+class Plain(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv, self.top = nn.Conv2d(1, 2, 3), nn.Linear(72, 10)
@@ -37,22 +37,22 @@ class AsChosen(nn.Module):
         h = self.conv(x)
         return self.top(h.view(h.size(0), -1))
 
-class OnlyAsked(AsChosen):
+class OnlyAsked(Plain):
     def forward(self, x):
         if self.training:
             raise ValueError("I was written to be asked\\nand not to learn")
         return super().forward(x)
 
-class Pair(AsChosen):
+class Pair(Plain):
     def forward(self, x):
         return {"features": x, "logits": super().forward(x)}
 
-class Waves(AsChosen):
+class Waves(Plain):
     def __init__(self):
         super().__init__()
         self.register_buffer("wave", torch.ones(1, dtype=torch.complex64))
 
-class Frozen(AsChosen):
+class Frozen(Plain):
     def __init__(self):
         super().__init__()
         self.requires_grad_(False)
@@ -65,7 +65,7 @@ class Convolved(nn.Module):
     def forward(self, x):
         return self.top(x).flatten(1)
 
-class Named(AsChosen):
+class Named(Plain):
     def __init__(self, output=3):
         super().__init__()
         self.output = output

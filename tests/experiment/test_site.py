@@ -91,7 +91,7 @@ def test_a_pruned_start_brings_its_shape(tmp_path: Path) -> None:
     assert header["spec"]["kept"] == {"conv1": [0, 3]}
     assert header["start"] == fingerprint(dict(read(path).tensors))
     paths = [site.save(tmp_path / f"{k}.safetensors") for k, site in enumerate(sites)]
-    fused = fuse_files(paths, "fedavg", [], None, None, 0.5, None)
+    fused = fuse_files(paths, "fedavg")
     assert tuple(fused.state_dict()["conv1.weight"].shape) == (2, 1, 3, 3)
     assert fused.logits(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
     again = update(*LENET, model="lenet", start=fused.save(tmp_path / "fused.safetensors"))
@@ -112,7 +112,7 @@ def test_a_site_says_which_output_are_the_logits(tmp_path: Path, monkeypatch: py
         update(model="his_nets:Pair")
     path = update("model.output=logits", model="his_nets:Pair").save(tmp_path / "a.safetensors")
     assert read(path).header["spec"] == {"factory": "his_nets:Pair", "options": {}, "output": "logits"}
-    fused = fuse_files([path], "fedavg", [], None, None, 0.5, "his_nets:Pair")
+    fused = fuse_files([path], "fedavg", models=["his_nets:Pair"])
     assert fused.logits(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
     saved, _ = load_model(fused.save(tmp_path / "f.safetensors"), ["his_nets:Pair"])
     assert saved.spec.output == "logits"

@@ -122,7 +122,7 @@ def reason(reply: Message) -> str:
 )
 @pytest.mark.parametrize("network", [make, start()], ids=["a function", "a module"])
 def test_a_network_of_ones_own_trains_as_it_would_in_process(method: Any, network: Network) -> None:
-    fuses = strategy(method)
+    fuses = strategy(method, local=LOCAL)
     fuses.start(grid_of(network, **LOCAL), begun(), num_rounds=2)
     ours, theirs = in_process(fuses.recipe, 2), fuses.fused.state_dict()
     assert ours.keys() == theirs.keys()
