@@ -136,7 +136,7 @@ def settings_from(given: Mapping[str, Any]) -> LocalSettings:
 
 
 def start_of(source: str | Path | Mapping[str, Tensor]) -> tuple[object, dict[str, Tensor]]:
-    """What a start says of its network, if it is a file that says anything, and its weights."""
+    """The description of its network that a start file carries, if any, and its weights."""
     if not isinstance(source, str | Path):
         return None, dict(source)
     try:
@@ -149,7 +149,7 @@ def start_of(source: str | Path | Mapping[str, Tensor]) -> tuple[object, dict[st
 
 
 def _with_start_shape(spec: Spec, description: object) -> Spec:
-    """The network the user named, pruned or grown as a start file of the same network says it was."""
+    """The network the user named, pruned or grown to the shape that a start file of the same network has."""
     if spec.surgery or not isinstance(description, dict):
         return spec
     if (description.get("factory"), description.get("options", {})) != (spec.factory, spec.options):

@@ -56,7 +56,7 @@ def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]], ri
 
 
 class Bars:
-    """Progress as bars: all courses, the rounds of this one, the clients of this round."""
+    """Progress as bars: all methods × seeds, the rounds of this one, the clients of this round."""
 
     def __init__(self, method_runs: int, name: str) -> None:
         self._progress = Progress(

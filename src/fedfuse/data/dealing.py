@@ -1,4 +1,4 @@
-"""Deals rows to clients by a scheme: `deal` knows labels and numbers, and nothing of servers or ids.
+"""Assigns rows to clients by a scheme; `deal` sees only labels, the number of clients and the seed.
 
 Positions count within the labels given. Everything random comes from the seed.
 """
@@ -19,7 +19,7 @@ from fedfuse.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deal:
-    """Positions per client, and what the dealer had to do to get there."""
+    """The row positions of each client, and facts about how they were drawn (retries, rows moved)."""
 
     rows: list[Array]
     facts: dict[str, object] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Deal:
 
 @singledispatch
 def deal(scheme: object, labels: Array, clients: int, seed: int) -> Deal:  # noqa: ARG001
-    """Who gets which position, by a scheme; dispatches on the scheme's type.
+    """Assign every row position to a client; the implementation is chosen by the scheme's type.
 
     Example:
         >>> [len(rows) for rows in deal(Iid(), np.zeros(7), 2, seed=0).rows]
@@ -181,8 +181,8 @@ def _draw_with_minimum(
 ) -> tuple[Array, dict[str, object]]:
     """Counts (clients × classes) that leave nobody with fewer than `min_rows`.
 
-    Draws until that holds. After `retries` vain attempts, the attempt that came nearest is mended by moving
-    rows from the richest clients. Where there are not enough rows for everybody, the minimum sinks.
+    Draws until that holds. After `retries` failed attempts, rows are moved from the largest clients of the attempt
+    that came nearest. Where there are not enough rows for everybody, the minimum is lowered.
     """
     best = draw()
     minimum = min(min_rows, int(best.sum()) // len(best))
@@ -200,12 +200,12 @@ def _draw_with_minimum(
 
 
 def _missing_rows(counts: Array, minimum: int) -> int:
-    """How many rows poor clients are short of."""
+    """How many rows are missing in all until every client has the minimum."""
     return int(np.maximum(minimum - counts.sum(1), 0).sum())
 
 
 def _move_rows_to_minimum(rng: np.random.Generator, counts: Array, minimum: int) -> Array:
-    """Rows moved, at random, from whoever holds most to whoever holds least, until nobody is poor."""
+    """Move random rows from the largest client to the smallest until every client has the minimum."""
     counts = counts.copy()
     row_counts = counts.sum(1)
     while (need := minimum - row_counts.min()) > 0:

@@ -1,4 +1,4 @@
-"""Where files are looked for: the user's own folder, the cache, the machine's shared folder."""
+"""Searches for files in the user's own folder, the cache and the machine's shared folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def roots() -> Iterator[Path]:
 
 
 def locate(official: Official) -> LocatedDataset | None:
-    """The first place that holds the whole set, or else the first that holds a part of it."""
+    """The first location that holds the whole set, or else the first that holds a part of it."""
     partial = None
     for located in (located for root in roots() for located in _search_root(root, official)):
         if not located.missing:
@@ -47,7 +47,7 @@ def locate(official: Official) -> LocatedDataset | None:
 
 
 def _search_root(root: Path, official: Official) -> Iterator[LocatedDataset]:
-    """The places below one root that hold some of the set: plain folders before archives."""
+    """The locations below one root that hold some of the set: plain folders before archives."""
     folders = [root / folder for folder in official.folders if (root / folder).is_dir()]
     archives = [folder / name for folder in (*folders, root) for name in official.archives]
     for location in (*folders, *(archive for archive in archives if archive.is_file())):

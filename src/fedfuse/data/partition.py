@@ -51,10 +51,10 @@ def partition(
     server_rows: ServerRowsConfig | None = None,
     validation_fraction: float = 0.0,
 ) -> Partition:
-    """Share training rows out among clients.
+    """Split training rows among clients.
 
-    The server's rows are set aside first, the rest is dealt by the scheme, then each client sets rows of its
-    own aside for validation. No row is given twice, except by `Labels(share="copy")`, whose clients overlap;
+    The server's rows are taken first, the rest is assigned by the scheme, then each client keeps rows of its
+    own for validation. No row is given twice, except by `Labels(share="copy")`, whose clients overlap;
     there a row that one client keeps for validation is no other client's training row.
 
     Args:

@@ -44,7 +44,7 @@ Options = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:
-    """Where a source lies.
+    """Where the files of a source are.
 
     Attributes:
         source: what the user called it.

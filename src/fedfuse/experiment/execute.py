@@ -46,7 +46,7 @@ class EngineWithMemory(Engine, Protocol):
 
 
 class Backend(Protocol):
-    """Whoever trains an experiment's clients: worker processes here, or sites elsewhere."""
+    """Trains an experiment's clients: worker processes on this machine, or sites elsewhere."""
 
     @property
     def workers(self) -> int:
@@ -54,7 +54,7 @@ class Backend(Protocol):
         ...
 
     def sites(self, prepared: PreparedExperiment) -> Mapping[str, int] | None:
-        """The clients and how many rows each holds, where that is not for the experiment's partition to say."""
+        """The clients and how many rows each holds; None where the experiment's partition decides it."""
         ...
 
     def engine(self, setting: Setting, label: str, recipe: Recipe, watch: Watcher) -> EngineWithMemory:
@@ -115,7 +115,7 @@ def execute(
         resume: go on with what is in it.
         workers: worker processes; 0 trains in this one, by default there is one per core.
         memo: where trained updates are kept for reuse; None keeps none.
-        watch: told what happens, for a progress bar.
+        watch: notified of progress, for a progress bar.
 
     Raises:
         ConfigError: before any training, if the directory or the experiment cannot be used.
@@ -215,15 +215,15 @@ class _RunFolder:
         self.ledger.keep(lambda line: line["round"] != last)
 
     def checkpoints(self, label: str, seed: int) -> Checkpoints:
-        """Where a course's states are kept."""
+        """The checkpoints of one method on one seed."""
         return Checkpoints(self.path / "checkpoints" / f"{file_name(label)}-{seed}")
 
     def model(self, label: str, seed: int) -> Path:
-        """A course's final model."""
+        """The file of the final model of one method on one seed."""
         return self.path / "models" / f"{file_name(label)}-{seed}.safetensors"
 
     def write_partition(self, prepared: PreparedExperiment, setting: Setting) -> None:
-        """Who holds what, for the report."""
+        """Write which client holds how many rows of each class, for the report."""
         path, classes = self.path / "partition.json", len(prepared.dataset.classes)
         labels, parts = prepared.dataset.train.y, setting.partition
         seeds = _seeds_in(path)
@@ -245,7 +245,7 @@ class _RunFolder:
 
 @dataclass(frozen=True, slots=True)
 class _MethodRun:
-    """One method on one seed, from wherever it stands to its last round."""
+    """One method on one seed, from the round it had reached to its last round."""
 
     folder: _RunFolder
     prepared: PreparedExperiment
@@ -269,7 +269,7 @@ class _MethodRun:
         self._finish(state)
 
     def _resume_state(self) -> ServerState:
-        """Where the ledger and the checkpoints agree that we are."""
+        """The last state that both the ledger and the checkpoints have."""
         mine = {line["round"]: line for line in self.folder.ledger.lines() if self._is_mine(line)}
         done = next(r for r in range(len(mine) + 1) if r + 1 not in mine)
         state, memories = self.setting.start, dict[str, Params]()
@@ -350,10 +350,10 @@ def _open_memo(folder: Path) -> Memo:
 
 
 def _start_pool(workers: int | None) -> Pool:
-    """A pool whose processes never hear Ctrl-C, not even while they wake up: it is for us, who then end them."""
+    """A pool whose processes ignore Ctrl-C from their start on: this process handles it and ends them."""
     if workers == 0 or not hasattr(signal, "pthread_sigmask"):
         return Pool(workers)
-    resource_tracker.ensure_running()  # starting it later would open our ears again
+    resource_tracker.ensure_running()  # starting it later would unblock the signal again
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return Pool(workers)
@@ -393,7 +393,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _seeds_in(path: Path) -> dict[str, Any]:
-    """The seeds a partition.json tells of; none if it is missing or damaged, for every seed writes its own again."""
+    """The seeds in a partition.json; none if it is missing or damaged, because every seed writes its own again."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))["seeds"])
     except (OSError, ValueError, TypeError, KeyError):

@@ -52,7 +52,7 @@ class Ledger:
             raise ConfigError(f"cannot write {self.path}: {why.strerror or why}; free some space and --resume") from why
 
     def drop_partial_line(self) -> None:
-        """Cut off a line that a crash left unfinished, so that the next one stands on its own."""
+        """Remove a line that a crash left unfinished, so that the next one starts on a new line."""
         if self.path.exists() and (whole := self.path.read_bytes().rfind(b"\n") + 1) < self.path.stat().st_size:
             os.truncate(self.path, whole)
 
@@ -102,7 +102,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can say it: numbers that are not finite become null.
+    """A value that JSON can hold: numbers that are not finite become null.
 
     Example:
         >>> plain({"a": (1, float("nan"))})

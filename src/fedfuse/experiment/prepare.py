@@ -1,4 +1,4 @@
-"""From an experiment's words to things: data, partitions, networks, recipes; what can be wrong is said here."""
+"""Builds an experiment's data, partitions, networks and recipes, and reports whatever cannot work before training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class PreparedExperiment:
-    """An experiment whose words have been turned into things, seed by seed."""
+    """An experiment whose data, networks and recipes are built; `setting` adds what depends on the seed."""
 
     experiment: Experiment
     dataset: Dataset
@@ -62,7 +62,7 @@ class PreparedExperiment:
 
         Args:
             seed: which.
-            sites: clients that hold rows of their own elsewhere, and how many; nothing is then dealt out here.
+            sites: clients that hold rows of their own elsewhere, and how many; nothing is then partitioned here.
         """
         data, classes = self.experiment.data, len(self.dataset.classes)
         train, test = self.dataset.train, self.dataset.test
@@ -195,7 +195,7 @@ def _load_unlabelled(
 def _load_ood_inputs(
     experiment: Experiment, fetch: Callable[..., Dataset], dataset: Dataset, scale: Standardize | None
 ) -> torch.Tensor | None:
-    """The inputs from elsewhere that models should be less sure of."""
+    """Out-of-distribution inputs, on which models should be less confident."""
     source = experiment.judge.ood
     if source is None:
         return None
@@ -204,7 +204,7 @@ def _load_ood_inputs(
 
 
 def _match_inputs(x: torch.Tensor, whose: str, dataset: Dataset, scale: Standardize | None) -> torch.Tensor:
-    """Another source's inputs, as our networks read them."""
+    """Another source's inputs, checked for shape and scaled like the training inputs."""
     if x.shape[1:] != dataset.train.x.shape[1:]:
         came, wanted = ("×".join(map(str, t.shape[1:])) for t in (x, dataset.train.x))
         raise ConfigError(f"{whose} are {came}, expected {wanted} as here")
@@ -264,7 +264,7 @@ def _check_equal_outputs(outputs: set[int]) -> None:
 
 
 def _check_fit(spec: Spec, dataset: Dataset) -> int:
-    """How many logits a network gives, once it is sure that they fit the data."""
+    """How many logits a network gives, after checking that they fit the data."""
     out, classes = logits_in(_answer(spec, dataset.train.x[:2]), spec.factory), len(dataset.classes)
     if tuple(out.shape) not in ((2, classes), (2, classes + 1)):  # open-set networks have one more: none of them
         raise ConfigError(
@@ -275,7 +275,7 @@ def _check_fit(spec: Spec, dataset: Dataset) -> int:
 
 
 def _answer(spec: Spec, rows: torch.Tensor) -> object:
-    """What a network says of some rows; a user's own may raise anything, when it is built and when it is run."""
+    """A network's output for some rows; a user's network may raise anything while it is built or run."""
     try:
         network = spec.skeleton()
     except FuseError:
@@ -295,5 +295,5 @@ def _answer(spec: Spec, rows: torch.Tensor) -> object:
 
 
 def _error_text(why: BaseException) -> str:
-    """An error's kind and the first line of what it says."""
+    """An error's type and the first line of its message."""
     return f"{type(why).__name__}: {str(why).strip().splitlines()[0] if str(why).strip() else 'no reason given'}"

@@ -1,4 +1,4 @@
-"""One step of training before the first: whatever a network cannot do for a method is said here, in one sentence."""
+"""A trial step before training: if a network cannot train by a method, one sentence says why before the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rehearse(recipe: Recipe, brief: Brief, rows: Rows, local: LocalSettings, rou
 
     Args:
         recipe: the method, and those that take over from it.
-        brief: what clients would hear in the first round.
+        brief: what the server would send in the first round.
         rows: two rows, or a few.
         local: how clients train.
         rounds: how many there will be.

@@ -1,4 +1,4 @@
-"""Someone who is told what happens in a run: a progress bar, or nobody."""
+"""Observers of a run: a progress bar, or none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Watcher(Protocol):
-    """Told as things happen; must not take long."""
+    """Is called as a run makes progress; the methods must return quickly."""
 
     def method_started(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
         """A method starts on a seed, with some rounds done already and so many clients to ask in each."""
@@ -17,12 +17,12 @@ class Watcher(Protocol):
         ...
 
     def round_done(self, label: str, seed: int, round_: int, accuracy: float | None) -> None:
-        """A round is on record."""
+        """A round was written to the ledger."""
         ...
 
 
 class Quiet:
-    """Nobody."""
+    """A watcher that does nothing."""
 
     def method_started(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
         """Nothing."""

@@ -1,4 +1,4 @@
-"""A client's side of a federation: hear a brief, do a client's round, answer; for a ClientApp of yours and for ours.
+"""A client's side of a federation: read a brief, train, reply; for a ClientApp of your own and for fedfuse's.
 
 `train` and `evaluate` are for an app of your own. What a client remembers from round to round stays in Flower's
 `Context.state`, on its own machine.
@@ -43,7 +43,7 @@ from fedfuse.wire.codec import decode, encode
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict  # isort: skip - after the check
 
 COURSE = "course"
-_OWN = {"device", "augment"}  # a client's own business, whatever the server says
+_OWN = {"device", "augment"}  # the client decides these, even where the server sets the others
 _log = logging.getLogger(__name__)
 
 
@@ -59,7 +59,7 @@ def train(
     """Do one client round for whatever a `FuseStrategy(…, clients="fedfuse")` asked, in your own `@app.train()`.
 
     Objectives, projections, masks, pruned shapes and evidence are the method's; what the client remembers from round
-    to round is kept in `context.state`. What goes wrong is told to the server, which leaves this client out.
+    to round is kept in `context.state`. An error is reported to the server, which leaves this client out.
 
     Args:
         message: what the server sent.
@@ -108,7 +108,7 @@ def _train_reply(
             f"this client has the label {int(rows.y.max())} and the federation has {brief.classes} classes, counted "
             "from 0; number its labels as the others do"
         )
-    check_work(now.work(LocalSettings()), order)  # how to train is said apart
+    check_work(now.work(LocalSettings()), order)  # the settings travel apart from the work
     return client_reply(now.work(_agree_on_settings(order, settings)), brief, order, rows, context)
 
 
@@ -140,7 +140,7 @@ def _recipe_from_order(order: Order) -> Recipe:
 
 
 def _agree_on_settings(order: Order, settings: dict[str, Any]) -> LocalSettings:
-    """How to train: as the server says, if it does, or else as this client does."""
+    """The training settings: the server's if it sent any, else this client's own."""
     mine = settings_from(settings)
     if not order.local:
         return mine
@@ -154,7 +154,7 @@ def _agree_on_settings(order: Order, settings: dict[str, Any]) -> LocalSettings:
 
 
 def _differences(mine: LocalSettings, theirs: LocalSettings) -> set[str]:
-    """What this client set, and not as the server did."""
+    """The settings that this client gave and the server set otherwise."""
     own = mine.model_fields_set - _OWN - {"optimizer"}
     odd = {key for key in own if getattr(mine, key) != getattr(theirs, key)}
     steps = mine.optimizer.model_fields_set if "optimizer" in mine.model_fields_set else set()
@@ -162,7 +162,7 @@ def _differences(mine: LocalSettings, theirs: LocalSettings) -> set[str]:
 
 
 def reply_with(message: Message, do: Callable[[], RecordDict]) -> Message:
-    """The reply to a message: what is done for it, or in words why it could not be done."""
+    """The reply to a message: the result, or the reason why there is none."""
     try:
         content = do()
     except Exception as why:
@@ -194,13 +194,13 @@ def client_reply(work: Work, brief: Brief, order: Order, rows: Rows, context: Co
 
 
 def _recall_memory(context: Context, order: Order) -> bytes:
-    """What this client remembers of this course; a course that begins remembers nothing of the one before."""
+    """This client's memory for this method and seed; empty if the stored memory belongs to another."""
     course = dict(context.state.config_records.get(COURSE, {}))
     mine = (course.get("label"), course.get("seed")) == (order.label, order.seed)
     return encode(to_tensors(context.state.array_records.get(MEMORY, {})) if mine else {}, {})
 
 
 def _remember(context: Context, order: Order, done: ClientResult) -> None:
-    """Keep what the client remembers; one course is at work at a time, so only its memory is kept."""
+    """Store the client's memory; one method runs on one seed at a time, so only the latest is kept."""
     context.state[COURSE] = ConfigRecord({"label": order.label, "seed": order.seed})
     context.state[MEMORY] = to_arrays(decode(done.memory).tensors)

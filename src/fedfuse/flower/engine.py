@@ -50,7 +50,7 @@ _PAUSE, _LONGEST_PAUSE, _PAUSE_GROWTH = 0.02, 1.0, 1.3  # seconds between two lo
 
 
 class Member(NamedTuple):
-    """A node that takes part: its id, how many rows it enrolled with, and its place in a simulation."""
+    """A node that takes part: its id, how many rows it enrolled with, and its partition in a simulation."""
 
     node: int
     rows: int = 0
@@ -69,7 +69,7 @@ class Federation:
         patience: seconds to wait for everybody at the beginning.
         names: what clients are called in a simulation, by the number of their partition.
         members: who takes part, by client.
-        unknown_nodes: nodes that do not, and why.
+        unknown_nodes: connected nodes that do not take part, and why.
         closed: set by whoever ends the federation, so that nobody waits for answers any more.
     """
 
@@ -82,7 +82,7 @@ class Federation:
     members: dict[str, Member] = field(default_factory=dict)
     unknown_nodes: dict[int, str] = field(default_factory=dict)
     closed: bool = False
-    _asked: dict[int, str] = field(default_factory=dict)  # nodes that have not said yet who they are
+    _asked: dict[int, str] = field(default_factory=dict)  # node → the message that asks it to enrol
 
     @property
     def is_simulated(self) -> bool:
@@ -90,7 +90,7 @@ class Federation:
         return bool(self.members) and all(member.partition >= 0 for member in self.members.values())
 
     def gather(self) -> None:
-        """Wait until everybody expected is there; when patience ends first, a quorum will do.
+        """Wait until all expected clients have enrolled; after `patience` seconds a quorum is enough.
 
         Raises:
             QuorumLost: if fewer came than may begin.
@@ -108,9 +108,9 @@ class Federation:
             )
 
     def poll_nodes(self) -> dict[int, str]:
-        """Ask nodes not met yet who they are, and hear those asked before; returns who is connected now.
+        """Ask new nodes to enrol and read the answers of those asked before; returns the nodes connected now.
 
-        Nobody waits here: a node that takes its time to answer takes part from a later round on.
+        This does not wait: a node that answers late takes part from a later round on.
         """
         online = {info.node_id: info.name for info in self.grid.get_nodes()}
         self.unknown_nodes = {node: why for node, why in self.unknown_nodes.items() if node in online}
@@ -189,17 +189,17 @@ class Federation:
 
 @dataclass(slots=True)
 class FlowerEngine:
-    """The clients of one course, a method on a seed, on a federation; their memories stay with them.
+    """The clients of one method on one seed, on a federation; their memories stay with them.
 
     Attributes:
         federation: who is there.
         label: what the sites' own copies of the experiment call the method.
         recipe: the method.
         local: the settings clients train with.
-        seed: the course's seed.
+        seed: the seed of the run.
         among: the clients that hold rows for this seed; None for everybody.
         memories: always empty here.
-        on_client: told when a client has answered.
+        on_client: called when a client has answered.
     """
 
     federation: Federation
@@ -261,7 +261,7 @@ class FlowerEngine:
 
 
 def content_or_reason(reply: Message) -> Message | str:
-    """The reply, or in words why the node or the site has none."""
+    """The reply, or the reason why the node or the site has none."""
     if reply.has_error():
         return f"Flower reports error {reply.error.code}: {printable(reply.error.reason or 'no reason given')}"
     if failed := reply.content.config_records.get(FAILED):
@@ -304,7 +304,7 @@ class Inbox:
 
 
 def printable(text: object, limit: int = 300) -> str:
-    r"""What a node said as one line that cannot trouble a terminal or flood a ledger.
+    r"""A node's text as one short line of printable characters, safe for a terminal and a ledger.
 
     Example:
         >>> printable("no\x1b[31m data")

@@ -45,11 +45,11 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a client is told beside the brief.
+    """What the server sends to a client beside the brief.
 
     Attributes:
-        label: which course this is; what a client remembers belongs to one course.
-        seed: the course's seed.
+        label: the method's label; a client's memory belongs to one label and seed.
+        seed: the seed of the run.
         client: who it is, which names its random streams.
         work: the fingerprint of the work that is meant.
         method: the method's name and options as JSON, for a client that has no copy of an experiment file.
@@ -145,7 +145,7 @@ def _header(name: str, data: bytes) -> tuple[Form, bool, int]:
 
 @dataclass(frozen=True, slots=True)
 class BriefRecords:
-    """A brief as all clients that hear the same one get it; the arrays are made once and shared."""
+    """A brief as records; the arrays are made once and shared by all clients that get the same brief."""
 
     params: ArrayRecord
     memory: ArrayRecord
@@ -173,7 +173,7 @@ class BriefRecords:
 
 
 def read_brief(content: RecordDict, trusted: Collection[str] | None = ()) -> tuple[Brief, Order]:
-    """A brief and its order as a client hears them; a network that is not ours must be named in `trusted`.
+    """Read a brief and its order; a network that is not fedfuse's own must be named in `trusted`.
 
     With None for `trusted` any network may be named, and whoever reads the brief must not build it unseen.
 

@@ -32,20 +32,20 @@ from flwr.app import Context  # isort: skip - after records has checked that it 
 from flwr.serverapp import Grid, ServerApp  # isort: skip
 
 DEADLINE = 3600.0
-# Ray's workers would wait for everybody else on the machine, and it would warn of what does not concern us.
+# By default Ray runs its workers at low priority, and warns about accelerators that are not used here.
 _RAY = {"RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class FlowerBackend:
-    """A federation as the crew of an experiment."""
+    """A federation as the backend of an experiment."""
 
     federation: Federation
     workers: int = 0
 
     def sites(self, prepared: PreparedExperiment) -> Mapping[str, int] | None:
-        """Wait for the sites; those of a simulation hold what the file deals out."""
+        """Wait for the sites; those of a simulation hold the rows that the file's partition gives them."""
         self.federation.gather()
         if self.federation.is_simulated:
             _check_remote(prepared, prepared.setting(prepared.experiment.seeds[0]))
@@ -60,7 +60,7 @@ class FlowerBackend:
         return row_counts
 
     def engine(self, setting: Setting, label: str, recipe: Recipe, watch: Watcher) -> FlowerEngine:
-        """The clients of one course."""
+        """The clients of one method on one seed."""
         among = setting.population.clients if self.federation.is_simulated else None
         return FlowerEngine(
             self.federation, label, recipe, setting.bench.local, setting.seed, among, on_client=watch.client_done
@@ -69,7 +69,7 @@ class FlowerBackend:
 
 @dataclass(slots=True)
 class _Probe:
-    """An engine that asks nobody and sees what a roster makes of the work."""
+    """An engine that sends nothing and records how a roster changes the work."""
 
     clients: tuple[str, ...]
     seen: list[Work] = field(default_factory=list)
@@ -113,7 +113,7 @@ class ExperimentServer:
         resume: go on with what is there; by default as the run's config says.
         deadline: seconds a round may take; by default as the run's config says, and so are the seconds to `wait` for
             the sites at the beginning.
-        watch: told what happens.
+        watch: notified of progress.
     """
 
     path: Path
@@ -143,7 +143,7 @@ class ExperimentServer:
         write_page([out], out / "report.html")
 
     def close(self) -> None:
-        """Wait for nobody any more."""
+        """Stop waiting for answers."""
         if self.federation is not None:
             self.federation.closed = True
 
@@ -172,7 +172,7 @@ def simulate(
         resume: go on with what is in it.
         deadline: seconds a round may take.
         workers: how many clients train at a time; by default one per core.
-        watch: told what happens.
+        watch: notified of progress.
     """
     for name, value in _RAY.items():
         os.environ.setdefault(name, value)

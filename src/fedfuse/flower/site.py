@@ -1,4 +1,4 @@
-"""A site's side of an experiment on a Flower federation: say who you are, then do a client's rounds.
+"""A site's side of an experiment on a Flower federation: enrol, then do a client's rounds.
 
 The work is never sent: a site makes it from its own copy of the file, and the brief only says which one is meant. In a
 deployment its rows are its own: a source named by the node's config (`data`) or by `$FEDFUSE_SITE_DATA`, and never the
@@ -37,7 +37,7 @@ SITE_DATA, SITE_NAME = "FEDFUSE_SITE_DATA", "FEDFUSE_SITE_NAME"
 
 
 class Enrolment(NamedTuple):
-    """What a site says of itself: a name, how many rows it has, and its number if it is part of a simulation."""
+    """How a site describes itself: a name, how many rows it has, and its number if it is part of a simulation."""
 
     name: str
     rows: int
@@ -67,12 +67,12 @@ class Site(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SiteMessageHandler:
-    """Answers the server's messages for a site; whatever goes wrong is told, and the site stays."""
+    """Answers the server's messages for a site; an error is reported to the server and does not end the site."""
 
     site: Site
 
     def enrol(self, message: Message, context: Context) -> Message:
-        """Say who this site is."""
+        """Answer with this site's name and number of rows."""
         return reply_with(message, lambda: self._enrolment(context))
 
     def train(self, message: Message, context: Context) -> Message:
@@ -144,7 +144,7 @@ class FileSite:
 
 
 def _source(context: Context) -> str:
-    """Where this site's own rows are, if it was told."""
+    """The source of this site's own rows; empty if none is configured."""
     return str(context.node_config.get("data") or os.environ.get(SITE_DATA, ""))
 
 

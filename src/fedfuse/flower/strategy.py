@@ -48,13 +48,13 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid  # isort: skip
 from flwr.serverapp.strategy import Result, Strategy  # isort: skip
 
-CONFIG = "config"  # Flower's own name for what a user says to clients
+CONFIG = "config"  # Flower's own name for the user's settings sent to clients
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _RoundTask:
-    """One round under way: the recipe in force, the state it began with, and who was asked what."""
+    """The round in progress: its recipe, the state it began with, the brief and who was asked."""
 
     recipe: Recipe
     bench: Bench
@@ -134,7 +134,7 @@ class FuseStrategy(Strategy):
         self._begin()
 
     def _check(self) -> None:
-        """Say before anything is sent what could not work."""
+        """Refuse what could not work before anything is sent."""
         if self.clients not in ("plain", "fedfuse"):
             raise ConfigError(f"clients is {self.clients!r}, expected 'plain' or 'fedfuse'")
         refuse_unfit(self.recipe, self.clients)
@@ -322,7 +322,7 @@ class FuseStrategy(Strategy):
             yield Message(content, numbers[name], MessageType.TRAIN)
 
     def _evaluate_content(self, name: str, server_round: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
-        """What a node hears that is to evaluate."""
+        """The content of a message that asks a node to evaluate."""
         if self.clients == "plain":
             return RecordDict({"arrays": arrays, CONFIG: config})
         now, state = self.recipe.at(server_round - 1), self._state or self._state_before(server_round, arrays)
@@ -333,7 +333,7 @@ class FuseStrategy(Strategy):
 
     def _order(self, recipe: Recipe, client: str) -> Order:
         local = "" if self.local is None else json.dumps(self.local.to_json(), sort_keys=True)
-        work = fingerprint(recipe.work(LocalSettings()))  # how to train is said apart, or is the client's own choice
+        work = fingerprint(recipe.work(LocalSettings()))  # the settings travel apart, or are the client's own
         return Order(self.recipe.label or self.recipe.name, self.bench.seed, client, work, self._method, local)
 
     def _envelope(self, reply: Message, task: _RoundTask, numbers: dict[str, dict[str, float]]) -> Envelope:
@@ -367,7 +367,7 @@ class FuseStrategy(Strategy):
 
 
 def _known_settings(local: LocalSettings | Mapping[str, Any] | None, bench: Bench | None) -> LocalSettings | None:
-    """How clients train, if anybody has said it."""
+    """The clients' training settings, if they are known."""
     if local is None:
         return bench.local if bench is not None and bench.local != LocalSettings() else None
     return local if isinstance(local, LocalSettings) else settings_from(local)

@@ -10,7 +10,7 @@ from fedfuse.errors import ConfigError
 
 TESTED = "1.41"
 INSTALL = "pip install 'fedfuse[flower]'"
-# Nothing is told to anybody, nothing is looked up and nothing is installed while a federation runs.
+# While a federation runs, Flower sends no telemetry, looks for no updates and installs nothing.
 QUIET: Mapping[str, str] = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",

@@ -84,7 +84,7 @@ def tables(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Mapping[str,
 
 
 def fact_text(value: object) -> str:
-    """A fact as words: long lists of numbers by their range.
+    """A fact as text: long lists of numbers by their range.
 
     Example:
         >>> fact_text(0.123456), fact_text(True), fact_text([1, 2]), fact_text(list(range(100)))

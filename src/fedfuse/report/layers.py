@@ -13,7 +13,7 @@ from fedfuse.report.read import Row, finite, part
 from fedfuse.report.svg import Scale, drawing, ink, line, scale_for, short, tag, wide, x_axis, y_axis
 
 NAMED = 8
-"""Lines that get a colour and a name; of more layers, so many spread over the depth, and the others are thin."""
+"""Lines that get a colour and a name; of more layers, so many from the first to the last; the others are thin."""
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, WIDTH - 92.0, 10.0, 238.0
 _GAP = 13.0

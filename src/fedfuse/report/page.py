@@ -237,7 +237,7 @@ def _swatch(index: int) -> Markup:
 
 
 def _distinguish_names(paths: Sequence[Path], runs: Sequence[Run]) -> list[Run]:
-    """Runs of one name get their directory's beside it."""
+    """Add the directory's name to runs that have the same name."""
     names = [run.name for run in runs]
     return [
         run if names.count(run.name) == 1 else replace(run, name=f"{run.name} ({path.resolve().name})")

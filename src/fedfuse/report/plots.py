@@ -18,7 +18,7 @@ Groups = Mapping[str, Sequence[Row]]
 """Label → its rows, by round and seed."""
 
 Inks = Mapping[str, int]
-"""Label → its place in the palette, the same in every figure of a page."""
+"""Label → its index in the palette, the same in every figure of a page."""
 
 MANY_MARKS = 150
 """Marks in one row beyond which they would cover each other; an area says more."""
@@ -221,7 +221,7 @@ def edges_of(value: MeanSd) -> tuple[float, float]:
 
 
 def tick_words(scale: Scale, share: bool) -> dict[float, str]:
-    """What stands at a scale's ticks, shares in per cent."""
+    """The labels of a scale's ticks, shares in per cent."""
     return {at: f"{100 * at:g}" if share else f"{at:g}" for at in scale.ticks()}
 
 
@@ -281,7 +281,7 @@ def _swarm(marks: Sequence[tuple[str, float]], x: Scale, y: float, index: int) -
 
 
 def _mark_density(marks: Sequence[tuple[str, float]], x: Scale, y: float, index: int) -> Markup:
-    """How many marks lie where, as an area around the row's line."""
+    """The density of the marks as an area around the row's line."""
     counts, edges = np.histogram([score for _, score in marks], bins=50, range=(x.low, x.high))
     heights = 14 * counts / counts.max()
     middles = [x(float(edge)) for edge in (edges[:-1] + edges[1:]) / 2]

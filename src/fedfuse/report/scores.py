@@ -92,7 +92,7 @@ class SummaryRow:
         round: the last round.
         seeds: those that reached it, and are counted.
         behind: the last round of each seed that has not reached it, and is not counted.
-        values: per column the spread over seeds, without the columns the run did not record.
+        values: per column the mean and standard deviation over seeds, without columns the run did not record.
     """
 
     label: str
@@ -141,7 +141,7 @@ def last_rows(group: Sequence[Row]) -> list[Row]:
 
 
 def summary(rows: Sequence[Row]) -> list[SummaryRow]:
-    """One row per label: scores at the last round, costs over all rounds, spread over seeds.
+    """One row per label: scores at the last round, costs over all rounds, as mean and standard deviation over seeds.
 
     Seeds that have not reached the label's last round are left out and named in `behind`:
     a mean over unequal rounds would mislead.

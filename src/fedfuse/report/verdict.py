@@ -9,7 +9,7 @@ from fedfuse.report.scores import MeanSd, SummaryRow, best_first, by_label, last
 
 
 def verdict(rows: Sequence[Row], table: Sequence[SummaryRow]) -> str:
-    """Which method is best at the last round, by how much, and whether the intervals overlap.
+    """Which method is best at the last round, by how much, and whether the intervals mean ± sd overlap.
 
     Example:
         >>> from fedfuse.report.scores import summary

@@ -32,7 +32,7 @@ class Judge:
         held_out: rows each client kept out of its own training.
         clients: when to score the clients' own models too; it costs one evaluation per client.
         batch: rows per forward pass.
-        ood_inputs: inputs from elsewhere, which a model should be less sure of.
+        ood_inputs: out-of-distribution inputs, which a model should be less sure of.
     """
 
     test: Rows

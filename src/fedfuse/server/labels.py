@@ -1,4 +1,4 @@
-"""Who has which labels, as far as a server has heard, and how far a histogram is from everybody's."""
+"""The clients' label counts as far as the server knows them, and how far a histogram is from that of all clients."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _KIND = "labels"
 
 
 def record_label_counts(state: ServerState, cohort: Cohort) -> ServerState:
-    """The state that remembers the cohort's label counts beside those of every client heard before."""
+    """The state with the cohort's label counts in its memory, beside those of clients that answered before."""
     counts = {u.client: u.notes["counts/labels"].clone() for u in cohort}
     return replace(state, memory={**state.memory, **with_kind(_KIND, counts)})
 
 
 def population_histogram(memory: Params, population: int, missing_counts: MissingCounts = "uniform") -> Tensor:
-    """The label histogram of all clients, float64: the sum over those heard, and a guess for the others.
+    """The label histogram of all clients, float64: the sum over those known, and a guess for the others.
 
-    A client never heard stands in with the mean number of rows, spread evenly over the classes ("uniform"), or is
+    A client that never answered counts with the mean number of rows, evenly over the classes ("uniform"), or is
     left out ("ignored"). Once everybody has answered the histogram is exact and the guess is gone.
 
     Example:

@@ -33,7 +33,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One round, told: the state after it, and the facts."""
+    """The record of one round: the state after it, and the facts."""
 
     state: ServerState
     facts: Mapping[str, Any]

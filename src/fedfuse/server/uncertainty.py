@@ -1,4 +1,4 @@
-"""How sure a model is of its answers, why it is not, and whether it notices inputs from elsewhere."""
+"""A model's predictive uncertainty: entropy, mutual information, and detection of out-of-distribution inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedfuse.models.bayes import Bayesian
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
-    """What a model says of some rows.
+    """A model's predictions for some rows.
 
     Attributes:
         log_probs: rows × classes, float64.
@@ -38,7 +38,7 @@ class Prediction:
         return means if self.information is None else means | {"mutual_information": float(self.information.mean())}
 
     def compare_ood(self, ood: Prediction) -> dict[str, float]:
-        """How well entropy, or information, tells strange rows from these: the area under the ROC curve."""
+        """How well entropy, or information, tells out-of-distribution rows from these: the area under the ROC curve."""
         found = {"ood_entropy": float(ood.entropy.mean()), "ood_auroc": auroc(self.entropy, ood.entropy)}
         if self.information is not None and ood.information is not None:
             found["ood_auroc_information"] = auroc(self.information, ood.information)

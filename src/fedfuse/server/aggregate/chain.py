@@ -139,7 +139,7 @@ def class_shares(cohort: Cohort, outputs: int) -> Tensor:
 
 
 def expand_units(params: Params, hidden: Hidden, indices: Tensor, width: int) -> dict[str, Tensor]:
-    """A client's network with its units at their common places, among `width`; the other places are empty.
+    """A client's network with its units at their common indices, among `width`; the other units are empty.
 
     It computes what it computed: nothing makes an empty unit, and nobody reads it.
     """

@@ -65,8 +65,8 @@ class Chart:
     Attributes:
         name: what the papers call it.
         to: (mean, ρ) ↦ coordinates.
-        back: coordinates ↦ (mean, spread), in place.
-        log: spread ↦ ρ, taken in the precision of what came.
+        back: coordinates ↦ (mean, uncertainty), in place; the uncertainty is a variance, a deviation or a precision.
+        log: uncertainty ↦ ρ, taken in the precision of what came.
         power: the second coordinate is weighed by w^power.
         centered: take coordinates around the first mean, so that squares of means lose no digits.
     """
@@ -243,7 +243,7 @@ class MeanIn(ServerPart):
         weights: Sequence[float],
         to_output: Callable[[Tensor, Tensor], Pair],
     ) -> Pair:
-        """One tensor across clients: its mean, and its spread as it is to be told, in its own dtype."""
+        """One tensor across clients: its mean and its variance, or log-variance, as `to_output` says, in its dtype."""
         form = forms_of(sources[0])[name]
         mean, uncertainty = (torch.empty(form.shape, dtype=form.dtype) for _ in range(2))
         for begin, end in _runs(math.prod(form.shape), len(sources)):

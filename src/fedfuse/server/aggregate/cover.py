@@ -17,7 +17,7 @@ from fedfuse.server.steps.disturb import probe_inputs
 
 
 class Selection(NamedTuple):
-    """Who is kept, in client order, and how well the first 1, 2, … chosen cover everybody."""
+    """The indices of those kept, in client order, and how well the first 1, 2, … chosen cover everybody."""
 
     indices: list[int]
     covered: list[float]
@@ -78,7 +78,7 @@ class CoverAnswers:
 
 @dataclass(frozen=True, slots=True)
 class _MemberAnswers:
-    """What every member said of some inputs, so that any of them can be asked together without running again."""
+    """Every member's logits for some inputs, so that any subset can be combined without running it again."""
 
     mixture: Mixture
     logits: Tensor

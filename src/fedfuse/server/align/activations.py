@@ -1,4 +1,4 @@
-"""Matching units by what they answer to the same inputs."""
+"""Matching units by their activations on the same inputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BATCH = 64
 
 @dataclass(frozen=True, slots=True)
 class ByActivations:
-    """Put every unit where the reference has the unit that answers most like it.
+    """Match every unit with the reference's unit whose activations are most like its own.
 
     Units are compared by what the layers that make them give, before any norm or ReLU, on the same inputs; one exact
     assignment per group, no iteration.
@@ -84,7 +84,7 @@ def probes(net: Net, bench: Bench, inputs: Inputs, rows: int) -> Tensor:
 
 
 def _sample_evenly(x: Tensor, rows: int) -> Tensor:
-    """Some of the rows, evenly spread, since rows of one class often stand together."""
+    """At most so many rows at even distances, since rows of one class often come one after the other."""
     return x[:: -(-len(x) // rows)]
 
 
@@ -101,12 +101,12 @@ class Moments:
 
     @classmethod
     def empty(cls, a: int, b: int) -> Moments:
-        """Nothing seen yet."""
+        """The moments of no inputs at all."""
         zeros = [torch.zeros(shape, dtype=torch.float64) for shape in ((a,), (b,), (a,), (b,), (a, b))]
         return cls(0, *zeros)
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        """See more answers, (units × answers) each."""
+        """Add more activations, (units × samples) each."""
         self.count += a.shape[1]
         self.a += a.sum(1).double()
         self.b += b.sum(1).double()
@@ -139,7 +139,7 @@ def _negative_distance(moments: Moments) -> Tensor:
 
 @torch.no_grad()
 def cross_moments(reference: Net, net: Net, x: Tensor) -> dict[str, Moments]:
-    """Per group, how the units of two networks answer together."""
+    """Per group, the joint moments of two networks' activations."""
     pairs = list(zip(reference.groups, net.groups, strict=True))
     moments = {ours.name: Moments.empty(theirs.size, ours.size) for theirs, ours in pairs}
     for batch in x.split(_BATCH):
@@ -151,7 +151,7 @@ def cross_moments(reference: Net, net: Net, x: Tensor) -> dict[str, Moments]:
 
 
 def _activations(net: Net, x: Tensor) -> Mapping[str, list[Tensor]]:
-    """Per group, what each layer that makes its units gives, (units × answers)."""
+    """Per group, the output of each layer that makes its units, (units × samples)."""
     module = net.spec.skeleton()
     own = drop_tied_names(net.spec, net.params)
     params = {n: t.float() if t.is_floating_point() else t for n, t in own.items()}
@@ -182,7 +182,7 @@ def _recording(module: nn.Module, net: Net) -> Iterator[dict[str, list[Tensor]]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ActivationHook:
-    """A forward hook that notes the answers of a layer's units."""
+    """A forward hook that appends the outputs of a layer's units to a list."""
 
     outputs: list[Tensor]
     group: Group

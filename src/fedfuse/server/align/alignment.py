@@ -24,7 +24,7 @@ _MAX_MEANS = 10  # how often a mean is found anew at most; clients seldom move a
 
 
 class Matching(Protocol):
-    """How units find their places."""
+    """A rule that matches the units of several networks with those of a reference."""
 
     @property
     def any_width(self) -> bool:
@@ -43,13 +43,13 @@ class Matching(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AlignUnits:
-    """Every client's units go to the reference's places, with all they carry.
+    """Reorder every client's units as the reference has them, with everything that belongs to a unit.
 
     Weights, running statistics, log-variances, variances, Kronecker factors and evidence of a tensor's own shape move
     together, so "aligned FedLPA" is one recipe. A network and any permuted copy of it fuse to the network.
 
     Attributes:
-        by: how units find their places.
+        by: how units are matched.
         reference: whose places: those of the "first" client, of the "largest" (most units, then most examples), or
             of the "mean" of the aligned clients, found anew until nobody moves.
 

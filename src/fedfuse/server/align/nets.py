@@ -1,4 +1,4 @@
-"""Networks to be aligned: their hidden units, and how units are carried to other places."""
+"""Networks to be aligned: their hidden units, and how units are reordered or blended."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _reorder_posterior(posterior: Posterior, orders: Mapping[Group, Tensor], spe
 
 
 def _reorder_notes(notes: Params, mean: Params, orders: Mapping[Group, Tensor]) -> Params:
-    """The evidence with everything that is said of single weights ("kind/tensor", of the tensor's shape) moved too."""
+    """The evidence, with every entry about single weights ("kind/tensor", of the tensor's shape) reordered too."""
     forms, moves = forms_of(mean), _moves_by_tensor(orders)
     moved = dict(notes)
     for name in notes:
@@ -192,7 +192,7 @@ def _move(t: Tensor, moves: Sequence[PlaceOrder]) -> Tensor:
 
 
 class _FetchReordered:
-    """Fetches pieces of rearranged tensors; the last tensor is kept, since pieces of one are asked in a row."""
+    """Fetches pieces of reordered tensors; caches the last tensor, since its pieces are fetched one after the other."""
 
     __slots__ = ("last", "moves", "params")
 

@@ -1,4 +1,4 @@
-"""The board: some networks beside a target, and how their units may stand to be like it."""
+"""Weight matching: orders of several networks' units that bring each network near a target."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedfuse.linalg.assign import match_each
 from fedfuse.nets.channels import Group, Location
 from fedfuse.server.align.nets import reorder_tensor
 
-PlaceOfGroup: TypeAlias = tuple[Location, str]  # a place, and the name of the group whose units stand there
+PlaceOfGroup: TypeAlias = tuple[Location, str]  # a place in a tensor, and the name of the group whose units it holds
 
 
 def best_orders(gains: Tensor, rooms: int = 1) -> Tensor:
@@ -40,9 +40,9 @@ def best_order(gain: Tensor, rooms: int = 1) -> Tensor:
 
 @lru_cache(maxsize=64)
 def wiring(groups: tuple[Group, ...]) -> Mapping[str, Mapping[Location, Sequence[PlaceOfGroup]]]:
-    """For every group its places, and for each who stands where on the other axes of the same tensor.
+    """For every group its places, and for each place the groups on the other axes of the same tensor.
 
-    A group may be among its own: a tensor that reads and makes the same units joins it to itself.
+    A group may be its own neighbor: a tensor that reads and makes the same units joins it to itself.
     """
     groups_of: dict[str, list[PlaceOfGroup]] = {}
     for group in groups:
@@ -52,13 +52,13 @@ def wiring(groups: tuple[Group, ...]) -> Mapping[str, Mapping[Location, Sequence
 
 
 class WeightMatching:
-    """Some networks, stacked, beside a target; a working space, not a value.
+    """Several networks, stacked, that are matched to one target; a mutable working space.
 
-    Networks stay as they came: what moves are their `orders`. Of the gains only those are counted anew whose
-    neighbours have moved.
+    The networks' tensors never change, only their `orders` do. A gain is computed again only if a neighboring group
+    has been reordered since.
 
     Attributes:
-        orders: by group, for every network which of its units stands at each of the target's places.
+        orders: by group, for every network the index of the unit matched with each unit of the target.
     """
 
     def __init__(self, target: Mapping[str, Tensor], stacks: Mapping[str, Tensor], groups: tuple[Group, ...]) -> None:
@@ -82,7 +82,7 @@ class WeightMatching:
         return cls(target, {n: torch.stack([tensors[n] for tensors in every]) for n in target}, groups)
 
     def match_once(self) -> None:
-        """Match every group once, from the input on, by what is settled already; keep that where it is nearer."""
+        """Match every group once, from the input on, by the groups matched before; keep it where it is nearer."""
         if not self.groups:  # a network without hidden units that could move
             return
         before = torch.stack([t.flatten(1) @ self.target[n].flatten() for n, t in self.stacks.items()]).sum(0)
@@ -95,7 +95,7 @@ class WeightMatching:
             self.set_orders(group, worse, torch.arange(group.size).repeat(worse.shape[0], 1))
 
     def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Some tensors of the networks with their units in order, stacked."""
+        """Some tensors of all networks, stacked, with the orders applied."""
         moved = {name: self.stacks[name] for name in names}
         for name, terms in self.terms.items():
             for term in (term for term in terms if term.place.tensor in moved):
@@ -114,7 +114,7 @@ class WeightMatching:
         return torch.stack([*known, *(t.flatten(1) @ self.target[n].flatten() for n, t in moved.items())]).sum(0)
 
     def gains(self, group: Group, who: Tensor, settled: Collection[str] | None = None) -> Tensor:
-        """How alike each unit of the target is to each unit of some networks, by settled tensors or by all."""
+        """Inner products of the target's units with those of some networks, over settled tensors or over all."""
         terms = [p for p in self.terms[group.name] if settled is None or p.neighbors.issubset(settled)]
         if not terms:
             return torch.zeros(who.shape[0], group.size, group.size)
@@ -124,17 +124,17 @@ class WeightMatching:
         return total
 
     def set_orders(self, group: Group, who: Tensor, orders: Tensor) -> None:
-        """Put a group's units of some networks into other orders."""
+        """Set the orders of one group in some networks, and mark the gains that depend on them as stale."""
         if who.shape[0]:
             self.orders[group.name][who] = orders
             for term in (term for terms in self.terms.values() for term in terms if group.name in term.neighbors):
                 term.stale[who] = True
 
     def climb(self, sweeps: int) -> None:
-        """Raise the scores group by group until none can; a group is asked again only if one beside it has moved.
+        """Raise the scores group by group until no group can; a group is tried again only if a neighbor has changed.
 
-        The restless group nearest the output is asked first: it is the deep ones that move most, and what stands
-        before them is asked once they are calm.
+        The dirty group nearest the output goes first: deep groups change most, so earlier ones are tried once the
+        deep ones have settled.
         """
         dirty = {group.name: torch.ones(self.count, dtype=torch.bool) for group in self.groups}
         for _ in range(sweeps * len(self.groups)):
@@ -148,7 +148,7 @@ class WeightMatching:
                 dirty[name][moved] = True
 
     def _improve(self, group: Group, who: Tensor) -> Tensor:
-        """Move one group where the others want it; the networks whose score that raised."""
+        """Reorder one group for the best score with the others fixed; returns the networks whose score rose."""
         gains, old = self.gains(group, who), self.orders[group.name][who]
         new = best_orders(gains, group.sections)
         better = _sum_along(gains, new) - _sum_along(gains, old) > 1e-6 * gains.abs().mean((1, 2)) * group.size
@@ -164,12 +164,12 @@ class WeightMatching:
 
 
 class _GainTerm:
-    """What one tensor adds to the gains of a group, (networks × the target's units × theirs), kept until stale.
+    """One tensor's term of a group's gains, (networks × the target's units × theirs), cached until stale.
 
     Attributes:
-        place: where the group's units stand in the tensor.
+        place: where the group's units are in the tensor.
         neighbors: the groups on the tensor's other axes.
-        stale: the networks of which a neighbour has moved since.
+        stale: the networks in which a neighbor has been reordered since.
         whole: whether every number of the tensor belongs to one of the units.
     """
 
@@ -186,7 +186,7 @@ class _GainTerm:
         self.target = self._columns(target[None] if self.blocked else _units_last(target[None], place, size))[0].mT
 
     def current_gains(self, who: Tensor, orders: Mapping[str, Tensor]) -> Tensor:
-        """The gains, those of some networks counted anew if they must be."""
+        """The gains, after computing again those of the given networks that are stale."""
         old = who[self.stale[who]]
         if old.shape[0]:
             stack = _rows_of(self.stack, old)
@@ -200,7 +200,7 @@ class _GainTerm:
         return self.gains
 
     def _columns(self, stack: Tensor) -> Tensor:
-        """What some networks' tensors know of each unit, one column per unit."""
+        """The numbers that belong to each unit, one column per unit, for several networks."""
         size = self.gains.shape[-1]
         if not self.blocked:
             return stack.reshape(stack.shape[0], -1, size)
@@ -209,7 +209,7 @@ class _GainTerm:
 
 
 def _units_last(stack: Tensor, place: Location, size: int) -> Tensor:
-    """The units of a place on the last axis, all other axes where they were: whole rows move when a neighbour does."""
+    """A place's units on the last axis, so that reordering a neighbor moves whole rows of memory."""
     axis = place.axis + 1
     units = stack.narrow(axis, place.offset, size * place.per).unflatten(axis, (size, place.per))
     moved: Tensor = units.movedim(axis, -1)
@@ -217,7 +217,7 @@ def _units_last(stack: Tensor, place: Location, size: int) -> Tensor:
 
 
 def _sum_along(gains: Tensor, orders: Tensor) -> Tensor:
-    """The sum of what each order picks from its matrix."""
+    """For each matrix, the sum of the entries that its order picks."""
     return gains.gather(2, orders[..., None]).sum((1, 2))
 
 
@@ -226,7 +226,7 @@ def _rows_of(stack: Tensor, who: Tensor) -> Tensor:
 
 
 def _reorder_stack(stack: Tensor, place: Location, orders: Tensor) -> Tensor:
-    """Tensors with the units of one place in other orders, each in its own."""
+    """Stacked tensors with the units of one place reordered, each tensor by its own order."""
     size = orders.shape[1]
     if place.blocks > 1 or size * place.per != stack.shape[place.axis + 1]:
         return torch.stack([reorder_tensor(t, place, order) for t, order in zip(stack, orders, strict=True)])

@@ -100,13 +100,13 @@ class _Learner:
         return cls(module, params, {n: m for n, m in entries_of(state.memory, MASK).items() if n in params})
 
     def enable_training(self) -> None:
-        """Let it learn; what its author froze stays."""
+        """Set training mode and gradients; parameters that the author froze stay frozen."""
         self.module.train()
         for param in self.params.values():
             param.requires_grad_(True)
 
     def apply_masks(self) -> None:
-        """Hold at zero what a mask leaves out."""
+        """Set the weights that a mask leaves out to zero."""
         for name, mask in self.masks.items():
             self.params[name].mul_(mask.to(self.params[name]))
 
@@ -137,7 +137,7 @@ class Distill(ServerPart):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What its lessons need."""
+        """What its source of inputs needs."""
         return self.input_source.needs | {"network"}
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
@@ -156,7 +156,7 @@ class Distill(ServerPart):
         return fused.noting(distilled=facts, **inference_costs(fused.single, [u.spec for u in cohort], bench))
 
     def _start(self, state: ServerState, cohort: Cohort, teacher: Teacher, bench: Bench) -> Start:
-        """The student before its first lesson: its network, its first weights, and as many outputs as the teacher."""
+        """The student before it is trained: its network, its first weights, and as many outputs as the teacher."""
         spec = state.start.spec
         alike = [u for u in cohort if u.spec == spec]
         fresh = self.begin == "fresh" or not alike
@@ -168,7 +168,7 @@ class Distill(ServerPart):
         student, params, step, pool = learner.module, list(learner.params.values()), stepper(self.optimizer), _Pool()
         loss = torch.zeros(())
         for epoch in range(self.epochs):
-            student.eval().requires_grad_(False)  # as the lessons see it: nobody but the loop below trains it
+            student.eval().requires_grad_(False)  # inputs are made for it as it is: only the loop below trains it
             pool.add(self.input_source(epoch, teacher, student, bench), teacher, bench.local.device)
             learner.enable_training()
             total, count = torch.zeros(()), 0

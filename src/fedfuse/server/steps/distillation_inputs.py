@@ -1,4 +1,4 @@
-"""Inputs on which a server may question the networks it holds: its own, or some it has to make."""
+"""Inputs for distillation: the server's own rows, inputs without labels, and what made inputs must look like."""
 
 from __future__ import annotations
 

@@ -133,13 +133,13 @@ class MagnitudeMask(ServerPart):
 class Exchange:
     """PruneFL's reconfiguration: weights are traded for those that lower the loss more per unit of round time.
 
-    From each layer's weights in force the share `drop` that is smallest in magnitude becomes doubtful; those and all
-    masked ones stand for election. They are taken in the order of Δ_j / t_j, the squared gradient for the time, while
+    From each layer's weights in force the share `drop` that is smallest in magnitude becomes a candidate; so are all
+    masked ones. Candidates are taken in the order of Δ_j / t_j, the squared gradient for the time, while
     that exceeds Γ = Σ Δ / T of what is taken already, that is while Γ rises. The time of a round is modelled as
     T = c + Σ t_j: t_j is how often weight j is used per input, c a share `overhead` of what the whole network takes.
 
     Attributes:
-        drop: the share of each layer that becomes doubtful.
+        drop: the share of each layer that becomes a candidate for removal.
         overhead: c, as a share of the dense network's time.
     """
 
@@ -164,7 +164,7 @@ class Exchange:
         return new
 
     def _secure_weights(self, weight: Tensor, mask: Tensor) -> Tensor:
-        """The weights in force that are not in doubt; at least one of a layer."""
+        """The weights in force that are not candidates for removal; at least one of a layer."""
         active = int(mask.sum())
         stay = max(1, active - int(self.drop * active))
         score = torch.where(mask, weight.abs().double(), -1.0).flatten()
@@ -174,7 +174,7 @@ class Exchange:
 
 
 def select_while_rising(ratio: Tensor, cost: Tensor, gain: float, time: float) -> Tensor:
-    """Who is taken, in the order of Δ/t, while each raises Γ = gain / time.
+    """Which candidates are taken, in the order of Δ/t, while each raises Γ = gain / time.
 
     Example:
         >>> select_while_rising(torch.tensor([5.0, 1.0, 3.0]), torch.ones(3), gain=2.0, time=1.0)
@@ -208,7 +208,7 @@ class Reconfigure(ServerPart):
     Attributes:
         every: it happens in rounds every, 2·every, …, counted from 1, when clients send their squared gradients.
         exchange: how weights are traded.
-        half_life: rounds after which only half as many weights become doubtful.
+        half_life: rounds after which only half as many weights become candidates.
     """
 
     every: int = 50

@@ -69,7 +69,7 @@ def _output_module(layer: Layer) -> str:
 
 @dataclass(slots=True)
 class _RankSum:
-    """Hears a module's outputs and adds their ranks up."""
+    """A forward hook that adds up the ranks of a module's outputs."""
 
     tolerance: float | None
     _sum: list[Tensor] = field(default_factory=list)
@@ -82,7 +82,7 @@ class _RankSum:
         self._count += len(out)
 
     def mean(self) -> Tensor:
-        """Mean over all inputs heard."""
+        """Mean over all inputs so far."""
         return torch.stack(self._sum).sum(0) / self._count
 
 

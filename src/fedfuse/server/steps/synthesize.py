@@ -35,7 +35,7 @@ class Impressions:
     range because they are the sigmoid of what is moved.
 
     Of several networks each makes its share of the inputs, for only it knows what its classes look like. Where they
-    answer together, far from all data the loudest of them is heard alone, and what the others know is never asked for:
+    answer together, far from all data the largest logits decide alone, and the others' classes never appear:
     ten clients of two classes each gave impressions of two classes.
 
     Attributes:
