@@ -75,7 +75,7 @@ class OpenSet:
 
 
 def _checked_stream(local: Local) -> torch.Generator:
-    """The round's random stream, once it is sure that there is an output for the unknown."""
+    """The round's random stream, after a check that there is an output for the unknown class."""
     if not local.rows.x.is_floating_point():
         raise RecipeError(
             "outliers are inputs moved along a slope and these rows are whole numbers, which have none; "

@@ -15,7 +15,7 @@ Output: TypeAlias = int | str
 
 @dataclass(frozen=True, slots=True)
 class ChooseOutput:
-    """A forward hook that takes one of a network's outputs: a place in a tuple or list, a key, or an attribute.
+    """A forward hook that takes one of a network's outputs: a position in a tuple or list, a key, or an attribute.
 
     Example:
         >>> import torch
@@ -49,7 +49,7 @@ def choose_output(module: nn.Module, output: Output) -> nn.Module:
 
 
 def output_of(module: nn.Module) -> Output | None:
-    """The output a module was told to give, if it was."""
+    """The output a module was set to give; None if it was not."""
     return next((hook.output for hook in module._forward_hooks.values() if isinstance(hook, ChooseOutput)), None)
 
 
@@ -57,7 +57,7 @@ def validate_output(output: object) -> Output | None:
     """An output as a file or a header names it.
 
     Raises:
-        ConfigError: if it is neither a place nor a name.
+        ConfigError: if it is neither a position nor a name.
     """
     named = isinstance(output, str) and 0 < len(output) <= 200
     counted = isinstance(output, int) and not isinstance(output, bool) and -1000 < output < 1000

@@ -50,7 +50,7 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Brief:
-    """All that a client hears from the server in one exchange.
+    """All that a client gets from the server in one exchange.
 
     Attributes:
         round: counted from 0.
@@ -69,7 +69,7 @@ class Brief:
     classes: int = 0
 
     def to(self, client: str) -> Brief:
-        """The brief as this client hears it."""
+        """The brief as this client gets it."""
         if client not in self.own:
             return replace(self, own={}) if self.own else self
         spec, params = self.own[client]

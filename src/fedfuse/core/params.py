@@ -85,7 +85,7 @@ class Layout:
     """The role of every tensor of a model, and its layers.
 
     Roles decide what aggregation may do: floating tensors are averaged, counters take the maximum,
-    and a norm's tensors follow the layer they act on, whatever the order of the state dict. A spread holds the
+    and a norm's tensors follow the layer they act on, whatever the order of the state dict. A log-variance holds the
     log-variances of a mean: parameters called `log_variance` and `bias_log_variance` beside `weight` and `bias`.
 
     Attributes:

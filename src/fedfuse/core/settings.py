@@ -56,7 +56,7 @@ def explain(error: ValidationError, schema: type[BaseModel], where: str = "") ->
 
 
 def _fields_at(schema: type[BaseModel], path: list[str]) -> list[str]:
-    """The keys known at a place in a nested schema."""
+    """The keys known at a path in a nested schema."""
     now: Any = schema
     for part in path:
         field = getattr(now, "model_fields", {}).get(part)
@@ -87,7 +87,7 @@ class Optimizer(Settings):
 
 
 def effective_steps(steps: int, momentum: float) -> float:
-    """Gradients' worth of a local walk: a = (τ − ρ(1−ρ^τ)/(1−ρ)) / (1−ρ), which is τ without momentum.
+    """How many gradients local steps are worth: a = (τ − ρ(1−ρ^τ)/(1−ρ)) / (1−ρ), which is τ without momentum.
 
     With a constant gradient g, τ steps of momentum SGD move the weights by −η·a·g (FedNova's normalizer).
 

@@ -33,7 +33,7 @@ class Spec:
         kept: per pruned or grown layer, which of its original output channels remain.
         prototype: a module the user built, copied instead of calling the factory; it does not travel.
         description: what updates say of a network whose code is not here: it can be fused, not run.
-        output: which of several outputs are the logits: a place in a tuple, a key or an attribute; None for a network
+        output: which of several outputs are the logits: an index of a tuple, a key or an attribute; None for a network
             that gives its logits and nothing else.
 
     Example:

@@ -33,7 +33,7 @@ class ServerState:
         round: rounds done.
         model: what the server would deploy now.
         memory: control variates, masks, momenta, by "kind/tensor" names.
-        starts: clients whose next round begins at a place of their own; "" stands for everybody not named.
+        starts: clients whose next round begins with a model of their own; "" stands for everybody not named.
         facts: what aggregator and steps want a reader to see; emptied every round.
     """
 
@@ -53,11 +53,11 @@ class ServerState:
 
     @property
     def start(self) -> Start:
-        """Where a client begins that has no place of its own."""
+        """Where a client begins that has no start of its own."""
         return self.starts.get("") or Start(self.single.spec, self.single.posterior.mean)
 
     def brief(self, publishes: tuple[str, ...], classes: int = 0) -> Brief:
-        """What clients hear: the model and the published part of the memory."""
+        """What clients get: the model and the published part of the memory."""
         published = {name: t for name, t in self.memory.items() if name.split("/", 1)[0] in publishes}
         return Brief(self.round, *self.start, published, self.starts, classes)
 

@@ -104,14 +104,14 @@ class LocalEngine(Protocol):
 
 @dataclass(slots=True)
 class OncePerBrief(Generic[T]):
-    """What an engine makes of a brief, made once for all the clients that hear the same one."""
+    """What an engine makes of a brief, made once for all the clients that get the same one."""
 
     brief: Brief
     make: Callable[[Brief], T]
     _common: list[T] = field(default_factory=list)
 
     def for_client(self, client: str) -> T:
-        """What was made of the brief as this client hears it."""
+        """What was made of the brief as this client gets it."""
         if client in self.brief.own:
             return self.make(self.brief.to(client))
         if not self._common:

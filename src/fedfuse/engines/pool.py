@@ -132,7 +132,7 @@ class Pool:
                 waiting.appendleft(task)
 
     def _collect_results(self, waiting: deque[Task]) -> Iterator[tuple[Task, ClientResult]]:
-        """Wait until a worker says something, and hear all who do."""
+        """Wait until a worker sends something, and receive from all that did."""
         busy = {worker.wire: (worker, worker.task) for worker in self._running if worker.task}
         for wire in wait(list(busy)) if busy else []:  # it would wait for nobody for ever
             worker, task = busy[wire]  # type: ignore[index]  # wait() gives back what it was given
@@ -201,7 +201,7 @@ class PoolEngine:
 
 @dataclass(slots=True)
 class RoundInputs:
-    """What all clients that hear the same brief share; packed once, and sent to each worker once."""
+    """What all clients of one brief share; pickled once, and sent to each worker once."""
 
     work: Work
     brief: Brief
@@ -210,7 +210,7 @@ class RoundInputs:
     _bytes: memoryview | None = None
 
     def to_bytes(self) -> memoryview:
-        """The lesson as bytes for a worker."""
+        """The inputs as bytes for a worker."""
         if self._bytes is None:
             spec = self.brief.spec
             try:
@@ -227,7 +227,7 @@ class RoundInputs:
 
 @dataclass(slots=True)
 class Task:
-    """One client's turn."""
+    """One client's round, as a worker is asked for it."""
 
     client: str
     inputs: RoundInputs
@@ -262,7 +262,7 @@ class _Worker:
         return cls(process, ours)
 
     def send(self, task: Task) -> None:
-        """Send a task, after its lesson if that is another than before; raises OSError if nobody is there."""
+        """Send a task, after its inputs if they differ from the last ones; raises OSError if the worker has died."""
         fresh = b"" if self.inputs is task.inputs else task.inputs.to_bytes()
         turn = task.to_bytes()
         self.inputs, self.task = task.inputs, task
@@ -270,7 +270,7 @@ class _Worker:
         self.wire.send_bytes(turn)
 
     def receive(self) -> ClientResult | None:
-        """How its task ended, or None for other words; raises EOFError or OSError if it died."""
+        """How its task ended, or None for any other message; raises EOFError or OSError if it died."""
         word = self.wire.recv_bytes()
         if word == READY:
             self.ready = True

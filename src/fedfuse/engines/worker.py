@@ -1,4 +1,4 @@
-"""A worker process's own side: it hears tasks, trains, and answers.
+"""A worker process's own side: it receives tasks, trains, and answers.
 
 What it hears is ours and pickled by multiprocessing: a lesson (or nothing, if it is the one before) and a turn. What it
 answers is bytes, which are never unpickled: a line of JSON, the reply's payload, and what the client remembers.
@@ -38,12 +38,12 @@ class ByValue(ForkingPickler):
 
 
 def serve(wire: Connection) -> None:
-    """A worker's life: hear a task, do it, answer, until the wire ends."""
+    """Receive a task, do it and answer, until the connection ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends us
     threading.Thread(target=_follow_parent, daemon=True).start()
     torch.set_num_threads(1)
     inputs: _UnpackedInputs | None = None
-    with contextlib.suppress(EOFError, OSError):  # the wire ended: nobody listens any more
+    with contextlib.suppress(EOFError, OSError):  # the connection ended: nobody reads any more
         wire.send_bytes(READY)
         while True:
             inputs = _turn(wire, inputs)
@@ -58,7 +58,7 @@ def _follow_parent() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _UnpackedInputs:
-    """A lesson as a worker holds it."""
+    """A round's inputs as a worker holds them."""
 
     work: Work
     brief: Brief

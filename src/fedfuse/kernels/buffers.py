@@ -95,7 +95,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor's place in a long row: its shape, and the order of its axes there."""
+    """Where a tensor lies in a long row: its shape, and the order of its axes there."""
 
     offset: int
     shape: tuple[int, ...]
@@ -113,12 +113,12 @@ class Slot:
         return pad_to_lanes(self.columns)
 
     def view(self, row: Floats) -> Tensor:
-        """The place as a tensor with one row per output, without the filling."""
+        """That part of the row as a tensor with one row per output, without the filling."""
         whole = torch.from_numpy(row)
         return whole.as_strided((self.rows, self.columns), (self.length, 1), self.offset)
 
     def write(self, row: Floats, tensor: Tensor) -> None:
-        """Copy a tensor to its place."""
+        """Copy a tensor into the row."""
         self.view(row).copy_(tensor.reshape(self.shape).permute(self.axes).reshape(self.rows, -1))
 
     def read(self, row: Floats, tensor: Tensor) -> None:
@@ -153,7 +153,7 @@ class FlatTensors:
         return np.zeros(self.size, np.float32)
 
     def write(self, tensors: Mapping[str, Tensor], row: Floats) -> Floats:
-        """Copy these tensors to their places in a long row, which has zeros between them; gives the row back."""
+        """Copy these tensors into a long row, which has zeros between them; gives the row back."""
         for name, tensor in tensors.items():
             self.slots[name].write(row, tensor)
         return row

@@ -51,7 +51,7 @@ def forward(blocks: int, x: Floats, xform: Four, w: Floats, offsets: Two, size: 
 
 @compile_kernel
 def _reach(position: int, kernel: int, stride: int, outputs: int) -> Three:
-    """Of the outputs that a pixel at this place of the padded input reaches: the last, its tap, and how many."""
+    """Of the outputs that a pixel at this position of the padded input reaches: the last, its tap, and how many."""
     tap = position % stride
     last = (position - tap) // stride
     if last > outputs - 1:

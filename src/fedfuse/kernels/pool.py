@@ -62,7 +62,7 @@ def _take_larger(source: Floats, target: Floats, largest_at: Argmaxes, k: int) -
 
 @compile_kernel
 def largest_back(blocks: int, dy: Floats, yform: Four, size: Three, chosen: Argmaxes, dx: Floats, xform: Four) -> None:
-    """Write dx = dy at the place that was the largest; windows that overlap add up."""
+    """Write dx = dy at the position that was the largest; windows that overlap add up."""
     kernel, stride, padding = size
     length, overlap = xform[3] * LANES, stride < kernel
     if overlap:
@@ -113,7 +113,7 @@ def mean(blocks: int, x: Floats, xform: Four, size: Three, y: Floats, yform: Fou
 
 @compile_kernel
 def mean_back(blocks: int, dy: Floats, yform: Four, size: Three, dx: Floats, xform: Four) -> None:
-    """Write dx = dy spread evenly; windows that overlap add up."""
+    """Write dx = dy shared out evenly; windows that overlap add up."""
     kernel, stride, _ = size
     length, part = xform[3] * LANES, np.float32(1 / (kernel * kernel))
     fill(dx, 0, blocks * xform[0] * xform[1] * length, 0.0)

@@ -1,4 +1,4 @@
-"""Who goes with whom: exact assignments, and entropic transport between unequal crowds."""
+"""Matching rows with columns: exact assignments, and entropic transport between sides of unequal size."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _masses(given: Tensor | None, C: Tensor, dim: int, what: str) -> Tensor:
 
 
 def _annealing_schedule(cost_range: float, reg: float) -> Iterator[float]:
-    """Temperatures from the cost's spread down to `reg`, each half of the one before."""
+    """Temperatures from the cost's range down to `reg`, each half of the one before."""
     halvings = max(0, math.ceil(math.log2(cost_range / reg))) if cost_range > 0 else 0
     return (reg * 2.0**k for k in range(halvings, -1, -1))
 

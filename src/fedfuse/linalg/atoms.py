@@ -44,7 +44,7 @@ class Units:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AtomPrior:
-    """What is believed of an atom before anybody is heard: N(mean, 1/precision), and how many atoms there are.
+    """The prior of an atom: N(mean, 1/precision), and how many atoms there are.
 
     Attributes:
         mean: μ₀ by coordinate.

@@ -58,7 +58,7 @@ def k_statistics(x: Tensor, *, per_row: bool = False) -> KStatistics:
         k2 = n m2 / (n−1),  k3 = n² m3 / ((n−1)(n−2)),
         k4 = n² ((n+1) m4 − 3 (n−1) m2²) / ((n−1)(n−2)(n−3))
 
-    In float64, block by block and in one pass; a tensor whose mean is large beside its spread takes a second
+    In float64, block by block and in one pass; a tensor whose mean is large beside its deviation takes a second
     one about its mean, so that neither size nor offset costs precision.
 
     Example:
@@ -235,7 +235,7 @@ def _vector_k(vector: Tensor) -> tuple[float, float, float, float]:
     if n < _LEAST_ELEMENTS:
         return _NOTHING
     sums, begin = _power_sums(vector, 0.0), 0.0
-    if 2 * sums[0] * sums[0] > n * sums[1]:  # the mean exceeds the spread: sums about zero would cost digits
+    if 2 * sums[0] * sums[0] > n * sums[1]:  # the mean exceeds the deviation: sums about zero would cost digits
         begin = sums[0] / n
         sums = _power_sums(vector, begin)
     r1, r2, r3, r4 = (s / n for s in sums)

@@ -74,7 +74,7 @@ class KronSum:
         return total
 
     def set_client(self, client: int, A: Tensor, B: Tensor, weight: float) -> None:
-        """Lay one client's factors in its place."""
+        """Write one client's factors at its index."""
         self.left[:, client] = B.double() * weight
         self.right[:, client] = A
 

@@ -1,8 +1,8 @@
 """Channels: the axes of a network that must be permuted, removed or grown together.
 
 A hidden unit lives in several tensors: a row of the weight that makes it, its bias, its norm's statistics, a column
-of every weight that reads it. A `Group` lists those places for all units of one kind; moving them together leaves the
-network's function as it was (permutation), or removes or adds whole units.
+of every weight that reads it. A `Group` lists those locations for all units of one kind; moving them together leaves
+the network's function as it was (permutation), or removes or adds whole units.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Hidden units of one kind and every place they stand in.
+    """Hidden units of one kind and every location they have.
 
     Attributes:
         name: the layer that makes them.
@@ -171,7 +171,7 @@ def move_units(params: Params, moves: Mapping[Group, Order]) -> dict[str, Tensor
     """The weights with units wherever they are wanted: permuted, removed and grown in one go.
 
     Per group, new unit i is what unit order[i] was, or empty where order[i] is −1. An empty unit is zero, with
-    variance one in a norm's statistics, and as sure as the surest weight in log-variances. All groups are moved at
+    variance one in a norm's statistics, and the smallest log-variance of the tensor. All groups are moved at
     once, since a unit removed before a concatenation shifts the units after it.
 
     Example:
@@ -231,7 +231,7 @@ def keep_channels(spec: Spec, params: Params, keep: Mapping[Group, Order]) -> tu
 
 
 def _units(group: Group, order: Order) -> Tensor:
-    """The order as a tensor, if every unit stays in its room."""
+    """The order as a tensor, if every unit stays in its section."""
     units = torch.as_tensor(order, dtype=torch.int64, device="cpu")
     if units.ndim != 1 or bool(((units < EMPTY) | (units >= group.size)).any()):
         raise ConfigError(f"group {group.name!r} has units 0 to {group.size - 1}; the order names others")
@@ -251,7 +251,7 @@ AxisUnits: TypeAlias = list[tuple[Group, Location]]
 
 
 def by_axis(groups: Iterable[Group]) -> Iterator[tuple[tuple[str, int], AxisUnits]]:
-    """The places of some groups on each axis of each tensor, from the front."""
+    """The locations of some groups on each axis of each tensor, from the front."""
     every = [(group, location) for group in groups for location in group.locations]
     every.sort(key=lambda at: (at[1].tensor, at[1].axis, at[1].offset))
     for key, here in groupby(every, key=lambda at: (at[1].tensor, at[1].axis)):

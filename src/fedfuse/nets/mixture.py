@@ -24,7 +24,7 @@ _ROWS = 1000  # inputs at a time: enough for a wide product, few enough that its
 
 
 class _Group(NamedTuple):
-    """Members of one network: their places, and all of them as one wide network where that can be."""
+    """Members of one network: their indices, and all of them as one wide network where that can be."""
 
     spec: Spec
     indices: tuple[int, ...]

@@ -98,7 +98,7 @@ def _randomize(net: nn.Module) -> None:
 
 
 def _in_order(net: nn.Module, groups: Iterable[Group]) -> tuple[Group, ...]:
-    """Groups and their places in the order of the state dict, each named after the first layer that makes it."""
+    """Groups and their locations in the order of the state dict, each named after the first layer that makes it."""
     rank = {name: i for i, name in enumerate(net.state_dict())}
     found = [replace(g, locations=tuple(sorted(g.locations, key=lambda p: (rank[p.tensor], p.axis)))) for g in groups]
     found = [replace(g, name=_maker(g) + g.name) for g in found]
@@ -213,7 +213,7 @@ def _groups(spec: Spec, root: nn.Module, items: Sequence[_Item], names: dict[int
 
 
 class _UnknownArrangement(Exception):
-    """Units that do not stand as a place can say."""
+    """Units whose positions no `Location` can describe."""
 
 
 def _what(target: object) -> str:
@@ -221,7 +221,7 @@ def _what(target: object) -> str:
 
 
 def _locations(item: _Item, run: Sequence[int], names: dict[int, list[str]]) -> Iterator[Location]:
-    """The places of a run of units in the tensors of one module."""
+    """The locations of a run of units in the tensors of one module."""
     target = item.target
     stretches = list(_stretches(item, run))
     blocks = target.groups if isinstance(target, _CONVS) and item.reads and not _is_depthwise(target) else 1
@@ -280,7 +280,7 @@ def _stretches(item: _Item, run: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _section_size(item: _Item, size: int) -> int:
-    """How many adjacent units may trade places in this module."""
+    """How many adjacent units of this module may be permuted among themselves."""
     target = item.target
     if isinstance(target, nn.GroupNorm):
         return target.num_channels // target.num_groups
@@ -323,7 +323,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _shuffle(group: Group) -> Tensor:
-    """A random order within the group's rooms that leaves no unit at home."""
+    """A random order within the group's sections that leaves no unit where it was."""
     section_size = group.size // group.sections
     draw = stream(0, "trace", group.name)
     parts = []

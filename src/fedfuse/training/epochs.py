@@ -63,7 +63,7 @@ class TorchEpochs:
         return float(total) / max(count, 1)
 
     def _move(self, params: list[Tensor], grads: list[Tensor]) -> None:
-        """One step of weights and of spreads, and a projection."""
+        """One step of the weights and of the log-variances, and a projection."""
         local, settings, project, weights = self.local, self.work.settings, self.work.project, self._weights
         shape_gradients(params[:weights], grads[:weights], settings)
         self._step(params[:weights], grads[:weights], local.lr)

@@ -25,7 +25,7 @@ def fit_memory(memory: Params, brief: Brief, shape: tuple[int, ...]) -> tuple[di
 
     Args:
         memory: what the client kept.
-        brief: what it was told.
+        brief: what the server sent.
         shape: the shape of one of its inputs.
     """
     fitted, facts = dict(memory), dict[str, float]()

@@ -20,12 +20,12 @@ NOTE = "~"  # evidence and memory stand under this mark, so that plain names are
 
 
 def encode_brief(brief: Brief) -> bytes:
-    """A brief as this client hears it (see `Brief.to`)."""
+    """A brief as this client gets it (see `Brief.to`)."""
     return encode({**brief.params, **mark_notes(brief.memory)}, _brief_header(brief))
 
 
 def brief_size(brief: Brief) -> int:
-    """How many bytes a client hears, without writing them."""
+    """How many bytes a brief takes, without writing them."""
     return encoded_size({**brief.params, **mark_notes(brief.memory)}, _brief_header(brief))
 
 
