@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from matplotlib import image
 
@@ -30,6 +30,7 @@ def test_a_logarithmic_scale_is_straight_in_decades() -> None:
 
 
 @given(st.lists(measured, min_size=1, max_size=5), st.booleans())
+@example([1e9, 999999999.9999999], True)
 def test_a_scale_holds_its_values_and_has_round_ticks(values: list[float], log: bool) -> None:
     scale = scale_for(values, 0, 100, log=log)
     assert all(-1e-6 <= scale(value) <= 100 + 1e-6 for value in values)

@@ -108,7 +108,7 @@ def scale_for(values: Sequence[float], start: float, stop: float, log: bool = Fa
     """
     low, high = min(values), max(values)
     if log and low > 0:
-        room = (high / low) ** pad if high > low else 2.0
+        room = (high / low) ** pad if high > low * (1 + 1e-9) else 2.0  # logarithms tell nearer ones not apart
         return Scale(low / room, high * room, start, stop, log=True)
     room = pad * (high - low) or (0.0 if high > low else max(abs(low) * 0.1, 0.01))
     return Scale(low - room, high + room, start, stop)
