@@ -42,6 +42,7 @@ def test_a_broken_law_is_named(dictator: str) -> None:
         testing.check_method(dictator)
 
 
+@pytest.mark.slow  # tests/laws holds every method to them too; this is the function that is shipped
 @pytest.mark.parametrize("name", sorted(all_methods()))
 def test_every_method_keeps_the_laws_it_claims(name: str) -> None:
     options = {"dense": {"epochs": 1, "steps": 1, "batch": 4}, "imc": {"at": 1, "times": 1}}.get(name, {})

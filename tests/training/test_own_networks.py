@@ -262,6 +262,7 @@ def test_rows_that_a_network_cannot_read_are_told_in_its_words() -> None:
         next(rounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["weights", "activations", "transport", "graph"])
 @pytest.mark.parametrize("name", [n for n in OWN if not n.startswith("tied")])
 def test_every_network_is_aligned_and_still_answers(name: str, way: str) -> None:
