@@ -22,6 +22,7 @@ from torch import nn
 from fedfuse.core.messages import Cohort
 from fedfuse.core.registry import all_methods, find_method
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import ServerPart
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, QuorumLost, RecipeError
@@ -256,7 +257,10 @@ def test_what_a_plain_client_cannot_do_is_refused_at_once(name: str, part: str) 
         ("ensemble", r"ends a round with a mixture of networks, .*; run it as an app"),
         ("local", r"ends a round with networks that stay apart, .*; run it as an app"),
         ("hybrid_fl", r"has a roster \(WithServer\) that lets the server train as a client; run it as an app"),
-        ("data_sharing", r"has a roster \(LendRows\) that lends the server's rows to clients; run it on one machine"),
+        (
+            "data_sharing",
+            r"has a roster \(ShareServerRows\) that lends the server's rows to clients; run it on one machine",
+        ),
     ],
 )
 @pytest.mark.parametrize("clients", ["plain", "fedfuse"])
@@ -269,7 +273,10 @@ def test_what_no_strategy_can_do_is_refused_with_any_clients(name: str, why: str
 def test_plain_clients_serve_exactly_the_methods_that_ask_nothing_of_them(name: str) -> None:
     recipe, plain = all_methods()[name].recipe(), find_method("fedavg").recipe()
     trains_alike = recipe.work(LocalSettings()) == plain.work(LocalSettings())
-    same = all(getattr(recipe, p) == getattr(plain, p) for p in ("publishes", "dress", "opening", "roster", "result"))
+    same = all(
+        getattr(recipe, p) == getattr(plain, p)
+        for p in ("publishes", "memory", "prepare_model", "before_first_round", "roster", "result")
+    )
     if trains_alike and same and not any(isinstance(step, Prune) for step in recipe.steps):
         assert FuseStrategy(name, nn.Linear(2, 2), local=LOCAL).recipe.name == name
     else:
@@ -374,11 +381,11 @@ def test_missing_server_rows_are_told_before_the_first_round() -> None:
 
 
 def test_a_step_that_changes_shapes_under_plain_clients_is_stopped() -> None:
-    def widen(state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
-        return state.fused({n: torch.cat([t, t]) for n, t in state.single.posterior.mean.items()})
+    class Widen(ServerPart):
+        def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
+            return state.fused({n: torch.cat([t, t]) for n, t in state.single.posterior.mean.items()})
 
-    widen.needs = frozenset()  # type: ignore[attr-defined]
-    own = replace(find_method("fedavg").recipe(), name="mine", steps=(widen,))  # type: ignore[arg-type]
+    own = replace(find_method("fedavg").recipe(), name="mine", steps=(Widen(),))
     with pytest.raises(RecipeError, match="'mine' has changed the network's shape .* plain Flower client could not"):
         FuseStrategy(own).start(grid_with(client(1.0, 1), client(1.0, 1)), ArrayRecord({"w": Array(np.zeros(2))}))
 

@@ -189,7 +189,7 @@ def test_probabilities_are_averaged_over_drawn_networks() -> None:
     with torch.no_grad():
         each = []
         for draw in range(6):
-            weights = model._drawn(draw)
+            weights = model._draw_weights(draw)
             assert weights.keys() == {"2.weight", "4.weight"}
             each.append(functional_call(net(), weights, (batch(),), strict=False).softmax(-1))
         torch.testing.assert_close(model(batch()).exp(), torch.stack(each).mean(0))
@@ -198,7 +198,7 @@ def test_probabilities_are_averaged_over_drawn_networks() -> None:
 
 def test_drawn_networks_have_the_posteriors_moments() -> None:
     model = bayesian(nn.Linear(2, 1), log_variance=-1.0, draws=2)
-    drawn = torch.stack([model._drawn(s)["weight"] for s in range(3000)])
+    drawn = torch.stack([model._draw_weights(s)["weight"] for s in range(3000)])
     torch.testing.assert_close(drawn.mean(0), model.net.weight, atol=0.04, rtol=0)
     torch.testing.assert_close(drawn.var(0), torch.full((1, 2), math.exp(-1)), atol=0.03, rtol=0)
 
@@ -231,7 +231,7 @@ def test_what_does_not_vary_is_computed_once_and_nothing_changes(make: Any) -> N
     torch.manual_seed(0)
     model = bayesian(make(), draws=3).eval()
     hidden = Bayesian(Whole(model.net), 3).eval()
-    hidden._drawn = lambda s: {f"inner.{n}": t for n, t in model._drawn(s).items()}  # type: ignore[method-assign]
+    hidden._draw_weights = lambda s: {f"inner.{n}": t for n, t in model._draw_weights(s).items()}  # type: ignore[method-assign]
     x = batch() if make is not lenet else torch.randn(4, 1, 28, 28)
     torch.testing.assert_close(model(x), hidden(x))
 

@@ -82,6 +82,8 @@ def _asked_of_clients(recipe: Recipe) -> Iterator[str]:
     if recipe.evidence:
         kinds = ", ".join(_kind(evidence) for evidence in recipe.evidence)
         yield f"asks clients for evidence or memory beside their weights ({kinds})"
+    if recipe.memory:
+        yield f"lets clients remember ({', '.join(_kind(part) for part in recipe.memory)})"
     if recipe.publishes:
         yield f"tells clients of the server's memory ({', '.join(recipe.publishes)})"
     if type(recipe.prepare_model) is not AsChosen:

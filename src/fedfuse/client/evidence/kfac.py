@@ -65,6 +65,7 @@ def kronecker_factors(
         Per layer A and B, stacked over its groups: (groups × in × in) and (groups × out × out), float64.
 
     Example:
+        >>> from fedfuse.core.params import Layer
         >>> net = nn.Linear(2, 2, bias=False)
         >>> rows = Rows(torch.tensor([[1.0, 2.0]]), torch.tensor([0]))
         >>> kronecker_factors(net, [Block(Layer("weight", "linear", "weight"))], rows)["weight"][0].tolist()
