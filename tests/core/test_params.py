@@ -200,3 +200,37 @@ def test_a_layout_can_be_a_part_of_a_larger_one(resnet: nn.Module) -> None:
     assert inner.roles == Layout.of(outer).roles
     assert [layer.weight for layer in inner.layers] == [layer.weight for layer in Layout.of(outer).layers]
     assert Layout.of(nn.Linear(2, 1)).under("net").layers[0].name == "net"
+
+
+def test_biases_and_norms_follow_transposed_recurrent_and_attending_layers() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.up, self.norm = nn.Conv2d(1, 4, 1), nn.ConvTranspose2d(4, 3, 2), nn.BatchNorm2d(3)
+            self.cell, self.after = nn.LSTM(3, 5, batch_first=True), nn.LayerNorm(5)
+            self.attend, self.last = nn.MultiheadAttention(5, 1, batch_first=True), nn.LayerNorm(5)
+            self.embed, self.scale = nn.Embedding(7, 5), nn.LayerNorm(5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm(self.up(self.first(x))).flatten(2).transpose(1, 2)
+            h = self.after(self.cell(h)[0])
+            h = self.last(self.attend(h, h, h)[0])
+            return h + self.scale(self.embed.weight[:1])
+
+    net = Odd()
+    layout = Layout.of(net)
+    layers = {layer.weight: layer for layer in layout.layers}
+    assert (layers["up.weight"].bias, layers["up.weight"].kind) == ("up.bias", "transposed")
+    assert layout.layer_of("norm.running_var") == "up.weight"
+    assert layers["cell.weight_ih_l0"].bias == "cell.bias_ih_l0"
+    assert layers["cell.weight_hh_l0"].followers == ("after.weight", "after.bias")
+    assert layers["attend.in_proj_weight"].bias == "attend.in_proj_bias"
+    assert layout.layer_of("last.weight") == "attend.out_proj"
+    assert layout.layer_of("scale.weight") == "embed.weight"
+    guessed = {layer.weight: layer for layer in Layout.guess(net.state_dict()).layers}
+    assert guessed["up.weight"].bias == "up.bias"
+    assert guessed["up.weight"].followers[:2] == ("norm.weight", "norm.bias")
+    assert guessed["cell.weight_ih_l0"].bias == "cell.bias_ih_l0"
+    assert guessed["cell.weight_hh_l0"].bias == "cell.bias_hh_l0"
+    assert guessed["attend.in_proj_weight"].bias == "attend.in_proj_bias"
+    assert all(role != "norm" for name, role in Layout.guess(net.state_dict()).roles.items() if ".bias_" in name)

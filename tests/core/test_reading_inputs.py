@@ -10,7 +10,7 @@ from fedfuse.core.inputs import as_read, example_inputs, own_form, reads_tokens,
 from fedfuse.core.messages import ClientUpdate
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
-from fedfuse.core.settings import LocalSettings
+from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.nets.cost import cohort_flops, layer_costs
@@ -82,4 +82,4 @@ def test_costs_of_token_networks_are_counted() -> None:
 
 def test_rounds_of_networks_that_nobody_can_run_here_cost_nobody_knows_what() -> None:
     update = ClientUpdate("a", Posterior({}), 4.0, 1, Spec.of(Picky()))
-    assert cohort_flops([update], LocalSettings(), (3,)) is None
+    assert cohort_flops([update], Work(), (3,)) is None

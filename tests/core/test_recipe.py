@@ -16,9 +16,10 @@ from fedfuse.core.messages import Cohort, Start
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
+from fedfuse.core.registry import find_method
 from fedfuse.core.rng import seed_for
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import AsChosen, ClientsOnly, CrossEntropy, Free, OwnRows, ServerPart, Work
+from fedfuse.core.seams import AsChosen, ClientsOnly, Free, OwnRows, ServerPart, TaskLoss, Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
@@ -26,6 +27,7 @@ from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.apart import KeepApart
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.steps.control import ControlStep
+from fedfuse.tasks import CLASSIFICATION, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +104,14 @@ def test_the_defaults_do_nothing() -> None:
     assert OwnRows()(rows, None) is rows  # type: ignore[arg-type]
     assert Free()("w", value, None) is value  # type: ignore[arg-type]
     assert ClientsOnly()("engine", Bench()) == "engine"  # type: ignore[arg-type,comparison-overlap]
-    assert repr(CrossEntropy()) == "CrossEntropy()"
+    assert repr(TaskLoss()) == "TaskLoss()"
 
 
 @dataclass(frozen=True, slots=True)
 class Shifted:
     """A dress that moves every weight by its seed, so that one sees who was given which."""
 
-    def __call__(self, start: Single, classes: int, seed: int) -> Single:
+    def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:
         moved = {n: t + seed % 1000 + classes for n, t in start.posterior.mean.items()}
         return replace(start, posterior=Posterior(moved))
 
@@ -157,3 +159,21 @@ def test_parts_refuse_networks_before_anybody_trains() -> None:
         recipe.check(1, bench, odd)
     with pytest.raises(ConfigError, match="everybody has hidden layers"):
         recipe.check(1, bench, ServerState(0, Single.of(deep.build(), deep)))
+
+
+def test_without_training_it_needs_the_weights_clients_stand_at() -> None:
+    rests = replace(find_method("fedavg").recipe(), trains=False)
+    assert "start" in rests.needs
+    assert not rests.work(LocalSettings()).trains
+
+
+def test_who_reads_off_the_training_says_that_there_is_none() -> None:
+    with pytest.raises(RecipeError, match="'qfedavg' reads off the clients' training .* no epochs; set local.epochs"):
+        find_method("qfedavg").recipe().work(LocalSettings(epochs=0))
+
+
+def test_an_ending_comes_after_the_last_round_of_the_last_stage() -> None:
+    first, second, last = (find_method(name).recipe() for name in ("fedavg", "fednova", "refit"))
+    chain = first.then(2, second).ending(5, last)
+    assert [chain.at(r).name for r in range(6)] == ["fedavg"] * 2 + ["fednova"] * 3 + ["refit"]
+    assert (chain.exchanges(5), first.then(2, second).exchanges(5), last.exchanges(1)) == (6, 5, 1)

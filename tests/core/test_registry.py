@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
@@ -11,7 +13,7 @@ from pydantic import ConfigDict, Field, PositiveFloat, create_model
 
 from fedfuse.core import registry
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.registry import Method, all_methods, describe_type, find_method, method
+from fedfuse.core.registry import Method, all_methods, describe_type, find_method, load_method, method
 from fedfuse.core.settings import Settings
 from fedfuse.errors import ConfigError
 from fedfuse.server.aggregate.mean import Mean
@@ -75,6 +77,12 @@ def test_two_methods_cannot_share_a_name(scratch: dict[str, Method]) -> None:
         @method("fedavg")
         def mine() -> Recipe:
             return Recipe(aggregate=Mean())
+
+
+def test_a_method_says_where_it_takes_its_mean(scratch: dict[str, Method]) -> None:
+    assert find_method("fedavg").family == "weights"
+    with pytest.raises(ConfigError, match="method 'mine': family is 'posteriors'; did you mean 'posterior'"):
+        method("mine", family="posteriors")  # type: ignore[arg-type]
 
 
 def test_every_option_needs_a_default(scratch: dict[str, Method]) -> None:
@@ -155,3 +163,59 @@ def test_no_method_shows_a_type_of_the_programs_own() -> None:
     for found in all_methods().values():
         for option in found.options:
             assert not re.search(r"Annotated|Literal|Positive|NonNegative|\[|None", option.type), (found.name, option)
+
+
+OWN = """
+from fedfuse.extend import Mean, Recipe, method
+
+@method("mine")
+def registered(uniform: bool = True) -> Recipe:
+    '''My own.'''
+    return Recipe(aggregate=Mean(uniform))
+
+def plain(uniform: bool = False) -> Recipe:
+    '''A function and no more.'''
+    return Recipe(aggregate=Mean(uniform))
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scratch: dict[str, Method]) -> Path:
+    (tmp_path / "my_method_file.py").write_text(OWN)
+    (tmp_path / "broken_method.py").write_text("1 / 0")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for name in ("my_method_file", "broken_method"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def test_a_method_of_ones_own_is_named_by_module_or_file(own: Path) -> None:
+    assert load_method("my_method_file:registered").recipe(uniform=False).aggregate == Mean(False)
+    assert load_method("my_method_file:registered").name == "mine"
+    found = load_method(f"{own}/my_method_file.py:plain")
+    assert (found.name, found.recipe(uniform=True).label) == ("plain", "plain(uniform=True)")
+    assert load_method(f"{own}/my_method_file.py:plain") == found
+    assert load_method("fedavg") == find_method("fedavg")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("my_method_file:nothing", "cannot be imported .*has no attribute 'nothing'"),
+        ("nowhere_at_all:mine", "cannot be imported .*No module named 'nowhere_at_all'"),
+        ("broken_method:mine", "cannot be imported .ZeroDivisionError: division by zero"),
+        ("nowhere.py:mine", "there is no file nowhere.py; expected file.py:function"),
+        ("my_method_file:number", "is a int, expected a function that returns a Recipe"),
+    ],
+)
+def test_what_is_no_method_is_said(own: Path, name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_method(name)
+
+
+def test_a_name_that_came_from_elsewhere_imports_nothing(own: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no method 'broken_method:mine'"):
+        find_method("broken_method:mine")
+    assert "broken_method" not in sys.modules

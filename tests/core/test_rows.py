@@ -21,7 +21,8 @@ def test_rows_keep_inputs_and_labels_together() -> None:
 @pytest.mark.parametrize(
     ("x", "y"),
     [
-        (torch.zeros(3, 2), torch.zeros(3)),
+        (torch.zeros(3, 2), torch.zeros(3, dtype=torch.int32)),
+        (torch.zeros(3, 2), torch.zeros(3, 1, 1)),
         (torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64)),
         (torch.zeros(3, 2), torch.zeros(3, 1, dtype=torch.int64)),
     ],

@@ -14,7 +14,7 @@ from fedfuse.errors import ConfigError
 @pytest.mark.parametrize(
     "bad",
     [
-        {"epochs": 0},
+        {"epochs": -1},
         {"epochs": 1.5},
         {"batch_size": -1},
         {"clip": 0},

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from fedfuse.errors import ConfigError
+from fedfuse.kernels.trace import chain_of
 from fedfuse.models import mlp
 
 
@@ -57,3 +58,21 @@ def test_bad_options() -> None:
         mlp(hidden=(3, 0))
     with pytest.raises(ConfigError, match="inputs is 0"):
         mlp(inputs=0)
+
+
+@pytest.mark.parametrize(("name", "function"), [("leaky_relu", nn.LeakyReLU()), ("tanh", nn.Tanh())])
+def test_other_activations_and_no_output_bias(name: str, function: nn.Module) -> None:
+    net = mlp(inputs=3, hidden=(4, 5), classes=2, activation=name, output_bias=False)
+    x = torch.randn(6, 3)
+    h = function(net.fc2(function(net.fc1(x))))
+    assert torch.allclose(net(x), h @ net.classifier.weight.T)
+    assert net.classifier.bias is None
+    assert "classifier.bias" not in net.state_dict()
+    with pytest.raises(ConfigError, match="activation is 'step'"):
+        mlp(activation="step")
+
+
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "tanh"])
+def test_compiled_kernels_know_them(activation: str) -> None:
+    net = mlp(inputs=3, hidden=(4,), classes=2, activation=activation, output_bias=False)
+    assert [type(layer).__name__ for layer in chain_of(net, (3,))] == ["Linear", "Activation", "Linear"]

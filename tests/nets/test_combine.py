@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
+from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,11 +15,13 @@ from torch import Tensor
 from fedfuse.errors import ConfigError
 from fedfuse.nets.combine import (
     COMBINES,
+    ClassShares,
     FirstLayer,
     MeanLogit,
     MeanProbability,
     OpenSetVote,
     Route,
+    Score,
     TopLogit,
     combine_named,
     find_disturbed,
@@ -139,7 +145,9 @@ def test_gradients_flow_through_every_rule(logits: Tensor) -> None:
 def test_rules_are_found_by_name() -> None:
     assert repr(combine_named("MeanProbability", {})) == "MeanProbability()"
     assert combine_named("TopLogit", {"k": "all", "shift": [1], "scale": [2.0]}) == TopLogit("all", (1.0,), (2.0,))
-    assert set(COMBINES) == {"MeanProbability", "MeanLogit", "TopLogit", "FirstLayer", "OpenSetVote"}
+    assert set(COMBINES) == {
+        *("MeanProbability", "MeanPrediction", "MeanLogit", "ClassShares", "TopLogit", "FirstLayer", "OpenSetVote"),
+    }
 
 
 @pytest.mark.parametrize("name", ["os.system", "builtins:exec", "meanprobability"])
@@ -165,3 +173,64 @@ def test_impossible_options_are_refused_in_one_sentence(name: str, options: dict
     with pytest.raises(ConfigError) as caught:
         combine_named(name, options)
     assert "\n" not in str(caught.value)
+
+
+def test_class_shares_are_the_equation() -> None:
+    """p(c|x) ∝ Σ_j (n_jc / Σ_k n_kc) p_j(c|x), with numpy: a class one member never saw, one nobody did."""
+    counts = ((30.0, 10.0, 0.0, 0.0), (10.0, 0.0, 5.0, 0.0))
+    logits = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    n, p = np.array(counts), logits.softmax(-1).numpy()
+    want = sum((n[j] / np.maximum(n.sum(0), 1e-12)) * p[j] for j in range(2))
+    want /= want.sum(1, keepdims=True)
+    found = ClassShares(counts)(torch.ones(2), logits).exp().numpy()
+    assert np.allclose(found, want, atol=1e-10)
+    assert found[:, 3].max() < 1e-10
+
+
+def test_members_with_equal_shares_are_the_plain_ensemble() -> None:
+    logits = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    alike = torch.full((3,), 1 / 3, dtype=torch.float64)
+    equal = ClassShares(3 * ((7.0,) * 4,))
+    assert torch.allclose(equal(alike, logits), MeanProbability()(alike, logits), atol=1e-12)
+
+
+def test_shares_choose_the_member_that_knows_the_class() -> None:
+    z = torch.tensor([[[5.0, 0.0]], [[4.0, 0.0]]])
+    assert TopLogit(1)(torch.ones(2), z).tolist() == [[5.0, 0.0]]
+    heard = TopLogit(1, counts=((1.0, 50.0), (99.0, 50.0)))(torch.ones(2), z)
+    assert torch.allclose(heard, torch.tensor([[4 + math.log(0.99), math.log(0.5)]]))
+
+
+@pytest.mark.parametrize("score", ["logit", "energy", "margin", "softmax"])
+def test_scores_of_confidence_change_who_answers_and_not_what(score: Score) -> None:
+    z = (
+        torch.randn(4, 50, 3, generator=torch.Generator().manual_seed(2))
+        * torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None, None]
+    )
+    sorted_ = z.sort(-1, descending=True).values
+    by_hand = {
+        "logit": sorted_[..., 0],
+        "energy": z.exp().sum(-1).log(),
+        "margin": sorted_[..., 0] - sorted_[..., 1],
+        "softmax": z.softmax(-1).amax(-1),
+    }[score]
+    who = by_hand.argmax(0)
+    assert TopLogit(1, score=score)(torch.ones(4), z).equal(z[who, torch.arange(50)])
+    assert TopLogit(1, score=score).choose_members(z).long().argmax(0).equal(who)
+
+
+def test_rules_with_tables_travel_and_follow_their_members() -> None:
+    rule = ClassShares(((1.0, 2.0), (3.0, 4.0), (5.0, 6.0)))
+    again = combine_named("ClassShares", json.loads(json.dumps(asdict(rule))))
+    assert again == rule
+    assert rule_for_members(rule, [0, 2]) == ClassShares(((1.0, 2.0), (5.0, 6.0)))
+    top = TopLogit(2, score="energy", counts=((1.0, 2.0), (3.0, 4.0)))
+    assert combine_named("TopLogit", json.loads(json.dumps(asdict(top)))) == top
+    assert rule_for_members(top, [1]) == TopLogit(2, score="energy", counts=((3.0, 4.0),))
+    for bad in ("no", [[1.0], [1.0, 2.0]], [[-1.0]], [["x"]]):
+        with pytest.raises(ConfigError, match="counts"):
+            combine_named("ClassShares", {"counts": bad})
+    with pytest.raises(ConfigError, match="3 × 2"):
+        rule(torch.ones(2), torch.zeros(2, 1, 2))
+    with pytest.raises(ConfigError, match="score is 'loud'"):
+        combine_named("TopLogit", {"score": "loud"})

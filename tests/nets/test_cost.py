@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedfuse.core.messages import Brief, ClientUpdate
 from fedfuse.core.posterior import Posterior
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.nets.cost import cohort_flops, density, layer_costs, sparse_savings, training_flops
@@ -50,10 +51,10 @@ def test_a_round_costs_what_its_clients_saw() -> None:
     spec, shape = SHAPES["lenet"]
     each = training_flops(spec, shape)
     one = ClientUpdate("a", Posterior({}), num_examples=25.0, steps=6, spec=spec)
-    settings = LocalSettings(epochs=2, batch_size=10)
-    assert cohort_flops([one], settings, shape) == 50 * each
+    work = Work(LocalSettings(epochs=2, batch_size=10))
+    assert cohort_flops([one], work, shape) == (50 * each, 0)
     stopped = replace(one, client="b", steps=3)
-    assert cohort_flops([one, stopped], settings, shape) == 80 * each
+    assert cohort_flops([one, stopped], work, shape) == (80 * each, 0)
 
 
 def test_masks_spare_bytes_and_count_in_the_density() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedfuse.client.objectives import Contrastive, Controlled, Proximal
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import Batch, CrossEntropy, Objective, Work
+from fedfuse.core.seams import Batch, Objective, TaskLoss, Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local, with_kind
@@ -84,7 +84,7 @@ class Noise:
         {"augment": Noise()},
     ],
 )
-@pytest.mark.parametrize("objective", [CrossEntropy(), Proximal(0.5), Controlled(), Controlled(Proximal(0.3))])
+@pytest.mark.parametrize("objective", [TaskLoss(), Proximal(0.5), Controlled(), Controlled(Proximal(0.3))])
 def test_both_kernels_train_alike(settings: dict[str, Any], objective: Objective) -> None:
     mine, theirs = (answer(kernel, settings, Work(objective=objective), 3) for kernel in ("compiled", "torch"))
     for name, t in weights(theirs).items():
@@ -116,11 +116,11 @@ def test_dropout_depends_on_the_seed_alone() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Doubled(CrossEntropy):
+class Doubled(TaskLoss):
     """A subclass computes something else: it must not be taken for its parent."""
 
     def __call__(self, local: Local, batch: Batch) -> Tensor:
-        return 2 * CrossEntropy.__call__(self, local, batch)
+        return 2 * TaskLoss.__call__(self, local, batch)
 
 
 @pytest.mark.parametrize(
@@ -140,10 +140,10 @@ def test_other_objectives_and_projections_are_torchs(work: Work, word: str) -> N
 def test_a_contrastive_term_counts_from_the_second_round_on() -> None:
     module = network()
     local = Local("a", Brief(0, SPEC, START, classes=3), rows(), LocalSettings(), module, {}, 0)
-    assert pull_of(Contrastive(1.0), local) == pull_of(CrossEntropy(), local)
+    assert pull_of(Contrastive(1.0), local) == pull_of(TaskLoss(), local)
     later = Local("a", local.brief, rows(), LocalSettings(), module, with_kind("last", START), 0)
     assert pull_of(Contrastive(1.0), later) is None
-    assert pull_of(Contrastive(0.0), later) == pull_of(CrossEntropy(), later)
+    assert pull_of(Contrastive(0.0), later) == pull_of(TaskLoss(), later)
 
 
 def test_labels_of_no_class_fail_as_they_always_did() -> None:

@@ -105,10 +105,11 @@ def test_it_trains_as_in_its_authors_loop(name: str) -> None:
     assert all(torch.allclose(mine[n], theirs[n], rtol=loose, atol=loose) for n in theirs)
 
 
-def test_layers_without_factors_are_averaged_by_name() -> None:
+def test_every_layer_of_an_encoder_has_factors() -> None:
     told = two_rounds("encoder", "fedlpa")[0].facts["facts"]
-    assert {"layer.self_attn.in_proj_weight", "layer.self_attn.out_proj.weight"} <= set(told["averaged"])
-    assert {"layer.linear1", "layer.linear2", "fc"} == set(told["iterations"])
+    assert not told.get("averaged")
+    assert {"layer.linear1", "layer.linear2", "fc"} < set(told["iterations"])
+    assert any(name.startswith("layer.self_attn") for name in told["iterations"])
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -269,3 +269,22 @@ def test_a_held_norm_keeps_its_statistics() -> None:
     assert all(state[n].equal(brief.params[n]) for n in state if not n.startswith("3."))
     free = trained(client_round(Work(LocalSettings(batch_size=4)), brief, "a", rows(9)))
     assert not free["1.running_mean"].equal(brief.params["1.running_mean"]), "the next round is free again"
+
+
+def test_without_epochs_a_client_brings_evidence_for_the_weights_it_was_given() -> None:
+    brief = brief_of(MLP)
+    work = Work(LocalSettings(epochs=0), evidence=(LabelCounts(),))
+    answer = client_round(work, brief, "a", rows(9))
+    assert all(t.equal(brief.params[n]) for n, t in trained(answer).items())
+    assert trained(answer).keys() == brief.params.keys()
+    assert (header(answer)["steps"], header(answer)["facts"]) == (0, {})
+
+
+def test_a_client_that_does_not_train_sends_evidence_alone() -> None:
+    brief = brief_of(MLP)
+    work = Work(LocalSettings(epochs=5), evidence=(LabelCounts(),), trains=False)
+    answer = client_round(work, brief, "a", rows(9))
+    assert set(decode(answer.payload).tensors) == {"~counts/labels"}
+    assert header(answer)["steps"] == 0
+    with pytest.raises(ConfigError, match="a has no rows to look at"):
+        client_round(work, brief, "a", rows(0))

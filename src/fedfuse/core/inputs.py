@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedfuse.core.answers import logits_in
 from fedfuse.core.rng import seeded, stream
 from fedfuse.core.spec import Spec, factory_of
-from fedfuse.errors import ConfigError, FuseError
+from fedfuse.errors import ConfigError, FuseError, error_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,8 @@ def run_once(spec: Spec, shape: tuple[int, ...]) -> Tensor:
     except FuseError:
         raise
     except Exception as why:  # the user's own forward may raise anything
-        first = str(why).strip().splitlines()[0][:200] if str(why).strip() else "no reason given"
         raise ConfigError(
-            f"model {spec.factory!r} cannot read an input of shape {tuple(x.shape[1:])}: {type(why).__name__}: {first}"
+            f"model {spec.factory!r} cannot read an input of shape {tuple(x.shape[1:])}: {error_text(why)}"
         ) from why
     return logits_in(out, spec.factory)
 

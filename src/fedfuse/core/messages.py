@@ -15,6 +15,7 @@ from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
+from fedfuse.tasks import CLASSIFICATION, Task
 
 
 class Form(NamedTuple):
@@ -58,7 +59,8 @@ class Brief:
         params: its weights and buffers.
         memory: server memory the recipe publishes (control variates, masks, …), by name.
         own: clients that begin elsewhere: another start, another architecture.
-        classes: how many classes there are.
+        classes: how many classes there are, or labels, or numbers to be predicted.
+        task: what is to be learned.
     """
 
     round: int
@@ -67,6 +69,7 @@ class Brief:
     memory: Params = field(default_factory=dict)
     own: Mapping[str, Start] = field(default_factory=dict)
     classes: int = 0
+    task: Task = CLASSIFICATION
 
     def to(self, client: str) -> Brief:
         """The brief as this client gets it."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 Params: TypeAlias = Mapping[str, Tensor]
 Role: TypeAlias = Literal["weight", "bias", "norm", "log_variance", "statistic", "counter"]
-LayerKind: TypeAlias = Literal["linear", "conv", "other"]
+LayerKind: TypeAlias = Literal["linear", "conv", "transposed", "embedding", "attention", "other"]
 
 PARAMETERS: tuple[Role, ...] = ("weight", "bias", "norm", "log_variance")  # the roles of what can be trained
 
@@ -23,6 +23,15 @@ _NORMS = (
 )
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LINEAR = (nn.Linear, *_CONVS)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_KINDS: tuple[tuple[tuple[type[nn.Module], ...], str, LayerKind], ...] = (
+    ((nn.Linear,), "weight", "linear"),
+    (_CONVS, "weight", "conv"),
+    (_TRANSPOSED, "weight", "transposed"),
+    ((nn.Embedding,), "weight", "embedding"),
+    ((nn.MultiheadAttention,), "in_proj_weight", "attention"),
+)
+_SOURCES = (*_LINEAR, *_TRANSPOSED, nn.RNNBase, nn.MultiheadAttention, nn.Embedding)  # whose output a norm may act on
 _LOG_VARIANCES = {
     "log_variance": "weight",
     "bias_log_variance": "bias",
@@ -35,7 +44,8 @@ class Layer:
 
     Attributes:
         name: the module's path.
-        kind: "linear", "conv", or "other" (an embedding, a token, …).
+        kind: "linear" or "conv"; "transposed" (a transposed convolution), "embedding", "attention" (the packed
+            projections of queries, keys and values), or "other" (a token, a recurrent layer, …).
         weight: the weight's name.
         bias: the bias's name, if there is one.
         followers: normalization parameters and statistics that act on this layer's output.
@@ -51,9 +61,14 @@ class Layer:
     log_variances: tuple[str, ...] = ()
     groups: int = 1
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether each row of the weight makes one output: a linear layer or a convolution."""
+        return self.kind in ("linear", "conv")
+
     def under(self, path: str) -> Layer:
         """The same layer of a network that is a part of a larger one, at this path."""
-        is_network = self.kind != "other" and self.name == self.weight
+        is_network = self.is_plain and self.name == self.weight
         return Layer(
             path if is_network else f"{path}.{self.name}",
             self.kind,
@@ -139,12 +154,11 @@ class Layout:
         for name, role in roles.items():
             parent = name.rpartition(".")[0]
             if role == "weight":
-                bias = f"{parent}.bias" if parent else "bias"
-                kind: LayerKind = "conv" if params[name].ndim > 2 else "linear"
-                has_bias = bias if roles.get(bias) == "bias" else None
-                layers.append(
-                    Layer(parent or name, kind, name, has_bias, log_variances=_log_variances_at(parent, roles))
-                )
+                plain = name.rpartition(".")[2] == "weight"
+                kind: LayerKind = "other" if not plain else "conv" if params[name].ndim > 2 else "linear"
+                bias = _bias_of(name) if roles.get(_bias_of(name)) == "bias" else None
+                variances = _log_variances_at(parent, roles)
+                layers.append(Layer((parent if plain else "") or name, kind, name, bias, log_variances=variances))
             elif layers and role not in ("bias", "log_variance"):
                 layers[-1] = replace(layers[-1], followers=(*layers[-1].followers, name))
         return cls(roles, tuple(layers))
@@ -237,7 +251,7 @@ def _mean_of(name: str) -> str:
 
 
 def _guess_role(name: str, tensor: Tensor, params: Params) -> Role:
-    parent, _, leaf = name.rpartition(".")
+    leaf = name.rpartition(".")[2]
     if not tensor.is_floating_point():
         return "counter"
     if leaf.startswith("running_"):
@@ -246,8 +260,15 @@ def _guess_role(name: str, tensor: Tensor, params: Params) -> Role:
         return "log_variance"
     if tensor.ndim > 1:
         return "weight"
-    sibling = params.get(f"{parent}.weight" if parent else "weight")
-    return "bias" if leaf == "bias" and sibling is not None and sibling.ndim > 1 else "norm"
+    weight = name.removesuffix(leaf) + leaf.replace("bias", "weight")
+    sibling = params.get(weight) if "bias" in leaf else None
+    return "bias" if sibling is not None and sibling.ndim > 1 else "norm"
+
+
+def _bias_of(weight: str) -> str:
+    """The name a weight's bias would have: bias_ih_l0 for weight_ih_l0, in_proj_bias for in_proj_weight."""
+    parent, dot, leaf = weight.rpartition(".")
+    return f"{parent}{dot}{leaf.replace('weight', 'bias')}" if "weight" in leaf else ""
 
 
 def _layers(
@@ -260,25 +281,37 @@ def _layers(
     for name, part in owners.items():
         if isinstance(part, _NORMS) and paths[id(part)] in source:
             followers.setdefault(source[paths[id(part)]], []).append(name)
+    last_weights: dict[str, str] = {}
+    for name, role in roles.items():
+        if role == "weight":
+            last_weights[name.rpartition(".")[0]] = name
     for name, role in roles.items():
         if role != "weight":
             continue
         part, path = owners[name], name.rpartition(".")[0]  # a shared module has one layer under each of its names
-        plain = isinstance(part, _LINEAR) and name.endswith("weight")
-        kind: LayerKind = "other"
-        if plain:
-            kind = "linear" if isinstance(part, nn.Linear) else "conv"
-        bias = f"{path}.bias" if path else "bias"
-        has_bias = plain and roles.get(bias) == "bias"
+        leaf = name.rpartition(".")[2]
+        kind = _kind(part, leaf)
+        plain = kind in ("linear", "conv")
+        bias = name.removesuffix(leaf) + leaf.replace("weight", "bias")  # in_proj_bias for in_proj_weight
+        has_bias = roles.get(bias) == "bias"
+        last = last_weights.get(path) == name  # what acts on a module's output follows the last weight that makes it
         yield Layer(
             path if plain and path else name,
             kind,
             name,
             bias if has_bias else None,
-            tuple(followers.get(path, ())) if plain else (),
+            tuple(followers.get(path, ())) if last else (),
             _log_variances_at(path, roles),
-            part.groups if isinstance(part, _CONVS) else 1,
+            part.groups if isinstance(part, (*_CONVS, *_TRANSPOSED)) else 1,
         )
+
+
+def _kind(part: nn.Module, leaf: str) -> LayerKind:
+    """What kind of layer a module's weight of this name is."""
+    for parts, weight, kind in _KINDS:
+        if isinstance(part, parts) and leaf == weight:
+            return kind
+    return "other"
 
 
 def _tied(named: Iterable[tuple[str, nn.Parameter]]) -> tuple[tuple[str, ...], ...]:
@@ -293,7 +326,7 @@ class _Tracer(torch.fx.Tracer):
     """Follows data from layer to layer; a linear layer or convolution is one step, whoever wrote its class."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, (*_LINEAR, *_NORMS)) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, (*_SOURCES, *_NORMS)) or super().is_leaf_module(m, module_qualified_name)
 
 
 def _norm_sources(module: nn.Module) -> dict[str, str]:
@@ -310,18 +343,23 @@ def _norm_sources(module: nn.Module) -> dict[str, str]:
         back = node
         while back.all_input_nodes:
             back = back.all_input_nodes[0]
-            if back.op == "call_module" and isinstance(parts.get(str(back.target)), _LINEAR):
-                found[str(node.target)] = str(back.target)
+            if back.op == "call_module" and isinstance(parts.get(str(back.target)), _SOURCES):
+                found[str(node.target)] = _weight_path(str(back.target), parts)
                 break
     return found
+
+
+def _weight_path(path: str, parts: Mapping[str, nn.Module]) -> str:
+    """The module whose weight makes another's output: an attention's is its output projection."""
+    return f"{path}.out_proj" if isinstance(parts[path], nn.MultiheadAttention) else path
 
 
 def _last_registered(parts: Mapping[str, nn.Module]) -> dict[str, str]:
     found: dict[str, str] = {}
     last = None
     for path, part in parts.items():
-        if isinstance(part, _LINEAR):
-            last = path
+        if isinstance(part, _SOURCES):
+            last = path  # an attention's output projection is registered right behind it
         elif isinstance(part, _NORMS) and last is not None:
             found[path] = last
     return found

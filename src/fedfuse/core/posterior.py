@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from fedfuse.core.factor import Factor, dense
 from fedfuse.core.params import Layer, Layout, Params
 
 
@@ -28,7 +29,7 @@ class Diag:
 class Kron:
     """Per layer, precision = B ⊗ A on the rows of [W | b]: A is in × in, B is out × out."""
 
-    factors: Mapping[str, tuple[Tensor, Tensor]]
+    factors: Mapping[str, tuple[Factor, Factor]]
 
 
 Geometry: TypeAlias = Flat | Diag | Kron
@@ -73,8 +74,8 @@ def _layer_precision(posterior: Posterior, layer: Layer) -> Tensor:
 
     match posterior.geometry:
         case Kron(factors) if layer.name in factors:
-            a, b = factors[layer.name]
-            return torch.kron(b.double(), a.double())
+            a, b = (dense(factor).double() for factor in factors[layer.name])
+            return torch.kron(a, b) if layer.kind == "embedding" else torch.kron(b, a)  # its weight is Mᵀ
         case Diag(variance):
             ones = {n: torch.ones_like(posterior.mean[n]) for n in (layer.weight, layer.bias) if n is not None}
             return layer.matrix({**ones, **dict(variance)}).double().flatten().reciprocal().diag()

@@ -16,7 +16,6 @@ from fedfuse.core.seams import (
     AsChosen,
     ClientMemory,
     ClientsOnly,
-    CrossEntropy,
     Evidence,
     FirstStep,
     Free,
@@ -29,17 +28,22 @@ from fedfuse.core.seams import (
     Result,
     Roster,
     ServerStep,
+    TaskLoss,
     View,
     Work,
 )
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
+from fedfuse.tasks import Classification, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A method: the seven seams filled, checked to fit each other.
+    """A method: the seams filled, checked to fit each other.
+
+    A recipe that does not train asks clients for evidence at the weights they are sent: nobody takes a step or sends
+    weights back, and every update stands at the model of the brief.
 
     Example:
         >>> from fedfuse.server.aggregate.mean import NormalizedMean
@@ -50,11 +54,12 @@ class Recipe:
     aggregate: Aggregator
     name: str = ""
     label: str = ""
-    objective: Objective = field(default_factory=CrossEntropy)
+    objective: Objective = field(default_factory=TaskLoss)
     view: View = field(default_factory=OwnRows)
     project: Project = field(default_factory=Free)
     evidence: tuple[Evidence, ...] = ()
     memory: tuple[ClientMemory, ...] = ()
+    trains: bool = True
     align: Alignment | None = None
     guard: Guard | None = None
     steps: tuple[ServerStep, ...] = ()
@@ -77,10 +82,14 @@ class Recipe:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Everything its alignment, guard, aggregator and steps read, its roster and its first step."""
+        """Everything its alignment, guard, aggregator and steps read, its roster and its first step.
+
+        Without training it also needs the weights that clients stand at, for they do not send them.
+        """
         filters = (part.needs for part in (self.align, self.guard) if part is not None)
+        standing = frozenset[str]() if self.trains else frozenset({"start"})
         return self.aggregate.needs.union(
-            self.roster.needs, self.before_first_round.needs, *filters, *(s.needs for s in self.steps)
+            standing, self.roster.needs, self.before_first_round.needs, *filters, *(s.needs for s in self.steps)
         )
 
     @property
@@ -95,6 +104,12 @@ class Recipe:
         if self.align is not None:
             return self.align.mixes_networks
         return self.aggregate.mixes_networks and self.guard is None  # a guard compares weights
+
+    @property
+    def only_sums(self) -> bool:
+        """Whether its server reads nothing of clients but sums over them, so that secure aggregation fits."""
+        filtered = self.align is not None or self.guard is not None
+        return not filtered and all(part.only_sums for part in self._parts)
 
     @property
     def _parts(self) -> tuple[Aggregator | ServerStep, ...]:
@@ -112,8 +127,17 @@ class Recipe:
         return tuple(words for words in (self.roster.reveals, *(e.reveals for e in self.evidence)) if words)
 
     def work(self, settings: LocalSettings) -> Work:
-        """The client half."""
-        return Work(settings, self.objective, self.view, self.project, self.evidence, self.memory)
+        """The client half.
+
+        Raises:
+            RecipeError: if there are no epochs and a part must know how clients trained.
+        """
+        if not settings.epochs and self.trains and "training" in self.needs:
+            raise RecipeError(
+                f"method {self.name!r} reads off the clients' training how far they moved, and there are no epochs; "
+                "set local.epochs to 1 or more"
+            )
+        return Work(settings, self.objective, self.view, self.project, self.evidence, self.memory, self.trains)
 
     def prepare_models(self, state: ServerState, bench: Bench) -> ServerState:
         """The state a run of this recipe begins with: the model and every client's own start, prepared.
@@ -134,13 +158,15 @@ class Recipe:
     def begin_round(self, state: ServerState, bench: Bench) -> ServerState:
         """The state a round begins with: networks prepared, since a step may have left one unprepared.
 
-        Before the first round the recipe's own step is taken too.
+        Before the first round the recipe's own step is taken too. Where nobody trains, all stand at the model itself,
+        whatever starts of their own they had.
         """
-        prepared = self.prepare_models(state, bench)
+        prepared = self.prepare_models(state if self.trains else replace(state, starts={}), bench)
         return self.before_first_round(prepared, bench) if state.round == 0 else prepared
 
     def _prepare(self, start: Single, bench: Bench, *whose: str) -> Single:
-        return self.prepare_model(start, bench.classes, seed_for(bench.seed, "dress", *whose))  # the stream's name
+        seed = seed_for(bench.seed, "dress", *whose)  # the stream's name
+        return self.prepare_model(start, bench.classes, seed, bench.task)
 
     def at(self, round_: int) -> Recipe:
         """The recipe in force in a round: `then` can hand over to another."""
@@ -154,6 +180,43 @@ class Recipe:
             raise RecipeError(f"recipe {self.name!r}: it must run at least one round before the next, got {after}")
         label = f"{self.label or self.name}→{recipe.label or recipe.name}"
         return replace(self, later=(after, recipe), label=label)
+
+    def ending(self, rounds: int, last: Recipe) -> Recipe:
+        """This recipe for a run of so many rounds, and then one more exchange by another one.
+
+        Example:
+            >>> from fedfuse.core.registry import find_method
+            >>> refitted = find_method("fedavg").recipe().ending(2, find_method("refit").recipe())
+            >>> refitted.exchanges(2), refitted.at(1).name, refitted.at(2).name, refitted.label
+            (3, 'fedavg', 'refit', 'fedavg+refit')
+        """
+        later = (rounds, last) if self.later is None else (self.later[0], self.later[1].ending(rounds, last))
+        return replace(self, later=later, label=f"{self.label or self.name}+{last.label or last.name}")
+
+    def exchanges(self, rounds: int) -> int:
+        """How many exchanges a run of so many rounds takes: one more where it ends with one that does not train."""
+        now = self
+        while now.later is not None:
+            begins, now = now.later
+            if begins == rounds and not now.trains:
+                return rounds + 1
+        return rounds
+
+    def check_task(self, task: Task) -> None:
+        """Say before any training that a part makes sense for classes only.
+
+        Raises:
+            RecipeError: naming the part.
+        """
+        if isinstance(task, Classification):
+            return
+        parts = (self.objective, self.view, *self.evidence, self.align, self.guard, self.roster, self.prepare_model)
+        found = [type(p).__name__ for p in (*parts, self.before_first_round, *self._parts) if needs_classes(p)]
+        if found:
+            raise RecipeError(
+                f"recipe {self.name!r} needs rows of one class each ({found[0]} counts or compares classes) and the "
+                f"task is {task.name}; use another method, or task = 'classification'"
+            )
 
     def check(self, rounds: int, bench: Bench, state: ServerState | None = None) -> None:
         """Say before any training what could not work: missing server rows, rounds after a mixture, a wrong network.
@@ -170,6 +233,7 @@ class Recipe:
         now: Recipe | None = self
         while now is not None:
             ends = now.later[0] if now.later else rounds
+            now.check_task(bench.task)
             if now.result == "mixture" and (ends > 1 or now.later):
                 raise RecipeError(
                     f"recipe {now.name!r} ends a round with a mixture of networks, which cannot be trained further; "
@@ -187,3 +251,13 @@ class Recipe:
         networks = {"": state.start.spec} | {client: start.spec for client, start in state.starts.items()}
         for part in self._parts:
             part.check_network(networks, bench, rounds)
+
+
+def needs_classes(part: object) -> bool:
+    """Whether a part of a recipe makes sense for rows of one class each only, which it says by `needs_classes`.
+
+    An objective that adds a term to a base needs what the base needs.
+    """
+    return bool(getattr(part, "needs_classes", False)) or (
+        (base := getattr(part, "base", None)) is not None and needs_classes(base)
+    )

@@ -7,20 +7,23 @@ import inspect
 import json
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import entry_points
-from typing import Annotated, Any, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, cast, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 
+from fedfuse.core.catalogue import FAMILIES, Family, unknown_method
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.settings import Settings
 from fedfuse.core.words import suggest
-from fedfuse.errors import ConfigError
+from fedfuse.errors import ConfigError, FuseError, error_text
 
 Maker = Callable[..., Recipe]
 
@@ -50,6 +53,7 @@ class Method:
     name: str
     make: Maker
     paper: str
+    family: Family
     schema: type[BaseModel]
     groups: Mapping[str, type[Settings]]
 
@@ -68,7 +72,7 @@ class Method:
         """Its options, read off the signature and the Args section."""
         group_texts = {key: inspect.getdoc(group) or "" for group in self.groups.values() for key in group.model_fields}
         return tuple(
-            Option(key, describe_type(field), field.default, _describe_option(group_texts.get(key, self.text), key))
+            Option(key, describe_type(field), field.default, describe_option(group_texts.get(key, self.text), key))
             for key, field in self.schema.model_fields.items()
         )
 
@@ -86,12 +90,21 @@ class Method:
 _METHODS: dict[str, Method] = {}
 
 
-def method(name: str, *, paper: str = "") -> Callable[[Maker], Maker]:
+def method(name: str, *, paper: str = "", family: Family = "weights") -> Callable[[Maker], Maker]:
     """Register a function that makes a recipe; its keyword arguments become the method's options.
 
     An argument whose type is a `Settings` is a group of options several methods share: each of its fields becomes an
     option of the method.
+
+    Args:
+        name: what users call it.
+        paper: where it was published.
+        family: where it takes its mean, a key of `FAMILIES`; lists of methods are grouped by it.
     """
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"method {name!r}: family is {family!r}{suggest(family, FAMILIES)} known: {', '.join(FAMILIES)}"
+        )
 
     def register(make: Maker) -> Maker:
         if name in _METHODS and _METHODS[name].make.__module__ != make.__module__:
@@ -100,7 +113,7 @@ def method(name: str, *, paper: str = "") -> Callable[[Maker], Maker]:
             )
         hints = get_type_hints(make, include_extras=True)
         groups = {key: hint for key, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Settings)}
-        _METHODS[name] = Method(name, make, paper, _schema(name, make, hints, groups), groups)
+        _METHODS[name] = Method(name, make, paper, family, _schema(name, make, hints, groups), groups)
         return make
 
     return register
@@ -128,8 +141,49 @@ def find_method(name: str) -> Method:
     """
     known = all_methods()
     if name not in known:
-        raise ConfigError(f"there is no method {name!r}{suggest(name, known)} `fedfuse methods` lists them all")
+        raise unknown_method(name, known)
     return known[name]
+
+
+def load_method(name: str) -> Method:
+    """A method by its name, or one of the user's own as module:function or path/to/file.py:function.
+
+    The latter imports the user's code. It is for names that the user typed or wrote into a file of theirs; names that
+    came in a message are looked up by `find_method`, which imports nothing.
+
+    Raises:
+        ConfigError: if there is no such method, or the function cannot be found.
+    """
+    if ":" not in name:
+        return find_method(name)
+    module, _, function = name.rpartition(":")
+    make = _import_function(name, module, function)
+    for known in all_methods().values():
+        if known.make is make:
+            return known
+    method(function)(make)
+    return _METHODS[function]
+
+
+def _import_function(name: str, module: str, function: str) -> Maker:
+    """The user's function; a file's folder is put where workers look for modules too."""
+    path = Path(module)
+    if path.suffix == ".py":
+        if not path.is_file():
+            raise ConfigError(f"method {name!r}: there is no file {module}; expected file.py:function")
+        sys.path.insert(0, str(path.parent.absolute()))
+        module = path.stem
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except FuseError:
+        raise
+    except Exception as why:  # a user's module may raise anything when it is imported
+        raise ConfigError(
+            f"method {name!r} cannot be imported ({error_text(why)}); expected module:function or file.py:function"
+        ) from why
+    if not callable(found):
+        raise ConfigError(f"method {name!r} is a {type(found).__name__}, expected a function that returns a Recipe")
+    return cast("Maker", found)
 
 
 @lru_cache(maxsize=1)
@@ -169,7 +223,7 @@ def _validate_options(method_: Method, options: Mapping[str, object]) -> dict[st
         ) from why
 
 
-def _describe_option(text: str, name: str) -> str:
+def describe_option(text: str, name: str) -> str:
     """What a docstring says of a name, on one line."""
     texts = dict(re.findall(r"^ {4}(\w+): (.+(?:\n {6,}.+)*)", text, re.MULTILINE))
     return re.sub(r"\s+", " ", texts.get(name, ""))

@@ -1,4 +1,4 @@
-"""Rows: inputs and labels in memory, the only form in which data meets a model."""
+"""Rows: inputs and targets in memory, the only form in which data meets a model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fedfuse.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Inputs with their labels.
+    """Inputs with their targets.
 
     Attributes:
         x: inputs, one per row, as the network reads them: (n, channels, height, width), (n, features), …
-        y: int64 labels, one per row.
+        y: int64 labels, one per row; or floating numbers, one or several per row. What they mean is the task's to say.
 
     Example:
         >>> rows = Rows(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
@@ -29,10 +29,11 @@ class Rows:
     y: Tensor
 
     def __post_init__(self) -> None:
-        if self.y.dtype != torch.int64 or self.y.shape != self.x.shape[:1]:
+        numbers = self.y.is_floating_point() and self.y.ndim in (1, 2) and len(self.y) == len(self.x)
+        if not numbers and (self.y.dtype != torch.int64 or self.y.shape != self.x.shape[:1]):
             raise ConfigError(
                 f"rows: y is {describe(self.y)}, expected int64 of shape ({len(self.x)},); "
-                "give one whole number per row"
+                "give one whole number per row, or float32 numbers for regression and several labels"
             )
 
     def __len__(self) -> int:

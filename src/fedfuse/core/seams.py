@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedfuse.core.messages import Brief, Cohort, Envelope, Flaw, Form
@@ -18,6 +17,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState
 from fedfuse.core.terms import Terms
+from fedfuse.tasks import CLASSIFICATION, Task
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 Result: TypeAlias = Literal["single", "mixture", "apart"]
@@ -80,6 +80,41 @@ class Evidence(Protocol):
         """The posterior's geometry, if these notes describe one."""
         ...
 
+    def influence(self, notes: Params) -> Mapping[str, float]:
+        """What in these notes scales the client's say in the fused model, by name: numbers ≥ 0 on a log scale.
+
+        The door compares each with the other clients' (`server/door/bounds.py`): twice the number, twice the say. A
+        name is a note's, or the first part of several notes' names: multiplying those weakens the lever.
+        """
+        ...
+
+    @property
+    def room(self) -> float:
+        """How many times further than other levers this may differ between honest clients of very different sizes."""
+        ...
+
+
+class PlainEvidence:
+    """The plainest answers to what evidence may be asked beside its tensors; inherit them.
+
+    Any finite values will do, they say nothing of the posterior, and nothing in them scales the client's say.
+    """
+
+    __slots__ = ()
+    room: ClassVar[float] = 1.0
+
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
+        """Any finite value will do."""
+        return None
+
+    def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature
+        """Says nothing about the posterior."""
+        return None
+
+    def influence(self, notes: Params) -> Mapping[str, float]:  # noqa: ARG002 - the seam's signature
+        """Nothing in them scales the client's say."""
+        return {}
+
 
 class ClientMemory(Protocol):
     """Client: what it keeps for its next round; nothing of it is sent."""
@@ -90,11 +125,7 @@ class ClientMemory(Protocol):
 
 
 class ServerPart:
-    """The plainest answers to what a part of the server's half may be asked beside its work; inherit them.
-
-    An alignment, a guard, an aggregator and a step may each need something, change what kind of model there is, mix
-    networks of several kinds, or suit some networks only.
-    """
+    """The plainest answers to what a part of the server's half may be asked beside its work; inherit them."""
 
     __slots__ = ()
 
@@ -113,31 +144,44 @@ class ServerPart:
         """Whether clients may have networks of different architectures or widths."""
         return False
 
+    @property
+    def needs_classes(self) -> bool:
+        """Whether it makes sense only for rows of one class each; parts of the client's half may say so too."""
+        return False
+
+    def passes(self, clients: int, bench: Bench) -> float:  # noqa: ARG002 - the seam's signature
+        """About how many examples it passes through a network in a round of so many clients, for `--check`."""
+        return 0.0
+
+    @property
+    def only_sums(self) -> bool:
+        """Whether it reads nothing of its clients but sums over them, so that secure aggregation fits."""
+        return False
+
     def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
-        """Say before anybody trains what could not work.
+        """Say before anybody trains what could not work, in a `ConfigError` that names the remedy.
 
         Args:
             networks: the network of each client that has one of its own, and under "" everybody else's.
             bench: what the server has.
             rounds: how many there will be.
-
-        Raises:
-            ConfigError: with one sentence that names the remedy.
         """
 
 
-class Alignment(Protocol):
-    """Server: every client's hidden units go to common places, before anything is compared or fused."""
+class Filter(Protocol):
+    """Server: what stands before the aggregator."""
 
     @property
     def needs(self) -> frozenset[str]:
         """As for an aggregator."""
-        ...
 
     @property
     def laws(self) -> frozenset[str]:
         """The laws of the common suite that still hold behind it."""
-        ...
+
+
+class Alignment(Filter, Protocol):
+    """Server: every client's hidden units go to common places, before anything is compared or fused."""
 
     @property
     def mixes_networks(self) -> bool:
@@ -149,45 +193,42 @@ class Alignment(Protocol):
         ...
 
 
-class Guard(Protocol):
+class Guard(Filter, Protocol):
     """Server: a robust filter; a cohort goes in, a safer one comes out."""
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """As for an aggregator."""
-        ...
-
-    @property
-    def laws(self) -> frozenset[str]:
-        """The laws of the common suite that still hold behind it."""
-        ...
 
     def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:
         """The cohort that is fused."""
         ...
 
 
-class Aggregator(Protocol):
-    """Server: the cohort becomes the next model."""
+class Maker(Protocol):
+    """Server: what makes or changes the model; the answers are explained at `ServerPart`."""
 
     @property
     def needs(self) -> frozenset[str]:
         """See `ServerPart`."""
-        ...
 
     @property
     def result(self) -> Result | None:
         """See `ServerPart`."""
-        ...
 
     @property
     def mixes_networks(self) -> bool:
         """See `ServerPart`."""
-        ...
+
+    def passes(self, clients: int, bench: Bench) -> float:
+        """See `ServerPart`."""
+
+    @property
+    def only_sums(self) -> bool:
+        """See `ServerPart`."""
 
     def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
         """See `ServerPart`."""
-        ...
+
+
+class Aggregator(Maker, Protocol):
+    """Server: the cohort becomes the next model."""
 
     @property
     def laws(self) -> frozenset[str]:
@@ -199,27 +240,8 @@ class Aggregator(Protocol):
         ...
 
 
-class ServerStep(Protocol):
+class ServerStep(Maker, Protocol):
     """Server: something done to the fused model."""
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """See `ServerPart`."""
-        ...
-
-    @property
-    def result(self) -> Result | None:
-        """See `ServerPart`."""
-        ...
-
-    @property
-    def mixes_networks(self) -> bool:
-        """See `ServerPart`."""
-        ...
-
-    def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
-        """See `ServerPart`."""
-        ...
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """Take the step."""
@@ -265,7 +287,7 @@ class Roster(Protocol):
 class ModelPreparation(Protocol):
     """Beside the seams: the network a method trains, made of the network the user chose."""
 
-    def __call__(self, start: Single, classes: int, seed: int) -> Single:
+    def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:
         """The start with the layers or outputs the method needs; one that has them already stays as it is."""
         ...
 
@@ -294,12 +316,12 @@ class FirstStep(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class CrossEntropy:
-    """The plain objective: mean cross entropy of the batch."""
+class TaskLoss:
+    """The plain objective: the task's mean loss over the batch; for classes, cross entropy."""
 
     def __call__(self, local: Local, batch: Batch) -> Tensor:
-        """Mean over the batch of −log softmax(z)_y."""
-        return F.cross_entropy(local.predict(batch[0]), batch[1])
+        """Mean over the batch of the negative log-likelihood."""
+        return local.task.loss(local.predict(batch[0]), batch[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +358,7 @@ class ClientsOnly:
 class AsChosen:
     """The network as the user chose it."""
 
-    def __call__(self, start: Single, classes: int, seed: int) -> Single:  # noqa: ARG002 - the seam's signature
+    def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:  # noqa: ARG002
         """The start as it is."""
         return start
 
@@ -358,14 +380,18 @@ class NothingBefore:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The client half of a recipe with its settings: with brief, rows and seed it fixes the reply to the last bit."""
+    """The client half of a recipe with its settings: with brief, rows and seed it fixes the reply to the last bit.
+
+    Where it does not train, a client brings its evidence at the brief's weights and sends no weights back.
+    """
 
     settings: LocalSettings = field(default_factory=LocalSettings)
-    objective: Objective = field(default_factory=CrossEntropy)
+    objective: Objective = field(default_factory=TaskLoss)
     view: View = field(default_factory=OwnRows)
     project: Project = field(default_factory=Free)
     evidence: tuple[Evidence, ...] = ()
     memory: tuple[ClientMemory, ...] = ()
+    trains: bool = True
 
     @property
     def key(self) -> str | None:

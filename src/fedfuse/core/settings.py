@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 from fedfuse.errors import ConfigError
 
@@ -43,16 +53,37 @@ def explain(error: ValidationError, schema: type[BaseModel], where: str = "") ->
     name = ".".join([*([where] if where else []), *path])
     if first["type"] == "extra_forbidden":
         known = _fields_at(schema, path[:-1])
-        close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
-        return f"there is no key {name!r}; " + (
-            f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-        )
+        near = _nearest_key(path[-1], known, schema)
+        return f"there is no key {name!r}; " + (f"did you mean {near!r}?" if near else f"known: {', '.join(known)}")
     if first["type"] == "missing":
         return f"the key {name!r} is missing"
+    if first["type"] == "too_short":
+        least = first["ctx"]["min_length"]
+        return f"{name} is {first['input']!r}, expected a list of at least {least}; leave it out for the default"
     message = first["msg"].removeprefix("Value error, ")
     if message.startswith("Input should be "):
         return f"{name} is {first['input']!r}, expected {message.removeprefix('Input should be ')}"
     return f"{name}: {message}" if name else message
+
+
+def _nearest_key(word: str, known: list[str], schema: type[BaseModel]) -> str | None:
+    """The key that was meant: one of those known here, or one of a table below that is nearer."""
+    elsewhere = {path.rpartition(".")[2]: path for path in reversed(list(_paths_below(schema)))}
+    here = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    there = difflib.get_close_matches(word, elsewhere, n=1, cutoff=0.8)
+    likeness = {near: difflib.SequenceMatcher(None, word, near).ratio() for near in (*here, *there)}
+    if there and (not here or likeness[there[0]] > likeness[here[0]]):
+        return elsewhere[there[0]]
+    return here[0] if here else None
+
+
+def _paths_below(schema: Any, prefix: str = "", depth: int = 3) -> Iterator[str]:
+    """The dotted keys of a schema and of the tables in it."""
+    for key, field in schema.model_fields.items():
+        yield f"{prefix}{key}"
+        inner = [t for t in _types(field.annotation) if hasattr(t, "model_fields")]
+        for table in inner if depth else ():
+            yield from _paths_below(table, f"{prefix}{key}.", depth - 1)
 
 
 def _fields_at(schema: type[BaseModel], path: list[str]) -> list[str]:
@@ -125,14 +156,15 @@ class LocalSettings(Settings):
 
     `log_variance_lr` is the rate of the natural-gradient step that log-variances of Bayesian layers take; it decays
     with the optimizer's. `kernel` says who does the arithmetic: "torch", "compiled" (see `fedfuse.kernels`), or "auto"
-    for the compiled one where it knows the network and is faster. They differ in rounding alone.
+    for the compiled one where it knows the network and is faster. They differ in rounding alone. With `epochs = 0`
+    nobody takes a step: a site then brings evidence for the weights it was given, of a finished model say.
 
     Example:
         >>> LocalSettings(epochs=2, optimizer={"lr": 0.1}).optimizer.lr
         0.1
     """
 
-    epochs: PositiveInt = 1
+    epochs: NonNegativeInt = 1
     max_steps: PositiveInt | None = None
     batch_size: PositiveInt = 64
     drop_last: bool = False
@@ -173,3 +205,14 @@ class LocalSettings(Settings):
         """The learning rate in force: lr · round_decay^round · decay."""
         step = self.decay.factor(epoch, round_ * self.epochs + epoch) if self.decay else 1.0
         return self.optimizer.lr * self.round_decay**round_ * step
+
+    def steps_for(self, num_examples: float) -> int:
+        """How many optimizer steps training on so many examples takes.
+
+        Example:
+            >>> LocalSettings(epochs=3, batch_size=32).steps_for(100)
+            12
+        """
+        batches = num_examples / self.batch_size
+        steps = self.epochs * (math.floor(batches) if self.drop_last else math.ceil(batches))
+        return steps if self.max_steps is None else min(steps, self.max_steps)

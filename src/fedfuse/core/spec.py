@@ -19,7 +19,9 @@ from fedfuse.core.answers import Output, choose_output, logits_in, output_of, va
 from fedfuse.core.params import Layout, Params
 from fedfuse.core.precision import as_floats_of
 from fedfuse.core.rng import seeded
-from fedfuse.errors import ConfigError
+from fedfuse.errors import ConfigError, error_text
+
+_MOST_VALUES = 1000  # a spec that came from outside names no more layers and sizes than this
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,12 @@ class Spec:
         own = output_of(module) if output is None else output
         return cls(name, prototype=copy.deepcopy(module), output=own)
 
+    def with_prototype_of(self, other: Spec | None) -> Spec:
+        """The same network, built of the module that another spec of its class has: no file holds such an object."""
+        if other is None or other.factory != self.factory:
+            return self
+        return replace(self, prototype=other.prototype)
+
     @classmethod
     def of_tensors(cls, params: Params) -> Spec:
         """The spec of plain tensors without a network, their roles guessed from names and shapes."""
@@ -120,7 +128,7 @@ class Spec:
             with place:
                 tensors = self.build().state_dict()
         except (RuntimeError, OverflowError, MemoryError, ValueError) as why:
-            raise ConfigError(f"model {self.factory!r} cannot be built: {str(why).splitlines()[0][:200]}") from why
+            raise ConfigError(f"model {self.factory!r} cannot be built: {error_text(why)}") from why
         return {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
 
     def skeleton(self) -> nn.Module:
@@ -198,6 +206,8 @@ class Spec:
         options = data.get("options", {})
         if not isinstance(options, dict):
             raise ConfigError("a spec's options must be a table")
+        if _count_values(options) > _MOST_VALUES:
+            raise ConfigError(f"a spec's options have more than {_MOST_VALUES} values, which no network here asks for")
         shapes = _shapes(data.get("surgery", {})), _shapes(data.get("kept", {}))
         spec = cls(data["factory"], options, *shapes, output=data.get("output"))
         if untrusted := sorted(spec.foreign.difference(trusted)):
@@ -206,6 +216,13 @@ class Spec:
                 "name it yourself (--model or --trust, model= in Python, [model] in a file) if you trust its code"
             )
         return spec
+
+
+def _count_values(data: object) -> int:
+    """How many values plain data hold at all depths, so that nobody builds a hundred thousand layers to refuse them."""
+    if isinstance(data, Mapping):
+        return sum(1 + _count_values(value) for value in data.values())
+    return sum(1 + _count_values(value) for value in data) if isinstance(data, list | tuple) else 0
 
 
 def _factories(data: object) -> Iterator[str]:
@@ -276,6 +293,8 @@ def _resize(module: nn.Module, surgery: Mapping[str, tuple[int, ...]]) -> nn.Mod
         setattr(part, leaf, new)
         if leaf in ("weight", "running_mean"):
             _update_sizes(part, shape)
+        elif isinstance(part, nn.RNNBase):
+            _update_recurrent_sizes(part, leaf, shape)
     return module
 
 
@@ -290,9 +309,20 @@ def _update_sizes(part: nn.Module, shape: tuple[int, ...]) -> None:
     elif isinstance(part, nn.modules.batchnorm._BatchNorm):
         part.num_features = shape[0]
     elif isinstance(part, nn.GroupNorm):
+        if part.num_groups == part.num_channels:  # every channel by itself
+            part.num_groups = shape[0]
         part.num_channels = shape[0]
     elif isinstance(part, nn.LayerNorm):
         part.normalized_shape = shape
+
+
+def _update_recurrent_sizes(part: nn.RNNBase, leaf: str, shape: tuple[int, ...]) -> None:
+    """The same for a recurrent layer, which also keeps a list of its tensors."""
+    if leaf == "weight_ih_l0":
+        part.input_size = shape[1]
+    elif leaf == "weight_hh_l0":
+        part.hidden_size = shape[1]
+    part._init_flat_weights()
 
 
 class _BuiltNetwork(NamedTuple):

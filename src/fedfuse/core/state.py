@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedfuse.core.hooks import forward_hooks
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Brief, Start
 from fedfuse.core.model import Model, Single
@@ -21,6 +22,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec, drop_tied_names, tie
 from fedfuse.errors import RecipeError
+from fedfuse.tasks import CLASSIFICATION, Task
 
 T = TypeVar("T")
 
@@ -56,10 +58,10 @@ class ServerState:
         """Where a client begins that has no start of its own."""
         return self.starts.get("") or Start(self.single.spec, self.single.posterior.mean)
 
-    def brief(self, publishes: tuple[str, ...], classes: int = 0) -> Brief:
+    def brief(self, publishes: tuple[str, ...], classes: int = 0, task: Task = CLASSIFICATION) -> Brief:
         """What clients get: the model and the published part of the memory."""
         published = {name: t for name, t in self.memory.items() if name.split("/", 1)[0] in publishes}
-        return Brief(self.round, *self.start, published, self.starts, classes)
+        return Brief(self.round, *self.start, published, self.starts, classes, task)
 
     def fused(self, mean: Params, geometry: Geometry | None = None, spec: Spec | None = None) -> ServerState:
         """The state with a new single network; every client starts from it again. Tied weights stay one tensor."""
@@ -71,6 +73,13 @@ class ServerState:
     def noting(self, **facts: Any) -> ServerState:
         """The state with more facts for the reader."""
         return replace(self, facts={**self.facts, **facts})
+
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+
+
+def _tell_nobody(what: str, done: int, total: int) -> None:
+    """Nobody watches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,9 @@ class Bench:
         local: the settings clients train with.
         seed: the run's seed.
         inputs: what an input looks like, if that is known.
+        progress: called by long steps with what they do, how far they are, and how far there is to go.
+        task: what is to be learned.
+        features: the name of each input feature, where they have names.
     """
 
     rows: Rows | None = None
@@ -94,6 +106,10 @@ class Bench:
     local: LocalSettings = field(default_factory=LocalSettings)
     seed: int = 0
     inputs: InputForm | None = None
+    task: Task = CLASSIFICATION
+    features: tuple[str, ...] = ()
+
+    progress: Progress = field(default=_tell_nobody, repr=False, compare=False)
 
     def stream(self, *purpose: str | int) -> torch.Generator:
         """A random stream for the server's own draws."""
@@ -143,6 +159,11 @@ class Local:
         own = dict(self.module.named_parameters())
         self.live = {n: own[n] for n in live_names(self.brief)}
         self.anchor = {n: self.brief.params[n].to(self.settings.device) for n in self.live}
+
+    @property
+    def task(self) -> Task:
+        """What is to be learned."""
+        return self.brief.task
 
     def stream(self, *purpose: str | int) -> torch.Generator:
         """A random stream of this client in this round."""
@@ -216,12 +237,8 @@ def representation(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     if not linear:
         raise RecipeError("the network has no linear layer, so it has no representation; give it a linear classifier")
     seen: dict[nn.Module, Tensor] = {}
-    handles = [m.register_forward_pre_hook(_RecordInput(seen), with_kwargs=True) for m in linear]
-    try:
+    with forward_hooks(((m, _RecordInput(seen)) for m in linear), before=True, with_kwargs=True):
         logits = module(x)
-    finally:
-        for handle in handles:
-            handle.remove()
     read = [seen[m] for m in linear if m in seen]  # a layer within an attention block is never called itself
     if not read or len(read[-1]) != len(x):
         raise RecipeError(

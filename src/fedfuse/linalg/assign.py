@@ -44,7 +44,7 @@ def match(cost: Tensor, *, maximize: bool = False) -> Assignment:
     """
     if cost.ndim != 2 or not bool(torch.isfinite(cost).all()):
         raise ConfigError(f"match: got a tensor of shape {tuple(cost.shape)}, expected a matrix of finite numbers")
-    table = cost.detach().double().cpu().numpy()
+    table = cost.detach().double().cpu().numpy()  # scipy would convert it anyway; so the total is summed in float64 too
     rows, cols = linear_sum_assignment(table, maximize=maximize)
     total = float(table[rows, cols].sum())
     return Assignment(torch.as_tensor(rows).to(cost.device), torch.as_tensor(cols).to(cost.device), total)
@@ -65,6 +65,7 @@ def match_each(gains: Tensor) -> Tensor:
             f"match_each: got a tensor of shape {tuple(gains.shape)}, expected square matrices of finite numbers"
         )
     table = gains.detach().double().cpu().numpy()
+    # one after another: scipy has no batch, and the solver's own time dwarfs the loop
     found = [linear_sum_assignment(square, maximize=True)[1] for square in table]
     columns = torch.from_numpy(np.stack(found)) if found else torch.empty(gains.shape[:2], dtype=torch.int64)
     return columns.to(gains.device)
@@ -155,6 +156,7 @@ def sinkhorn(
     if not math.isclose(mass, float(b.sum()), rel_tol=1e-9):
         raise ConfigError(f"{what}: rows weigh {mass:g} and columns {float(b.sum()):g}, expected equal masses")
     f, g, done, error = torch.zeros_like(a), torch.zeros_like(b), 0, math.inf
+    # potentials are kept in units of the cost, not of the temperature: so those of one heat begin the next
     for heat in _annealing_schedule(float(C.max() - C.min()), reg):
         sweeps = max_iters - done if heat == reg else min(_WARM_SWEEPS, max_iters - done)
         u, v, spent, error = _scale(C / heat, a, b, g / heat, sweeps, tol * mass)
@@ -189,6 +191,7 @@ def _annealing_schedule(cost_range: float, reg: float) -> Iterator[float]:
 def _scale(K: Tensor, a: Tensor, b: Tensor, v: Tensor, sweeps: int, tol: float) -> tuple[Tensor, Tensor, int, float]:
     """Alternate u = log a − log Σ_j exp(v_j − K_ij) and its twin for columns until the rows weigh a."""
     log_a, log_b = a.log(), b.log()
+    # the outflow that tells the error of this sweep is what the next sweep divides by: it is computed once
     u, outflow = torch.zeros_like(a), torch.logsumexp(v - K, dim=1)
     done, error = 0, math.inf
     while error > tol and done < sweeps:

@@ -5,7 +5,9 @@ A client's belief about a layer M (out × in) is Gaussian with mean M_k and prec
 
     Σ f_k B_k M A_k = Σ f_k B_k M_k A_k                                  (arXiv:2310.00339, eqs. 11–14)
 
-The operator on the left is symmetric positive definite, so conjugate gradients solve it as it stands.
+The operator on the left is symmetric positive definite, so conjugate gradients solve it as it stands. A factor is a
+matrix, or a diagonal with a few directions above it (`LowRank`): then most of the work is done in closed form, by
+`subspace`.
 """
 
 from __future__ import annotations
@@ -13,22 +15,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from fedfuse.core.factor import Factor, LowRank
 from fedfuse.errors import ConfigError, NotConverged
 from fedfuse.linalg.cg import Solution, conjugate_gradient
-from fedfuse.linalg.psd import add_diagonal, inverse
+from fedfuse.linalg.damping import balance
+from fedfuse.linalg.psd import inverse
+from fedfuse.linalg.subspace import Client, Mode, reciprocal, subspace_mean, times, written
 
 Solver = Literal["exact", "expectation", "gradient"]
-Split = Literal["one", "trace", "frobenius"]
 Weights = Tensor | Sequence[float]
 
-# Factors larger than this together stay in their own precision and are widened a few clients at a time.
-_WIDE_BYTES = 512 * 2**20
 _CHUNK_BYTES = 128 * 2**20
 _RELEASED_STEPS = 10_000
 
@@ -37,12 +40,13 @@ _RELEASED_STEPS = 10_000
 class KronSum:
     """The operator M ↦ Σ_k f_k B_k M A_k, on float64 matrices M (out × in), for symmetric A_k.
 
-    All clients are laid side by side, so that one application is two matrix products and no sum:
-    row i of `left` holds row i of every f_k B_k, row i of `right` row i of every A_k.
+    All clients are laid side by side, so that one application is two matrix products and no sum: row i of `left` holds
+    row i of every f_k B_k, row i of `right` row i of every A_k. Where all A_k are diagonal, `right` holds no more than
+    their diagonals.
 
     Attributes:
         left: f_k B_k as (out, clients, out), float64.
-        right: A_k as (in, clients, in), float64, or the factors' own precision where that would be too large.
+        right: A_k as (in, clients, in), float64, or their diagonals as (clients, in).
     """
 
     left: Tensor
@@ -50,11 +54,10 @@ class KronSum:
 
     @classmethod
     def empty(cls, clients: int, like_A: Tensor, like_B: Tensor) -> KronSum:
-        """Room for so many clients, to be filled by `put`."""
-        wide = clients * like_A.numel() * 8 <= _WIDE_BYTES
+        """Room for so many clients, to be filled by `set_client`; a diagonal A is a vector."""
         left = like_B.new_empty(len(like_B), clients, len(like_B), dtype=torch.float64)
-        right = like_A.new_empty(len(like_A), clients, len(like_A), dtype=torch.float64 if wide else like_A.dtype)
-        return cls(left, right)
+        shape = (clients, len(like_A)) if like_A.ndim == 1 else (len(like_A), clients, len(like_A))
+        return cls(left, like_A.new_empty(shape, dtype=torch.float64))
 
     @classmethod
     def of(cls, As: Iterable[Tensor], Bs: Iterable[Tensor], weights: Weights) -> KronSum:
@@ -76,23 +79,30 @@ class KronSum:
     def set_client(self, client: int, A: Tensor, B: Tensor, weight: float) -> None:
         """Write one client's factors at its index."""
         self.left[:, client] = B.double() * weight
-        self.right[:, client] = A
+        if A.ndim == 1:
+            self.right[client] = A
+        else:
+            self.right[:, client] = A
 
     def __call__(self, M: Tensor) -> Tensor:
         """Σ_k f_k B_k M A_k; memory beside the factors is bounded whatever the number of clients."""
         out, inn = M.shape
         total = torch.zeros_like(M)
-        for part in self._parts():
-            left = self.left[:, part].reshape(-1, out)
-            right = self.right[:, part].reshape(inn, -1).to(M.dtype)
-            # The factors are symmetric: the transposed product reads both operands along their rows.
-            total.addmm_((left @ M).view(out, -1), right.mT)
+        for part in self._parts(out, inn):
+            # B_k M of every client of this part at once, as (out, clients, in): one product instead of one per client
+            images = (self.left[:, part].reshape(-1, out) @ M).view(out, -1, inn)
+            if self.right.ndim == 2:
+                total.add_((images * self.right[part]).sum(1))
+            else:
+                # [B_1 M | B_2 M | …] [A_1 | A_2 | …]ᵀ is the sum over clients. The factors are symmetric: the
+                # transposed product reads both operands along their rows, which is the order they lie in.
+                total.addmm_(images.view(out, -1), self.right[:, part].reshape(inn, -1).mT)
         return total
 
-    def _parts(self) -> Iterator[slice]:
-        out, clients, inn = len(self.left), self.left.shape[1], len(self.right)
-        widened = 0 if self.right.dtype == torch.float64 else inn * inn
-        step = max(1, _CHUNK_BYTES // (8 * (out * inn + widened)))
+    def _parts(self, out: int, inn: int) -> Iterator[slice]:
+        """As many clients at a time as keep the images B_k M within bounds."""
+        clients = self.left.shape[1]
+        step = max(1, _CHUNK_BYTES // (8 * out * inn))
         return (slice(first, min(first + step, clients)) for first in range(0, clients, step))
 
 
@@ -104,7 +114,7 @@ class KronInverse:
 
     Attributes:
         left: B⁻¹.
-        right: A⁻¹.
+        right: A⁻¹, or its diagonal.
     """
 
     left: Tensor
@@ -112,12 +122,12 @@ class KronInverse:
 
     @classmethod
     def of(cls, A: Tensor, B: Tensor) -> KronInverse:
-        """The inverse of A ⊗ B for symmetric positive semi-definite A and B."""
-        return cls(inverse(B.double()), inverse(A.double()))
+        """The inverse of A ⊗ B for symmetric positive semi-definite A and B; a diagonal A is a vector."""
+        return cls(inverse(B.double()), inverse(A.double()) if A.ndim == 2 else reciprocal(A.double()))
 
     def __call__(self, Z: Tensor) -> Tensor:
         """B⁻¹ Z A⁻¹."""
-        return self.left @ Z @ self.right
+        return times(self.left @ Z, self.right)
 
 
 def kron_solve(A: Tensor, B: Tensor, Z: Tensor) -> Tensor:
@@ -132,8 +142,8 @@ def kron_solve(A: Tensor, B: Tensor, Z: Tensor) -> Tensor:
 
 def natural_mean(
     Ms: Iterable[Tensor],
-    As: Iterable[Tensor],
-    Bs: Iterable[Tensor],
+    As: Iterable[Factor],
+    Bs: Iterable[Factor],
     weights: Weights,
     *,
     solver: Solver = "exact",
@@ -146,9 +156,9 @@ def natural_mean(
     It solves Σ f_k B_k M A_k = Z, with Z = Σ f_k B_k M_k A_k, in float64. Three ways:
 
     - `exact`: conjugate gradients, preconditioned by the expectation approximation of evenly scaled pairs,
-      to the tolerance.
-      They start at the plain mean: from the approximation they take as many iterations, and clients that
-      agree would not come back unchanged.
+      to the tolerance. They start at the plain mean: from the approximation they take as many iterations, and
+      clients that agree would not come back unchanged. Factors of low rank are solved in the subspace that their
+      directions span, which loses nothing (see `subspace`).
     - `expectation`: M = (Σ f_k B_k)⁻¹ Z (Σ f_k A_k)⁻¹, which takes the mean of products for the product
       of means; exact where all A_k or all B_k agree.
     - `gradient`: from the expectation, `max_iters` (10,000) steps of length one down the mean squared
@@ -159,11 +169,12 @@ def natural_mean(
 
     Args:
         Ms: each client's layer [W | b], (out × in); a stack or any iterable, read once.
-        As: each client's symmetric input factor, damped, (in × in).
+        As: each client's symmetric input factor, damped, (in × in); diagonal and low-rank ones all in one form.
         Bs: each client's symmetric output factor, damped, (out × out).
         weights: each client's share; any positive scale.
         solver: which way.
-        tol: relative residual ‖Z − Σ f_k B_k M A_k‖ / ‖Z‖ the exact way must reach.
+        tol: the residual ‖P⁻¹(Z − Σ f_k B_k M A_k)‖ / ‖P⁻¹ Z‖ to reach. The preconditioner P⁻¹ brings all directions
+            to one scale: a client of tiny factors would not show otherwise, though some may be known to it alone.
         max_iters: the exact way's limit (1,000), or the gradient's number of steps.
         what: the caller's name for the layer, for errors.
 
@@ -178,9 +189,13 @@ def natural_mean(
     """
     if solver not in get_args(Solver):
         raise ConfigError(f"{what}: solver is {solver!r}, expected one of {', '.join(get_args(Solver))}")
-    system = _gather(Ms, As, Bs, _shares(weights, what), what)
+    shares = _shares(weights, what)
+    gather = partial(_gather, count=len(shares), what=what)
+    clients = _in_step(what, shares, Ms, As, Bs)
     if solver == "exact":
-        return system.exact(tol, 1000 if max_iters is None else max_iters)
+        limit = 1000 if max_iters is None else max_iters
+        return _exact_in_subspace(clients, lambda some: gather(some).exact(tol, limit))
+    system = gather(clients)
     if solver == "gradient":
         return system.gradient(_RELEASED_STEPS if max_iters is None else max_iters)
     return system.solution(system.expectation(), 0)
@@ -209,45 +224,6 @@ def natural_mean_diag(means: Iterable[Tensor], precisions: Iterable[Tensor], wei
     return torch.where(total > 0, pull / torch.where(total > 0, total, 1.0), plain), total
 
 
-def damp(A: Tensor, B: Tensor, lam: float, pi: Split = "one") -> tuple[Tensor, Tensor]:
-    """Damp both factors of a Kronecker product: A + π √λ I and B + √λ / π I.
-
-    π balances the two sides (Martens and Grosse 2015, section 6.3): `one` is 1; `trace` is
-    √((tr A / dim A) / (tr B / dim B)); `frobenius` is √((‖A‖_F / √dim A) / (‖B‖_F / √dim B)).
-    Where a balanced factor vanishes, A ⊗ B informs about nothing and only the damping remains: both sides become
-    √λ I, which is the limit of an ever smaller factor.
-
-    Example:
-        >>> A, B = damp(torch.eye(2), 4 * torch.eye(2), lam=1.0, pi="trace")
-        >>> A[0, 0].item(), B[0, 0].item()
-        (1.5, 6.0)
-    """
-    if not (math.isfinite(lam) and lam >= 0):
-        raise ConfigError(f"damping: lambda is {lam}, expected a finite number of at least 0")
-    root, ratio = math.sqrt(lam), balance(A, B, pi)
-    if pi != "one" and not (bool(A.any()) and bool(B.any())):
-        A, B = torch.zeros_like(A), torch.zeros_like(B)
-    return add_diagonal(A, ratio * root), add_diagonal(B, root / ratio)
-
-
-def balance(A: Tensor, B: Tensor, pi: Split) -> float:
-    """π of `damp`: how much larger a share of the damping falls to A than to B; 1 where a factor is zero.
-
-    Example:
-        >>> balance(4 * torch.eye(2), torch.eye(3), "trace")
-        2.0
-    """
-    if pi == "one":
-        return 1.0
-    if pi == "trace":
-        ratio = float(A.trace()) / len(A), float(B.trace()) / len(B)
-    elif pi == "frobenius":
-        ratio = float(A.norm()) / math.sqrt(len(A)), float(B.norm()) / math.sqrt(len(B))
-    else:
-        raise ConfigError(f"damping: pi is {pi!r}, expected one of {', '.join(get_args(Split))}")
-    return math.sqrt(ratio[0] / ratio[1]) if min(ratio) > 0 else 1.0
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _System:
     """One layer's equation Σ f_k B_k M A_k = Z, and what is needed to solve it."""
@@ -263,7 +239,7 @@ class _System:
     @classmethod
     def empty(cls, clients: int, M: Tensor, A: Tensor, B: Tensor, what: str) -> _System:
         """The sums before any client, in the shapes of the first."""
-        fits = M.ndim == 2 and A.shape == (M.shape[1],) * 2 and B.shape == (M.shape[0],) * 2
+        fits = M.ndim == 2 and A.shape == (M.shape[1],) * A.ndim and B.shape == (M.shape[0],) * 2
         if not fits:
             raise ConfigError(
                 f"{what}: got M {tuple(M.shape)}, A {tuple(A.shape)}, B {tuple(B.shape)}, "
@@ -281,34 +257,36 @@ class _System:
             )
         self.operator.set_client(client, A, B, f)
         M, A, B = M.double(), A.double(), B.double()
-        self.Z.add_(B @ M @ A, alpha=f)
+        self.Z.add_(times(B @ M, A), alpha=f)
         for total, term in ((self.plain, M), (self.A, A), (self.B, B)):
             total.add_(term, alpha=f)
-        ratio = balance(A, B, "trace")
+        ratio = balance(A if A.ndim == 2 else LowRank.diagonal(A), B, "trace")
         self.even[0].add_(A, alpha=f / ratio)
         self.even[1].add_(B, alpha=f * ratio)
 
     def solution(self, M: Tensor, iterations: int) -> Solution:
         """A matrix with its true relative residual."""
-        size = float(self.Z.norm())
-        gap = float((self.Z - self.operator(M)).norm())
+        scale = KronInverse.of(*self.even)
+        size = float(scale(self.Z).norm())
+        gap = float(scale(self.Z - self.operator(M)).norm())
         return Solution(M, iterations, gap / size if size > 0 else gap)
 
     def expectation(self) -> Tensor:
         """(Σ f B)⁻¹ Z (Σ f A)⁻¹, written as a step from the plain mean so that null directions keep it."""
-        return self.plain + kron_solve(self.A, self.B, self.Z - self.B @ self.plain @ self.A)
+        return self.plain + kron_solve(self.A, self.B, self.Z - times(self.B @ self.plain, self.A))
 
     def exact(self, tol: float, max_iters: int) -> Solution:
         """Conjugate gradients for the step away from the plain mean; clients that agree need none."""
         step_to = self.Z - self.operator(self.plain)
-        size, gap = float(self.Z.norm()), float(step_to.norm())
+        scale = KronInverse.of(*self.even)
+        size, gap = float(scale(self.Z).norm()), float(scale(step_to).norm())
         if gap <= tol * size:
-            return self.solution(self.plain, 0)
+            return Solution(self.plain, 0, gap / size if size > 0 else gap)
         reference = size or gap
         found = conjugate_gradient(
             self.operator,
             step_to,
-            precondition=KronInverse.of(*self.even),
+            precondition=scale,
             tol=tol * reference / gap,
             max_iters=max_iters,
             what=self.what,
@@ -328,20 +306,27 @@ class _System:
         return self.solution(M, steps)
 
 
-def _gather(
-    Ms: Iterable[Tensor], As: Iterable[Tensor], Bs: Iterable[Tensor], weights: list[float], what: str
-) -> _System:
+def _exact_in_subspace(clients: Iterable[Any], mode: Mode) -> Solution:
+    """The exact way for any factors: those of low rank are looked at together first, all others one by one."""
+    ahead = iter(clients)
+    first = Client(*next(ahead))
+    everybody = chain([first], ahead)
+    if any(isinstance(f, LowRank) and not f.is_diagonal for f in (first.A, first.B)):
+        return subspace_mean([Client(*c) for c in everybody], mode)
+    return mode(everybody)
+
+
+def _gather(clients: Iterable[tuple[float, Tensor, Factor, Factor]], count: int, what: str) -> _System:
     """Read every client once, in order: lay out its factors and add it to the sums."""
-    clients = _in_step(what, weights, Ms, As, Bs)
-    first = next(clients)
-    _, M, A, B = first
-    system = _System.empty(len(weights), M, A, B, what)
-    for k, (f, M, A, B) in enumerate(chain([first], clients)):
+    known = ((f, M, written(A), written(B)) for f, M, A, B in clients)
+    first = next(known)
+    system = _System.empty(count, *first[1:], what)
+    for k, (f, M, A, B) in enumerate(chain([first], known)):
         system.add(k, M, A, B, f)
     return system
 
 
-def _in_step(what: str, weights: list[float], *columns: Iterable[Tensor]) -> Iterator[tuple[Any, ...]]:
+def _in_step(what: str, weights: list[float], *columns: Iterable[Factor]) -> Iterator[tuple[Any, ...]]:
     """One client after another: its share and its tensors."""
     try:
         yield from zip(weights, *columns, strict=True)

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from fedfuse.errors import ConfigError, NotConverged
 
+_DENSE = 400  # up to so many rows all eigenvalues cost no more than a few
+_SWEEPS = 12
 # Beyond this ratio of extreme Cholesky pivots an inverse is rounding noise; then eigenvalues decide.
 _WORST_PIVOT_RATIO = 1e-6
 
@@ -148,6 +150,40 @@ def inverse(A: Tensor) -> Tensor:
         return torch.cholesky_inverse(factor)
     vectors, values = _range(A)
     return (vectors / values) @ vectors.mT
+
+
+def leading_eigenpairs(A: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The leading eigenvectors of a positive semi-definite matrix, and their eigenvalues with one number for the rest.
+
+    The last number is the mean of all other eigenvalues, so that the trace is kept, and no leading one is below it.
+    Large matrices are swept by orthogonal iteration (Halko, Martinsson and Tropp 2011, section 4.5) from directions
+    that are always the same; eigenvectors of nearly equal eigenvalues may mix, and what is left out is in the rest.
+
+    Args:
+        A: symmetric, (d × d).
+        rank: how many eigenvectors, at most d.
+
+    Returns:
+        (d × rank) and (rank + 1), float64, the largest first.
+
+    Example:
+        >>> leading_eigenpairs(torch.diag(torch.tensor([1.0, 5.0, 3.0])), 1)[1]
+        tensor([5., 2.], dtype=torch.float64)
+    """
+    A = symmetrize(A.double())
+    size = len(A)
+    if size <= _DENSE:
+        values, vectors = torch.linalg.eigh(A)
+    else:
+        start = torch.randn(size, 2 * rank + 8, dtype=A.dtype, generator=torch.Generator().manual_seed(size))
+        basis = start.to(A.device)
+        for _ in range(_SWEEPS):
+            basis = torch.linalg.qr(A @ basis).Q
+        values, turn = torch.linalg.eigh(basis.mT @ A @ basis)
+        vectors = basis @ turn
+    values, vectors = values.flip(0)[:rank].clamp(min=0), vectors.flip(1)[:, :rank]
+    rest = ((A.trace() - values.sum()) / max(1, size - rank)).clamp(min=0)
+    return vectors, torch.cat([values.clamp(min=float(rest)), rest[None]])
 
 
 def cholesky(A: Tensor, *, what: str = "a matrix") -> Tensor:

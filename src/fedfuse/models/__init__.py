@@ -18,6 +18,7 @@ from fedfuse.models.convnet import convnet_ams, convnet_feddu
 from fedfuse.models.heads import add_projection
 from fedfuse.models.lenet import lenet
 from fedfuse.models.mlp import mlp
+from fedfuse.models.random_features import random_convolution, random_fourier
 from fedfuse.models.resnet import resnet18, resnet50
 from fedfuse.models.vgg import vgg11, vgg16
 
@@ -32,6 +33,8 @@ __all__ = [
     "mlp",
     "model_factory",
     "model_names",
+    "random_convolution",
+    "random_fourier",
     "resnet18",
     "resnet50",
     "vgg11",
@@ -39,7 +42,21 @@ __all__ = [
 ]
 
 MODELS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
-    {f.__name__: f for f in (mlp, lenet, convnet_ams, convnet_feddu, vgg11, vgg16, resnet18, resnet50)}
+    {
+        f.__name__: f
+        for f in (
+            mlp,
+            lenet,
+            convnet_ams,
+            convnet_feddu,
+            vgg11,
+            vgg16,
+            resnet18,
+            resnet50,
+            random_convolution,
+            random_fourier,
+        )
+    }
 )
 """Every network by name."""
 

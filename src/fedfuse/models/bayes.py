@@ -7,7 +7,6 @@ Kingma et al. 2015); in evaluation a fixed number of networks is drawn and their
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
@@ -25,6 +24,7 @@ from fedfuse.core.rng import seeded, stream
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.models.layers import whole
+from fedfuse.tasks import CLASSIFICATION, Task, task_header, task_named
 
 RELEASED_START = -9.0
 RELEASED_BOUNDS = (-8.0, 8.0)  # the released code sees no log-variance outside, so that none below ever learns
@@ -130,10 +130,12 @@ class Bayesian(nn.Module):
         net: the network, its layers replaced.
         draws: how many networks are drawn.
         seed: fixes the draws.
+        task: what its outputs mean: what is averaged over the draws.
     """
 
-    def __init__(self, net: nn.Module, draws: int = 10, seed: int = 0) -> None:
+    def __init__(self, net: nn.Module, draws: int = 10, seed: int = 0, task: str = "classification") -> None:
         super().__init__()
+        self.task = task_named(task)
         self.net = net
         self.draws = draws
         self.seed = seed
@@ -149,21 +151,19 @@ class Bayesian(nn.Module):
         return Layout.of(self.net).under("net")
 
     def forward(self, x: Tensor, apart: bool = False) -> Tensor:
-        """Logits of one noisy pass while training, else log probabilities averaged over the draws.
+        """Outputs of one noisy pass while training, else those of the mean prediction over the draws.
 
         Args:
             x: a batch.
-            apart: give every draw's log probabilities, draws × rows × classes, instead of their average.
+            apart: give every draw's outputs, draws × rows × outputs, instead of their average.
         """
         if self.training or not self.noise:
             logits: Tensor = self.net(x)
-            return logits.log_softmax(-1)[None] if apart else logits
+            return logits[None] if apart else logits
         common, rest = _halves(self.net)
         x = common(x)
-        each = torch.stack(
-            [functional_call(rest, self._draw_weights(s), (x,)).log_softmax(-1) for s in range(self.draws)]
-        )
-        return each if apart else each.logsumexp(0) - math.log(self.draws)
+        each = torch.stack([functional_call(rest, self._draw_weights(s), (x,)) for s in range(self.draws)])
+        return each if apart else self.task.average(each)
 
     def _draw_weights(self, draw: int) -> dict[str, Tensor]:
         """The Bayesian layers' weights of one drawn network."""
@@ -185,6 +185,7 @@ def bayesian(
     released: bool = False,
     draws: int = 10,
     seed: int = 0,
+    task: str = "classification",
 ) -> Bayesian:
     """Make the last layers of a network Bayesian; their means are the weights it has now.
 
@@ -202,6 +203,7 @@ def bayesian(
             means from N(0, 1/fan_in) and zero biases, drawn from torch's global generator.
         draws: networks drawn in evaluation.
         seed: fixes those draws.
+        task: what the outputs mean: probabilities of classes are averaged, or of "yes", or numbers.
 
     Raises:
         ConfigError: if there are not as many layers, or one cannot be Bayesian.
@@ -218,7 +220,7 @@ def bayesian(
     for path, part in list(model.named_modules(remove_duplicate=False)):
         if id(part) in twins and path:
             model.set_submodule(path, twins[id(part)])
-    made = Bayesian(twins.get(id(model), model), whole("bayesian", "draws", draws), seed)
+    made = Bayesian(twins.get(id(model), model), whole("bayesian", "draws", draws), seed, task)
     made.training = model.training
     return made
 
@@ -249,11 +251,11 @@ class BayesianLayers:
     released: bool = False
     draws: int = 10
 
-    def __call__(self, start: Single, classes: int, seed: int) -> Single:  # noqa: ARG002 - the seam's signature
+    def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:  # noqa: ARG002
         """The start with Bayesian layers; a network that has them stays as it is."""
         if isinstance(start.spec.skeleton(), Bayesian):
             return start
-        options = asdict(self)
+        options = asdict(self) | task_header(task)
         with seeded(seed, "bayesian"):
             plain = start.spec.build()
             plain.load_state_dict(dict(start.posterior.mean))

@@ -39,7 +39,7 @@ def convnet_ams(
     Args:
         channels: colours of an image.
         size: side of an image.
-        classes: how many classes it tells apart.
+        classes: how many classes it tells apart, or how many outputs it has for another task.
         widths: feature maps of each convolution.
         hidden: units of each hidden layer.
         head: length of a projection before the classifier, 0 for none.
@@ -67,7 +67,7 @@ def convnet_feddu(
     Args:
         channels: colours of an image.
         size: side of an image.
-        classes: how many classes it tells apart.
+        classes: how many classes it tells apart, or how many outputs it has for another task.
         widths: feature maps of each convolution.
         hidden: units of each hidden layer.
         head: length of a projection before the classifier, 0 for none.
@@ -97,7 +97,7 @@ def plain_cnn(
     """Convolutions of one kernel size, each pooled (but perhaps the last), then fully connected layers."""
     widths = (whole(who, "channels", channels), *wholes(who, "widths", widths, 1))
     hidden = wholes(who, "hidden", hidden)
-    classes, head = whole(who, "classes", classes, 2), whole(who, "head", head, 0)
+    classes, head = whole(who, "classes", classes), whole(who, "head", head, 0)
     pooled = (*(True,) * (len(widths) - 2), pool_last)
     size = whole(who, "size", size, least_size(pooled, kernel, padding))
     features = widths[-1] * side_after(size, pooled, kernel, padding) ** 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from numbers import Integral
 from typing import NoReturn, TypeAlias
@@ -123,15 +123,26 @@ def convolutions(
         yield f"conv{i}_relu", nn.ReLU()
 
 
-def linear_layers(widths: Sequence[int], classes: int, *, dropout: float = 0.0, bias: bool = True) -> Iterator[Named]:
-    """Fully connected layers with ReLU from `widths[0]` features onwards, and last the classifier."""
+ACTIVATIONS: Mapping[str, type[nn.Module]] = {"relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "tanh": nn.Tanh}
+
+
+def linear_layers(
+    widths: Sequence[int],
+    classes: int,
+    *,
+    dropout: float = 0.0,
+    bias: bool = True,
+    activation: type[nn.Module] = nn.ReLU,
+    output_bias: bool = True,
+) -> Iterator[Named]:
+    """Fully connected layers with an activation from `widths[0]` features onwards, and last the classifier."""
     yield "flatten", nn.Flatten()
     for i, (inputs, outputs) in enumerate(pairwise(widths), 1):
         yield f"fc{i}", nn.Linear(inputs, outputs, bias=bias)
-        yield f"fc{i}_relu", nn.ReLU()
+        yield f"fc{i}_{'relu' if activation is nn.ReLU else 'activation'}", activation()
         if dropout:
             yield f"fc{i}_drop", nn.Dropout(dropout)
-    yield "classifier", nn.Linear(widths[-1], classes, bias=bias)
+    yield "classifier", nn.Linear(widths[-1], classes, bias=bias and output_bias)
 
 
 def initialize(net: nn.Module, rule: Rule) -> nn.Module:

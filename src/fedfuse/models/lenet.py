@@ -27,7 +27,7 @@ def lenet(
     Args:
         channels: colours of an image.
         size: side of an image.
-        classes: how many classes it tells apart.
+        classes: how many classes it tells apart, or how many outputs it has for another task.
         maps: feature maps of each convolution.
         hidden: units of each hidden layer.
         head: length of a projection before the classifier, 0 for none.

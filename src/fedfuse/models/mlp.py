@@ -9,12 +9,14 @@ from torch import nn
 
 from fedfuse.models.heads import with_head
 from fedfuse.models.layers import (
+    ACTIVATIONS,
     Rule,
     default_init,
     draw_normal,
     initialize,
     linear_layers,
     one_of,
+    reject,
     stack,
     whole,
     wholes,
@@ -27,26 +29,35 @@ def mlp(
     classes: int = 10,
     init: str = "default",
     head: int = 0,
+    activation: str = "relu",
+    output_bias: bool = True,
 ) -> nn.Module:
-    """A fully connected network with ReLU between its layers.
+    """A fully connected network with an activation between its layers.
 
     Args:
         inputs: features of one example; images are flattened, whatever their shape.
         hidden: units of each hidden layer; none gives softmax regression.
-        classes: how many classes it tells apart.
+        classes: how many classes it tells apart, or how many outputs it has for another task.
         init: "default" for PyTorch's initial values, "pfnm" for those of PFNM's networks
             (Yurochkin et al., 2019): weights from N(0, 0.1²), biases 0.1.
         head: length of a projection before the classifier, 0 for none.
+        activation: "relu", "leaky_relu" or "tanh".
+        output_bias: whether the classifier has a bias.
 
     Example:
         >>> mlp(inputs=64, hidden=(32,)).fc1
         Linear(in_features=64, out_features=32, bias=True)
     """
     widths = (whole("mlp", "inputs", inputs), *wholes("mlp", "hidden", hidden))
-    classes, head = whole("mlp", "classes", classes, 2), whole("mlp", "head", head, 0)
+    classes, head = whole("mlp", "classes", classes), whole("mlp", "head", head, 0)
     rule = _RULES[one_of("mlp", "init", init, tuple(_RULES))]
     with torch.device("meta"):
-        net = with_head(stack(*linear_layers(widths, classes)), head)
+        if (make := ACTIVATIONS.get(activation)) is None:
+            reject("mlp", "activation", activation, f"one of {', '.join(ACTIVATIONS)}")
+        if not isinstance(output_bias, bool):
+            reject("mlp", "output_bias", output_bias, "true or false")
+        layers = linear_layers(widths, classes, activation=make, output_bias=output_bias)
+        net = with_head(stack(*layers), head)
     return initialize(net, rule)
 
 

@@ -49,7 +49,7 @@ def resnet18(
     Args:
         channels: colours of an image.
         size: side of an image, at least 8; the mean over the image makes any larger one fit.
-        classes: how many classes it tells apart.
+        classes: how many classes it tells apart, or how many outputs it has for another task.
         widths: a multiplier of the published stage widths (64, 128, 256, 512), or all four numbers.
         bias: biases in the convolutions, as FedDUAP has them.
         head: length of a projection before the classifier, 0 for none.
@@ -77,7 +77,7 @@ def resnet50(
     Args:
         channels: colours of an image.
         size: side of an image, at least 8; the mean over the image makes any larger one fit.
-        classes: how many classes it tells apart.
+        classes: how many classes it tells apart, or how many outputs it has for another task.
         widths: a multiplier of the published stage widths (64, 128, 256, 512), or all four numbers; a
             block's output is four times as wide.
         bias: biases in the convolutions.
@@ -103,7 +103,7 @@ def _resnet(
 ) -> nn.Module:
     stages = scale_widths(who, widths, _WIDTHS)
     bias, channels = flag(who, "bias", bias), whole(who, "channels", channels)
-    classes, head = whole(who, "classes", classes, 2), whole(who, "head", head, 0)
+    classes, head = whole(who, "classes", classes), whole(who, "head", head, 0)
     whole(who, "size", size, 8)
     with torch.device("meta"):
         stem = (*_unit("conv1", channels, stages[0], 3, 1, bias), ("conv1_relu", nn.ReLU()))

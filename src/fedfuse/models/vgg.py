@@ -69,7 +69,7 @@ def vgg11(
     Args:
         channels: colours of an image.
         size: side of an image, at least 32.
-        classes: how many classes it tells apart.
+        classes: how many classes it tells apart, or how many outputs it has for another task.
         widths: a multiplier of the published feature maps, or all eight numbers.
         hidden: units of each hidden layer of the classifier.
         norm: BatchNorm after every convolution.
@@ -104,7 +104,7 @@ def vgg16(
     Args:
         channels: colours of an image.
         size: side of an image, at least 16.
-        classes: how many classes it tells apart.
+        classes: how many classes it tells apart, or how many outputs it has for another task.
         widths: a multiplier of the published feature maps, or all thirteen numbers.
         hidden: units of each hidden layer of the classifier.
         norm: BatchNorm after every convolution.
@@ -139,7 +139,7 @@ def _vgg(
     who = plan.name
     maps = scale_widths(who, widths, plan.widths)
     whole(who, "size", size, least_size(plan.pooled, kernel=3, padding=1))
-    classes, head = whole(who, "classes", classes, 2), whole(who, "head", head, 0)
+    classes, head = whole(who, "classes", classes), whole(who, "head", head, 0)
     one_of(who, "bias", bias, ("all", "linear", "none"))
     inputs = whole(who, "channels", channels)
     with torch.device("meta"):

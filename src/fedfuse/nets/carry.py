@@ -11,7 +11,7 @@ from torch import Tensor
 from fedfuse.core.params import Params
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
-from fedfuse.nets.channels import Group, channel_groups, keep_channels, move_units
+from fedfuse.nets.channels import Group, Location, channel_groups, keep_channels, layer_name, move_units
 
 Channels: TypeAlias = Mapping[str, Sequence[int]]  # by layer, which of its original channels there are
 
@@ -60,9 +60,17 @@ def _moves(groups: Sequence[Group], before: Channels, after: Channels) -> dict[G
     """Of each group whose layers were pruned, the units that stay."""
     moves: dict[Group, list[int]] = {}
     for group in groups:
-        for layer in {location.tensor.rpartition(".")[0] for location in group.makers} & after.keys():
-            have = list(before.get(layer, range(group.size)))
-            if not set(after[layer]) <= set(have) or len(have) != group.size:
-                raise ConfigError(f"layer {layer!r} has channels now that it had not before")
-            moves[group] = [have.index(channel) for channel in after[layer]]
+        for place in group.makers:
+            layer = layer_name(place.tensor)
+            if layer in after:
+                moves[group] = _units_that_stay(group, place, before.get(layer), after[layer])
     return moves
+
+
+def _units_that_stay(group: Group, place: Location, have: Sequence[int] | None, stay: Sequence[int]) -> list[int]:
+    """The units of which a layer has all channels still."""
+    if have is not None and not set(stay) <= set(have):
+        raise ConfigError(f"layer {layer_name(place.tensor)!r} has channels now that it had not before")
+    positions = range(place.offset, place.offset + group.size * place.per)
+    channels = [i if have is None else have[i] for i in positions]
+    return [u for u in range(group.size) if set(stay).issuperset(channels[u * place.per : (u + 1) * place.per])]

@@ -11,15 +11,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.params import Layer, Layout, Params
+from fedfuse.core.factor import Factor, LowRank, as_stack
+from fedfuse.core.messages import Form
+from fedfuse.core.params import Layout, Params
 from fedfuse.core.posterior import Diag, Geometry, Kron, Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
+from fedfuse.nets.blocks import Block, blocks_in
+
+if TYPE_CHECKING:
+    from fedfuse.nets.trace import Trace
 
 Order: TypeAlias = Tensor | Sequence[int]
 
@@ -96,8 +102,8 @@ def channel_groups(network: Spec | nn.Module, shape: Sequence[int]) -> tuple[Gro
     """The groups of axes of a network that move together; its classes and its inputs are in none of them.
 
     They are found by following an input through the network, and proved by permuting every group. A module with an
-    attribute `channel_groups` is taken at its word, and held to it. Finding them takes about as long as a hundred
-    forward passes, so they are kept for each spec.
+    attribute `channel_groups` is taken at its word, and held to it. They are kept for each spec. What stands in no
+    group, because an operation tells its units apart, `units_left_out` names.
 
     Args:
         network: the network.
@@ -112,15 +118,19 @@ def channel_groups(network: Spec | nn.Module, shape: Sequence[int]) -> tuple[Gro
         >>> channel_groups(Spec("lenet"), (1, 28, 28))[1].readers
         (Location(tensor='fc1.weight', axis=1, per=16, offset=0, blocks=1, reads=True),)
     """
-    spec = network if isinstance(network, Spec) else Spec.of(network)
-    return _cached_groups(spec, tuple(shape))
+    return _cached_trace(network if isinstance(network, Spec) else Spec.of(network), tuple(shape)).groups
+
+
+def units_left_out(network: Spec | nn.Module, shape: Sequence[int]) -> tuple[str, ...]:
+    """The weights that make hidden units which no group can move, each with the reason: "enter.weight (cumsum)"."""
+    return _cached_trace(network if isinstance(network, Spec) else Spec.of(network), tuple(shape)).left_out
 
 
 @lru_cache(maxsize=64)
-def _cached_groups(spec: Spec, shape: tuple[int, ...]) -> tuple[Group, ...]:
-    from fedfuse.nets.trace import traced_groups  # the tracer knows groups, and pulls in a pruning library
+def _cached_trace(spec: Spec, shape: tuple[int, ...]) -> Trace:
+    from fedfuse.nets.trace import trace  # the tracer knows groups
 
-    return traced_groups(spec, shape)
+    return trace(spec, shape)
 
 
 def permute_group(params: Params, group: Group, order: Order) -> dict[str, Tensor]:
@@ -218,16 +228,25 @@ def keep_channels(spec: Spec, params: Params, keep: Mapping[Group, Order]) -> tu
         ))
     """
     weights = move_units(params, keep)
-    roles = spec.layout.roles
+    orders = {group: _units(group, units) for group, units in keep.items()}
     remain: dict[str, tuple[int, ...]] = {}
-    for group, units in keep.items():
-        chosen = _units(group, units).tolist()
-        for location in group.makers:
-            if roles.get(location.tensor) == "weight":
-                layer = location.tensor.rpartition(".")[0]
-                before = spec.kept.get(layer, tuple(range(group.size)))
-                remain[layer] = tuple(before[u] for u in chosen)
+    for (tensor, axis), here in by_axis(orders):
+        if spec.layout.roles.get(tensor) == "weight" and not here[0][1].reads:
+            layer = layer_name(tensor)
+            before = spec.kept.get(layer, tuple(range(params[tensor].shape[axis])))
+            remain[layer] = tuple(before[i] for i in _index(params[tensor].shape[axis], here, orders).tolist())
     return spec.with_shapes_of(weights, remain), weights
+
+
+def layer_name(tensor: str) -> str:
+    """The name under which a spec remembers the channels of a weight: its module's, or its own.
+
+    Example:
+        >>> layer_name("conv1.weight"), layer_name("kernel")
+        ('conv1', 'kernel')
+    """
+    path, _, leaf = tensor.rpartition(".")
+    return path if path and leaf == "weight" else tensor
 
 
 def _units(group: Group, order: Order) -> Tensor:
@@ -312,8 +331,8 @@ def move_geometry_units(geometry: Geometry, mean: Params, moves: Mapping[Group, 
     if any(bool((units == EMPTY).any()) for units in orders.values()):
         raise ConfigError("a geometry cannot grow: nobody knows how sharply an empty unit is believed")
     if isinstance(geometry, Kron):
-        layers = {layer.name: layer for layer in layout.layers}
-        return Kron(_MovedFactors(geometry.factors, mean, layers, orders, dict(by_axis(orders))))
+        blocks = {block.name: block for block in blocks_in(layout)}
+        return Kron(_MovedFactors(geometry.factors, mean, blocks, orders, dict(by_axis(orders))))
     known = {replace(g, locations=_within(g.locations, geometry.variance)): o for g, o in orders.items()}
     return Diag(move_units(geometry.variance, known))
 
@@ -323,28 +342,33 @@ def _within(locations: tuple[Location, ...], params: Params) -> tuple[Location, 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _MovedFactors(Mapping[str, tuple[Tensor, Tensor]]):
+class _MovedFactors(Mapping[str, tuple[Factor, Factor]]):
     """Kronecker factors whose rows and columns are rearranged whenever they are read, and not kept."""
 
-    factors: Mapping[str, tuple[Tensor, Tensor]]
+    factors: Mapping[str, tuple[Factor, Factor]]
     mean: Params
-    layers: Mapping[str, Layer]
+    blocks: Mapping[str, Block]
     orders: Mapping[Group, Tensor]
     by_axis: Mapping[tuple[str, int], AxisUnits]
 
-    def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:
-        A, B = self.factors[name]
-        layer = self.layers[name]
-        weight = self.mean[layer.weight]
-        makes, reads = (self.by_axis.get((layer.weight, axis), []) for axis in (0, 1))
-        stacks = len(B) if B.ndim == 3 else 1
-        rows = _index(len(weight), makes, self.orders).to(B.device)
-        if stacks > 1 and stacks == len(weight):  # depthwise: one factor per channel, and whole factors move
-            return A[rows], B[rows]
-        columns = _columns(weight, layer.bias is not None, reads, self.orders).to(A.device)
-        return _permute_square(A, columns.expand(stacks, -1)), _permute_square(
-            B, (rows % (len(weight) // stacks)).view(stacks, -1)
-        )
+    def __getitem__(self, name: str) -> tuple[Factor, Factor]:
+        A, B = (as_stack(factor) for factor in self.factors[name])
+        places = self._places(self.blocks[name])
+        inn, out = self.blocks[name].sizes({n: Form.of(t) for n, t in self.mean.items()})
+        groups, rows, columns = places[:, 0, 0] // (out * inn), places[:, :, 0] // inn % out, places[:, 0] % inn
+        return _permute_square(A[groups], columns), _permute_square(B[groups], rows)
+
+    def _places(self, block: Block) -> Tensor:
+        """Where every entry of the moved matrices [W | b] stood before: a network of places is moved, and read."""
+        like = {n: self.mean[n].double() for n in block.tensors}
+        before = block.matrices(like)
+        places = block.split(torch.arange(before.numel(), dtype=torch.float64).view_as(before), like)
+        for (tensor, axis), here in self.by_axis.items():
+            if tensor in places:
+                places[tensor] = _on_axis(places[tensor], tensor, axis, here, self.orders)
+        depthwise = block.groups > 1 and before.shape[1] == 1  # one matrix per channel, and whole matrices go
+        groups = len(places[block.weight]) if depthwise else block.groups
+        return replace(block, groups=groups).matrices(places).long()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.factors)
@@ -353,20 +377,17 @@ class _MovedFactors(Mapping[str, tuple[Tensor, Tensor]]):
         return len(self.factors)
 
 
-def _columns(weight: Tensor, bias: bool, here: AxisUnits, orders: Mapping[Group, Tensor]) -> Tensor:
-    """For every new column of [W | b] the old one, per block of a grouped convolution."""
-    if here and here[0][1].blocks > 1:
-        channels = (orders[here[0][0]] % weight.shape[1]).view(here[0][1].blocks, -1)
-    else:
-        channels = _index(weight.shape[1], here, orders)[None]
-    patch = weight[0, 0].numel()
-    columns = (channels[..., None] * patch + torch.arange(patch)).flatten(1)
-    last = torch.full((len(columns), int(bias)), weight[0].numel())
-    return torch.cat([columns, last], 1)
+def _permute_square(matrices: Factor, index: Tensor) -> Factor:
+    """A stack of square matrices with rows and columns in another order; one of one matrix is that matrix."""
+    if isinstance(matrices, LowRank):
+        return _unstack(matrices.reorder(index.to(matrices.rest.device)))
+    index = index.to(matrices.device)
+    return _unstack(matrices.gather(1, _wide(index, matrices.shape[2])).gather(2, _wide(index, index.shape[1]).mT))
 
 
-def _permute_square(matrices: Tensor, index: Tensor) -> Tensor:
-    """A square matrix, or a stack of them, with rows and columns in another order."""
-    if matrices.ndim == 2:
-        return matrices[index[0]][:, index[0]]
-    return torch.stack([m[i][:, i] for m, i in zip(matrices, index, strict=True)])
+def _wide(index: Tensor, width: int) -> Tensor:
+    return index[..., None].expand(*index.shape, width)
+
+
+def _unstack(factor: Factor) -> Factor:
+    return factor[0] if len(factor) == 1 else factor

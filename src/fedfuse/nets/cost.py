@@ -10,15 +10,16 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from fedfuse.core.effort import TRAINING_PASSES, Effort, HasPasses, passes_of
+from fedfuse.core.hooks import forward_hooks
 from fedfuse.core.inputs import run_once
 from fedfuse.core.messages import Brief, ClientUpdate
 from fedfuse.core.params import Params
-from fedfuse.core.settings import LocalSettings
+from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import entries_of
 from fedfuse.errors import ConfigError
 
-_TRAINING = 3  # passes: forward, the gradient of what goes in, the gradient of the weights
 MASK = "mask"  # the kind of memory that says which weights a network has
 
 
@@ -51,43 +52,66 @@ def layer_costs(spec: Spec, shape: tuple[int, ...]) -> Mapping[str, LayerCost]:
             found[paths[layer]] = LayerCost(weight.numel(), out.numel() // len(weight))
 
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    hooks = [m.register_forward_hook(count) for m in paths if isinstance(m, kinds)]
-    try:
+    with forward_hooks((m, count) for m in paths if isinstance(m, kinds)):
         run_once(spec, shape)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return MappingProxyType(found)
 
 
-def training_flops(spec: Spec, shape: tuple[int, ...]) -> int:
-    """FLOPs to train on one input once: three passes of two operations per multiplication.
+def pass_flops(spec: Spec, shape: tuple[int, ...], training: bool = False) -> int:
+    """FLOPs of one pass of one input forward through a network: two operations per multiplication.
 
-    Linear layers and convolutions are counted, as is usual; what norms and activations do is small beside them.
+    Linear layers and convolutions are counted, as is usual; what norms and activations do is small beside them. In
+    training a Bayesian layer computes its output's mean and its variance, which is twice the work.
+
+    Example:
+        >>> pass_flops(Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2}), (4,))
+        36
+    """
+    roles = spec.layout.roles
+    twice = {name.rpartition(".")[0] for name, role in roles.items() if role == "log_variance" and training}
+    return sum(2 * cost.products * (2 if name in twice else 1) for name, cost in layer_costs(spec, shape).items())
+
+
+def training_flops(spec: Spec, shape: tuple[int, ...]) -> int:
+    """FLOPs to train plainly on one input once: three passes.
 
     Example:
         >>> training_flops(Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2}), (4,))
         108
     """
-    return 2 * _TRAINING * sum(cost.products for cost in layer_costs(spec, shape).values())
+    return int(TRAINING_PASSES) * pass_flops(spec, shape, training=True)
 
 
-def cohort_flops(updates: Iterable[ClientUpdate], settings: LocalSettings, shape: tuple[int, ...] | None) -> int | None:
-    """FLOPs of a round's local training; a client has seen each of its rows once per epoch, unless it was stopped.
+class CohortFlops(NamedTuple):
+    """What a round took of its clients: local training, and what they sent beside their weights."""
 
-    A weight that a mask holds at zero is multiplied like any other, so masks save none. Nobody knows (None) where
-    nobody knows what an input looks like, or a network reads none of that shape.
+    training: int
+    evidence: int
+
+
+def cohort_flops(
+    updates: Iterable[ClientUpdate], work: Work, shape: tuple[int, ...] | None, round_: int = 0
+) -> CohortFlops | None:
+    """FLOPs of a round's clients; one has trained on each of its rows once per epoch, unless it was stopped.
+
+    How many passes a row takes is what the objective and each evidence say (`core/effort.py`). What does not grow with
+    rows, such as a pull towards other weights, is left out. A weight that a mask holds at zero is multiplied like any
+    other, so masks save none. Nobody knows (None) where nobody knows what an input looks like, or a network reads none
+    of that shape.
     """
     if shape is None:
         return None
-    total = 0
+    training = evidence = 0.0
     for u in updates:
-        seen = min(settings.epochs * u.num_examples, u.steps * settings.batch_size)
+        effort = Effort(u.spec, shape, round_, u.num_examples, work.settings)
+        seen = min(work.settings.epochs * u.num_examples, u.steps * work.settings.batch_size)
+        again = sum(e.passes(effort) for e in work.evidence if isinstance(e, HasPasses))
         try:
-            total += int(seen) * training_flops(u.spec, shape)
+            training += seen * passes_of(work.objective, effort) * pass_flops(u.spec, shape, training=True)
+            evidence += u.num_examples * again * pass_flops(u.spec, shape)
         except ConfigError:
             return None
-    return total
+    return CohortFlops(int(training), int(evidence))
 
 
 class SparseSavings(NamedTuple):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,6 +15,7 @@ from fedfuse.core.params import Params
 from fedfuse.core.precision import as_floats_of, in_full
 from fedfuse.core.rows import Rows
 from fedfuse.linalg.lanczos import Spectrum, hessian_vector_product, spectrum
+from fedfuse.tasks import CLASSIFICATION, Task
 
 _WIDE = 2**21  # parameters up to which Lanczos vectors are kept in float64; beyond, they would fill the memory
 
@@ -46,20 +46,24 @@ class CurvatureProbe:
     probes: int = 1
     rows: int = 16
 
-    def __call__(self, module: nn.Module, start: Params, rows: Rows, generator: torch.Generator) -> Curvature:
-        """The curvature of a module's mean cross entropy at its own weights, those the start has, in evaluation mode.
+    def __call__(
+        self, module: nn.Module, start: Params, rows: Rows, generator: torch.Generator, task: Task = CLASSIFICATION
+    ) -> Curvature:
+        """The curvature of a module's mean loss at its own weights, those the start has, in evaluation mode.
 
         H is the Hessian at the weights W′, and Δ = W − W′ leads back to the start W. The map
         B(Δ) = H Δ − ∇L(W′ + Δ) measures what a quadratic does not see; its Lipschitz constant is estimated between
         Δ and 0: ‖H Δ − ∇L(W) + ∇L(W′)‖ / ‖Δ‖.
         """
         with sdpa_kernel(SDPBackend.MATH):  # the fast kernels of attention have no second derivative
-            return self._measure(module.eval(), start, rows, generator)
+            return self._measure(module.eval(), start, rows, generator, task)
 
-    def _measure(self, module: nn.Module, start: Params, rows: Rows, generator: torch.Generator) -> Curvature:
+    def _measure(
+        self, module: nn.Module, start: Params, rows: Rows, generator: torch.Generator, task: Task
+    ) -> Curvature:
         some = rows.take(torch.randperm(len(rows), generator=generator)[: self.rows].to(rows.y.device))
         params = {n: p.detach() for n, p in module.named_parameters() if n in start}
-        loss = _Loss(module, Rows(as_floats_of(params.values(), some.x), some.y))
+        loss = _Loss(module, Rows(as_floats_of(params.values(), some.x), some.y), task)
         hessian = hessian_vector_product(loss, params)
         dtype = torch.float64 if hessian.size <= _WIDE else torch.float32
         seen = spectrum(
@@ -83,13 +87,14 @@ class CurvatureProbe:
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """Mean cross entropy of some rows as a function of a network's parameters."""
+    """Mean loss of some rows as a function of a network's parameters."""
 
     module: nn.Module
     rows: Rows
+    task: Task
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
-        return F.cross_entropy(in_full(functional_call(self.module, dict(params), (self.rows.x,))), self.rows.y)
+        return self.task.loss(in_full(functional_call(self.module, dict(params), (self.rows.x,))), self.rows.y)
 
 
 def curvature_in(notes: Params) -> Curvature:

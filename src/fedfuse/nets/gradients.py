@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfuse.core.precision import answer_in_full, in_full
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
+from fedfuse.tasks import CLASSIFICATION, Task
 
 
 def maskable(spec: Spec) -> tuple[str, ...]:
@@ -19,7 +19,7 @@ def maskable(spec: Spec) -> tuple[str, ...]:
         ('fc1.weight', 'classifier.weight')
     """
     own = frozenset(spec.layout.trainable).difference(*spec.layout.tied)
-    return tuple(layer.weight for layer in spec.layout.layers if layer.kind != "other" and layer.weight in own)
+    return tuple(layer.weight for layer in spec.layout.layers if layer.is_plain and layer.weight in own)
 
 
 def is_every_nth(round_: int, every: int) -> bool:
@@ -33,7 +33,14 @@ def is_every_nth(round_: int, every: int) -> bool:
 
 
 def squared_gradients(
-    module: nn.Module, names: tuple[str, ...], rows: Rows, *, batch: int, batches: int, generator: torch.Generator
+    module: nn.Module,
+    names: tuple[str, ...],
+    rows: Rows,
+    *,
+    batch: int,
+    batches: int,
+    generator: torch.Generator,
+    task: Task = CLASSIFICATION,
 ) -> dict[str, Tensor]:
     """Mean over some batches of (∂L/∂w)², for the named weights, in evaluation mode."""
     module.eval()
@@ -43,7 +50,7 @@ def squared_gradients(
     with torch.enable_grad():
         for index in order:
             some = rows.take(index)
-            loss = F.cross_entropy(answer_in_full(module, some.x), some.y)
+            loss = task.loss(answer_in_full(module, some.x), some.y)
             slopes = torch.autograd.grad(loss, [params[n] for n in names], materialize_grads=True)
             for name, slope in zip(names, slopes, strict=True):
                 total[name] += in_full(slope.detach()).square() / len(order)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedfuse.core.model import Single, outputs
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
-from fedfuse.nets.combine import Combine, Route, TopLogit
+from fedfuse.nets.combine import Choosing, Combine, Route, TopLogit
 from fedfuse.nets.stack import Stack, cost_of, first_output
 
 MEMORY = 64 * 2**20  # bytes a mixture may take for what happens between its inputs and its answer
@@ -88,6 +88,17 @@ class Mixture:
         mine = [m.logits(x[rows]) for m, rows in zip(self.members, chosen, strict=True)]
         others = mine[0].new_zeros(len(mine), len(x), mine[0].shape[-1]) if every is None else every
         return self.combine(self.weights, others.index_put(torch.nonzero(chosen, as_tuple=True), torch.cat(mine)))
+
+    def who_answers(self, x: Tensor) -> Tensor:
+        """Which members' answers count for which inputs, true or false (members, n)."""
+        return torch.cat([self._choose(part) for part in x.split(self.chunk(x))], 1)
+
+    def _choose(self, x: Tensor) -> Tensor:
+        if isinstance(self.combine, Route):
+            return self.combine.choose(self.confidence(x))
+        if isinstance(self.combine, Choosing):
+            return self.combine.choose_members(self.answers(x))
+        return torch.ones(len(self.members), len(x), dtype=torch.bool)
 
     def answers(self, x: Tensor) -> Tensor:
         """Every member's own logits (members, n, classes)."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedfuse.core.hooks import forward_hooks
 from fedfuse.core.inputs import as_read, run_once
 from fedfuse.core.params import Params
 from fedfuse.core.spec import Spec, drop_tied_names
@@ -135,13 +136,8 @@ def cost_of(spec: Spec, shape: tuple[int, ...]) -> Cost:
         if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) and isinstance(out, Tensor):
             products.append(out.numel() * part.weight[0].numel())
 
-    module = spec.skeleton()
-    hooks = [m.register_forward_hook(watch) for m in module.modules() if not any(m.children())]
-    try:
+    with forward_hooks((m, watch) for m in spec.skeleton().modules() if not any(m.children())):
         outputs = run_once(spec, shape).shape[-1]
-    finally:
-        for hook in hooks:
-            hook.remove()
     return Cost(sum(products), next(iter(products), 0), max(floats), outputs)
 
 
@@ -174,13 +170,11 @@ def first_output(spec: Spec, params: Params, x: Tensor) -> Tensor:
     def stop(_: nn.Module, __: object, out: Tensor) -> None:
         raise _FirstOutput(out)
 
-    hook = module.get_submodule(name).register_forward_hook(stop)
     try:
-        functional_call(module, drop_tied_names(spec, params), (spec.cast(as_read(spec, x)),))
+        with forward_hooks([(module.get_submodule(name), stop)]):
+            functional_call(module, drop_tied_names(spec, params), (spec.cast(as_read(spec, x)),))
     except _FirstOutput as seen:
         return seen.out
-    finally:
-        hook.remove()
     raise ConfigError(f"model {spec.factory!r} never runs its first layer {name!r}, so members cannot be chosen by it")
 
 

@@ -1,18 +1,17 @@
-"""Following an input through a network to find which axes of its tensors hold the same units.
+"""Which axes of a network's tensors hold the same units, found by following an input through it.
 
-The paths are those of torch-pruning's dependency graph (Fang et al., "DepGraph: Towards Any Structural Pruning",
-2023). It takes what it does not know for an elementwise operation, so what it finds is not believed but proved: the
-network, with random weights, must answer the same with every group permuted.
+`fedfuse.nets.follow` says which positions of which weights an answer binds to each other. What is found is not believed
+but proved: the network, with random weights, must answer the same with every group permuted.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,39 +19,57 @@ from torch import Tensor, nn
 from fedfuse.core.inputs import reads_tokens
 from fedfuse.core.rng import seeded, stream
 from fedfuse.core.spec import Spec, drop_tied_names
-from fedfuse.errors import ConfigError
+from fedfuse.errors import ConfigError, error_text
 from fedfuse.nets.channels import Group, Location, by_axis, move_units
+from fedfuse.nets.follow import OUTPUT, Axis, Follower, follow
+from fedfuse.nets.operations import POSITION_IN_BLOCK
 
 _ROWS = 4  # inputs that go through the network: enough to tell functions apart
 _TOLERANCE = 1e-7  # relative, in float64: rounding is a million times smaller, a unit out of place far larger
 
-_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm, nn.PReLU)
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _REMEDY = (
     "write it with layers of torch.nn, or give the network an attribute `channel_groups` with groups of your own "
     "(fedfuse.nets.channels.Group)"
 )
 
 
-def traced_groups(spec: Spec, shape: Sequence[int]) -> tuple[Group, ...]:
-    """The groups of a network, proved; see `channel_groups`.
+class Trace(NamedTuple):
+    """What was found of a network: its groups, and the tensors whose units stand in none, with the reason of each."""
+
+    groups: tuple[Group, ...]
+    left_out: tuple[str, ...]
+
+
+def trace(spec: Spec, shape: Sequence[int]) -> Trace:
+    """The groups of a network, proved, and what stands in none; see `channel_groups`.
 
     Example:
-        >>> [g.size for g in traced_groups(Spec("mlp", {"inputs": 4, "hidden": [3, 5], "classes": 2}), (4,))]
+        >>> [g.size for g in trace(Spec("mlp", {"inputs": 4, "hidden": [3, 5], "classes": 2}), (4,)).groups]
         [3, 5]
     """
-    with seeded(0, "trace"), torch.enable_grad():
-        net = _without_noise(spec.build())
-        _randomize(net)
-        x = _inputs(spec, tuple(shape))
+    with seeded(0, "trace"):
+        net = without_noise(spec.build())
+        randomize(net)
+        x = drawn_inputs(spec, tuple(shape))
         declared = getattr(net, "channel_groups", None)
-        groups = _in_order(net, _follow(spec, net, x)) if declared is None else tuple(declared)
+        if declared is not None:
+            _check_apart(spec, groups := tuple(declared))
+            if failed := _groups_noticed(spec, net, x, groups):
+                raise ConfigError(
+                    f"model {spec.factory!r}: moving the units of {failed[0].name!r} changes what the network answers"
+                    f"{_ties(spec)}; correct its `channel_groups`"
+                )
+            return Trace(groups, ())
+        found = _FoundUnits.of(net, _follow(spec, net, x))
+        groups = _in_order(net, found.groups())
         _check_apart(spec, groups)
-        _prove(spec, net, x, groups)
-    return groups
+        wrong = set(_groups_noticed(spec, net, x, groups))
+    kept = tuple(g for g in groups if g not in wrong)
+    found.refused |= {location.tensor: "moving it changes the answers" for g in wrong for location in g.makers[:1]}
+    return Trace(kept, found.left_out(kept))
 
 
-def _inputs(spec: Spec, shape: tuple[int, ...]) -> Tensor:
+def drawn_inputs(spec: Spec, shape: tuple[int, ...]) -> Tensor:
     """Inputs that tell functions apart: normal numbers, or for a network that reads tokens the first two of them."""
     x = torch.randn(_ROWS, *shape, generator=stream(0, "trace")).double()
     return (x > 0).long() if reads_tokens(spec, shape) else x
@@ -75,16 +92,16 @@ def _check_apart(spec: Spec, groups: Sequence[Group]) -> None:
         )
 
 
-def _without_noise(net: nn.Module) -> nn.Module:
+def without_noise(net: nn.Module) -> nn.Module:
     """The network as a plain function: no dropout, and Bayesian layers at their means."""
     for part in net.modules():
         if isinstance(getattr(part, "noise", None), bool) and "noise" in vars(part):
             part.noise = False  # type: ignore[assignment]
-    return net.double().eval().requires_grad_(True)
+    return net.double().eval().requires_grad_(False)
 
 
 @torch.no_grad()
-def _randomize(net: nn.Module) -> None:
+def randomize(net: nn.Module) -> None:
     """Weights among which no two units are alike, so that no misplaced unit goes unseen."""
     draw = stream(0, "trace", "weights")
     for name, t in net.state_dict(keep_vars=True).items():
@@ -101,61 +118,190 @@ def _in_order(net: nn.Module, groups: Iterable[Group]) -> tuple[Group, ...]:
     """Groups and their locations in the order of the state dict, each named after the first layer that makes it."""
     rank = {name: i for i, name in enumerate(net.state_dict())}
     found = [replace(g, locations=tuple(sorted(g.locations, key=lambda p: (rank[p.tensor], p.axis)))) for g in groups]
-    found = [replace(g, name=_maker(g) + g.name) for g in found]
-    return tuple(sorted(found, key=lambda g: (rank[g.makers[0].tensor], g.makers[0].offset)))
+    found.sort(key=lambda g: (rank[g.makers[0].tensor], g.makers[0].axis, g.makers[0].offset))
+    times = Counter(_maker(g) for g in found)
+    seen = Counter[str]()
+    named = []
+    for group in found:
+        name = _maker(group)
+        named.append(replace(group, name=f"{name}[{seen[name]}]" if times[name] > 1 else name))
+        seen[name] += 1
+    return tuple(named)
 
 
 def _maker(group: Group) -> str:
     return group.makers[0].tensor.rpartition(".")[0] or group.makers[0].tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Item:
-    """One end of a path: a module (or a bare parameter), the side of it that is touched, and the units there."""
+def _follow(spec: Spec, net: nn.Module, x: Tensor) -> Follower:
+    """What the network binds; whatever its own forward raises is told."""
+    try:
+        return follow(net, x)
+    except Exception as why:
+        raise ConfigError(
+            f"model {spec.factory!r} cannot be followed with an input of shape {tuple(x.shape[1:])}: "
+            f"{error_text(why)}; {_REMEDY}"
+        ) from why
 
-    target: nn.Module | nn.Parameter
-    reads: bool
+
+class _UnknownArrangement(Exception):
+    """Units whose positions no `Location` can describe."""
+
+
+class _Spot(NamedTuple):
+    """An axis of a tensor of the network."""
+
+    tensor: int
     axis: int
-    positions: dict[int, list[int]]
 
 
-def _follow(spec: Spec, net: nn.Module, x: Tensor) -> Iterator[Group]:
-    """The groups as torch-pruning's graph has them, without those that reach the input or the output."""
-    import torch_pruning as tp
+@dataclass(slots=True, eq=False)
+class _FoundUnits:
+    """Units, each with its positions on every axis that it has a part of.
 
-    gated = _GatedNetwork(net, x)
-    graph = tp.DependencyGraph()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about operations it guesses; they are proved below
-        try:
-            graph.build_dependency(gated, x, verbose=False)
-        except Exception as why:  # the user's own forward runs in here: whatever it raises is told
-            raise ConfigError(
-                f"model {spec.factory!r} cannot be followed with an input of shape {tuple(x.shape[1:])}: "
-                f"{str(why).splitlines()[0][:200] if str(why) else type(why).__name__}; {_REMEDY}"
-            ) from why
-    names = _names(net)
-    for found in graph.get_all_groups():
-        targets = [item.dep.target for item in found]
-        if any(t.module is gated.gate or t.type == tp.ops.OPTYPE.OUTPUT for t in targets):
-            continue
-        items = [_item(graph, item) for item in found if _holds_tensors(item.dep.target.module)]
-        yield from _groups(spec, found[0].dep.target.module, items, names)
+    Attributes:
+        follower: what the network binds.
+        names: of every tensor, by its identity; a tied one has several.
+        units: by label, the positions of each unit on every axis.
+        refused: tensors whose units cannot be described, with the reason.
+    """
+
+    follower: Follower
+    names: dict[int, list[str]]
+    units: dict[int, dict[_Spot, list[int]]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, net: nn.Module, follower: Follower) -> _FoundUnits:
+        """Everything that can move."""
+        names: dict[int, list[str]] = {}
+        for name, t in net.state_dict(keep_vars=True).items():
+            names.setdefault(id(t), []).append(name)
+        found = cls(follower, names)
+        for tensor, axes in follower.weights.items():
+            for axis, (labels, _) in enumerate(axes):
+                for position, root in enumerate(follower.bindings.roots(labels).tolist()):
+                    if not follower.bindings.pins(root):
+                        found.units.setdefault(root, {}).setdefault(_Spot(tensor, axis), []).append(position)
+        return found
+
+    def groups(self) -> Iterator[Group]:
+        """One group per run of adjacent units that stand on the same axes."""
+        for run in self._runs():
+            spots = self.units[run[0]]
+            try:
+                locations = [place for spot in spots for place in self._locations(spot, run)]
+                locations += self._blocked_readers(run)
+                sections = self._sections(run)
+            except _UnknownArrangement as why:
+                self.refused |= {name: str(why) for spot in spots for name in self.names[spot.tensor]}
+                continue
+            if all(place.reads for place in locations):  # tied weights: what reads them is also what makes them
+                locations[0] = replace(locations[0], reads=False)
+            if len(run) > sections:
+                yield Group("", len(run), tuple(locations), sections)
+
+    def _runs(self) -> Iterator[list[int]]:
+        """Units in the order of their first positions, cut where they stand elsewhere or are not adjacent."""
+        run: list[int] = []
+        for root, spots in self.units.items():
+            if run and not self._follows(self.units[run[-1]], spots):
+                yield run
+                run = []
+            run.append(root)
+        if run:
+            yield run
+
+    @staticmethod
+    def _follows(before: dict[_Spot, list[int]], unit: dict[_Spot, list[int]]) -> bool:
+        if {spot: len(p) for spot, p in before.items()} != {spot: len(p) for spot, p in unit.items()}:
+            return False
+        first, then = next(iter(before.values())), next(iter(unit.values()))[0]
+        return next(iter(before)) == next(iter(unit)) and then - 1 in first
+
+    def _locations(self, spot: _Spot, run: Sequence[int]) -> Iterator[Location]:
+        axis = self.follower.weights[spot.tensor][spot.axis]
+        reads = not self.follower.reading.isdisjoint(axis.labels.tolist())
+        for offset, per in _stretches([self.units[root][spot] for root in run]):
+            for name in self.names[spot.tensor]:
+                yield Location(name, spot.axis, per, offset, reads=reads)
+
+    def _blocked_readers(self, run: Sequence[int]) -> Iterator[Location]:
+        """What grouped convolutions read of these units, all of them and nothing else."""
+        for weight, labels, groups in self.follower.blocked:
+            roots = self.follower.bindings.roots(labels).tolist()
+            if set(run).isdisjoint(roots):
+                continue
+            if roots != list(run):
+                raise _UnknownArrangement("a convolution with groups reads them among others")
+            yield from (Location(name, 1, blocks=groups, reads=True) for name in self.names[weight])
+
+    def _sections(self, run: Sequence[int]) -> int:
+        """Into how many parts walls cut a run of units, all of one size."""
+        parts: list[list[int]] = [[] for _ in run]
+        for labels, count in self.follower.walls:
+            roots = self.follower.bindings.roots(labels).tolist()
+            part = {root: i * count // len(roots) for i, root in enumerate(roots)}
+            for unit, own in zip(run, parts, strict=True):
+                own.append(part.get(unit, -1))
+        sizes = [len(list(same)) for _, same in groupby(parts)]
+        return len(run) // math.gcd(*sizes)
+
+    def left_out(self, groups: Sequence[Group]) -> tuple[str, ...]:
+        """Weights that make units which stand in no group, with the reason; outputs are no units."""
+        moving = {(place.tensor, place.axis) for group in groups for place in group.locations}
+        told = []
+        for tensor, axes in self.follower.weights.items():
+            name = self.names[tensor][0]
+            making = [a for a in range(len(axes)) if self._makes(axes[a])]
+            if len(axes) < 2 or not making or any((name, a) in moving for a in making):
+                continue
+            reasons = {why for a in making for label in axes[a].labels.tolist() for why in self._pins(label)}
+            if OUTPUT not in reasons and any(len(axes[a].labels) > 1 for a in making):
+                why = self.refused.get(name) or ", ".join(sorted(reasons)) or "each stands by itself"
+                told.append(f"{name} ({why})")
+        return tuple(told)
+
+    def _makes(self, axis: Axis) -> bool:
+        return self.follower.reading.isdisjoint(axis.labels.tolist()) and not {
+            why for label in axis.labels.tolist() for why in self._pins(label)
+        } & {POSITION_IN_BLOCK}
+
+    def _pins(self, label: int) -> frozenset[str]:
+        return self.follower.bindings.pins(label)
 
 
-class _GatedNetwork(nn.Module):
-    """The network between a norm and a product, so that a path which leads to its input or its output is seen."""
+def _stretches(positions: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
+    """Where units stand on an axis: an offset and a width for every time they occur."""
+    first, begin = sorted(positions[0]), 0
+    every = [set(mine) for mine in positions]
+    for end in range(1, len(first) + 1):
+        if end == len(first) or first[end] != first[end - 1] + 1:
+            offset, per = first[begin], end - begin
+            begin = end
+            if not all(offset + i * per + k in mine for i, mine in enumerate(every) for k in range(per)):
+                raise _UnknownArrangement("in an order that is neither a flatten's nor a concatenation's")
+            yield offset, per
 
-    def __init__(self, net: nn.Module, x: Tensor) -> None:
-        super().__init__()
-        kinds = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-        known = x.ndim in kinds and x.is_floating_point()
-        self.gate = kinds[x.ndim](x.shape[1]).double() if known else nn.Identity()
-        self.net = net
 
-    def forward(self, x: Tensor) -> Tensor:
-        """What the network answers, in a step of its own."""
-        return 1.0 * _first(self.net(self.gate(x)))
+@torch.no_grad()
+def _groups_noticed(spec: Spec, net: nn.Module, x: Tensor, groups: tuple[Group, ...]) -> list[Group]:
+    """The groups that the network notices when they are permuted: there should be none."""
+    weights = drop_tied_names(spec, net.state_dict())
+    before = answer(net, weights, x)
+    shuffled = {group: (_within(group, weights), _shuffle(group)) for group in groups}
+    if same_answers(before, answer(net, move_units(weights, dict(shuffled.values())), x)):
+        return []
+    return [
+        group
+        for group, (own, order) in shuffled.items()
+        if not same_answers(before, answer(net, move_units(weights, {own: order}), x))
+    ]
+
+
+def _within(group: Group, weights: dict[str, Tensor]) -> Group:
+    """The group without the further names of tied tensors."""
+    return replace(group, locations=tuple(p for p in group.locations if p.tensor in weights))
 
 
 def _first(out: Any) -> Tensor:
@@ -164,161 +310,13 @@ def _first(out: Any) -> Tensor:
     return answer
 
 
-def _holds_tensors(target: nn.Module | nn.Parameter) -> bool:
-    return isinstance(target, nn.Parameter) or any(True for _ in target.parameters(recurse=False))
-
-
-def _item(graph: Any, item: Any) -> _Item:
-    node = item.dep.target
-    positions: dict[int, list[int]] = {}
-    for position, root in zip(item.idxs, item.root_idxs, strict=True):
-        positions.setdefault(root, []).append(position)
-    handler = item.dep.handler
-    reads = graph.is_in_channel_pruning_fn(handler) and not graph.is_out_channel_pruning_fn(handler)
-    return _Item(node.module, reads, int(node.pruning_dim), positions)
-
-
-def _names(net: nn.Module) -> dict[int, list[str]]:
-    """Every name a tensor has in the state dict; a tied one has several."""
-    names: dict[int, list[str]] = {}
-    for name, t in net.state_dict(keep_vars=True).items():
-        names.setdefault(id(t), []).append(name)
-    return names
-
-
-def _groups(spec: Spec, root: nn.Module, items: Sequence[_Item], names: dict[int, list[str]]) -> Iterator[Group]:
-    """One group per stretch of units that stand in the same tensors."""
-    units = sorted({unit for item in items for unit in item.positions})
-    standing = {u: tuple(i for i, item in enumerate(items) if u in item.positions) for u in units}
-    name = names[id(root.weight)][0].rpartition(".")[0] or "weight"
-    for part, (here, stretch) in enumerate(groupby(units, key=standing.__getitem__)):
-        run = list(stretch)
-        locations: list[Location] = []
-        section_sizes = [len(run)]
-        for item in (items[i] for i in here):
-            try:
-                found = list(_locations(item, run, names))
-            except _UnknownArrangement as why:
-                raise ConfigError(
-                    f"model {spec.factory!r}: the units of {name!r} reach {_what(item.target)} {why}; {_REMEDY}"
-                ) from why
-            spots = {(p.tensor, p.axis, p.offset) for p in locations}  # a tied weight may make and read the same units
-            locations += [p for p in found if (p.tensor, p.axis, p.offset) not in spots]
-            section_sizes.append(_section_size(item, len(run)))
-        section_size = math.gcd(*section_sizes)
-        if section_size > 1:
-            yield Group(
-                "" if len(run) == len(units) else f"[{part}]", len(run), tuple(locations), len(run) // section_size
-            )
-
-
-class _UnknownArrangement(Exception):
-    """Units whose positions no `Location` can describe."""
-
-
-def _what(target: object) -> str:
-    return f"a layer {type(target).__name__}"
-
-
-def _locations(item: _Item, run: Sequence[int], names: dict[int, list[str]]) -> Iterator[Location]:
-    """The locations of a run of units in the tensors of one module."""
-    target = item.target
-    stretches = list(_stretches(item, run))
-    blocks = target.groups if isinstance(target, _CONVS) and item.reads and not _is_depthwise(target) else 1
-    if blocks > 1 and stretches != [(0, 1)]:
-        raise _UnknownArrangement("with groups that do not fit the units before it")
-    for tensor, axis in _axes(item):
-        for name in names.get(id(tensor), []):
-            reads = item.reads and not _is_depthwise(target)
-            yield from (Location(name, axis, per, offset, blocks if axis else 1, reads) for offset, per in stretches)
-
-
-def _axes(item: _Item) -> Iterable[tuple[Tensor, int]]:
-    """The tensors of a module that hold the units, with the axis of each."""
-    target = item.target
-    own = [] if isinstance(target, nn.Parameter) else _own(target)
-    match target:
-        case nn.Parameter():
-            return [(target, item.axis % target.ndim)]
-        case nn.Linear() | nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
-            if item.reads and not _is_depthwise(target):
-                return [(t, 1) for t in own if t.ndim > 1]
-            return [(t, 0) for t in own]
-        case nn.ConvTranspose1d() | nn.ConvTranspose2d() | nn.ConvTranspose3d() if target.groups == 1:
-            return [(t, 0) for t in own if t.ndim > 1] if item.reads else [(t, 1 if t.ndim > 1 else 0) for t in own]
-        case nn.LayerNorm():
-            return [(t, t.ndim - 1) for t in own]
-        case nn.Embedding():
-            return [(t, 1) for t in own]
-        case _ if isinstance(target, _NORMS):
-            return [(t, 0) for t in own if t.numel() > 1]
-    raise _UnknownArrangement("that fedfuse does not know")
-
-
-def _own(part: nn.Module) -> list[Tensor]:
-    """A module's floating tensors with at least one axis."""
-    every = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-    return [t for t in every if t.is_floating_point() and t.ndim]
-
-
-def _is_depthwise(target: object) -> bool:
-    return isinstance(target, _CONVS) and target.groups == target.in_channels == target.out_channels > 1
-
-
-def _stretches(item: _Item, run: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where the units stand on the axis: an offset and a width for every time they occur."""
-    first = sorted(item.positions[run[0]])
-    begin = 0
-    for end in range(1, len(first) + 1):
-        if end == len(first) or first[end] != first[end - 1] + 1:
-            offset, per = first[begin], end - begin
-            begin = end
-            stands = all(offset + i * per + k in set(item.positions[u]) for i, u in enumerate(run) for k in range(per))
-            if not stands:
-                raise _UnknownArrangement("in an order that is neither a flatten's nor a concatenation's")
-            yield offset, per
-
-
-def _section_size(item: _Item, size: int) -> int:
-    """How many adjacent units of this module may be permuted among themselves."""
-    target = item.target
-    if isinstance(target, nn.GroupNorm):
-        return target.num_channels // target.num_groups
-    if isinstance(target, _CONVS) and not _is_depthwise(target):
-        return (target.in_channels if item.reads else target.out_channels) // target.groups
-    return size
-
-
-@torch.no_grad()
-def _prove(spec: Spec, net: nn.Module, x: Tensor, groups: tuple[Group, ...]) -> None:
-    """Permute every group; the network must not notice.
-
-    Raises:
-        ConfigError: naming the group whose units cannot be moved.
-    """
-    weights = drop_tied_names(spec, net.state_dict())
-    before = _answer(net, weights, x)
-    shuffled = {_within(group, weights): _shuffle(group) for group in groups}
-    if _same(before, _answer(net, move_units(weights, shuffled), x)):
-        return
-    for group, order in shuffled.items():
-        if not _same(before, _answer(net, move_units(weights, {group: order}), x)):
-            raise ConfigError(
-                f"model {spec.factory!r}: moving the units of {group.name!r} changes what the network answers"
-                f"{_suspects(net, x)}{_ties(spec)}; {_REMEDY}"
-            )
-
-
-def _within(group: Group, weights: dict[str, Tensor]) -> Group:
-    """The group without the further names of tied tensors."""
-    return replace(group, locations=tuple(p for p in group.locations if p.tensor in weights))
-
-
-def _answer(net: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+def answer(net: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    """What a network answers with these weights."""
     return _first(torch.func.functional_call(net, weights, (x,)))
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same_answers(a: Tensor, b: Tensor) -> bool:
+    """Whether two answers are one up to rounding."""
     return bool((a - b).abs().max() <= _TOLERANCE * a.abs().max().clamp(min=1e-30))
 
 
@@ -338,28 +336,3 @@ def _shuffle(group: Group) -> Tensor:
 def _ties(spec: Spec) -> str:
     pairs = [" and ".join(same) for same in spec.layout.tied]
     return f" ({', '.join(pairs)} are one tensor, which moves as one)" if pairs else ""
-
-
-def _suspects(net: nn.Module, x: Tensor) -> str:
-    """The operations other than layers between here and the output, by autograd's names for them."""
-    with torch.enable_grad():
-        stack = [_first(net(x)).grad_fn]
-    seen: set[Any] = set()
-    names: list[str] = []
-    while stack:
-        step = stack.pop()
-        if step is None or step in seen:
-            continue
-        seen.add(step)
-        name = step.name().removesuffix("0").removesuffix("Backward")
-        if name not in names and not name.startswith(_KNOWN):
-            names.append(name)
-        stack += [following for following, _ in step.next_functions]
-    return f" (it uses {', '.join(names)}, which cannot be followed)" if names else ""
-
-
-_KNOWN = (
-    *("torch::autograd::AccumulateGrad", "Relu", "Add", "Mean", "MaxPool", "AvgPool", "AdaptiveAvgPool", "Cat", "View"),
-    *("Addmm", "Mm", "T", "Convolution", "NativeBatchNorm", "NativeLayerNorm", "NativeGroupNorm", "Gelu", "Silu"),
-    *("ReshapeAlias", "Dropout", "Mul", "Sub", "Div", "Sigmoid", "Tanh", "CudnnBatchNorm", "Unsafe", "Squeeze"),
-)

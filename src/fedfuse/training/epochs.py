@@ -13,6 +13,7 @@ from fedfuse.core.seams import Batch, Free, Work
 from fedfuse.core.state import Local
 from fedfuse.errors import ConfigError
 from fedfuse.kernels import chain_for
+from fedfuse.tasks import Classification
 from fedfuse.training.optimizers import Stepper, log_variance_step, shape_gradients, stepper
 from fedfuse.training.pulls import pull_of
 
@@ -111,9 +112,10 @@ def compiled_epochs(local: Local, work: Work) -> Epochs | None:
     if work.settings.kernel == "torch":
         return None
     pull = pull_of(work.objective, local)
-    if pull is None or not isinstance(work.project, Free):
+    classes = isinstance(local.task, Classification)
+    if pull is None or not classes or not isinstance(work.project, Free):
         if work.settings.kernel == "compiled":
-            wrong = work.objective if pull is None else work.project
+            wrong = local.task if not classes else work.objective if pull is None else work.project
             raise ConfigError(
                 f'kernel = "compiled" cannot train this: it does not know {type(wrong).__name__}; '
                 'use kernel = "auto" or "torch"'

@@ -17,7 +17,7 @@ from fedfuse.errors import FuseError
 _ROWS = 2
 
 
-class _Trial(NamedTuple):
+class _Pass(NamedTuple):
     """What one pass forward and back gives."""
 
     logits: Tensor
@@ -49,7 +49,7 @@ def suits_channels_last(spec: Spec, shape: tuple[int, ...], dtype: torch.dtype, 
     return plain is not None and other is not None and all(_agree(a, b) for a, b in zip(plain, other, strict=True))
 
 
-def _try_format(spec: Spec, x: Tensor, form: torch.memory_format) -> _Trial | None:
+def _try_format(spec: Spec, x: Tensor, form: torch.memory_format) -> _Pass | None:
     """One trial with tensors in this order, or None if the network raised something; a copy is used up for it."""
     module = spec.build().to(x.device)
     if form == torch.channels_last:
@@ -64,12 +64,12 @@ def _try_format(spec: Spec, x: Tensor, form: torch.memory_format) -> _Trial | No
     return found
 
 
-def _pass(module: nn.Module, x: Tensor, spec: Spec) -> _Trial:
+def _pass(module: nn.Module, x: Tensor, spec: Spec) -> _Pass:
     with seeded(0, "layout", "pass"):
         logits = logits_in(module(x), spec.factory)
         params = [p for p in module.parameters() if p.requires_grad]
         slopes = torch.autograd.grad(logits.square().sum(), params, materialize_grads=True) if params else ()
-    return _Trial(logits.detach().flatten(), torch.cat([logits.new_zeros(1), *(s.flatten() for s in slopes)]))
+    return _Pass(logits.detach().flatten(), torch.cat([logits.new_zeros(1), *(s.flatten() for s in slopes)]))
 
 
 def _agree(a: Tensor, b: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Objectives that are a cross entropy with pulls: μ/2 ‖w − w₀‖² and ⟨c, w⟩ have gradients that need no autograd."""
+"""Objectives that are the task's loss with pulls: μ/2 ‖w − w₀‖² and ⟨c, w⟩ have gradients that need no autograd."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from fedfuse.core.seams import CrossEntropy, Objective
+from fedfuse.core.seams import Objective, TaskLoss
 from fedfuse.core.state import Local
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """What is added to the cross entropy.
+    """What is added to the loss.
 
     Attributes:
         mu: of μ/2 ‖w − w₀‖², w₀ being the weights the round began with.
@@ -27,7 +27,7 @@ class Pull:
 
 @runtime_checkable
 class HasPull(Protocol):
-    """An objective that may be nothing but a cross entropy with pulls, and says which."""
+    """An objective that may be nothing but the task's loss with pulls, and says which."""
 
     def pull(self, local: Local) -> Pull | None:
         """Its pulls in this round; None where it has other terms."""
@@ -35,15 +35,15 @@ class HasPull(Protocol):
 
 
 def pull_of(objective: Objective, local: Local) -> Pull | None:
-    """The pulls of an objective that is a cross entropy with pulls; None for any other.
+    """The pulls of an objective that is the task's loss with pulls; None for any other.
 
     A subclass that says nothing of its own pulls is another objective, whatever it inherits.
 
     Example:
-        >>> pull_of(CrossEntropy(), local=None).mu
+        >>> pull_of(TaskLoss(), local=None).mu
         0.0
     """
-    if type(objective) is CrossEntropy:
+    if type(objective) is TaskLoss:
         return Pull()
     says = isinstance(objective, HasPull) and "pull" in vars(type(objective))
     return objective.pull(local) if says else None  # type: ignore[attr-defined]

@@ -80,12 +80,15 @@ def client_round(
     """
     rows = work.view(rows, brief)
     if not len(rows):
-        raise ConfigError(f"{client} has no rows to train on; give it data or leave it out")
+        raise ConfigError(
+            f"{client} has no rows to {'train on' if work.trains else 'look at'}; give it data or leave it out"
+        )
     known, facts = fit_memory(memory or {}, brief, tuple(rows.x.shape[1:]))
     local = _prepare_local(work, brief, client, rows, known, seed)
     with seeded(seed, brief.round, client, "torch"):
         if trained is None:
-            train(local, work)
+            if work.trains:
+                train(local, work)
         else:
             _resume_trained(local, trained)
     local.module.eval()
@@ -95,7 +98,7 @@ def client_round(
             notes.update(bring(local))
         for keep in work.memory:
             local.memory.update(keep(local, notes))
-    mean = {n: t.detach() for n, t in local.module.state_dict().items()}
+    mean = {n: t.detach() for n, t in local.module.state_dict().items()} if work.trains else {}
     facts = {"loss": local.loss, **facts} | ({"compiled": 1.0} if local.compiled else {})
     reply = encode_reply(
         brief, mean, notes, num_examples=float(len(rows)), steps=local.steps, facts=facts, training=work.settings
@@ -106,6 +109,8 @@ def client_round(
 def train(local: Local, work: Work) -> None:
     """The loop: for each epoch, for each batch, a gradient of the objective, a step, a projection."""
     settings = work.settings
+    if not settings.epochs:
+        return
     if not local.live:
         raise ConfigError(
             f"model {local.brief.spec.factory!r} has nothing to train: all its parameters are frozen; "
@@ -165,4 +170,5 @@ def _resume_trained(local: Local, trained: bytes) -> None:
     local.steps = int(packet.header["steps"])
     local.loss = float(packet.header["facts"].get("loss", "nan"))
     local.compiled = "compiled" in packet.header["facts"]
-    local.lr = local.settings.rate(local.brief.round, local.settings.epochs - 1)
+    if last := local.settings.epochs:
+        local.lr = local.settings.rate(local.brief.round, last - 1)
