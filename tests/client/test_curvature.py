@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from fedfuse.client.curvature import PosteriorPull
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import CrossEntropy
+from fedfuse.core.seams import TaskLoss
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
@@ -54,7 +54,7 @@ def dense_pull(local: Local, theirs: dict[str, Tensor], mine: dict[str, Tensor])
             gaps = []
             for side, d in (("in", away.shape[2]), ("out", away.shape[1])):
                 full = torch.zeros(d, d, dtype=torch.float64)
-                name = f"kron/{block.layer.name}/{side}"
+                name = f"kron/{block.name}/{side}"
                 row, col = torch.triu_indices(d, d)
                 gap = (theirs[name] - mine[name]).view(block.groups, -1)[group]
                 full[row, col] = gap
@@ -67,7 +67,7 @@ def dense_pull(local: Local, theirs: dict[str, Tensor], mine: dict[str, Tensor])
 
 
 def test_the_first_round_is_the_base_loss_to_the_last_bit() -> None:
-    plain, mine = CrossEntropy(), kron(0)
+    plain, mine = TaskLoss(), kron(0)
     for theirs, own in (({}, {}), (kron(9), {}), ({}, mine)):
         local = at_work(theirs, own)
         assert torch.equal(PosteriorPull(1.0)(local, batch()), plain(local, batch()))
@@ -80,7 +80,7 @@ def test_the_pull_is_the_quadratic_form_of_the_differences_where_that_is_positiv
     local = at_work(theirs, mine)
     terms = dense_pull(local, theirs, mine)
     assert (terms > 0).any()
-    expected = CrossEntropy()(local, batch()) + 0.7 * terms.clamp(min=0).sum()
+    expected = TaskLoss()(local, batch()) + 0.7 * terms.clamp(min=0).sum()
     assert torch.allclose(PosteriorPull(0.7)(local, batch()), expected, rtol=1e-10)
 
 
@@ -89,14 +89,14 @@ def test_a_layer_with_a_negative_form_is_left_alone() -> None:
     lean = {n: t / 2 if n.endswith("in") else t * 2 for n, t in mine.items()}  # A − A_k < 0 < B − B_k
     local = at_work(lean, mine)
     assert bool((dense_pull(local, lean, mine) < 0).all())
-    assert torch.equal(PosteriorPull(1.0)(local, batch()), CrossEntropy()(local, batch()))
+    assert torch.equal(PosteriorPull(1.0)(local, batch()), TaskLoss()(local, batch()))
 
 
 def test_the_pull_leads_back_to_the_start() -> None:
     mine = kron(0)
     theirs = {n: 2 * t for n, t in mine.items()}  # B − B_k and A − A_k are positive definite
     local = at_work(theirs, mine)
-    loss = PosteriorPull(1.0)(local, batch()) - CrossEntropy()(local, batch())
+    loss = PosteriorPull(1.0)(local, batch()) - TaskLoss()(local, batch())
     grads = torch.autograd.grad(loss, list(local.live.values()))
     pairs = zip(local.live.values(), local.anchor.values(), grads, strict=True)
     assert float(sum(((w.detach() - w0) * g).sum() for w, w0, g in pairs)) > 0

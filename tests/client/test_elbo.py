@@ -14,7 +14,7 @@ from fedfuse.client.elbo import Elbo, Variational, kl_diagonal
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Single
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import Batch, CrossEntropy, Work
+from fedfuse.core.seams import Batch, TaskLoss, Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
@@ -70,7 +70,7 @@ def test_the_objective_adds_the_kl_per_row() -> None:
     local = at_work(start)
     batch = local.rows.x[:8], local.rows.y[:8]
     local.module.eval()  # no noise, so that both see the same
-    plain = CrossEntropy()(local, batch)
+    plain = TaskLoss()(local, batch)
     params = start.posterior.mean
     expected = sum(
         float(kl_normal(params[f"net.{n}.{mean}"], params[f"net.{n}.{log}"].exp(), 0.0, 0.25).sum())
@@ -188,5 +188,5 @@ def test_options_become_a_recipe() -> None:
     assert recipe.objective == Elbo(0.1, "global", 0.5)
     assert recipe.prepare_model == BayesianLayers(last=2, noise=False)
     plain = Variational().recipe(0, MeanIn(RKLB))
-    assert (plain.objective, plain.prepare_model) == (CrossEntropy(), type(plain.prepare_model)())
+    assert (plain.objective, plain.prepare_model) == (TaskLoss(), type(plain.prepare_model)())
     assert Variational(layers=("fc1",)).recipe(0, MeanIn(RKLB)).prepare_model == BayesianLayers(0, ("fc1",))

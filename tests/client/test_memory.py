@@ -28,7 +28,7 @@ def test_the_last_model_is_the_trained_one_and_is_not_sent() -> None:
 
 
 def test_factors_are_kept_as_they_were_sent_and_only_when_asked() -> None:
-    evidence = (KroneckerFactors(choose=True),)
+    evidence = (KroneckerFactors(choose=True, min_rows=1),)
     sent = client_round(Work(evidence=evidence), BRIEF, "a", ROWS)
     kept = client_round(Work(evidence=evidence, memory=(KeepFactors(),)), BRIEF, "a", ROWS)
     assert sent.memory == {}

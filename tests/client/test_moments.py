@@ -63,22 +63,27 @@ def test_patch_moments_equal_those_of_the_patches_laid_out(name: str) -> None:
     rows = patches(conv, x)
     if conv.bias is not None:
         rows = torch.cat([rows, torch.ones(*rows.shape[:2], 1)], -1)
-    assert torch.allclose(input_moments(conv, x), rows.mT @ rows, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(input_moments(conv, x, conv.bias is not None), rows.mT @ rows, rtol=1e-12, atol=1e-12)
 
 
 def test_channels_last_and_narrow_inputs_are_the_same_to_rounding() -> None:
     conv, x = CONVS["all at once"], draw(3, 4, 9, 8)
     narrow = x.float().contiguous(memory_format=torch.channels_last)
-    assert input_moments(conv, narrow).dtype == torch.float64
-    assert torch.allclose(input_moments(conv, narrow), input_moments(conv, x), rtol=1e-5, atol=1e-5)
+    assert input_moments(conv, narrow, conv.bias is not None).dtype == torch.float64
+    assert torch.allclose(
+        input_moments(conv, narrow, conv.bias is not None),
+        input_moments(conv, x, conv.bias is not None),
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 @pytest.mark.parametrize("shape", [(5, 4), (5, 3, 4), (5, 2, 3, 4)])
 def test_a_linear_layer_reads_every_vector(shape: tuple[int, ...]) -> None:
     x = draw(*shape)
     rows = torch.cat([x.reshape(-1, 4), torch.ones(x.numel() // 4, 1)], 1)
-    assert torch.allclose(input_moments(nn.Linear(4, 2), x)[0], rows.mT @ rows)
-    assert torch.allclose(input_moments(nn.Linear(4, 2, bias=False), x)[0], (rows.mT @ rows)[:-1, :-1])
+    assert torch.allclose(input_moments(nn.Linear(4, 2), x, one=True)[0], rows.mT @ rows)
+    assert torch.allclose(input_moments(nn.Linear(4, 2, bias=False), x, one=False)[0], (rows.mT @ rows)[:-1, :-1])
 
 
 def test_output_moments_run_over_examples_and_positions() -> None:

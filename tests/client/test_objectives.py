@@ -10,7 +10,7 @@ from torch import Tensor
 from fedfuse.client.objectives import Contrastive, Controlled, Proximal
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import CrossEntropy, Objective
+from fedfuse.core.seams import Objective, TaskLoss
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local, with_kind
@@ -43,7 +43,7 @@ def plain() -> Tensor:
 
 
 def test_the_plain_objective_is_cross_entropy() -> None:
-    assert CrossEntropy()(at_work(), BATCH).item() == pytest.approx(plain().item())
+    assert TaskLoss()(at_work(), BATCH).item() == pytest.approx(plain().item())
 
 
 def test_the_proximal_term_is_half_mu_times_the_squared_distance() -> None:
@@ -52,20 +52,20 @@ def test_the_proximal_term_is_half_mu_times_the_squared_distance() -> None:
 
 
 def test_the_proximal_gradient_points_away_from_the_global_model_so_a_step_pulls_back() -> None:
-    with_term, without = gradient(Proximal(0.4), at_work()), gradient(CrossEntropy(), at_work())
+    with_term, without = gradient(Proximal(0.4), at_work()), gradient(TaskLoss(), at_work())
     for n in with_term:
         assert torch.allclose(with_term[n] - without[n], 0.4 * (weights(1)[n] - weights(0)[n]), atol=1e-6)
 
 
 def test_without_mu_the_proximal_loss_is_the_base_bit_for_bit() -> None:
-    a, b = gradient(Proximal(0.0), at_work()), gradient(CrossEntropy(), at_work())
+    a, b = gradient(Proximal(0.0), at_work()), gradient(TaskLoss(), at_work())
     assert all(a[n].equal(b[n]) for n in a)
 
 
 def test_the_control_term_adds_exactly_the_gap_between_the_variates() -> None:
     theirs, mine = weights(2), weights(3)
     local = at_work(with_kind("control", mine), with_kind("control", theirs))
-    with_term, without = gradient(Controlled(), local), gradient(CrossEntropy(), at_work())
+    with_term, without = gradient(Controlled(), local), gradient(TaskLoss(), at_work())
     for n in with_term:
         assert torch.allclose(with_term[n] - without[n], theirs[n] - mine[n], atol=1e-6)
 
@@ -75,13 +75,13 @@ def test_a_variate_that_is_not_there_yet_is_zero(missing: str) -> None:
     filed_ = with_kind("control", weights(2))
     local = at_work({}, filed_) if missing == "mine" else at_work(filed_, {})
     sign = 1 if missing == "mine" else -1
-    with_term, without = gradient(Controlled(), local), gradient(CrossEntropy(), at_work())
+    with_term, without = gradient(Controlled(), local), gradient(TaskLoss(), at_work())
     for n in with_term:
         assert torch.allclose(with_term[n] - without[n], sign * weights(2)[n], atol=1e-6)
 
 
 def test_without_variates_the_controlled_loss_is_the_base_bit_for_bit() -> None:
-    a, b = gradient(Controlled(), at_work()), gradient(CrossEntropy(), at_work())
+    a, b = gradient(Controlled(), at_work()), gradient(TaskLoss(), at_work())
     assert all(a[n].equal(b[n]) for n in a)
 
 
@@ -114,7 +114,7 @@ def test_the_contrastive_term_takes_a_batch_of_one() -> None:
 
 
 def test_in_a_first_round_the_contrastive_loss_is_the_base_bit_for_bit() -> None:
-    a, b = gradient(Contrastive(5.0), at_work()), gradient(CrossEntropy(), at_work())
+    a, b = gradient(Contrastive(5.0), at_work()), gradient(TaskLoss(), at_work())
     assert all(a[n].equal(b[n]) for n in a)
 
 

@@ -42,7 +42,7 @@ def federate(name: str, rounds: int, settings: dict[str, Any] | None = None, **o
     bench = Bench(population=3, classes=3, local=LocalSettings.model_validate(base | (settings or {})))
     state = ServerState(0, Single.of(network(), SPEC))
     engine = InProcess(Population.of(rows()))
-    return list(run(find_method(name).recipe(**options), engine, bench, None, state, RunPlan(rounds)))
+    return list(run(find_method(name).recipe(**options), engine, bench, None, state, RunPlan(rounds, enrolled=SIZES)))
 
 
 def same(a: Record, b: Record) -> bool:

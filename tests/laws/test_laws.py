@@ -132,7 +132,7 @@ def trial(name: str, network: str, seed: int = 0) -> Trial | None:
             Envelope(c, client_round(recipe.work(local), brief, c, rows(seed + i, 11 + 4 * i), seed=seed).payload)
             for i, c in enumerate(asked)
         ]
-        admission = admit_all(envelopes, brief, recipe.evidence, asked)
+        admission = admit_all(envelopes, brief, recipe.evidence, asked, trains=recipe.trains)
         assert not admission.refused
         fuse(recipe, admission.cohort, state, bench)
     except (RecipeError, ConfigError):

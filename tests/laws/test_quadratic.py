@@ -98,7 +98,9 @@ class World:
         bench = Bench(population=len(self.sizes), local=local)
         begin = torch.zeros(DIMENSION, dtype=torch.float64) if start is None else start
         state = ServerState(0, replace(Single.of(Point(), SPEC), posterior=Single.of(at(begin), SPEC).posterior))
-        records = run(recipe, InProcess(Population.of(self.rows())), bench, None, state, RunPlan(rounds))
+        population = Population.of(self.rows())
+        plan = RunPlan(rounds, enrolled=population.sizes())
+        records = run(recipe, InProcess(population), bench, None, state, plan)
         return [r.state.single.posterior.mean["w"] for r in records]
 
 

@@ -7,7 +7,7 @@ import pytest
 from fedfuse.api import recipe as method
 from fedfuse.client.evidence.calibration import LogitScale
 from fedfuse.client.evidence.counts import LabelCounts
-from fedfuse.core.seams import CrossEntropy
+from fedfuse.core.seams import TaskLoss
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.nets.combine import FirstLayer, MeanProbability, TopLogit
@@ -38,7 +38,7 @@ def test_the_same_training_serves_every_rule() -> None:
         assert method("ams", **options).work(settings) == plain
     scaled = method("ams", calibrate="temperature")
     assert scaled.evidence == (LogitScale("temperature"),), "evidence alone is new; training is remembered"
-    assert scaled.objective == CrossEntropy()
+    assert scaled.objective == TaskLoss()
     assert method("ensemble").work(settings) == plain
     assert method("dense").work(settings) == plain
 

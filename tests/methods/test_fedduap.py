@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.execute import execute
 from fedfuse.experiment.prepare import prepare
+from fedfuse.experiment.watch import Callback
 from fedfuse.wire.files import load_model
 
 METHODS: list[dict[str, Any]] = [
@@ -129,19 +131,13 @@ class Crash(Exception):
     """Power failure."""
 
 
-class DiesAfter:
+class DiesAfter(Callback):
     """A watcher that ends the run after a round."""
 
     def __init__(self, round_: int) -> None:
         self.round = round_
 
-    def method_started(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
-        pass
-
-    def client_done(self, client: str, seconds: float, remembered: bool) -> None:
-        pass
-
-    def round_done(self, label: str, seed: int, round_: int, accuracy: float | None) -> None:
+    def round_done(self, label: str, seed: int, round_: int, scores: Mapping[str, Any]) -> None:
         if round_ == self.round:
             raise Crash
 

@@ -2,19 +2,28 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fedfuse.client.evidence.kfac import KroneckerFactors
+from fedfuse.core.messages import Envelope
+from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
-from fedfuse.core.seams import Aggregator, CrossEntropy
+from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Aggregator, TaskLoss
+from fedfuse.core.settings import LocalSettings
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import InProcess
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import Setting, prepare
-from fedfuse.server.aggregate.mean import Mean
+from fedfuse.server.aggregate.mean import Mean, mean_of
 from fedfuse.server.aggregate.natural import NaturalKron
 from fedfuse.server.door.admit import admit_all
 from fedfuse.server.loop import Record, one_round, run
+from fedfuse.server.round import fuse_round
+from fedfuse.training.round import client_round
 
 
 def fedlpa(**options: Any) -> Recipe:
@@ -43,9 +52,10 @@ def weights(record: Record) -> dict[str, torch.Tensor]:
 
 def test_by_default_clients_train_as_for_fedavg_so_that_updates_are_shared() -> None:
     recipe = fedlpa()
-    assert recipe.objective == CrossEntropy()
+    assert recipe.objective == TaskLoss()
     assert recipe.evidence == (KroneckerFactors(),)
-    assert recipe.aggregate == NaturalKron(1e-3, "trace", "exact")
+    assert recipe.aggregate == NaturalKron(1e-1, "trace", "exact", scale="root")
+    assert fedlpa(scale="none").aggregate == NaturalKron(1e-3, "trace", "exact")  # λ as it was published
     assert recipe.publishes == ()
     assert fedlpa(damping=0.1, solver="expectation", pi="one").evidence == recipe.evidence
 
@@ -61,6 +71,50 @@ def test_the_clients_choice_of_damping_takes_its_split_along() -> None:
 def test_impossible_options_are_told(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"option {next(iter(options))}"):
         fedlpa(**options)
+
+
+def test_half_precision_is_of_eigenvectors() -> None:
+    with pytest.raises(RecipeError, match="half stores eigenvectors in half precision and there are none; set rank"):
+        fedlpa(half=True)
+    assert fedlpa(half=True, rank=4).evidence == (KroneckerFactors(rank=4, half=True),)
+
+
+class Reader(nn.Module):
+    """Reads five tokens and tells the class: embedding, attention, norms, a perceptron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 8, padding_idx=0)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+        self.classes = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.classes(self.encoder(self.words(x)).mean(1))
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 2, "half": True}, {"sharing": "reduce"}, {"centred": True}])
+def test_a_transformer_is_not_averaged_in_disguise(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    spec, recipe = Spec.of(Reader()), fedlpa(min_rows=1, **options)
+    state = ServerState(0, Single.of(spec.build(), spec))
+    brief, replies = state.brief((), 3), []
+    for k in range(3):
+        draw = torch.Generator().manual_seed(k)
+        tokens = torch.randint(12, (40, 5), generator=draw) // (k + 1)
+        rows = Rows(tokens, torch.randint(k, 3, (40,), generator=draw))
+        work = recipe.work(LocalSettings(epochs=4, batch_size=8, optimizer={"lr": 0.1}))
+        replies.append(Envelope(f"site-{k}", client_round(work, brief, f"site-{k}", rows).payload))
+    admission = admit_all(replies, brief, recipe.evidence, [f"site-{k}" for k in range(3)])
+    assert not admission.refused
+    after = fuse_round(recipe, admission.cohort, state, Bench())
+    assert after.facts["averaged"] == []
+    assert max(after.facts["residual"].values()) <= 1e-8
+    plain = mean_of(admission.cohort)
+    fused = after.single.posterior.mean
+    assert all(not torch.allclose(fused[n], plain[n], atol=1e-4) for n in fused if n != "words.weight")
+    seen = fused["words.weight"] - plain["words.weight"]
+    assert torch.allclose(seen[0], torch.zeros(8), atol=1e-6)  # nobody learns anything of the token that pads
+    assert bool((seen[1:].abs().amax(1) > 1e-5).all())
 
 
 def test_a_split_by_evidence_needs_a_damping_by_evidence() -> None:

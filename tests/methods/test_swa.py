@@ -15,7 +15,7 @@ from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import CrossEntropy
+from fedfuse.core.seams import TaskLoss
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
@@ -53,7 +53,7 @@ def test_defaults_are_the_papers_choice() -> None:
     recipe = fedfuse.recipe("swa")
     assert recipe.aggregate == NonGaussianMean(HigherOrder())
     assert recipe.evidence == ()
-    assert recipe.objective == CrossEntropy()
+    assert recipe.objective == TaskLoss()
     assert recipe.reveals == ()
 
 
@@ -85,7 +85,7 @@ def test_contrastive_is_moons_term() -> None:
     ("options", "words"),
     [
         ({"distance": "hos", "order": 2}, "order 2 and density 'histogram' came with distance 'hos'"),
-        ({"distance": "kl"}, "option distance is 'kl', expected 'hos' or 'renyi'"),
+        ({"distance": "kl"}, "option distance is 'kl', expected 'hos', 'renyi', 'negentropy' or 'wasserstein'"),
         ({"mix": 2}, "option mix is 2, expected less than or equal to 1"),
         ({"order": -1, "distance": "renyi"}, "option order is -1"),
         ({"contrastiv": 8}, "did you mean 'contrastive'"),
@@ -220,7 +220,8 @@ def test_experiment_files_run_a_step(path: Path) -> None:
     for cell in load_experiments(path):
         narrow = NameWithOptions(**{**cell.model.model_dump(), **NARROW[cell.model.name]})
         local = cell.local.model_copy(update={"max_steps": 1, "batch_size": 4})
-        short = cell.model_copy(update={"model": narrow, "local": local, "seeds": (0,), "rounds": 1})
+        data = cell.data.model_copy(update={"train_limit": None, "test_limit": None})
+        short = cell.model_copy(update={"model": narrow, "local": local, "data": data, "seeds": (0,), "rounds": 1})
         prepared = prepare(short, stand_in)
         prepared.check()
         setting = prepared.setting(0)

@@ -25,7 +25,7 @@ from fake_grid import FakeGrid, TestSite, grid_of, small_options
 from fedfuse.flower.engine import Federation, FlowerEngine
 from fedfuse.flower.site import client_app
 
-TIMES = ("train_seconds", "server_seconds")
+TIMES = ("train_seconds", "server_seconds", "diagnostic_seconds")
 
 
 def records(recipe: Recipe, engine: Engine) -> list[Record]:

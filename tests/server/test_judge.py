@@ -27,7 +27,8 @@ from fedfuse.errors import RecipeError
 from fedfuse.nets.combine import MeanProbability
 from fedfuse.nets.mixture import Mixture
 from fedfuse.server.door.admit import Admission
-from fedfuse.server.judge import Judge, log_probabilities, measure, summarize_accuracies
+from fedfuse.server.judge import Judge, log_probabilities, summarize_clients
+from fedfuse.tasks import CLASSIFICATION
 from fedfuse.wire.spool import Spool
 
 LINEAR = Spec("mlp", {"inputs": 3, "hidden": [], "classes": 3})
@@ -65,7 +66,7 @@ IDENTITY, TURNED = network(10 * torch.eye(3)), network(10 * torch.eye(3).roll(1,
 
 
 def test_scores_of_two_rows_by_hand() -> None:
-    scores = measure(
+    scores = CLASSIFICATION.measure(
         torch.tensor([[0.7, 0.3], [0.4, 0.6]], dtype=torch.float64).log(), torch.tensor([0, 0]), 2, bins=10
     )
     assert scores["accuracy"] == 0.5
@@ -81,7 +82,7 @@ def test_scores_of_two_rows_by_hand() -> None:
 @pytest.mark.parametrize("classes", [2, 10])
 def test_scores_agree_with_torchmetrics(bins: int, classes: int) -> None:
     log_probs, labels = table(500, classes, seed=bins)
-    scores, probs = measure(log_probs, labels, classes, bins), log_probs.exp()
+    scores, probs = CLASSIFICATION.measure(log_probs, labels, classes, bins), log_probs.exp()
     ece = multiclass_calibration_error(probs, labels, classes, n_bins=bins, norm="l1")
     matrix = multiclass_confusion_matrix(probs, labels, classes)
     per_class = multiclass_accuracy(probs, labels, classes, average="none")
@@ -104,7 +105,7 @@ def test_the_calibration_error_is_the_definition(rows: int, classes: int, bins: 
         if inside:
             right = sum(int(guess[i] == labels[i]) for i in inside) / len(inside)
             gap += len(inside) / rows * abs(right - float(confidence[inside].mean()))
-    scores = measure(log_probs, labels, classes, bins)
+    scores = CLASSIFICATION.measure(log_probs, labels, classes, bins)
     assert scores["ece"] == pytest.approx(gap, abs=1e-12)
     assert sum(scores["reliability"]["count"]) == rows
     assert 0 <= scores["ece"] <= 1
@@ -112,7 +113,7 @@ def test_the_calibration_error_is_the_definition(rows: int, classes: int, bins: 
 
 
 def test_certainty_falls_in_the_last_bin() -> None:
-    scores = measure(torch.tensor([[0.0, -math.inf]] * 4), torch.tensor([0, 0, 0, 1]), 2, bins=15)
+    scores = CLASSIFICATION.measure(torch.tensor([[0.0, -math.inf]] * 4), torch.tensor([0, 0, 0, 1]), 2, bins=15)
     assert scores["reliability"]["count"] == [0] * 14 + [4]
     assert scores["ece"] == pytest.approx(0.25)
     assert scores["nll"] == math.inf
@@ -121,13 +122,16 @@ def test_certainty_falls_in_the_last_bin() -> None:
 def test_outputs_beyond_the_classes_are_left_out_and_the_rest_renormalized() -> None:
     logits = torch.tensor([[1.0, 2.0, 9.0], [0.5, -1.0, 3.0]], dtype=torch.float64)
     labels = torch.tensor([1, 0])
-    open_set, closed = measure(logits.log_softmax(-1), labels, 2), measure(logits[:, :2].log_softmax(-1), labels, 2)
+    open_set, closed = (
+        CLASSIFICATION.measure(logits.log_softmax(-1), labels, 2),
+        CLASSIFICATION.measure(logits[:, :2].log_softmax(-1), labels, 2),
+    )
     for name in ("accuracy", "nll", "ece", "brier", "per_class"):
         assert open_set[name] == pytest.approx(closed[name])
 
 
 def test_a_network_that_overflows_is_scored_and_not_feared() -> None:
-    scores = measure(torch.full((3, 2), math.nan), torch.tensor([0, 1, 1]), 2)
+    scores = CLASSIFICATION.measure(torch.full((3, 2), math.nan), torch.tensor([0, 1, 1]), 2)
     assert math.isnan(scores["nll"])
     assert sum(scores["reliability"]["count"]) == 3
 
@@ -174,13 +178,13 @@ def test_clients_are_scored_when_asked_for(when: Any, last: bool, told: bool) ->
 
 def test_an_update_that_several_methods_fuse_is_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Single] = []
-    plain = Judge._accuracy
+    plain = Judge._score
 
     def counted(judge: Judge, model: Single, rows: Rows) -> float:
         asked.append(model)
         return plain(judge, model, rows)
 
-    monkeypatch.setattr(Judge, "_accuracy", counted)
+    monkeypatch.setattr(Judge, "_score", counted)
     judge = Judge(corners(0, 1, 2, 1), 3)
     first = judge.score(IDENTITY, admitted(a=IDENTITY, b=TURNED))
     assert judge.score(TURNED, admitted(a=IDENTITY, b=TURNED))["clients"] == first["clients"]
@@ -213,7 +217,7 @@ def test_spread_is_mean_deviation_and_worst_tenth(found: list[tuple[float, float
     num_examples = {f"c{i}": m for i, (_, m) in enumerate(found)}
     values = torch.tensor([a for a, _ in found], dtype=torch.float64)
     weights = torch.tensor([m for _, m in found], dtype=torch.float64)
-    told = summarize_accuracies(accuracies, num_examples)
+    told = summarize_clients(accuracies, num_examples)
     worst = values.sort().values[: -(-len(values) // 10)]
     assert told["client_accuracy_mean"] == pytest.approx(float(values.mean()))
     assert told["client_accuracy_std"] == pytest.approx(float(values.std(correction=0)), abs=1e-9)
@@ -222,7 +226,7 @@ def test_spread_is_mean_deviation_and_worst_tenth(found: list[tuple[float, float
 
 
 def test_nobody_has_no_spread() -> None:
-    assert summarize_accuracies({}, {}) == {}
+    assert summarize_clients({}, {}) == {}
 
 
 @dataclass(frozen=True)

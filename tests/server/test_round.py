@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedfuse.core.clock import Clock
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
@@ -95,3 +96,13 @@ def test_adapters_are_refused_by_every_method(name: str) -> None:
     one = ClientUpdate("a", Posterior({name: torch.ones(2, 2)}), 1.0, 1, SPEC)
     with pytest.raises(ConfigError, match=f"'{name}' belongs to a low-rank adapter .* merge each adapter"):
         fuse_round(Recipe(name="fedavg", aggregate=Mean()), Cohort.of([one]), start(), Bench())
+
+
+def test_what_is_only_noted_is_counted_apart() -> None:
+    """AMS measures how networks disturb each other; a reader must not take that for the method's own time."""
+    cohort = Cohort.of([update("a", 0.1), update("b", 0.2)])
+    with_note, without = Clock(), Clock()
+    fuse_round(find_method("ams").recipe(), cohort, start(), Bench(population=2, classes=3), with_note)
+    fuse_round(find_method("ams").recipe(disturbance=False), cohort, start(), Bench(population=2), without)
+    assert with_note.seconds.keys() == {"server", "diagnostics"}
+    assert without.seconds.keys() == {"server"}

@@ -16,7 +16,9 @@ from fedfuse.models.bayes import BayesianLayers
 from fedfuse.nets.combine import MeanProbability
 from fedfuse.nets.mixture import Mixture
 from fedfuse.server.judge import Judge, log_probabilities
-from fedfuse.server.uncertainty import auroc, each_draw, entropy, mutual_information, predict
+from fedfuse.server.uncertainty import each_draw, mutual_information, predict
+from fedfuse.tasks import CLASSIFICATION
+from fedfuse.tasks.metrics import auroc
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": 3})
 
@@ -36,8 +38,8 @@ def inputs(n: int = 25, scale: float = 1.0) -> Tensor:
 
 def test_entropy_is_scipys() -> None:
     p = torch.rand(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    assert entropy(p.log()).numpy() == pytest.approx(stats.entropy(p.numpy(), axis=1))
-    assert entropy(torch.tensor([[0.0, -torch.inf]])).item() == 0
+    assert CLASSIFICATION.entropy(p.log()).numpy() == pytest.approx(stats.entropy(p.numpy(), axis=1))
+    assert CLASSIFICATION.entropy(torch.tensor([[0.0, -torch.inf]])).item() == 0
 
 
 def test_information_is_the_mean_divergence_of_draws_from_their_mean() -> None:
@@ -57,7 +59,7 @@ def test_auroc_is_sklearns_with_ties_counting_half() -> None:
 def test_a_bayesian_network_is_asked_draw_by_draw_and_answers_as_one() -> None:
     model, x = bayesian(), inputs()
     answer = predict(model, x, classes=3, batch=10)
-    torch.testing.assert_close(answer.log_probs, log_probabilities(model, x), atol=1e-6, rtol=0)
+    torch.testing.assert_close(answer.outputs.log_softmax(-1), log_probabilities(model, x), atol=1e-6, rtol=0)
     each = each_draw(model, x)
     assert each.shape == (7, 25, 3)
     assert answer.information is not None
@@ -70,7 +72,7 @@ def test_models_without_draws_have_entropy_only() -> None:
     for model in (plain(), mixture, bayesian(noise=False)):
         answer = predict(model, inputs(), classes=3)
         assert answer.information is None
-        torch.testing.assert_close(answer.log_probs, log_probabilities(model, inputs()))
+        torch.testing.assert_close(answer.outputs.log_softmax(-1), log_probabilities(model, inputs()))
         assert answer.scores().keys() == {"entropy"}
     with pytest.raises(RecipeError, match="stay apart"):
         predict(Apart((plain(),)), inputs(), classes=3)

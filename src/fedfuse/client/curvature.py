@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.kfac import unpack_triangle
+from fedfuse.core.factor import Factor, LowRank, dense
 from fedfuse.core.precision import in_full
-from fedfuse.core.seams import Batch, CrossEntropy, Objective
+from fedfuse.core.seams import Batch, Objective, TaskLoss
 from fedfuse.core.state import Local, entries_of
-from fedfuse.linalg.psd import packed_size
 from fedfuse.nets.blocks import Block, blocks_of
+from fedfuse.nets.factors import SIDES, read_factor
 from fedfuse.wire.codec import forms_of
 
 
@@ -41,7 +41,7 @@ class PosteriorPull:
     """
 
     eta: float
-    base: Objective = field(default_factory=CrossEntropy)
+    base: Objective = field(default_factory=TaskLoss)
 
     def __call__(self, local: Local, batch: Batch) -> Tensor:
         """The base loss and the pull."""
@@ -54,7 +54,8 @@ class PosteriorPull:
 
 def _pull(gap: _Gap, local: Local) -> Tensor:
     away = in_full(gap.block.matrices(local.live)) - gap.start
-    return (away * (gap.B @ away @ gap.A)).sum()
+    inner = gap.B @ away
+    return (away * (inner * gap.A[:, None] if gap.block.has_diagonal_inputs else inner @ gap.A)).sum()
 
 
 def _gaps(local: Local) -> list[_Gap]:
@@ -65,15 +66,29 @@ def _gaps(local: Local) -> list[_Gap]:
 
 def _is_known(block: Block, factors: dict[str, Tensor], local: Local) -> bool:
     """Whether there are factors of this layer as it is now: after a pruning there are none of its size."""
-    if block.layer.weight not in local.live:
+    if not local.live.keys() >= set(block.tensors):
         return False
-    sizes = zip(("in", "out"), block.sizes(forms_of(local.brief.params)), strict=True)
-    triangles = {side: factors.get(f"{block.layer.name}/{side}") for side in ("in", "out")}
-    return all((t := triangles[side]) is not None and t.shape[-1] == packed_size(size) for side, size in sizes)
+    sizes = zip(SIDES, block.sizes(forms_of(local.brief.params)), strict=True)
+    return all(_size(read_factor(factors, f"{block.name}/{side}")) == size for side, size in sizes)
+
+
+def _size(factor: Factor | None) -> int:
+    if factor is None:
+        return 0
+    return factor.rest.shape[-1] if isinstance(factor, LowRank) else factor.shape[-1]
 
 
 def _gap(block: Block, theirs: dict[str, Tensor], mine: dict[str, Tensor], local: Local) -> _Gap:
-    names = (f"{block.layer.name}/in", f"{block.layer.name}/out")
     start = in_full(block.matrices(local.anchor))
-    A, B = (unpack_triangle((theirs[n].double() - mine[n].double()).to(start)) for n in names)
+    A, B = (_difference(theirs, mine, f"{block.name}/{side}").to(start) for side in SIDES)
     return _Gap(block, A, B, start)
+
+
+def _difference(theirs: dict[str, Tensor], mine: dict[str, Tensor], path: str) -> Tensor:
+    """The global factor less the client's own, stacked over groups; of diagonals, the diagonal."""
+    known = [read_factor(factors, path) for factors in (theirs, mine)]
+    if all(isinstance(f, LowRank) and f.is_diagonal for f in known):
+        first, second = (f.rest.double() for f in known if isinstance(f, LowRank))
+        return (first - second).reshape(-1, first.shape[-1])
+    first, second = (dense(f).double() for f in known if f is not None)
+    return (first - second).reshape(-1, *first.shape[-2:])

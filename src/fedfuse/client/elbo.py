@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedfuse.core.precision import in_full
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.seams import Aggregator, Batch, CrossEntropy, Objective
+from fedfuse.core.seams import Aggregator, Batch, Objective, TaskLoss
 from fedfuse.core.settings import Settings
 from fedfuse.core.state import Local
 from fedfuse.errors import RecipeError
@@ -30,7 +30,7 @@ class Variational(Settings):
         bias: whether biases are Gaussians too.
         prior: "standard" is N(0, scale²) in every round, "global" from the second round on the fused posterior.
         scale: standard deviation of the standard prior.
-        kl: weight of KL / n in the loss; 0 leaves the cross entropy alone.
+        kl: weight of KL / n in the loss; 0 leaves the loss alone.
         noise: false trains and predicts at the means, a control.
         released: start as the released code does, log σ² at −9 and clamped to [−8, 8], so that it never learns.
         draws: networks drawn to predict.
@@ -73,7 +73,7 @@ class Elbo:
     kl: float = 1.0
     prior: Prior = "standard"
     scale: float = 1.0
-    base: Objective = field(default_factory=CrossEntropy)
+    base: Objective = field(default_factory=TaskLoss)
 
     def __call__(self, local: Local, batch: Batch) -> Tensor:
         """The base loss and the pull of the prior."""

@@ -37,5 +37,5 @@ class KeepFactors:
     """FedLPA over several rounds: the Kronecker factors the client sent, for `PosteriorPull`."""
 
     def __call__(self, local: Local, notes: Params) -> Params:  # noqa: ARG002 - the seam's signature
-        """The packed triangles."""
-        return with_kind("kron", {n: t for n, t in entries_of(notes, "kron").items() if n.endswith(("/in", "/out"))})
+        """The factors as they were sent, without what the client chose beside them."""
+        return with_kind("kron", {n: t for n, t in entries_of(notes, "kron").items() if "/" in n})

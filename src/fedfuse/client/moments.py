@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -12,47 +12,136 @@ from torch import Tensor, nn
 from fedfuse.core.precision import in_full
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
+Transposed: TypeAlias = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 _SMALL = 1e-12
 
 
-def input_moments(module: nn.Module, x: Tensor) -> Tensor:
-    """Σ a aᵀ over examples and positions, where a is what the layer reads, with a 1 appended if it has a bias.
+def input_moments(module: nn.Module, x: Tensor, one: bool) -> Tensor:
+    """Σ a aᵀ over examples and positions, where a is what the layer reads, with a 1 appended if asked for.
 
     A linear layer reads vectors, a convolution one patch per output position, in the order of its flattened weight.
-    A grouped convolution is as many layers as it has groups, each with its own channels.
+    A grouped convolution is as many layers as it has groups, each with its own channels. A transposed convolution is
+    the convolution of inputs set apart. An embedding reads tokens, and tokens do not mix: theirs are counts.
 
     Returns:
-        (groups × in × in), float64.
+        (groups × in × in), or (1 × tokens) of an embedding, float64.
 
     Example:
-        >>> input_moments(nn.Conv1d(1, 1, 2), torch.tensor([[[1.0, 2.0, 3.0]]])).tolist()
+        >>> input_moments(nn.Conv1d(1, 1, 2), torch.tensor([[[1.0, 2.0, 3.0]]]), one=True).tolist()
         [[[5.0, 8.0, 3.0], [8.0, 13.0, 5.0], [3.0, 5.0, 2.0]]]
     """
-    x = in_full(x)
+    if isinstance(module, nn.Embedding):
+        return _tokens(module, x.flatten()[None]).sum(0, keepdim=True)
+    module, x = _as_convolution(module, in_full(x))
     if isinstance(module, CONVOLUTIONS):
         gram, total, count = _patch_moments(module, x)
     else:
         rows = x.reshape(-1, x.shape[-1])
         gram, total, count = (rows.mT @ rows).double()[None], rows.sum(0).double()[None], len(rows)
-    return gram if module.bias is None else _with_one(gram, total[..., None], count)
+    return _with_one(gram, total[..., None], count) if one else gram
 
 
 def output_moments(module: nn.Module, grad: Tensor) -> tuple[Tensor, int]:
     """Σ g gᵀ over examples and positions, (groups × out × out) in float64, and how many those are."""
-    grad = in_full(grad)
+    columns = _gradient_columns(module, in_full(grad))
+    return _gram(columns), columns.shape[-1]
+
+
+def input_sums(module: nn.Module, x: Tensor, one: bool) -> Tensor:
+    """Per example the sum over positions of what the layer reads, (examples × groups × in), float64.
+
+    Example:
+        >>> input_sums(nn.Conv1d(1, 1, 2), torch.tensor([[[1.0, 2.0, 3.0]]]), one=True).tolist()
+        [[[3.0, 5.0, 2.0]]]
+    """
+    if isinstance(module, nn.Embedding):
+        return _tokens(module, x.flatten(1))[:, None]
+    module, x = _as_convolution(module, in_full(x))
     if isinstance(module, CONVOLUTIONS):
-        columns = grad.transpose(0, 1).reshape(module.groups, module.out_channels // module.groups, -1)
+        sums, count = _patch_sums(module, x)
     else:
-        columns = grad.reshape(1, -1, grad.shape[-1]).mT
+        rows = x.reshape(len(x), -1, x.shape[-1])
+        sums, count = rows.sum(1, dtype=torch.float64)[:, None], rows.shape[1]
+    return torch.cat([sums, sums.new_full((*sums.shape[:2], 1), count)], -1) if one else sums
+
+
+def output_sums(module: nn.Module, grad: Tensor) -> tuple[Tensor, int]:
+    """Per example the sum over positions of its gradients, (examples × groups × out), and the number of positions."""
+    grad = in_full(grad).double()
+    if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
+        flat = grad.flatten(2)
+        return flat.sum(-1).unflatten(1, (module.groups, -1)), flat.shape[-1]
+    rows = grad.reshape(len(grad), -1, grad.shape[-1])
+    return rows.sum(1)[:, None], rows.shape[1]
+
+
+def outer_sum(rows: Tensor) -> Tensor:
+    """Σ r rᵀ over the first axis of (examples × groups × size), as (groups × size × size)."""
+    return _gram(rows.permute(1, 2, 0))
+
+
+def _gram(columns: Tensor) -> Tensor:
     gram = columns @ columns.mT
     if float(gram.diagonal(dim1=-2, dim2=-1).amax()) < _SMALL:
         # a network that fits its rows has gradients whose squares no float32 can hold
         scale = float(columns.abs().max()) or 1.0
         columns = columns / scale
-        return (columns @ columns.mT).double() * scale**2, columns.shape[-1]
-    return gram.double(), columns.shape[-1]
+        return (columns @ columns.mT).double() * scale**2
+    return gram.double()
+
+
+def _gradient_columns(module: nn.Module, grad: Tensor) -> Tensor:
+    """Gradients as (groups × out × examples·positions)."""
+    if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
+        return grad.transpose(0, 1).reshape(module.groups, module.out_channels // module.groups, -1)
+    return grad.reshape(1, -1, grad.shape[-1]).mT
+
+
+def _tokens(module: nn.Embedding, tokens: Tensor) -> Tensor:
+    """How often each token stands in each row; the token that pads does not count, for nothing is learned of it."""
+    counts = torch.zeros(len(tokens), module.num_embeddings, dtype=torch.float64, device=tokens.device)
+    counts.scatter_add_(1, tokens.long(), torch.ones_like(tokens, dtype=torch.float64))
+    if module.padding_idx is not None:
+        counts[:, module.padding_idx] = 0.0
+    return counts
+
+
+def _as_convolution(module: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+    """A transposed convolution as the convolution it is, of the input with zeros between and around its pixels."""
+    if not isinstance(module, TRANSPOSED):
+        return module, x
+    spread = x.new_zeros(
+        *x.shape[:2], *((n - 1) * step + 1 for n, step in zip(x.shape[2:], module.stride, strict=True))
+    )
+    places: list[Any] = [..., *(slice(None, None, step) for step in module.stride)]
+    spread[tuple(places)] = x
+    amounts = []
+    for axis in reversed(range(len(module.kernel_size))):
+        around = module.dilation[axis] * (module.kernel_size[axis] - 1) - int(module.padding[axis])
+        amounts += [around, around + module.output_padding[axis]]
+    kind = CONVOLUTIONS[len(module.kernel_size) - 1]
+    alike = kind(
+        module.in_channels,
+        module.out_channels,
+        module.kernel_size,  # type: ignore[arg-type]
+        dilation=module.dilation,  # type: ignore[arg-type]
+        groups=module.groups,
+        device="meta",
+    )
+    return alike, F.pad(spread, amounts)
+
+
+def _patch_sums(conv: Convolution, x: Tensor) -> tuple[Tensor, int]:
+    """Per example the sum of all patches, in the order of a flattened weight, and how many there are."""
+    windows, axes = _pad_input(conv, x), len(conv.kernel_size)
+    for axis, (size, step, gap) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation, strict=True), 2):
+        windows = windows.unfold(axis, gap * (size - 1) + 1, step)[..., ::gap]
+    count = math.prod(windows.shape[2 : 2 + axes])
+    sums = windows.sum(tuple(range(2, 2 + axes)), dtype=torch.float64)
+    return sums.unflatten(1, (conv.groups, -1)).flatten(2), count
 
 
 def _with_one(gram: Tensor, total: Tensor, count: int) -> Tensor:

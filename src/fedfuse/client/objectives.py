@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedfuse.core.effort import TRAINING_PASSES, Effort, passes_of
 from fedfuse.core.precision import in_full
-from fedfuse.core.seams import Batch, CrossEntropy, Objective
+from fedfuse.core.seams import Batch, Objective, TaskLoss
 from fedfuse.core.state import Local, entries_of, representation
 from fedfuse.training.pulls import Pull, pull_of
 
@@ -19,7 +20,7 @@ class Proximal:
     """FedProx's pull towards the global model: base + μ/2 ‖w − w_global‖²."""
 
     mu: float
-    base: Objective = field(default_factory=CrossEntropy)
+    base: Objective = field(default_factory=TaskLoss)
 
     def __call__(self, local: Local, batch: Batch) -> Tensor:
         """The base loss and the quadratic term."""
@@ -42,7 +43,7 @@ class Controlled:
     Its gradient is c − c_k, so the training loop needs no special case. Both control variates start at zero.
     """
 
-    base: Objective = field(default_factory=CrossEntropy)
+    base: Objective = field(default_factory=TaskLoss)
 
     def __call__(self, local: Local, batch: Batch) -> Tensor:
         """The base loss and the linear term; nothing is added while both variates are zero."""
@@ -75,7 +76,7 @@ class Contrastive:
 
     mu: float
     temperature: float = 0.5
-    base: Objective = field(default_factory=CrossEntropy)
+    base: Objective = field(default_factory=TaskLoss)
 
     def __call__(self, local: Local, batch: Batch) -> Tensor:
         """The base loss and the contrastive term."""
@@ -83,9 +84,9 @@ class Contrastive:
         if not last or self.mu == 0:
             return self.base(local, batch)
         x, y = batch
-        if isinstance(self.base, CrossEntropy):  # one forward pass serves both terms
+        if isinstance(self.base, TaskLoss):  # one forward pass serves both terms
             logits, z = representation(local.module, x)
-            loss = F.cross_entropy(logits, y)
+            loss = local.task.loss(logits, y)
         else:
             loss, z = self.base(local, batch), representation(local.module, x)[1]
         with torch.no_grad():
@@ -94,6 +95,13 @@ class Contrastive:
         similar = torch.stack([F.cosine_similarity(z, near), F.cosine_similarity(z, far)], 1)
         first = torch.zeros(len(y), dtype=torch.int64, device=y.device)
         return loss + self.mu * F.cross_entropy(similar / self.temperature, first)
+
+    def passes(self, effort: Effort) -> float:
+        """The base's, and from the second round on a pass through the global and the last network each."""
+        base = passes_of(self.base, effort)
+        if self.mu == 0 or effort.round == 0:
+            return base
+        return base + 2 + (0 if isinstance(self.base, TaskLoss) else TRAINING_PASSES)
 
     def pull(self, local: Local) -> Pull | None:
         """The base's in a first round, where its own term is zero."""

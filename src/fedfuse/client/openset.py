@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfuse.client.outliers import make_outliers
+from fedfuse.core.effort import TRAINING_PASSES, Effort
+from fedfuse.core.hooks import forward_hooks
 from fedfuse.core.model import Single, outputs
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.precision import in_full
 from fedfuse.core.seams import Batch
 from fedfuse.core.state import Local
-from fedfuse.errors import RecipeError
+from fedfuse.errors import RecipeError, error_text
+from fedfuse.nets.cost import layer_costs
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,7 @@ class OpenSet:
     stride: float = 0.002
     reach: float = 0.5
     mix: float = 0.01
+    needs_classes: ClassVar[bool] = True
 
     def __call__(self, local: Local, batch: Batch) -> Tensor:
         """The five terms."""
@@ -48,6 +55,14 @@ class OpenSet:
         order, share = torch.randperm(len(x), generator=draw).to(y.device), float(torch.rand((), generator=draw))
         z, mixed = with_mixed(local.module, shown, len(x), order, share)
         return self.loss(z, mixed, y, y != y[order])
+
+    def passes(self, effort: Effort) -> float:
+        """Three batches are trained on, mixed features in the last layers; a step of moving goes forward and back."""
+        costs = layer_costs(effort.spec, effort.shape)
+        linear = [path for path, m in effort.spec.skeleton().named_modules() if isinstance(m, nn.Linear)]
+        last = sum(costs[path].products for path in _mixing_layers(linear) if path in costs)
+        share = last / max(1, sum(cost.products for cost in costs.values()))
+        return (3 + share) * TRAINING_PASSES + 2 * self.steps
 
     def loss(self, z: Tensor, mixed: Tensor, y: Tensor, differ: Tensor) -> Tensor:
         """The five terms, from the logits of rows, outliers and moved outliers in turn, and of mixed features."""
@@ -105,21 +120,23 @@ def with_mixed(module: nn.Module, x: Tensor, count: int, order: Tensor, share: f
     linear = [m for m in module.modules() if isinstance(m, nn.Linear)]
     if not linear:
         raise RecipeError("the network has no linear layer, so it has no features to mix; give it a linear classifier")
-    layer = linear[-2] if len(linear) > 2 else linear[-1]
+    layer = _mixing_layers(linear)[0]
 
     def join(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         h = args[0][:count]
         return (torch.cat([args[0], share * h + (1 - share) * h[order]]),)
 
-    hook = layer.register_forward_pre_hook(join)
     try:
-        out = in_full(module(x))
+        with forward_hooks([(layer, join)], before=True):
+            out = in_full(module(x))
     except RuntimeError as why:  # a sum with what bypasses the layer, say
-        first = str(why).splitlines()[0][:150]
         raise RecipeError(
-            f"mixed features cannot join the batch where the network's last linear layers are ({first}); "
+            f"mixed features cannot join the batch where the network's last linear layers are ({error_text(why)}); "
             "choose a method without an unknown class, or a network that is one layer after another at its end"
         ) from why
-    finally:
-        hook.remove()
     return out[: len(x)], out[len(x) :]
+
+
+def _mixing_layers(linear: list[T]) -> list[T]:
+    """Of all linear layers those that mixed features pass: the last two, the last where there are only two."""
+    return linear[-2:] if len(linear) > 2 else linear[-1:]

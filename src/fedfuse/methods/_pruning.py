@@ -11,7 +11,7 @@ from fedfuse.client.evidence.spectrum import CurvatureSpectrum
 from fedfuse.core.seams import Evidence
 from fedfuse.core.settings import Settings
 from fedfuse.nets.curvature import CurvatureProbe
-from fedfuse.server.steps.prune import Share
+from fedfuse.server.steps.prune import LayerRule, Prune, ScoreRule, Share
 from fedfuse.server.steps.rates import ExpectedRate, FixedRate, SpectralRate
 
 _PROBE = CurvatureProbe()
@@ -53,16 +53,26 @@ class Rates(Settings):
         return CurvatureProbe(self.lanczos, self.probes, self.sample)
 
 
-class Ranking(Settings):
+class FilterRanking(Settings):
     """Which filters stay.
 
     Args:
         images: server rows whose feature maps are ranked.
         tolerance: of a feature map's rank, relative to its largest singular value; by default that of rounding.
+        by: a filter's score: the mean "rank" of its feature maps, the mean "magnitude" of its weights, or "random".
+        inner: leave alone the channels in which a residual network adds several convolutions' outputs.
+        renorm: estimate BatchNorm's running statistics anew on the server's rows, where it has any.
     """
 
     images: PositiveInt = 500
     tolerance: PositiveFloat | None = None
+    by: ScoreRule = "rank"
+    inner: bool = False
+    renorm: bool = True
+
+    def step(self, round_: int, rate: ExpectedRate, layer_rule: LayerRule) -> Prune:
+        """The step that removes filters at the end of this round."""
+        return Prune(round_, rate, layer_rule, **dict(self))
 
 
-RATES, RANKING = Rates(), Ranking()
+RATES, RANKING = Rates(), FilterRanking()

@@ -11,19 +11,22 @@ from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.core.seams import Evidence
-from fedfuse.nets.combine import FirstLayer, TopLogit
+from fedfuse.errors import ConfigError
+from fedfuse.nets.combine import FirstLayer, Score, TopLogit
 from fedfuse.server.aggregate.cover import CoverAnswers, CoverClasses
-from fedfuse.server.aggregate.ensemble import KeepAll
+from fedfuse.server.aggregate.ensemble import KeepAll, Shares
 from fedfuse.server.steps.distill import InputSource, distillation
 from fedfuse.server.steps.disturb import Disturbance
 
 
-@method("ams", paper="arXiv:2210.12974")
+@method("ams", paper="arXiv:2210.12974", family="predictions")
 def ams(
     k: PositiveInt | Literal["all"] = 1,
     layer: Literal["last", "first"] = "last",
     calibrate: Literal["none", "temperature", "zscore"] = "none",
     fitted: Literal["clients", "server"] = "clients",
+    score: Score = "logit",
+    shares: Shares = "none",
     cover: Literal["none", "classes", "answers"] = "none",
     share: Annotated[float, Field(gt=0, le=1)] = 0.95,
     distill: InputSource = "none",
@@ -43,6 +46,10 @@ def ams(
         layer: "first" chooses by the first layer's largest output, so that only the chosen ones run to the end.
         calibrate: make logits comparable: divide by a "temperature", or standardize confidence ("zscore").
         fitted: where the calibration is found: by the "clients", each on its own rows, or on the "server" rows.
+        score: of a network's confidence: its largest "logit", its "energy" log Σ exp z, the "margin" between its two
+            largest logits, or its largest "softmax" probability.
+        shares: add the log of a network's share of a class's rows to its logit for that class, by the label "counts"
+            that clients send or as their output "biases" let guess.
         cover: leave out networks that others cover, by the "classes" of their rows or by their "answers".
         share: how much of everybody those kept must cover.
         distill: the inputs on which one network learns from all: "server" rows, "unlabelled" inputs, "impressions" or
@@ -54,15 +61,21 @@ def ams(
         lr: of distillation, by Adam.
         disturbance: measure how often adding logits changes the most confident network's answer.
     """
+    if layer == "first" and score != "logit":
+        raise ConfigError(
+            f"method 'ams': score {score!r} is of logits, and layer = 'first' chooses before there are any; "
+            "expected layer = 'last' with it"
+        )
     scaled = calibrate != "none" and fitted == "clients"
     evidence: tuple[Evidence, ...] = (LogitScale("zscore" if calibrate == "zscore" else "temperature"),) * scaled
     return Recipe(
-        evidence=evidence + (LabelCounts(),) * (cover == "classes"),
+        evidence=evidence + (LabelCounts(),) * (cover == "classes" or shares == "counts"),
         aggregate=KeepAll(
-            FirstLayer(k) if layer == "first" else TopLogit(k),
+            FirstLayer(k) if layer == "first" else TopLogit(k, score=score),
             cover={"none": None, "classes": CoverClasses(share), "answers": CoverAnswers(share)}[cover],
             calibrate=None if calibrate == "none" else calibrate,
             fitted=fitted,
+            shares=shares,
         ),
         steps=(Disturbance(),) * disturbance + distillation(distill, inputs, temperature, epochs, lr),
     )

@@ -11,7 +11,7 @@ from fedfuse.server.aggregate.barycenters import AlphaDivergence
 from fedfuse.server.aggregate.charts import AALV, EAA, FKLB, GAA, RKLB, WB, MeanIn
 
 
-@method("eaa", paper="arXiv:2206.10897")
+@method("eaa", paper="arXiv:2206.10897", family="posterior")
 def eaa(last: NonNegativeInt = 1, uniform: bool = False, how: Variational = USUAL) -> Recipe:
     """Empirical arithmetic aggregation: the mean of means and of variances, v = Σ f_k v_k.
 
@@ -25,7 +25,7 @@ def eaa(last: NonNegativeInt = 1, uniform: bool = False, how: Variational = USUA
     return how.recipe(last, MeanIn(EAA, uniform=uniform))
 
 
-@method("gaa", paper="arXiv:2206.10897")
+@method("gaa", paper="arXiv:2206.10897", family="posterior")
 def gaa(last: NonNegativeInt = 1, uniform: bool = False, how: Variational = USUAL) -> Recipe:
     """Gaussian arithmetic aggregation: the distribution of the weighted sum of independent draws, v = Σ f_k² v_k.
 
@@ -40,7 +40,7 @@ def gaa(last: NonNegativeInt = 1, uniform: bool = False, how: Variational = USUA
     return how.recipe(last, MeanIn(GAA, uniform=uniform))
 
 
-@method("aalv", paper="arXiv:2206.10897")
+@method("aalv", paper="arXiv:2206.10897", family="posterior")
 def aalv(last: NonNegativeInt = 1, uniform: bool = False, how: Variational = USUAL) -> Recipe:
     """Arithmetic aggregation of log-variances: the mean of means and the geometric mean of variances.
 
@@ -54,7 +54,7 @@ def aalv(last: NonNegativeInt = 1, uniform: bool = False, how: Variational = USU
     return how.recipe(last, MeanIn(AALV, uniform=uniform))
 
 
-@method("wb", paper="arXiv:2412.11646")
+@method("wb", paper="arXiv:2412.11646", family="posterior")
 def wb(last: NonNegativeInt = 1, uniform: bool = False, how: Variational = USUAL) -> Recipe:
     """The Wasserstein-2 barycenter of the posteriors: standard deviations are averaged, √v = Σ f_k √v_k.
 
@@ -68,7 +68,7 @@ def wb(last: NonNegativeInt = 1, uniform: bool = False, how: Variational = USUAL
     return how.recipe(last, MeanIn(WB, uniform=uniform))
 
 
-@method("rklb", paper="arXiv:2412.11646")
+@method("rklb", paper="arXiv:2412.11646", family="posterior")
 def rklb(last: NonNegativeInt = 1, uniform: bool = False, how: Variational = USUAL) -> Recipe:
     """The reverse-KL barycenter of the posteriors: 1/v = Σ f_k / v_k and μ = v Σ f_k μ_k / v_k.
 
@@ -83,7 +83,7 @@ def rklb(last: NonNegativeInt = 1, uniform: bool = False, how: Variational = USU
     return how.recipe(last, MeanIn(RKLB, uniform=uniform))
 
 
-@method("fklb", paper="arXiv:2412.11646")
+@method("fklb", paper="arXiv:2412.11646", family="posterior")
 def fklb(last: NonNegativeInt = 1, uniform: bool = False, how: Variational = USUAL) -> Recipe:
     """The KL barycenter of the posteriors: the moments of their mixture, v = Σ f_k (v_k + (μ_k − μ)²).
 
@@ -98,7 +98,7 @@ def fklb(last: NonNegativeInt = 1, uniform: bool = False, how: Variational = USU
     return how.recipe(last, MeanIn(FKLB, uniform=uniform))
 
 
-@method("alpha", paper="arXiv:2412.11646")
+@method("alpha", paper="arXiv:2412.11646", family="posterior")
 def alpha(alpha: float = 0.5, last: NonNegativeInt = 1, uniform: bool = False, how: Variational = USUAL) -> Recipe:
     """The Gaussian nearest to the posteriors in α-divergence: from reverse KL (α = 0) over Hellinger (½) to KL (1).
 

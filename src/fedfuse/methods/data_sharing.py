@@ -10,7 +10,7 @@ from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.roster import ShareServerRows
 
 
-@method("data_sharing", paper="arXiv:1806.00582")
+@method("data_sharing", paper="arXiv:1806.00582", family="server rows")
 def data_sharing(most: PositiveInt | None = None) -> Recipe:
     """FedAvg whose clients all train on the same rows of the server's beside their own.
 

@@ -13,7 +13,7 @@ from fedfuse.server.steps.distill import Distill
 from fedfuse.server.steps.synthesize import Generate
 
 
-@method("dense", paper="arXiv:2112.12371")
+@method("dense", paper="arXiv:2112.12371", family="predictions")
 def dense(
     epochs: PositiveInt = 200,
     steps: PositiveInt = 30,

@@ -6,16 +6,18 @@ from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
+from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.nets.combine import MeanProbability
-from fedfuse.server.aggregate.ensemble import KeepAll
+from fedfuse.server.aggregate.ensemble import KeepAll, Shares
 from fedfuse.server.steps.distill import InputSource, distillation
 
 
-@method("ensemble")
+@method("ensemble", family="predictions")
 def ensemble(
     weights: Literal["uniform", "examples"] = "uniform",
+    shares: Shares = "none",
     distill: InputSource = "none",
     inputs: PositiveInt = 2000,
     temperature: PositiveFloat = 20.0,
@@ -28,6 +30,8 @@ def ensemble(
 
     Args:
         weights: "uniform" counts every client alike, "examples" by its number of examples.
+        shares: weigh each network's vote for a class by its share of that class's rows, p(c|x) ∝ Σ_j s_jc p_j(c|x), by
+            the label "counts" that clients send or as their output "biases" let guess; `weights` then do not count.
         distill: the inputs on which one network learns from all: "server" rows, "unlabelled" inputs, "impressions" or
             "generated" ones made of the networks themselves; "none" keeps all networks.
         inputs: how many "impressions" are made.
@@ -36,5 +40,7 @@ def ensemble(
         lr: of distillation, by Adam.
     """
     return Recipe(
-        aggregate=KeepAll(MeanProbability(), weights), steps=distillation(distill, inputs, temperature, epochs, lr)
+        evidence=(LabelCounts(),) * (shares == "counts"),
+        aggregate=KeepAll(MeanProbability(), weights, shares=shares),
+        steps=distillation(distill, inputs, temperature, epochs, lr),
     )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
-from fedfuse.methods._pruning import RANKING, RATES, Ranking, Rates
+from fedfuse.methods._pruning import RANKING, RATES, FilterRanking, Rates
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.steps.prune import Prune
 
 
-@method("fedap", paper="arXiv:2204.11536")
-def fedap(rates: Rates = RATES, ranking: Ranking = RANKING) -> Recipe:
+@method("fedap", paper="arXiv:2204.11536", family="pruned")
+def fedap(rates: Rates = RATES, ranking: FilterRanking = RANKING) -> Recipe:
     """FedAvg that removes channels once, at a rate that everybody's curvature suggests and each layer's weights adapt.
 
     Every client of the round, and the server, reads a rate off the spectrum of its Hessian; they are averaged by
@@ -22,5 +21,5 @@ def fedap(rates: Rates = RATES, ranking: Ranking = RANKING) -> Recipe:
         rates: when and how much.
         ranking: which filters stay.
     """
-    step = Prune(rates.at - 1, rates.expected_rate(), "magnitude", ranking.images, ranking.tolerance)
+    step = ranking.step(rates.at - 1, rates.expected_rate(), "magnitude")
     return Recipe(evidence=rates.evidence, aggregate=Mean(), steps=(step,))

@@ -9,7 +9,7 @@ from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.steps.dynamic import USUAL, ServerUpdate
 
 
-@method("feddu", paper="arXiv:2204.11536")
+@method("feddu", paper="arXiv:2204.11536", family="server rows")
 def feddu(update: ServerUpdate = USUAL) -> Recipe:
     """FedAvg, then some steps on the server's own rows: many while the model is poor and the cohort one-sided.
 

@@ -7,21 +7,32 @@ from typing import Literal
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from fedfuse.client.curvature import PosteriorPull
-from fedfuse.client.evidence.kfac import Fisher, KroneckerFactors
+from fedfuse.client.evidence.kfac import KroneckerFactors, Sharing
+from fedfuse.client.evidence.variance import Fisher
 from fedfuse.client.memory import KeepFactors
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
-from fedfuse.core.seams import CrossEntropy
+from fedfuse.core.seams import TaskLoss
+from fedfuse.errors import RecipeError
 from fedfuse.linalg.kron import Solver
-from fedfuse.server.aggregate.natural import Balance, NaturalKron, ShareFactors
+from fedfuse.nets.blocks import Which
+from fedfuse.server.aggregate.natural import Balance, NaturalKron, Scale, ShareFactors, Shares
 
 
-@method("fedlpa", paper="arXiv:2310.00339")
+@method("fedlpa", paper="arXiv:2310.00339", family="posterior")
 def fedlpa(
-    damping: PositiveFloat | Literal["evidence"] = 1e-3,
+    damping: PositiveFloat | Literal["evidence"] | None = None,
+    scale: Scale | None = None,
     pi: Balance | None = None,
     solver: Solver = "exact",
     fisher: Fisher = "empirical",
+    shares: Shares = "examples",
+    rank: PositiveInt | None = None,
+    half: bool = False,
+    sharing: Sharing = "expand",
+    layers: Which = "all",
+    centred: bool = False,
+    min_rows: PositiveInt | None = None,
     eta: NonNegativeFloat = 0.0,
     tol: PositiveFloat = 1e-8,
     max_iters: PositiveInt | None = None,
@@ -29,26 +40,43 @@ def fedlpa(
     """Fuse layer-wise Laplace posteriors: each client's weights count most where its own rows determine them.
 
     Clients send the Kronecker factors of their Fisher information; the server solves
-    Σ f_k B_k M A_k = Σ f_k B_k M_k A_k for every linear and convolution layer M = [W | b]. Everything else is averaged.
+    Σ f_k B_k M A_k = Σ f_k B_k M_k A_k for every layer M = [W | b] that has factors. Everything else is averaged.
 
     Args:
-        damping: λ added to the factors, or "evidence": each client sends the one its own rows prefer.
+        damping: λ added to the factors, after they are scaled; or "evidence": each client sends the one its own rows
+            prefer. By default 1e-1, and 1e-3 for factors as they are.
+        scale: how factors are scaled before they are damped: root, client, layer, or none (as published). By default
+            root, and none where clients choose the damping.
         pi: how λ is split between the factors: one, trace, frobenius, or evidence; by default trace, and evidence
             where the damping is.
         solver: exact (conjugate gradients), expectation (the closed approximation) or gradient (the released steps).
         fisher: empirical (the rows' own labels) or sampled (labels drawn from the network).
-        eta: from the second round on, the weight of the pull towards the common posterior (1 in the released code).
+        shares: a client counts by its examples (as released), or uniform (as the paper's equations have it).
+        rank: send so many leading eigenpairs of each factor and one number for the rest, instead of all of it.
+        half: send eigenvectors in half precision.
+        sharing: positions that share a weight are further examples (expand), or one example's (reduce).
+        layers: all that have factors, or plain: linear layers and convolutions alone (as published).
+        centred: take input factors of inputs less their mean, which is told otherwise.
+        min_rows: a client with fewer rows sends no directions, only sizes; by default twice the batch it trains with.
+        eta: from the second round on, the weight of the pull towards the common posterior.
         tol: relative residual the exact solver must reach.
         max_iters: its limit (1000), or the gradient's number of steps (10000).
     """
     by_rows = damping == "evidence"
     split: Balance = pi or ("evidence" if by_rows else "trace")
+    scaled: Scale = scale or ("none" if by_rows else "root")
+    lam = damping if damping is not None else 1e-3 if scaled == "none" else 1e-1
+    if half and rank is None:
+        raise RecipeError("fedlpa: half stores eigenvectors in half precision and there are none; set rank, say to 8")
+    evidence = KroneckerFactors(
+        fisher, by_rows, rank=rank, half=half, sharing=sharing, layers=layers, centred=centred, min_rows=min_rows
+    )
     pulled = eta > 0
     return Recipe(
-        objective=PosteriorPull(eta) if pulled else CrossEntropy(),
-        evidence=(KroneckerFactors(fisher, choose=by_rows),),
+        objective=PosteriorPull(eta) if pulled else TaskLoss(),
+        evidence=(evidence,),
         memory=(KeepFactors(),) if pulled else (),
-        aggregate=NaturalKron(damping, split, solver, tol, max_iters),
+        aggregate=NaturalKron(lam, split, solver, tol, max_iters, scaled, shares),
         steps=(ShareFactors(),) if pulled else (),
         publishes=("kron",) if pulled else (),
     )

@@ -12,7 +12,7 @@ from fedfuse.server.aggregate.chain import Matcher, VarianceScale
 from fedfuse.server.aggregate.layerwise import MatchedLayers
 
 
-@method("fedma", paper="arXiv:2002.06440")
+@method("fedma", paper="arXiv:2002.06440", family="matched")
 def fedma(
     gamma: PositiveFloat = 7.0,
     variance: PositiveFloat = 1.0,

@@ -15,7 +15,7 @@ from fedfuse.server.outputs import UnknownClass
 from fedfuse.server.steps.distill import InputSource, distillation
 
 
-@method("fedov", paper="https://openreview.net/forum?id=rzrqh85f4Sc")
+@method("fedov", paper="https://openreview.net/forum?id=rzrqh85f4Sc", family="predictions")
 def fedov(
     voters: PositiveInt | Literal["all"] = "all",
     steps: NonNegativeInt = 5,

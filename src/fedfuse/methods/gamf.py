@@ -12,7 +12,7 @@ from fedfuse.server.align.graph import ByGraph
 from fedfuse.server.steps.renorm import RestateNorms
 
 
-@method("gamf", paper="Liu et al., ICML 2022")
+@method("gamf", paper="Liu et al., ICML 2022", family="matched")
 def gamf(
     hot: PositiveFloat = 0.5,
     cold: PositiveFloat = 0.02,

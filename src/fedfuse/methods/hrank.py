@@ -6,14 +6,14 @@ from pydantic import PositiveInt
 
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
-from fedfuse.methods._pruning import RANKING, Ranking
+from fedfuse.methods._pruning import RANKING, FilterRanking
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.steps.prune import Prune, Share
+from fedfuse.server.steps.prune import Share
 from fedfuse.server.steps.rates import FixedRate
 
 
-@method("hrank", paper="arXiv:2002.10179")
-def hrank(rate: Share = 0.6, at: PositiveInt = 30, ranking: Ranking = RANKING) -> Recipe:
+@method("hrank", paper="arXiv:2002.10179", family="pruned")
+def hrank(rate: Share = 0.6, at: PositiveInt = 30, ranking: FilterRanking = RANKING) -> Recipe:
     """FedAvg that removes the same share of every convolution's channels once: those with the lowest-rank feature maps.
 
     Ranks are means over the server's rows, of maps after the ReLU. Nothing beside the weights leaves a client.
@@ -23,5 +23,5 @@ def hrank(rate: Share = 0.6, at: PositiveInt = 30, ranking: Ranking = RANKING) -
         at: they are removed at the end of this round, counted from 1.
         ranking: which filters stay.
     """
-    step = Prune(at - 1, FixedRate(rate), "uniform", ranking.images, ranking.tolerance)
+    step = ranking.step(at - 1, FixedRate(rate), "uniform")
     return Recipe(aggregate=Mean(), steps=(step,))

@@ -8,7 +8,7 @@ from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.roster import WithServer
 
 
-@method("hybrid_fl", paper="arXiv:1905.07210")
+@method("hybrid_fl", paper="arXiv:1905.07210", family="server rows")
 def hybrid_fl() -> Recipe:
     """FedAvg in which the server trains on its own rows as one more client, in every round.
 

@@ -12,7 +12,9 @@ from fedfuse.server.steps.mask import MagnitudeMask
 from fedfuse.training.projections import Masked
 
 
-@method("imc", paper="Validating the Lottery Ticket Hypothesis with Inertial Manifold Theory, NeurIPS 2021")
+@method(
+    "imc", paper="Validating the Lottery Ticket Hypothesis with Inertial Manifold Theory, NeurIPS 2021", family="pruned"
+)
 def imc(every: PositiveInt = 10, times: PositiveInt = 3, rates: Rates = RATES) -> Recipe:
     """FedAvg that masks the smallest weights in several steps, towards the rate that the curvature's spectrum suggests.
 

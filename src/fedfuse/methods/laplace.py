@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pydantic import PositiveFloat
 
-from fedfuse.client.evidence.kfac import Fisher
-from fedfuse.client.evidence.variance import FisherDiagonal
+from fedfuse.client.evidence.variance import Fisher, FisherDiagonal
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.server.aggregate.charts import RKLB, MeanIn
 
 
-@method("laplace", paper="arXiv:2102.01936")
+@method("laplace", paper="arXiv:2102.01936", family="posterior")
 def laplace(damping: PositiveFloat = 1e-3, fisher: Fisher = "empirical") -> Recipe:
     """Fuse diagonal Laplace posteriors: every weight is averaged by the clients' Fisher information about it.
 

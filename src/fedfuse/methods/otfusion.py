@@ -13,7 +13,7 @@ from fedfuse.server.align.transport import ByTransport, Ground, Reading
 from fedfuse.server.steps.renorm import RestateNorms
 
 
-@method("otfusion", paper="arXiv:1910.05653")
+@method("otfusion", paper="arXiv:1910.05653", family="matched")
 def otfusion(
     ground: Ground = "weights",
     reg: NonNegativeFloat = 0.0,

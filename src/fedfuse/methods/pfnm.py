@@ -16,7 +16,7 @@ from fedfuse.server.aggregate.matched import MatchedUnits
 Choices: TypeAlias = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
 
 
-@method("pfnm", paper="arXiv:1905.12022")
+@method("pfnm", paper="arXiv:1905.12022", family="matched")
 def pfnm(
     gamma: Choices = (1.0, 1e-3, 50.0),
     variance: Choices = (1.0, 0.1, 0.5),

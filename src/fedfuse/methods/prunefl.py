@@ -14,7 +14,7 @@ from fedfuse.server.steps.mask import Exchange, PruneFirst, Reconfigure
 from fedfuse.training.projections import Masked
 
 
-@method("prunefl", paper="arXiv:1909.12326")
+@method("prunefl", paper="arXiv:1909.12326", family="pruned")
 def prunefl(
     every: PositiveInt = 50,
     drop: Annotated[float, Field(gt=0, lt=1)] = 0.3,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
+from fedfuse.core.clock import Clock
 from fedfuse.core.messages import Brief, client_order
 from fedfuse.core.model import Model
 from fedfuse.core.recipe import Recipe
@@ -19,7 +20,7 @@ from fedfuse.core.terms import Terms
 from fedfuse.errors import QuorumLost
 from fedfuse.nets.cost import cohort_flops, sparse_savings
 from fedfuse.server.door.admit import Admission, Rules, admit_all
-from fedfuse.server.round import fuse_round
+from fedfuse.server.sound import fuse_admitted
 from fedfuse.wire.messages import brief_size
 
 
@@ -48,12 +49,16 @@ class RunPlan:
         per_round: how many clients are asked in a round; None asks everybody.
         rules: what the door and the quorum insist on.
         enrolled: how many examples each client has declared beforehand.
+        own_word: those of them for whom nobody but themselves says so.
+        checked: somebody has checked already that the recipe can do what is asked.
     """
 
     rounds: int = 1
     per_round: int | None = None
     rules: Rules = field(default_factory=Rules)
     enrolled: Mapping[str, int] = field(default_factory=dict)
+    own_word: frozenset[str] = frozenset()
+    checked: bool = False
 
 
 def run(
@@ -65,7 +70,9 @@ def run(
         QuorumLost: when too few updates were admitted; the last yielded state is still good.
         RecipeError: before any training, when the recipe cannot do what is asked.
     """
-    recipe.check(plan.rounds, bench, state)
+    plan = replace(plan, rounds=recipe.exchanges(plan.rounds))
+    if not plan.checked:
+        recipe.check(plan.rounds, bench, state)
     while state.round < plan.rounds:
         now = recipe.at(state.round)
         state = now.begin_round(state, bench)
@@ -79,22 +86,32 @@ def one_round(
     """One exchange and everything that follows from it."""
     terms = engine.terms
     asked = (*choose_clients(engine.clients, plan.per_round, bench.seed, state.round), *terms.always)
-    brief = state.brief(recipe.publishes, bench.classes)
+    brief = state.brief(recipe.publishes, bench.classes, bench.task)
+    clock = Clock()
     began = time.perf_counter()
     answers = engine.exchange(brief, recipe.work(bench.local), asked)
     enrolled = terms.claimable_examples(plan.enrolled)
-    admission = admit_all(answers, brief, recipe.evidence, asked, plan.rules, enrolled=enrolled, training=bench.local)
+    admission = admit_all(
+        answers,
+        brief,
+        recipe.evidence,
+        asked,
+        plan.rules,
+        enrolled=enrolled,
+        training=bench.local,
+        trains=recipe.trains,
+        own_word=plan.own_word | (set(asked) - enrolled.keys() - set(terms.always)),
+    )
     train_seconds = time.perf_counter() - began
     check_quorum(admission, asked, plan.rules.quorum, state.round)
-    began = time.perf_counter()
-    after = fuse_round(recipe, admission.cohort, state, bench)
-    server_seconds = time.perf_counter() - began
+    after = fuse_admitted(recipe, admission, state, bench, clock)
+    check_quorum(admission, asked, plan.rules.quorum, state.round)
     scores = judge.score(after.model, admission, after.round == plan.rounds) if judge else {}
     facts = _round_facts(recipe, admission, brief, asked, bench, terms)
-    return Record(
-        after,
-        {**facts, **scores, "train_seconds": train_seconds, "server_seconds": server_seconds, "facts": after.facts},
-    )
+    seconds = {"train_seconds": train_seconds, "server_seconds": clock.seconds["server"]}
+    if "diagnostics" in clock.seconds:
+        seconds["diagnostic_seconds"] = clock.seconds["diagnostics"]
+    return Record(after, {**facts, **scores, **seconds, "facts": after.facts})
 
 
 def choose_clients(clients: tuple[str, ...], per_round: int | None, seed: int, round_: int) -> tuple[str, ...]:
@@ -138,6 +155,8 @@ def _round_facts(
     recipe: Recipe, admission: Admission, brief: Brief, asked: tuple[str, ...], bench: Bench, terms: Terms
 ) -> dict[str, Any]:
     clients = {u.client: {"num_examples": u.num_examples, "steps": u.steps, **u.facts} for u in admission.cohort}
+    work, shape = recipe.work(bench.local), bench.inputs.shape if bench.inputs else None
+    flops = cohort_flops(admission.cohort, work, shape, brief.round)
     saved, replies = sparse_savings(brief), admission.trained + admission.remembered
     return {
         "round": brief.round + 1,
@@ -146,10 +165,12 @@ def _round_facts(
         "bytes_down": _bytes_down(brief, asked)
         - saved.down * len(asked)
         + (terms.shared_bytes if brief.round == 0 else 0),
-        "flops": cohort_flops(admission.cohort, bench.local, bench.inputs.shape if bench.inputs else None),
+        "flops": None if flops is None else sum(flops),
+        "evidence_flops": None if flops is None else flops.evidence,
         "trained": admission.trained,
         "remembered": admission.remembered,
         "refused": admission.refused,
+        **({"clipped": admission.clipped} if admission.clipped else {}),
         "dropped": admission.dropped,
         "reveals": [*terms.reveals, *(e.reveals for e in recipe.evidence if e.reveals)],
     }

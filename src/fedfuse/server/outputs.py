@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -13,6 +14,7 @@ from fedfuse.core.params import Layout
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.rng import stream
 from fedfuse.errors import ConfigError
+from fedfuse.tasks import CLASSIFICATION, Task
 
 
 def with_outputs(start: Start, count: int, seed: int) -> Start:
@@ -54,7 +56,9 @@ class UnknownClass:
         3
     """
 
-    def __call__(self, start: Single, classes: int, seed: int) -> Single:
+    needs_classes: ClassVar[bool] = True
+
+    def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:  # noqa: ARG002
         """The network with the output; where the number of classes is not told, one that was resized has it."""
         have = outputs(start) or 0
         wanted = classes + 1 if classes else have if start.spec.surgery else have + 1

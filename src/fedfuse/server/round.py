@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from fedfuse.core.clock import Clock
+from fedfuse.core.effort import DiagnosticStep
 from fedfuse.core.messages import Cohort
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.state import Bench, ServerState
@@ -18,7 +20,9 @@ from fedfuse.errors import ConfigError
 _ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
-def fuse_round(recipe: Recipe, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
+def fuse_round(
+    recipe: Recipe, cohort: Cohort, state: ServerState, bench: Bench, clock: Clock | None = None
+) -> ServerState:
     """The state after a round: the cohort fused, the server's steps taken.
 
     Steps see the cohort that was fused: aligned, and without whom a guard dropped.
@@ -28,6 +32,7 @@ def fuse_round(recipe: Recipe, cohort: Cohort, state: ServerState, bench: Bench)
         cohort: the admitted updates.
         state: what the round began with.
         bench: what the server may touch.
+        clock: counts the seconds of fusing as "server", those of steps that only note something as "diagnostics".
 
     Example:
         >>> import torch
@@ -44,11 +49,14 @@ def fuse_round(recipe: Recipe, cohort: Cohort, state: ServerState, bench: Bench)
         >>> after.round, after.single.posterior.mean["classifier.bias"]
         (1, tensor([2., 2.]))
     """
-    refuse_adapters(cohort.names, recipe.name)
-    cohort, facts = filter_cohort(recipe, cohort, state, bench)
-    after = recipe.aggregate(cohort, replace(state, facts=facts), bench)
+    clock = clock or Clock()
+    with clock.counting("server"):
+        refuse_adapters(cohort.names, recipe.name)
+        cohort, facts = filter_cohort(recipe, cohort, state, bench)
+        after = recipe.aggregate(cohort, replace(state, facts=facts), bench)
     for step in recipe.steps:
-        after = step(after, cohort, bench)
+        with clock.counting("diagnostics" if isinstance(step, DiagnosticStep) else "server"):
+            after = step(after, cohort, bench)
     return replace(after, round=state.round + 1)
 
 

@@ -91,6 +91,7 @@ def train_on(
         who: whose random streams are used.
     """
     model, masks = state.single, entries_of(state.memory, MASK)
-    brief = Brief(state.round, model.spec, model.posterior.mean, with_kind(MASK, masks), classes=bench.classes)
+    memory = with_kind(MASK, masks)
+    brief = Brief(state.round, model.spec, model.posterior.mean, memory, classes=bench.classes, task=bench.task)
     work = Work(settings, project=Masked()) if masks else Work(settings)
     return train_on_rows(work, brief, who, rows, seed=bench.seed)

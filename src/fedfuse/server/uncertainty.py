@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,8 @@ from fedfuse.core.model import Answering, Model, Single
 from fedfuse.core.spec import drop_tied_names
 from fedfuse.errors import RecipeError
 from fedfuse.models.bayes import Bayesian
+from fedfuse.tasks import CLASSIFICATION, Task
+from fedfuse.tasks.metrics import auroc
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,94 +21,74 @@ class Prediction:
     """A model's predictions for some rows.
 
     Attributes:
-        log_probs: rows × classes, float64.
+        outputs: rows × outputs, float64: for classes, logits.
         information: per row, what the answer would tell about the weights; None for a model without draws.
+        task: what the outputs mean.
     """
 
-    log_probs: Tensor
+    outputs: Tensor
     information: Tensor | None = None
+    task: Task = CLASSIFICATION
 
     @property
-    def entropy(self) -> Tensor:
-        """Per row, how undecided the answer is."""
-        return entropy(self.log_probs)
+    def entropy(self) -> Tensor | None:
+        """Per row, how undecided the answer is; None where the task knows no such thing."""
+        return self.task.entropy(self.outputs)
 
     def scores(self) -> dict[str, float]:
         """Mean predictive entropy, and mean mutual information where there are draws; in nats."""
-        means = {"entropy": float(self.entropy.mean())}
+        means = {} if self.entropy is None else {"entropy": float(self.entropy.mean())}
         return means if self.information is None else means | {"mutual_information": float(self.information.mean())}
 
     def compare_ood(self, ood: Prediction) -> dict[str, float]:
         """How well entropy, or information, tells out-of-distribution rows from these: the area under the ROC curve."""
-        found = {"ood_entropy": float(ood.entropy.mean()), "ood_auroc": auroc(self.entropy, ood.entropy)}
+        found: dict[str, float] = {}
+        if self.entropy is not None and ood.entropy is not None:
+            found = {"ood_entropy": float(ood.entropy.mean()), "ood_auroc": auroc(self.entropy, ood.entropy)}
         if self.information is not None and ood.information is not None:
             found["ood_auroc_information"] = auroc(self.information, ood.information)
         return found
 
 
 @torch.no_grad()
-def predict(model: Model, x: Tensor, classes: int, batch: int = 1000) -> Prediction:
-    """A model's answers, batch by batch; outputs beyond the classes ("none of them") are left out.
+def predict(model: Model, x: Tensor, classes: int, batch: int = 1000, task: Task = CLASSIFICATION) -> Prediction:
+    """A model's answers, batch by batch; outputs beyond those the task has ("none of them") are left out.
 
     Raises:
         RecipeError: for models that stay apart, which have no common answer.
     """
     if not isinstance(model, Answering):
         raise RecipeError("models that stay apart have no common answer; ask each of its members")
-    each = [each_draw(model, part)[..., :classes].double().log_softmax(-1).cpu() for part in x.split(batch)]
-    log_probs = torch.cat([_average_draws(draws) for draws in each])
+    wanted = task.outputs(classes)
+    each = [each_draw(model, part)[..., :wanted].double().cpu() for part in x.split(batch)]
     if all(len(draws) == 1 for draws in each):
-        return Prediction(log_probs)
-    return Prediction(log_probs, torch.cat([mutual_information(draws) for draws in each]))
+        return Prediction(torch.cat([draws[0] for draws in each]), task=task)
+    pooled = torch.cat([task.average(draws) for draws in each])
+    found = [told for draws in each if (told := mutual_information(draws, task)) is not None]
+    return Prediction(pooled, torch.cat(found) if found else None, task)
 
 
 def each_draw(model: Answering, x: Tensor) -> Tensor:
-    """Log probabilities of every network a Bayesian one draws, draws × rows × outputs; of any other model, one."""
+    """Outputs of every network a Bayesian one draws, draws × rows × outputs; of any other model, one."""
     if isinstance(model, Single) and isinstance(network := model.spec.skeleton(), Bayesian):
         own = drop_tied_names(model.spec, model.posterior.mean)
         drawn: Tensor = functional_call(network, own, (model.spec.cast(x),), {"apart": True})
         return drawn
-    return model.logits(x)[None]
+    outputs = model.logits(x)
+    return outputs.reshape(1, len(x), -1)
 
 
-def entropy(log_probs: Tensor) -> Tensor:
-    """−Σ p log p over the last axis, in nats.
-
-    Example:
-        >>> entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]).log())
-        tensor([0.6931, -0.0000])
-    """
-    probs = log_probs.exp()
-    each: Tensor = torch.special.xlogy(probs, probs)
-    return -each.sum(-1)
-
-
-def mutual_information(each: Tensor) -> Tensor:
-    """What a row's label would tell about the weights: H(mean over draws) − mean over draws of H.
+def mutual_information(each: Tensor, task: Task = CLASSIFICATION) -> Tensor | None:
+    """What a row's target would tell about the weights: H(mean over draws) − mean over draws of H.
 
     Args:
-        each: log probabilities, draws × rows × classes.
+        each: outputs, draws × rows × outputs.
+        task: what they mean.
 
     Example:
         >>> sure_but_at_odds = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]).log()
         >>> mutual_information(sure_but_at_odds)
         tensor([0.6931])
     """
-    return (entropy(_average_draws(each)) - entropy(each).mean(0)).clamp(min=0)
-
-
-def auroc(inside: Tensor, outside: Tensor) -> float:
-    """The chance that a score from outside exceeds one from inside, ties counting half.
-
-    Example:
-        >>> auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.2, 0.9]))
-        0.875
-    """
-    inside = inside.double().sort().values
-    below, up_to = (torch.searchsorted(inside, outside.double(), right=right).double() for right in (False, True))
-    return float(((below + up_to) / 2).mean() / len(inside))
-
-
-def _average_draws(each: Tensor) -> Tensor:
-    """Log of the mean probability over draws."""
-    return each[0] if len(each) == 1 else each.logsumexp(0) - math.log(len(each))
+    whole, mean = task.entropy(task.average(each)), task.entropy(each)
+    return None if whole is None or mean is None else (whole - mean.mean(0)).clamp(min=0)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfuse.client.evidence.kfac import KroneckerFactors, kronecker_factors
+from fedfuse.core.factor import LowRank, dense
 from fedfuse.core.messages import Brief, Envelope, Form
 from fedfuse.core.posterior import Kron
 from fedfuse.core.rows import Rows
@@ -120,7 +121,8 @@ def test_rows_per_pass_do_not_matter_and_nothing_is_left_behind() -> None:
     before = {n: t.clone() for n, t in module.state_dict().items()}
     one, all_ = kronecker_factors(module, blocks, rows, batch=1), kronecker_factors(module, blocks, rows, batch=100)
     for layer in one:
-        assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-14) for a, b in zip(one[layer], all_[layer], strict=True))
+        pairs = zip(one[layer], all_[layer], strict=True)
+        assert all(torch.allclose(dense(a), dense(b), rtol=1e-10, atol=1e-14) for a, b in pairs)
     assert all(torch.equal(before[n], t) for n, t in module.state_dict().items())
     assert all(p.grad is None for p in module.parameters())
     assert not any(m._forward_hooks for m in module.modules())
@@ -167,23 +169,129 @@ def test_sampled_labels_give_the_fisher_information_proper() -> None:
 
 
 class Mixed(nn.Module):
-    """Layers with factors and layers without: an embedding, a norm, tied weights, a transposed convolution."""
+    """Layers with factors and layers without: tied weights, a frozen one, a token."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words, self.out = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
         self.out.weight = self.words.weight
         self.norm, self.middle = nn.LayerNorm(4), nn.Linear(4, 4)
-        self.up = nn.ConvTranspose1d(4, 4, 1)
+        self.up, self.still = nn.ConvTranspose1d(4, 4, 1), nn.Linear(4, 4).requires_grad_(False)
+        self.token = nn.Parameter(torch.zeros(1, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.middle(self.norm(self.words(x))))
+        return self.out(self.still(self.middle(self.norm(self.words(x) + self.token))))
 
 
-def test_only_linear_and_convolution_layers_with_weights_of_their_own_have_factors() -> None:
-    assert [b.layer.name for b in blocks_of(Spec.of(Mixed()))] == ["middle"]
-    groups = {b.layer.name: b.groups for b in blocks_of(Spec.of(conv_net()))}
-    assert groups == {"0": 1, "2": 2, "5": 1, "7": 1}
+def test_layers_with_weights_of_their_own_have_factors() -> None:
+    assert [b.name for b in blocks_of(Spec.of(Mixed()))] == ["middle", "up.weight", "norm.weight", "norm.bias"]
+    assert [b.name for b in blocks_of(Spec.of(Mixed()), "plain")] == ["middle"]
+    groups = {b.name: b.groups for b in blocks_of(Spec.of(conv_net()))}
+    assert groups == {"0": 1, "2": 2, "5": 1, "7": 1, "3.weight": 1, "3.bias": 1}
+
+
+def test_a_norms_factor_is_the_diagonal_of_its_fisher_information() -> None:
+    module, spec = ready(conv_net)
+    rows = examples()
+    A, B = kronecker_factors(module, blocks_of(spec), rows, batch=4)["3.weight"]
+    squares = torch.zeros(6, dtype=torch.float64)
+    for x, y in zip(rows.x, rows.y, strict=True):
+        (slope,) = torch.autograd.grad(F.cross_entropy(module(x[None]), y[None]), module[3].weight)
+        squares += slope.square() / len(rows)
+    assert torch.allclose(A.rest[0], squares, rtol=1e-9)
+    assert A.is_diagonal
+    assert B.tolist() == [[[1.0]]]
+
+
+def test_centred_factors_are_covariances_and_hold_no_mean() -> None:
+    module, spec = ready(conv_net)
+    blocks, rows = blocks_of(spec), examples()
+    plain, centred = (kronecker_factors(module, blocks, rows, batch=4, centred=c) for c in (False, True))
+    A, C = plain["0"][0][0], centred["0"][0][0]
+    mean = A[:-1, -1] / A[-1, -1]
+    assert torch.allclose(C[:-1, :-1], A[:-1, :-1] - A[-1, -1] * torch.outer(mean, mean), atol=1e-12)
+    assert not bool(C[:-1, -1].any())
+    assert torch.allclose(C[-1, -1], A[-1, -1])
+    seen = Seen(module[2])  # without a bias, in two groups
+    module(rows.x)
+    patches = F.unfold(seen.x, (2, 3), 1, (0, 1), 1).double()
+    patches = patches.view(len(rows), 2, -1, patches.shape[-1]).transpose(0, 1)
+    flat = patches.permute(0, 2, 1, 3).flatten(2)
+    flat = flat - flat.mean(-1, keepdim=True)
+    S = patches.shape[-1]
+    assert torch.allclose(centred["2"][0], flat @ flat.mT / (len(rows) * S**2), atol=1e-12)
+
+
+def test_a_client_of_few_rows_tells_no_directions(caplog: pytest.LogCaptureFixture) -> None:
+    spec, rows = Spec.of(conv_net()), narrow(examples())
+    full, even = (
+        split(decode(brought(KroneckerFactors(min_rows=n), spec, rows)[0]))[1] for n in (len(rows), len(rows) + 1)
+    )
+    assert "site has 9 rows, and factors of fewer than 10 would tell of single ones" in caplog.text
+    assert len(caplog.records) == 1
+    A, E = unpack(full["kron/5/in"], 25), unpack(even["kron/5/in"], 25)
+    assert torch.allclose(E, torch.eye(25) * A.trace() / 25, rtol=1e-5)
+    assert even["kron/3.weight/in/diagonal"].unique().numel() == 1
+    silent = brought(KroneckerFactors(), spec, rows)  # twice the batch of four is eight, and there are nine
+    assert torch.equal(split(decode(silent[0]))[1]["kron/5/in"], full["kron/5/in"])
+
+
+def test_what_factors_reveal_is_said_as_it_is() -> None:
+    assert "the mean input of every layer with a bias" in KroneckerFactors().reveals
+    assert "mean input" not in KroneckerFactors(centred=True).reveals
+    assert "which classes" in KroneckerFactors().reveals
+
+
+class Pooled(nn.Module):
+    """A layer over positions that are averaged before the classes are told."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.last = layer, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        return self.last(out.flatten(2).mean(-1) if out.ndim > 3 or isinstance(self.layer, nn.Conv1d) else out.mean(1))
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_reduce_is_exact_for_one_row_whose_positions_are_averaged(kind: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 4) if kind == "linear" else nn.Conv2d(2, 4, (2, 3), stride=2, padding=1, dilation=(1, 2))
+    module = Pooled(layer).double().eval()
+    x = torch.randn(1, 6, 5).double() if kind == "linear" else torch.randn(1, 2, 7, 8).double()
+    rows = Rows(x, torch.tensor([1]))
+    A, B = kronecker_factors(module, blocks_of(Spec.of(module)), rows, sharing="reduce")["layer"]
+    slopes = torch.autograd.grad(F.cross_entropy(module(x), rows.y), [layer.weight, layer.bias])
+    gradient = torch.cat([slopes[0].flatten(1), slopes[1][:, None]], 1).flatten()
+    assert torch.allclose(torch.kron(B[0], A[0]), torch.outer(gradient, gradient), rtol=1e-9, atol=1e-14)
+    expanded = kronecker_factors(module, blocks_of(Spec.of(module)), rows)["layer"]
+    assert not torch.allclose(torch.kron(expanded[1][0], expanded[0][0]), torch.outer(gradient, gradient), rtol=1e-2)
+
+
+def test_reduce_and_expand_agree_where_there_is_one_position() -> None:
+    module, spec = ready(linear_net)
+    one, other = (kronecker_factors(module, blocks_of(spec), examples(), sharing=s) for s in ("expand", "reduce"))
+    assert all(torch.allclose(a, b) for layer in one for a, b in zip(one[layer], other[layer], strict=True))
+
+
+def test_an_embedding_counts_its_tokens_and_not_the_one_that_pads() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Flatten(), nn.Linear(6, 2)).double().eval()
+    rows = Rows(torch.tensor([[1, 3], [3, 0], [3, 2]]), torch.tensor([0, 1, 1]))
+    A, _ = kronecker_factors(module, blocks_of(Spec.of(module)), rows, batch=2)["0.weight"]
+    seen = torch.tensor([0.0, 1.0, 1.0, 3.0, 0.0], dtype=torch.float64)
+    assert A.is_diagonal
+    assert torch.allclose(A.rest[0] / A.rest.sum(), seen / 5)
+    whole = kronecker_factors(module, blocks_of(Spec.of(module)), rows)["0.weight"]
+    S = 5 / 3
+    assert torch.allclose(whole[0].rest[0], seen / (3 * S**2))
+    gradients = torch.zeros(3, 3, dtype=torch.float64)
+    for x, y in zip(rows.x, rows.y, strict=True):
+        out = module[0](x[None]).detach().requires_grad_()
+        (slope,) = torch.autograd.grad(F.cross_entropy(module[2](out.flatten(1)), y[None]), out)
+        gradients += slope[0][x != 0].mT @ slope[0][x != 0]
+    assert torch.allclose(whole[1][0], S * gradients / 3)
 
 
 def brought(evidence: KroneckerFactors, spec: Spec, rows: Rows) -> tuple[bytes, Brief, dict[str, Tensor]]:
@@ -201,16 +309,35 @@ def narrow(rows: Rows) -> Rows:
 def test_the_payload_of_the_cifar_lenet() -> None:
     spec = Spec("lenet", {"channels": 3, "size": 32})
     rows = Rows(torch.rand(4, 3, 32, 32), torch.arange(4))
-    packet = decode(brought(KroneckerFactors(), spec, rows)[0])
+    packet = decode(brought(KroneckerFactors(min_rows=1), spec, rows)[0])
     own, notes = split(packet)
     assert sum(t.numel() for t in own.values()) == 62_006
     assert sum(t.numel() for t in notes.values()) == 117_081
     assert {t.dtype for t in notes.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_leading_eigenpairs_are_small_and_pass_the_door(half: bool) -> None:
+    spec = Spec("lenet", {"channels": 3, "size": 32})
+    rows = Rows(torch.rand(40, 3, 32, 32), torch.arange(40) % 10)
+    evidence = KroneckerFactors(rank=8, half=half, min_rows=1)
+    payload, brief, _ = brought(evidence, spec, rows)
+    own, notes = split(decode(payload))
+    assert dict(evidence.expects(brief)) == {n: Form.of(t) for n, t in notes.items()}
+    assert evidence.check(notes, 40.0) is None
+    sizes = [sum(t.numel() * t.element_size() for t in part.values()) for part in (own, notes)]
+    assert 1 + sizes[1] / sizes[0] < (1.08 if half else 1.16)
+    full = split(decode(brought(KroneckerFactors(min_rows=1), spec, rows)[0]))[1]
+    A = unpack(full["kron/fc1/in"], 401).double()
+    found = admit(Envelope("site", payload), Contract.of(brief, (evidence,))).posterior.geometry.factors["fc1"][0]
+    assert isinstance(found, LowRank)
+    assert torch.allclose(found.double().trace(), A.trace(), rtol=2e-3)
+    assert float((dense(found.double()) - A).norm() / A.norm()) < 0.05
+
+
 @pytest.mark.parametrize("choose", [False, True])
 def test_what_is_brought_is_what_the_door_expects(choose: bool) -> None:
-    evidence, spec = KroneckerFactors(choose=choose), Spec.of(conv_net())
+    evidence, spec = KroneckerFactors(choose=choose, min_rows=1), Spec.of(conv_net())
     payload, brief, memory = brought(evidence, spec, narrow(examples()))
     notes = split(decode(payload))[1]
     assert dict(evidence.expects(brief)) == {n: Form.of(t) for n, t in notes.items()}
@@ -219,8 +346,8 @@ def test_what_is_brought_is_what_the_door_expects(choose: bool) -> None:
     update = admit(Envelope("site", payload), Contract.of(brief, (evidence,)))
     factors = update.posterior.geometry.factors
     assert isinstance(update.posterior.geometry, Kron)
-    assert set(factors) == {"0", "2", "5", "7"}
-    assert len(factors) == 4
+    assert set(factors) == {"0", "2", "5", "7", "3.weight", "3.bias"}
+    assert len(factors) == 6
     assert torch.equal(factors["7"][0], unpack(notes["kron/7/in"], 7))
     assert factors["2"][0].shape == (2, 12, 12)
     with pytest.raises(KeyError):
@@ -229,7 +356,7 @@ def test_what_is_brought_is_what_the_door_expects(choose: bool) -> None:
 
 def test_the_same_rows_bring_the_same_bytes_and_sampling_is_seeded() -> None:
     spec = Spec.of(conv_net())
-    for evidence in (KroneckerFactors(), KroneckerFactors("sampled")):
+    for evidence in (KroneckerFactors(min_rows=1), KroneckerFactors("sampled", min_rows=1)):
         assert (
             brought(evidence, spec, narrow(examples()))[0][-4000:]
             == brought(evidence, spec, narrow(examples()))[0][-4000:]
@@ -248,7 +375,7 @@ def test_a_client_that_fits_its_rows_perfectly_still_passes_the_door(margin: flo
     rows = Rows(torch.randn(12, 2, 2, 2, generator=draw), torch.zeros(12, dtype=torch.int64))
     brief = Brief(0, spec, module.state_dict(), classes=2)
     for choose in (False, True):
-        evidence = KroneckerFactors(choose=choose)
+        evidence = KroneckerFactors(choose=choose, min_rows=1)
         work = Work(LocalSettings(optimizer={"lr": 1e-9}), evidence=(evidence,))
         update = admit(
             Envelope("site", client_round(work, brief, "site", rows).payload), Contract.of(brief, (evidence,))
@@ -259,7 +386,7 @@ def test_a_client_that_fits_its_rows_perfectly_still_passes_the_door(margin: flo
 
 
 def flawed(change: Callable[[dict[str, Tensor]], None], choose: bool = False) -> object:
-    evidence = KroneckerFactors(choose=choose)
+    evidence = KroneckerFactors(choose=choose, min_rows=1)
     notes = dict(split(decode(brought(evidence, Spec.of(conv_net()), narrow(examples()))[0]))[1])
     change(notes)
     return evidence.check(notes, 9.0)
@@ -285,6 +412,33 @@ def test_a_negative_or_giant_trace_is_named() -> None:
         flaw = flawed(scaled)
         assert flaw.field == "kron/2/in"
         assert flaw.got.startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "field", "words"),
+    [
+        ("vectors", lambda t: t * 1.1, "kron/5/in/vectors", "a column of squared length"),
+        ("values", lambda t: -t, "kron/5/in/values", "-"),
+        ("values", lambda t: t.flip(-1), "kron/5/in/values", "["),
+        ("values", lambda t: t * 1e20, "kron/5/in", "a trace of"),
+    ],
+)
+def test_eigenpairs_that_make_no_matrix_are_named(
+    name: str, change: Callable[[Tensor], Tensor], field: str, words: str
+) -> None:
+    evidence = KroneckerFactors(rank=2, min_rows=1)
+    notes = dict(split(decode(brought(evidence, Spec.of(conv_net()), narrow(examples()))[0]))[1])
+    notes[f"kron/5/in/{name}"] = change(notes[f"kron/5/in/{name}"])
+    flaw = evidence.check(notes, 9.0)
+    assert flaw.field == field
+    assert str(flaw.got).startswith(words)
+
+
+def test_a_diagonal_below_zero_is_named() -> None:
+    def negative(notes: dict[str, Tensor]) -> None:
+        notes["kron/3.weight/in/diagonal"] = notes["kron/3.weight/in/diagonal"] - 1.0
+
+    assert flawed(negative).field == "kron/3.weight/in/diagonal"
 
 
 def test_a_chosen_damping_must_be_positive() -> None:

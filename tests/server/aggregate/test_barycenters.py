@@ -240,7 +240,7 @@ def trial() -> tuple[Cohort, ServerState, Bench]:
     draw = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     state = ServerState(0, Single.of(SPEC.build(), SPEC))
-    recipe = Recipe(aggregate=FullBarycenter(), evidence=(KroneckerFactors(),))
+    recipe = Recipe(aggregate=FullBarycenter(), evidence=(KroneckerFactors(min_rows=1),))
     local, brief = LocalSettings(epochs=3, batch_size=8, optimizer={"lr": 0.2}), state.brief((), 3)
     envelopes = [
         Envelope(

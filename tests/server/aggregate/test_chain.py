@@ -46,7 +46,7 @@ def test_a_network_of_ones_own_needs_an_input_only_where_it_convolves() -> None:
     flat = Spec.of(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)))
     assert [h.maker.name for h in hidden_layers("x", flat, Bench())] == ["0"]
     images = Spec.of(nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2)))
-    with pytest.raises(RecipeError, match="does not say what its inputs look like"):
+    with pytest.raises(RecipeError, match="nobody says what its inputs look like"):
         hidden_layers("x", images, Bench())
     (hidden,) = hidden_layers("x", images, Bench(inputs=InputForm((1, 4, 4))))
     assert hidden.outgoing(weights(images)).shape == (3, 4 * 2)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import ClientUpdate, Cohort
@@ -16,9 +16,9 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.errors import RecipeError
+from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.nets.calibrate import calibration
-from fedfuse.nets.combine import FirstLayer, MeanProbability, OpenSetVote, TopLogit
+from fedfuse.nets.combine import ClassShares, FirstLayer, MeanProbability, OpenSetVote, TopLogit
 from fedfuse.nets.mixture import Mixture
 from fedfuse.server.aggregate.cover import CoverClasses
 from fedfuse.server.aggregate.ensemble import KeepAll
@@ -117,7 +117,8 @@ def test_the_cost_of_choosing_early() -> None:
     _, after = kept(KeepAll(FirstLayer(1)), cohort)
     assert after.facts["cost"] == pytest.approx((4 * first + first + rest) / (4 * (first + rest)))
     assert kept(KeepAll(FirstLayer("all")), cohort)[1].facts["cost"] == 1.0
-    assert "cost" not in kept(KeepAll(), Cohort.of([update("a", Spec.of(SHALLOW.build()))]), Bench())[1].facts
+    unseen = Spec.of(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)))
+    assert "cost" not in kept(KeepAll(), Cohort.of([update("a", unseen)]), Bench())[1].facts
 
 
 def test_laws_follow_from_the_rule() -> None:
@@ -143,3 +144,34 @@ def test_nothing_goes_on_from_a_mixture(guard: Krum | None) -> None:
         recipe.check(2, BENCH)
     with pytest.raises(RecipeError, match="the model is a mixture, expected one network"):
         kept(KeepAll(), Cohort.of([update("a")]))[1].single  # noqa: B018 - reading it is the point
+
+
+def test_votes_by_class_need_counts_or_guess_them_from_output_biases() -> None:
+    sent = [update(c, counts__labels=torch.tensor(n)) for c, n in (("a", [4, 0, 1]), ("b", [2, 3, 0]))]
+    rule = KeepAll(shares="counts")
+    assert rule.needs == {"network", "counts"}
+    assert kept(rule, Cohort.of(sent))[0].combine == ClassShares(((4.0, 0.0, 1.0), (2.0, 3.0, 0.0)))
+    one, other = update("a", num_examples=10.0), update("b", num_examples=30.0)
+    prior = torch.tensor([0.7, 0.2, 0.1])
+    for u, p in ((one, prior), (other, prior.flip(0))):
+        u.posterior.mean["classifier.bias"].copy_(p.log() + 3)  # any constant: a softmax does not see it
+    guessed = kept(KeepAll(TopLogit(1), shares="biases"), Cohort.of([one, other]))[0].combine
+    assert isinstance(guessed, TopLogit)
+    assert torch.allclose(torch.tensor(guessed.counts), torch.tensor([[7.0, 2.0, 1.0], [3.0, 6.0, 21.0]]), atol=1e-4)
+    assert not {"one", "agree"} & KeepAll(shares="counts").laws
+
+
+def test_shares_that_cannot_be_are_refused() -> None:
+    bare = Spec("mlp", {"inputs": 6, "hidden": [5], "classes": 3, "output_bias": False})
+    with pytest.raises(ConfigError, match=r"a: its network has no output bias .*counts"):
+        kept(KeepAll(shares="biases"), Cohort.of([update("a", bare)]))
+    with pytest.raises(RecipeError, match="FirstLayer takes neither"):
+        KeepAll(FirstLayer(1), shares="counts")
+
+
+def test_whom_others_cover_is_left_out_of_the_shares_too() -> None:
+    counts = {"a": [4, 4, 0], "b": [1, 0, 0], "c": [0, 0, 5]}
+    cohort = Cohort.of([update(c, counts__labels=torch.tensor(n)) for c, n in counts.items()])
+    mixture, after = kept(KeepAll(cover=CoverClasses(1.0), shares="counts"), cohort)
+    assert after.facts["kept"] == ["a", "c"]
+    assert mixture.combine == ClassShares(((4.0, 4.0, 0.0), (0.0, 0.0, 5.0)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -24,7 +25,7 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
 from fedfuse.linalg.divergence import renyi_to_gaussian
 from fedfuse.server.aggregate import gaussianity
-from fedfuse.server.aggregate.gaussianity import HigherOrder, NonGaussianMean, Renyi
+from fedfuse.server.aggregate.gaussianity import HigherOrder, Negentropy, NonGaussianMean, Renyi, Wasserstein
 from fedfuse.server.aggregate.mean import ALL_LAWS, mean_of
 from fedfuse.server.robust import NormClip
 from fedfuse.server.round import fuse_round
@@ -338,7 +339,7 @@ def test_it_travels_and_has_one_repr() -> None:
     assert ForkingPickler.loads(ForkingPickler.dumps(aggregate)) == aggregate
     assert repr(aggregate) == (
         "NonGaussianMean(distance=Renyi(order=0.5, density='samples', standardized=False), "
-        "normalize='sum', level='layer', mix=0.25)"
+        "normalize='sum', level='layer', mix=0.25, signed=False)"
     )
 
 
@@ -349,3 +350,39 @@ def test_what_cannot_be_is_said() -> None:
         NonGaussianMean(level="tensor")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="normalize is 'mean', expected one of sum, max"):
         NonGaussianMean(normalize="mean")  # type: ignore[arg-type]
+
+
+def test_scores_free_of_scale_against_scipy() -> None:
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.stack(
+        [torch.randn(500, generator=draw), torch.rand(500, generator=draw), torch.randn(500, generator=draw) ** 3]
+    )
+    found = Negentropy()(rows, torch.Generator)
+    for row, score in zip(rows.double().numpy(), found.tolist(), strict=True):
+        k2, k3, k4 = (scipy.stats.kstat(row, r) for r in (2, 3, 4))
+        assert score == pytest.approx((k3 / k2**1.5) ** 2 / 12 + (k4 / k2**2) ** 2 / 48, rel=1e-8)
+    for score in (Negentropy(), Wasserstein()):
+        assert torch.allclose(score(3 * rows + 1, torch.Generator), score(rows, torch.Generator), rtol=1e-4)
+
+
+def test_the_distance_to_the_fitted_gaussian_is_the_known_one() -> None:
+    """A fair coin of ±1 is sqrt(2 − 2 sqrt(2/π)) from N(0, 1); equal weights have no distance."""
+    coin = torch.tensor([[-1.0, 1.0]]).repeat(1, 5000)
+    assert float(Wasserstein()(coin, torch.Generator)) == pytest.approx((2 - 2 * (2 / math.pi) ** 0.5) ** 0.5, rel=1e-6)
+    many = torch.rand(1, 100_000, generator=torch.Generator().manual_seed(1))
+    between = (2 - 2 * math.sqrt(12) / (2 * math.sqrt(math.pi))) ** 0.5  # E[U Φ⁻¹(U)] = 1 / (2 √π)
+    assert float(Wasserstein()(many, torch.Generator)) == pytest.approx(between, rel=2e-2)
+    assert bool(Wasserstein()(torch.ones(1, 9), torch.Generator).isnan())
+
+
+def test_the_signed_product_is_the_literal_equation() -> None:
+    draw = torch.Generator().manual_seed(2)
+    rows = torch.randn(6, 400, generator=draw)
+    want = [scipy.stats.kstat(r, 3) * scipy.stats.kstat(r, 4) for r in rows.double().numpy()]
+    assert HigherOrder(signed=True)(rows, torch.Generator).tolist() == pytest.approx(want, rel=1e-6)
+    assert any(w < 0 for w in want)
+    shares, unscored = NonGaussianMean(HigherOrder(signed=True), signed=True)._shares(
+        torch.tensor([[2.0], [-1.0]]), torch.ones(2) / 2
+    )
+    assert shares[:, 0].tolist() == [2.0, -1.0]
+    assert not unscored.any()

@@ -14,17 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope
+from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope, Form
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.settings import LocalSettings, effective_steps
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
+from fedfuse.errors import ConfigError
 from fedfuse.server.aggregate import mean as means
 from fedfuse.server.aggregate.mean import Mean, NormalizedMean, largest, mean_of, weighted_mean
 from fedfuse.server.door.admit import Admission, Rules, admit_all
-from fedfuse.wire.codec import decode, encode, read, write
+from fedfuse.wire.codec import LazyParams, decode, encode, read, write
 from fedfuse.wire.messages import encode_reply
 
 LENET = Spec("lenet", {"channels": 3, "size": 32})
@@ -115,6 +116,28 @@ def test_every_way_a_client_can_be_stored_gives_the_same_bytes(
         assert len({t.untyped_storage().data_ptr() for t in got.values()}) == len(got), "each tensor has its own memory"
     mixed = cohort_of([in_bytes(states[0]), dict(states[1]), reordered(states[2])], num_examples, spec)
     assert all(mean_of(mixed)[n].equal(expected[n]) for n in expected or {})
+
+
+@pytest.mark.parametrize("odd", ["wide", "strided", "fetched wide", "fetched strided"])
+def test_what_lies_otherwise_is_summed_all_the_same(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code reads addresses: what is not float32 side by side must not reach it."""
+    draw = torch.Generator().manual_seed(0)
+    values = [torch.randn(300, generator=draw) for _ in range(5)]
+    strange = values[2].double() if odd.endswith("wide") else torch.stack([values[2], -values[2]], 1)[:, 0]
+    source: Params = {"w": strange}
+    if odd.startswith("fetched"):
+        source = LazyParams({"w": Form(strange.shape, strange.dtype)}, lambda _, begin, end: strange[begin:end])
+    expected = exact(values, [1.0, 2.0, 3.0, 4.0, 5.0])
+    monkeypatch.setattr(means, "_MIN_COMPILED", 0)
+    sources: list[Params] = [{"w": v} for v in values[:2]] + [source] + [{"w": v} for v in values[3:]]
+    assert weighted_mean(sources, [1.0, 2.0, 3.0, 4.0, 5.0], "w").equal(expected)
+
+
+@pytest.mark.parametrize("many", [0, 1 << 60])
+def test_a_shorter_tensor_is_an_error_not_a_look_beyond_its_end(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(means, "_MIN_COMPILED", many)
+    with pytest.raises(RuntimeError, match="size"):
+        weighted_mean([{"w": torch.zeros(300)}, {"w": torch.zeros(200)}], [1.0, 1.0], "w")
 
 
 def in_bytes(state: Params) -> Params:
@@ -255,3 +278,11 @@ def test_a_thousand_updates_wait_in_files_and_need_two_models_of_memory() -> Non
         assert more + python_peak(partial(mean_of, cohort)) <= 2 * model
     a, b = mean_of(files.cohort), mean_of(held.cohort)
     assert all(a[n].equal(b[n]) for n in a)
+
+
+def test_normalized_walks_need_a_step_of_everybody() -> None:
+    spec = Spec("mlp", {"inputs": 1, "hidden": [], "classes": 2})
+    start = Single.of(spec.build(), spec)
+    idle = ClientUpdate("a", start.posterior, 1.0, 0, spec)
+    with pytest.raises(ConfigError, match="a took no local step and FedNova divides by them"):
+        NormalizedMean(0.9)(Cohort.of([idle]), ServerState(0, start), Bench())

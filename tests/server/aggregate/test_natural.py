@@ -3,6 +3,8 @@ import torch
 from torch import Tensor, nn
 
 from fedfuse.client.evidence.kfac import KroneckerFactors
+from fedfuse.core.factor import LowRank
+from fedfuse.core.factor import dense as written_out
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Kron, Posterior
@@ -13,7 +15,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, NotConverged, RecipeError
-from fedfuse.linalg.kron import damp
+from fedfuse.linalg.damping import damp
 from fedfuse.linalg.psd import unpack
 from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.server.aggregate.natural import NaturalKron, ShareFactors
@@ -33,7 +35,7 @@ SPEC = Spec.of(net())
 def cohort(clients: int = 3, evidence: KroneckerFactors | None = None, seed: int = 0) -> tuple[Cohort, ServerState]:
     """Clients that trained on different rows from a common start, as the door lets them in."""
     torch.manual_seed(seed)
-    evidence = evidence or KroneckerFactors()
+    evidence = evidence or KroneckerFactors(min_rows=1)
     state = ServerState(0, Single.of(SPEC.build(), SPEC))
     brief = state.brief((), 3)
     work = Work(LocalSettings(epochs=3, batch_size=5, optimizer={"lr": 0.1}), evidence=(evidence,))
@@ -78,14 +80,75 @@ def test_every_layer_and_group_equals_a_dense_solve(pi: str) -> None:
     assert torch.allclose(found["0.bias"], conv[:, -1].float(), atol=1e-5)
 
 
+@pytest.mark.parametrize("scale", ["layer", "root", "client"])
+def test_factors_are_scaled_before_they_are_damped(scale: str) -> None:
+    """Against the dense solve of factors scaled by hand: s^p / Σ f s^p, and λ a share of the layer's mean."""
+    who, state = cohort()
+    found = fused(NaturalKron(1e-2, "trace", tol=1e-12, scale=scale), who, state)["4.weight"]
+    pairs = [[f.double() for f in u.posterior.geometry.factors["4"]] for u in who]
+    sizes = [float(A.trace() / len(A) * B.trace() / len(B)) for A, B in pairs]
+    says = [s ** {"layer": 1, "root": 0.5, "client": 0}[scale] for s in sizes]
+    total = sum(f * say for f, say in zip(who.weights.tolist(), says, strict=True))
+    precision, pull = 0.0, 0.0
+    for f, u, (A, B), size, say in zip(who.weights, who, pairs, sizes, says, strict=True):
+        A, B = damp(A, B * (say / total / size), 1e-2, "trace")
+        P = f * torch.kron(B, A)
+        precision, pull = precision + P, pull + P @ u.posterior.mean["4.weight"].double().flatten()
+    assert torch.allclose(found, torch.linalg.solve(precision, pull).view(3, -1).float(), atol=1e-5)
+
+
+def test_scaled_by_client_the_size_of_a_clients_factors_changes_nothing() -> None:
+    who, state = cohort()
+
+    def louder(u: ClientUpdate, by: float) -> ClientUpdate:
+        factors = {n: (A, B * by) for n, (A, B) in u.posterior.geometry.factors.items()}
+        return ClientUpdate(u.client, Posterior(u.posterior.mean, Kron(factors)), u.num_examples, u.steps, u.spec)
+
+    shouting = Cohort.of([louder(u, 10.0**k) for k, u in enumerate(who)])
+    solve = NaturalKron(1e-2, scale="client", tol=1e-10)
+    before, after = fused(solve, who, state), fused(solve, shouting, state)
+    assert all(torch.allclose(before[n], after[n], atol=1e-6) for n in before)
+    plain = NaturalKron(1e-2, tol=1e-10)
+    assert not torch.allclose(
+        fused(plain, who, state)["4.weight"], fused(plain, shouting, state)["4.weight"], atol=1e-3
+    )
+
+
+def test_uniform_shares_do_not_look_at_examples() -> None:
+    who, state = cohort()
+    alike = Cohort.of([ClientUpdate(u.client, u.posterior, 7.0, u.steps, u.spec) for u in who])
+    for name in ("0.weight", "4.weight"):
+        uniform = fused(NaturalKron(shares="uniform"), who, state)[name]
+        assert torch.allclose(uniform, fused(NaturalKron(), alike, state)[name], atol=1e-6)
+        assert not torch.allclose(uniform, fused(NaturalKron(), who, state)[name], atol=1e-5)
+
+
+def test_a_damping_of_the_clients_choice_belongs_to_factors_as_they_are() -> None:
+    with pytest.raises(RecipeError, match="set scale to 'none', or damping to a number"):
+        NaturalKron("evidence", "evidence", scale="root")
+
+
+def test_factors_of_low_rank_are_fused_as_the_matrices_they_stand_for() -> None:
+    who, state = cohort(evidence=KroneckerFactors(rank=3, min_rows=1))
+    assert isinstance(who.updates[0].posterior.geometry.factors["4"][0], LowRank)
+
+    def written(u: ClientUpdate) -> ClientUpdate:
+        factors = {n: (written_out(A), written_out(B)) for n, (A, B) in u.posterior.geometry.factors.items()}
+        return ClientUpdate(u.client, Posterior(u.posterior.mean, Kron(factors)), u.num_examples, u.steps, u.spec)
+
+    solve = NaturalKron(1e-2, scale="root", tol=1e-11)
+    low, full = fused(solve, who, state), fused(solve, Cohort.of([written(u) for u in who]), state)
+    assert all(torch.allclose(low[n], full[n], atol=1e-5) for n in low)
+
+
 def test_what_has_no_factors_is_averaged_and_named() -> None:
     who, state = cohort()
     after = NaturalKron()(who, state, Bench())
     plain = mean_of(who)
-    names = ["1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    names = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
     assert after.facts["averaged"] == names
     assert all(torch.equal(after.single.posterior.mean[n], plain[n]) for n in names)
-    assert set(after.facts["iterations"]) == set(after.facts["residual"]) == {"0", "4"}
+    assert set(after.facts["iterations"]) == set(after.facts["residual"]) == {"0", "4", "1.weight", "1.bias"}
     assert max(after.facts["residual"].values()) <= 1e-8
     assert list(after.single.posterior.mean) == list(who.names)
 
@@ -158,7 +221,7 @@ def test_a_solver_that_stops_early_names_the_layer() -> None:
 
 
 def test_clients_may_choose_the_damping_and_its_split() -> None:
-    who, state = cohort(evidence=KroneckerFactors(choose=True))
+    who, state = cohort(evidence=KroneckerFactors(choose=True, min_rows=1))
     after = NaturalKron("evidence", "evidence", tol=1e-10)(who, state, Bench())
     for u in who:
         best = int(u.notes["kron/evidence"].argmax())
@@ -173,7 +236,9 @@ def test_clients_may_choose_the_damping_and_its_split() -> None:
 def test_the_servers_memory_keeps_the_mean_factors() -> None:
     who, state = cohort()
     after = ShareFactors()(state, who, Bench())
-    assert set(after.memory) == {f"kron/{layer}/{side}" for layer in "04" for side in ("in", "out")}
+    plain = {f"kron/{layer}/{side}" for layer in "04" for side in ("in", "out")}
+    norms = {f"kron/1.{name}/{side}" for name in ("weight", "bias") for side in ("in/diagonal", "out")}
+    assert set(after.memory) == plain | norms
     A = sum(f * u.posterior.geometry.factors["4"][0].double() for f, u in zip(who.weights, who, strict=True))
     assert torch.allclose(unpack(after.memory["kron/4/in"], 16).double(), A, rtol=1e-5)
 
@@ -190,4 +255,7 @@ def test_without_the_evidence_it_says_what_is_missing() -> None:
 def test_briefs_of_plain_tensors_expect_factors_by_name() -> None:
     """A state dict without a network still says which factors are missing."""
     params = {"fc.weight": torch.zeros(2, 3), "fc.bias": torch.zeros(2)}
-    assert set(KroneckerFactors().expects(Brief(0, Spec.of_tensors(params), params))) == {"kron/fc/in", "kron/fc/out"}
+    assert set(KroneckerFactors(min_rows=1).expects(Brief(0, Spec.of_tensors(params), params))) == {
+        "kron/fc/in",
+        "kron/fc/out",
+    }

@@ -12,7 +12,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.nets.channels import channel_groups
-from fedfuse.server.align.activations import ByActivations, Moments, cross_moments, probes
+from fedfuse.server.align.activations import ByActivations, PairMoments, cross_moments, probes
 from fedfuse.server.align.nets import Net
 
 LENET = Spec("lenet", {"size": 8, "maps": [3, 4], "hidden": [6], "classes": 2})
@@ -32,7 +32,7 @@ def rows(n: int, seed: int = 0) -> Rows:
 def test_moments_give_numpys_correlation_and_distance() -> None:
     draw = torch.Generator().manual_seed(0)
     a, b = torch.randn(3, 50, generator=draw), torch.randn(4, 50, generator=draw) + 2
-    seen = Moments.empty(3, 4)
+    seen = PairMoments.empty(3, 4)
     for part_a, part_b in zip(a.split(20, 1), b.split(20, 1), strict=True):
         seen.add(part_a, part_b)
     want = np.corrcoef(a.numpy(), b.numpy())[:3, 3:]
@@ -42,7 +42,7 @@ def test_moments_give_numpys_correlation_and_distance() -> None:
 
 
 def test_a_unit_that_always_answers_the_same_is_like_nobody() -> None:
-    seen = Moments.empty(2, 2)
+    seen = PairMoments.empty(2, 2)
     seen.add(torch.tensor([[1.0, 2.0, 3.0], [5.0, 5.0, 5.0]]), torch.tensor([[0.0, 0.0, 0.0], [1.0, 2.0, 3.0]]))
     assert torch.allclose(seen.correlation(), torch.tensor([[0.0, 1.0], [0.0, 0.0]], dtype=torch.float64))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedfuse.client.evidence.kfac import KroneckerFactors, kronecker_factors
+from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params, squared_distance
@@ -17,7 +18,7 @@ from fedfuse.core.posterior import Diag, Flat, Geometry, Kron, Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Aggregator
-from fedfuse.core.spec import Spec
+from fedfuse.core.spec import Spec, tie
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.nets.blocks import blocks_of
@@ -33,6 +34,7 @@ from fedfuse.server.filters import find_alignment, with_filters
 from fedfuse.server.robust import NormClip
 from fedfuse.server.round import fuse_round
 from fedfuse.wire.codec import decode, encode
+from odd_networks import ODD, Cumulative, Odd
 
 NETWORKS: dict[str, tuple[Spec, tuple[int, ...]]] = {
     "mlp": (Spec("mlp", {"inputs": 20, "hidden": [12, 9], "classes": 4}), (20,)),
@@ -85,7 +87,7 @@ def bench(shape: tuple[int, ...], rows: int = 32) -> Bench:
 def fuse_aligned(
     group: Cohort, spec: Spec, bench_: Bench, align: Any = "weights", aggregate: Aggregator | None = None
 ) -> ServerState:
-    evidence = (KroneckerFactors(),) if isinstance(aggregate, NaturalKron) else ()
+    evidence = (KroneckerFactors(min_rows=1),) if isinstance(aggregate, NaturalKron) else ()
     recipe = with_filters(Recipe(aggregate=aggregate or Mean(), evidence=evidence), align=align)
     return fuse_round(recipe, group, start(spec), bench_)
 
@@ -257,3 +259,34 @@ def test_new_statistics_need_rows_and_fit_the_mean() -> None:
     assert not torch.allclose(anew.posterior.mean[name], plain.posterior.mean[name], atol=1e-3)
     with pytest.raises(RecipeError, match="BatchNorm's statistics learns on the server's own rows"):
         fuse_aligned(group, spec, Bench(), {"name": "weights", "renorm": True})
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+def test_permuted_copies_of_odd_networks_come_back_exactly(odd: Odd) -> None:
+    """Attention heads as blocks, MLP units, gates of recurrent layers, unequal branches: the mean is the network."""
+    spec = Spec.of(odd.module.float())
+    groups, weights = channel_groups(spec, odd.shape), tie(spec, drawn(spec, 5))
+    draw = torch.Generator().manual_seed(6)
+    moves = {}
+    for group in groups:
+        room = group.size // group.sections
+        moves[group] = torch.cat([torch.randperm(room, generator=draw) + s * room for s in range(group.sections)])
+    shuffled = [weights, move_units(weights, moves)]
+    cohort = Cohort.of([ClientUpdate(c, Posterior(w), 1.0, 1, spec) for c, w in zip("ab", shuffled, strict=True)])
+    aligned, facts = AlignUnits(ByWeights())(cohort, Bench(inputs=InputForm(odd.shape)))
+    assert all(aligned.updates[1].posterior.mean[n].equal(t) for n, t in weights.items())
+    assert "not_aligned" not in facts
+
+
+def test_what_could_not_be_aligned_is_named_in_the_result() -> None:
+    bench = Bench(inputs=InputForm((4,)))
+    spec = Spec.of(Cumulative())
+    cohort = Cohort.of([ClientUpdate(c, Posterior(drawn(spec, i)), 1.0, 1, spec) for i, c in enumerate("ab")])
+    _, facts = AlignUnits(ByWeights())(cohort, bench)
+    assert facts["not_aligned"] == ["enter.weight (cumsum)"]
+    spec, bench = Spec.of(ODD["lstm"].module.float()), Bench(inputs=InputForm(ODD["lstm"].shape))
+    cohort = Cohort.of([ClientUpdate(c, Posterior(drawn(spec, i)), 1.0, 1, spec) for i, c in enumerate("ab")])
+    _, facts = AlignUnits(ByActivations())(cohort, bench)
+    assert facts["not_aligned"] == ["cell (nothing to compare)"]
+    with pytest.raises(ConfigError, match=r"units of 'cell'.*ground = \"weights\""):
+        AlignUnits(ByTransport(ground="activations"))(cohort, bench)

@@ -1,33 +1,13 @@
-"""What is aligned: where inputs' shapes come from, and units of grouped convolutions and concatenations blended."""
+"""What is aligned: units of grouped convolutions and concatenations blended."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.inputs import InputForm
-from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench
-from fedfuse.errors import ConfigError
 from fedfuse.nets.channels import channel_groups, move_units
-from fedfuse.server.align.nets import Coupling, blend_units, input_shape
-
-
-def test_the_shape_of_an_input_is_found_wherever_it_is_known() -> None:
-    lenet = Spec("lenet", {"channels": 3, "size": 20})
-    rows = Rows(torch.zeros(2, 3, 24, 24), torch.zeros(2, dtype=torch.long))
-    assert input_shape(lenet, Bench(rows)) == (3, 24, 24)
-    assert input_shape(lenet, Bench(unlabelled=rows.x)) == (3, 24, 24)
-    assert input_shape(lenet, Bench(inputs=InputForm((3, 22, 22)))) == (3, 22, 22)
-    assert input_shape(lenet, Bench()) == (3, 20, 20)
-    assert input_shape(Spec("lenet"), Bench()) == (1, 28, 28)
-    assert input_shape(Spec("resnet18", {"widths": 0.1}), Bench()) == (3, 32, 32)
-    assert input_shape(Spec("bayesian", {"of": lenet.to_json()}), Bench()) == (3, 20, 20)
-    assert input_shape(Spec.of(nn.Sequential(nn.Linear(7, 3))), Bench()) == (7,)
-    with pytest.raises(ConfigError, match="nobody says what its inputs look like; give the server some rows"):
-        input_shape(Spec.of(nn.Sequential(nn.Conv2d(1, 2, 3))), Bench())
+from fedfuse.server.align.nets import Coupling, blend_units
 
 
 class Odd(nn.Module):

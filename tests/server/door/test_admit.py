@@ -16,10 +16,12 @@ from fedfuse.core.messages import Brief, Envelope, Flaw, Start
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Diag, Flat, Geometry
+from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.errors import NotConverged, Refused
 from fedfuse.models.bayes import BayesianLayers
-from fedfuse.server.door.admit import LEAST_LOG_VARIANCE, Contract, Rules, admit, admit_all, form_words, is_finite
+from fedfuse.server.door.admit import Contract, Rules, admit, admit_all, form_words
+from fedfuse.server.door.values import LEAST_LOG_VARIANCE, is_finite
 from fedfuse.wire.codec import encode, read
 from fedfuse.wire.messages import encode_reply, mark_notes, reply_header
 
@@ -113,7 +115,7 @@ TENSORS: list[tuple[str, Tensor | None, str, str]] = [
     ("0.bias", filled("0.bias", float("inf")), "not finite", "finite numbers"),
     ("1.running_mean", filled("1.running_mean", float("-inf")), "not finite", "finite numbers"),
     ("1.running_var", filled("1.running_var", -1.0), "-1.0", "variances ≥ 0"),
-    ("1.num_batches_tracked", torch.tensor(-1), "[-1, -1]", "counts from 0 to 9,007,199,254,740,992"),
+    ("1.num_batches_tracked", torch.tensor(-1), "[-1, -1]", "counts from 0 to 300"),
     ("1.num_batches_tracked", torch.tensor(2**63 - 1), f"[{2**63 - 1}, {2**63 - 1}]", "counts from 0"),
     ("2.weight", torch.ones(1), "sent unasked", "only what was asked for"),
     ("~counts/labels", torch.ones(1), "sent unasked", "only what was asked for"),
@@ -271,23 +273,21 @@ def test_an_enrolled_count_is_the_most_a_client_may_claim() -> None:
 
 
 def test_without_an_enrolled_count_the_median_is_the_measure() -> None:
-    num_examples = {"a": 10, "b": 12, "c": 14, "d": 1199, "e": 1401}
+    num_examples = {"a": 10, "b": 12, "c": 14, "d": 119, "e": 141}
     admission = door(*(Envelope(c, reply(num_examples=m)) for c, m in num_examples.items()))
     assert admission.cohort.clients == ("a", "b", "c", "d")
     assert admission.refused == [
-        {"client": "e", "field": "num_examples", "got": "1401.0", "expected": "at most 1400, 100 times the median"}
+        {"client": "e", "field": "num_examples", "got": "141.0", "expected": "at most 140, 10 times the median"}
     ]
-    strict = door(
-        *(Envelope(c, reply(num_examples=m)) for c, m in num_examples.items()), rules=Rules(examples_ratio=10)
-    )
+    strict = door(*(Envelope(c, reply(num_examples=m)) for c, m in num_examples.items()), rules=Rules(examples_ratio=5))
     assert told(strict) == [("d", "num_examples"), ("e", "num_examples")]
 
 
 def test_steps_far_above_the_others_are_refused() -> None:
     """FedNova divides by steps: one client that claims a billion would throw the model far away."""
-    steps = {"a": 3, "b": 4, "c": 5, "d": 500}
+    steps = {"a": 3, "b": 4, "c": 5, "d": 50}
     assert told(door(*(Envelope(c, reply(steps=s)) for c, s in steps.items()))) == [("d", "steps")]
-    assert told(door(*(Envelope(c, reply(steps=min(s, 450))) for c, s in steps.items()))) == []
+    assert told(door(*(Envelope(c, reply(steps=min(s, 45))) for c, s in steps.items()))) == []
 
 
 def test_nobody_answered() -> None:
@@ -339,3 +339,28 @@ def test_variances_whose_precision_would_drown_the_others_are_raised_and_counted
     assert all(update.posterior.mean[n].equal(sent[n]) for n in sent if n != "net.log_variance")
     untouched = admit(Envelope("site-3", reply(BELIEF)), Contract.of(BELIEF, ()))
     assert "raised_variances" not in untouched.facts
+
+
+RESTING = Contract.of(BRIEF, (LabelCounts(),), trains=False)
+
+
+def evidence_alone(**header: Any) -> bytes:
+    told = reply_header(BRIEF, num_examples=10.0, steps=0, facts={}) | header
+    return encode(mark_notes({"counts/labels": torch.tensor([4, 6])}), told)
+
+
+def test_who_was_not_asked_to_train_stands_at_the_briefs_weights() -> None:
+    update = admit(Envelope("site-3", evidence_alone()), RESTING)
+    assert update.steps == 0
+    assert all(update.posterior.mean[n] is PARAMS[n] for n in PARAMS)
+    assert refusal(evidence_alone(steps=1), RESTING).facts()["expected"] == "0, for there was nothing to train"
+    with_weights = refusal(reply(notes={"counts/labels": torch.tensor([4, 6])}), RESTING)
+    assert with_weights.facts()["got"] == "8 tensors are more than the 2 allowed"
+    assert refusal(evidence_alone(), Contract.of(BRIEF, (LabelCounts(),))).facts()["got"] == "missing"
+
+
+def test_no_steps_are_admitted_where_the_settings_have_no_epochs() -> None:
+    rests = LocalSettings(epochs=0)
+    assert admit(Envelope("a", reply(steps=0, training=rests.to_json())), CONTRACT).steps == 0
+    assert refusal(reply(steps=0)).facts()["field"] == "steps"
+    assert refusal(reply(steps=2, training=rests.to_json())).facts()["field"] == "steps"

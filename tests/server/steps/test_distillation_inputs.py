@@ -1,18 +1,16 @@
-"""Where inputs come from, and what they look like when there are none."""
+"""Where inputs come from."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
-from fedfuse.core.inputs import InputForm
 from fedfuse.core.model import Single
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import RecipeError
-from fedfuse.server.steps.distillation_inputs import ServerInputs, UnlabelledInputs, input_form, server_inputs
+from fedfuse.server.steps.distillation_inputs import ServerInputs, UnlabelledInputs, server_inputs
 
 SPEC = Spec("mlp", {"inputs": 4, "classes": 2})
 ROWS = Rows(torch.randn(10, 4), torch.zeros(10, dtype=torch.int64))
@@ -29,17 +27,6 @@ def test_given_inputs_come_once() -> None:
         UnlabelledInputs()(0, teacher, student, Bench())
     with pytest.raises(RecipeError, match=r"set data\.server_fraction"):
         ServerInputs()(0, teacher, student, Bench())
-
-
-def test_the_form_of_inputs_is_found_where_it_is_said() -> None:
-    said = InputForm((3, 9, 9), (-1.0,), (2.0,))
-    assert input_form(Bench(rows=ROWS, inputs=said), SPEC) is said
-    assert input_form(Bench(rows=ROWS), Spec("lenet")).shape == (4,)
-    assert input_form(Bench(unlabelled=torch.ones(2, 1, 5, 5)), SPEC).shape == (1, 5, 5)
-    assert input_form(Bench(), SPEC).shape == (4,)
-    assert input_form(Bench(), Spec("lenet", {"channels": 3})).shape == (3, 28, 28)
-    with pytest.raises(RecipeError, match="does not say what its inputs look like"):
-        input_form(Bench(), Spec.of(nn.Linear(3, 2)))
 
 
 def test_held_inputs_are_a_seeded_sample_of_the_servers_own() -> None:

@@ -55,7 +55,7 @@ def test_without_rows_networks_show_what_they_know() -> None:
 
 
 def test_networks_nobody_can_ask_are_left_unmeasured() -> None:
-    spec = Spec.of(nn.Linear(3, 2))
+    spec = Spec.of(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)))
     before = state(spec)
     assert Disturbance()(before, cohort(2, spec), Bench()) is before
 

@@ -20,6 +20,7 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import RecipeError
 from fedfuse.server.door.admit import Contract, admit
+from fedfuse.server.labels import divergence
 from fedfuse.server.loop import RunPlan, run
 from fedfuse.server.steps.dynamic import DynamicUpdate, accuracy_and_loss, balance, interpolate, need_of
 from fedfuse.wire.messages import encode_reply
@@ -173,3 +174,21 @@ def test_label_counts_that_do_not_sum_to_the_mass_are_refused() -> None:
     reply = encode_reply(brief, brief.params, notes, num_examples=9.0, steps=1, facts={})
     with pytest.raises(Exception, match="counts/labels is a sum of 4, expected the num_examples 9"):
         admit(Envelope("c0", reply), Contract.of(brief, (LabelCounts(),)))
+
+
+def test_where_everybody_takes_part_it_says_that_it_is_fedavg() -> None:
+    """D(P̄) is zero by the equation; the mean divergence of the clients is not."""
+    skewed = cohort([12, 0, 0], [0, 12, 0], [0, 0, 12])
+    at = bench(rows(24, labels=2), population=3)
+    told = DynamicUpdate()(start(), skewed, at).facts["server_step"]
+    assert (told["alpha"], told["taken"]) == (0, False)
+    assert "this is FedAvg" in told["why"]
+    each = DynamicUpdate(divergence="clients")(start(), skewed, at).facts["server_step"]
+    assert each["cohort_divergence"] == pytest.approx(divergence(torch.tensor([1, 0, 0]), torch.ones(3)))
+    assert each["taken"]
+    weighed = DynamicUpdate(divergence="clients")(start(), cohort([30, 0, 0], [5, 5, 0]), at).facts["server_step"]
+    everyone = torch.tensor([35.0, 5.0, 0.0]) + 40 / 2 / 3  # the third was never heard
+    want = [divergence(torch.tensor(n), everyone) for n in ([30, 0, 0], [5, 5, 0])]
+    assert weighed["cohort_divergence"] == pytest.approx((30 * want[0] + 10 * want[1]) / 40)
+    few = DynamicUpdate(least=0.9)(start(), cohort([30, 0, 0]), at).facts["server_step"]
+    assert few["why"].startswith("alpha is")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Cohort, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.registry import find_method
@@ -26,6 +27,7 @@ from fedfuse.server.steps.prune import Prune, filters_of, layer_rates, shrink_st
 from fedfuse.server.steps.rates import FixedRate
 from fedfuse.wire.files import load_model, save_model
 from fedfuse.wire.messages import encode_reply
+from odd_networks import ODD
 
 NETWORKS = {
     "lenet": (Spec("lenet"), (1, 28, 28)),
@@ -73,6 +75,52 @@ def test_without_its_channels_it_is_the_network_with_zeros(name: str) -> None:
         assert torch.allclose(smaller.logits(x), want, atol=1e-5)
     before, after = (sum(t.numel() for t in m.values()) for m in (net.state_dict(), smaller.posterior.mean))
     assert after < 0.7 * before
+
+
+REMOVABLE = (
+    *("6+5", "6+4+4", "64+32", "6+5, norm", "6+5, flat", "6+4+4, flat"),
+    *("GroupNorm(C, C)", "multiplied", "squeezed"),
+)
+
+
+@pytest.mark.parametrize("name", REMOVABLE)
+def test_odd_networks_lose_channels_as_if_these_had_been_zero(name: str) -> None:
+    module, shape, _ = ODD[name]
+    spec, bench = Spec.of(module.float()), Bench(inputs=InputForm(shape), rows=some_rows(shape))
+    step = Prune(0, FixedRate(0.5), "uniform", renorm=False)
+    step.check_network({"": spec}, bench, 1)
+    net = lively(spec)
+    pruned = step(ServerState(0, Single.of(net, spec)), Cohort(()), bench)
+    filters = filters_of(spec, shape)
+    assert {n: k for n, (k, _) in pruned.facts["pruned"]["kept"].items()} == {
+        f.group.name: f.group.size - f.group.size // 2 for f in filters
+    }
+    keep = {}
+    for f in filters:  # which units stayed is told by the channels the spec remembers
+        place, channels = f.places[0], pruned.single.spec.kept[f.layers[0]]
+        keep[f.group] = torch.tensor([u for u in range(f.group.size) if place.offset + u * place.per in channels])
+    x = torch.rand(5, *shape, generator=torch.Generator().manual_seed(1))
+    silent = dict(net.state_dict())
+    for group, units in keep.items():
+        gone = [u for u in range(group.size) if u not in units.tolist()]
+        for place in group.readers:
+            at = torch.tensor([place.offset + u * place.per + k for u in gone for k in range(place.per)])
+            silent[place.tensor] = silent[place.tensor].index_fill(place.axis, at, 0)
+    assert torch.allclose(pruned.single.logits(x), spec.forward(silent, x), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "group"), [("written out", "second"), ("squeezed, written", "conv"), ("padded", r"wide\[0\]")]
+)
+def test_sizes_that_are_written_out_are_refused_before_anybody_trains(name: str, group: str) -> None:
+    module, shape, _ = ODD[name]
+    with pytest.raises(ConfigError, match=rf"channels of '{group}' cannot be removed: .*flatten\(1\)"):
+        Prune(0, FixedRate(0.5)).check_network({"": Spec.of(module.float())}, Bench(inputs=InputForm(shape)), 1)
+
+
+def some_rows(shape: tuple[int, ...]) -> Rows:
+    x = torch.rand(20, *shape, generator=torch.Generator().manual_seed(3))
+    return Rows(x, torch.arange(20) % 2)
 
 
 def test_convolutions_that_are_added_go_together() -> None:
@@ -223,3 +271,56 @@ def test_what_cannot_be_is_said_before_training() -> None:
 def test_in_other_rounds_nothing_happens() -> None:
     state = ServerState(4, Single.of(SMALL.build(), SMALL))
     assert Prune(3, FixedRate(0.5))(state, Cohort(()), Bench()) is state
+
+
+def pruned_widths(step: Prune, spec: Spec, shape: tuple[int, ...], rows: Rows | None = None) -> ServerState:
+    return step(
+        ServerState(0, Single.of(lively(spec), spec)), Cohort(()), Bench(inputs=InputForm(shape), rows=rows, seed=3)
+    )
+
+
+def test_the_smallest_filters_go_by_magnitude_and_no_rows_are_needed() -> None:
+    spec, shape = NETWORKS["lenet"]
+    step = Prune(0, FixedRate(0.5), "uniform", by="magnitude")
+    assert "server_rows" not in step.needs
+    weight = lively(spec).state_dict()["conv1.weight"]
+    want = sorted(weight.abs().mean((1, 2, 3)).topk(3).indices.tolist())
+    assert list(pruned_widths(step, spec, shape).single.spec.kept["conv1"]) == want
+
+
+def test_random_filters_go_by_the_seed() -> None:
+    spec, shape = NETWORKS["lenet"]
+    step = Prune(0, FixedRate(0.5), "uniform", by="random")
+    first, again = (pruned_widths(step, spec, shape).single.spec.kept for _ in range(2))
+    assert first == again
+    assert len(first["conv1"]) == 3
+
+
+def test_inner_leaves_the_residual_stream_alone() -> None:
+    spec, shape = NETWORKS["resnet18"]
+    kept = pruned_widths(Prune(0, FixedRate(0.5), "uniform", by="magnitude", inner=True), spec, shape).single.spec.kept
+    inner = {f"stage{s}.{b}.body.conv1" for s in (1, 2, 3, 4) for b in (0, 1)}
+    assert set(kept) == inner
+    plain, shape = NETWORKS["lenet"]
+    everything = pruned_widths(Prune(0, FixedRate(0.5), "uniform", by="magnitude", inner=True), plain, shape)
+    assert set(everything.single.spec.kept) == {"conv1", "conv2"}
+    multiplied = Spec.of(ODD["multiplied"].module.float())
+    assert not any(f.joined for f in filters_of(multiplied, (2, 4, 4))), "a depthwise convolution adds nothing"
+
+
+def test_norms_are_estimated_anew_on_the_servers_rows() -> None:
+    """The running statistics of the pruned network are those of its own activations over the rows."""
+    spec, shape = NETWORKS["vgg11"]
+    rows = some_rows(shape)
+    after = pruned_widths(Prune(0, FixedRate(0.5), "uniform", by="magnitude"), spec, shape, rows).single
+    net = after.spec.build().eval()
+    net.load_state_dict(dict(after.posterior.mean))
+    convs = [m for m in net.modules() if isinstance(m, nn.Conv2d)]
+    norm = next(m for m in net.modules() if isinstance(m, nn.BatchNorm2d))
+    with torch.no_grad():
+        made = convs[0](rows.x)
+    assert torch.allclose(norm.running_mean, made.mean((0, 2, 3)), atol=1e-5)
+    untouched = pruned_widths(
+        Prune(0, FixedRate(0.5), "uniform", by="magnitude", renorm=False), spec, shape, rows
+    ).single
+    assert any(not untouched.posterior.mean[n].equal(after.posterior.mean[n]) for n in after.posterior.mean)

@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import torch
 
-from fedfuse.core.messages import Brief, Flaw, Form
+from fedfuse.core.messages import Brief, Form
 from fedfuse.core.params import Params
-from fedfuse.core.posterior import Geometry
 from fedfuse.core.precision import in_full
+from fedfuse.core.seams import PlainEvidence
 from fedfuse.core.state import Local, entries_of, live_names, with_kind
 from fedfuse.wire.codec import forms_of
 
@@ -31,7 +31,7 @@ def total_step_size(local: Local) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class ControlDelta:
+class ControlDelta(PlainEvidence):
     """SCAFFOLD's client half, option II: c_k⁺ = c_k − c + (w₀ − w_k)/(η τ), and Δc = c_k⁺ − c_k is sent.
 
     For η τ stands `total_step_size`, which knows momentum and changing rates; both variates start at zero. It touches
@@ -40,6 +40,7 @@ class ControlDelta:
 
     name: ClassVar[str] = "control"
     reveals: ClassVar[str] = "mean gradient of the client's rows"
+    room: ClassVar[float] = 3.0  # a client with few rows takes few steps, and each counts for more
 
     def __call__(self, local: Local) -> Params:
         """The change of this client's control variate."""
@@ -59,10 +60,7 @@ class ControlDelta:
         forms = forms_of(brief.params)
         return {f"{self.name}/{n}": forms[n] for n in live_names(brief)}
 
-    def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
-        """Any finite value will do."""
-        return None
-
-    def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature
-        """Says nothing about the posterior."""
-        return None
+    def influence(self, notes: Params) -> Mapping[str, float]:
+        """The control's length: everybody's correction is a mean of these."""
+        squares = sum(float(t.double().square().sum()) for t in entries_of(notes, self.name).values())
+        return {self.name: math.sqrt(squares)}

@@ -10,15 +10,16 @@ import torch
 
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
-from fedfuse.core.posterior import Geometry
+from fedfuse.core.seams import PlainEvidence
 from fedfuse.core.state import Local
 
 
 @dataclass(frozen=True, slots=True)
-class LabelCounts:
+class LabelCounts(PlainEvidence):
     """The client's label histogram, as whole numbers that sum to its num_examples."""
 
     name: ClassVar[str] = "counts"
+    needs_classes: ClassVar[bool] = True
     reveals: ClassVar[str] = "how many rows of each class the client has"
 
     def __call__(self, local: Local) -> Params:
@@ -37,8 +38,4 @@ class LabelCounts:
         total = sum(counts.tolist())  # Python's whole numbers do not wrap around
         if total != num_examples:
             return Flaw("counts/labels", f"a sum of {total}", f"the num_examples {num_examples:g}")
-        return None
-
-    def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature
-        """Says nothing about the posterior."""
         return None

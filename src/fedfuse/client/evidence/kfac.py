@@ -6,37 +6,49 @@ sends back gradients g of the loss at its output. With N examples and S position
     A = Σ a aᵀ / (N S²),   B = S Σ g gᵀ / N,   Fisher of the layer ≈ A ⊗ B          (arXiv:2310.00339, eqs. 10, 27)
 
 which for S = 1 are plain averages over examples. Only A ⊗ B is fixed by the mathematics; this way of sharing S
-between the two is the released one, and matters to damping alone.
+between the two is the released one, and matters to damping alone. Positions are taken for further examples ("expand").
+The alternative ("reduce") takes an example for its mean input ā = Σ_s a_s / S and the sum ḡ = Σ_s g_s of its gradients,
+
+    A = Σ ā āᵀ / N,   B = Σ ḡ ḡᵀ / N                                                 (arXiv:2311.00636, section 3)
+
+which is right where positions are averaged before the loss sees them. A norm's weight and bias have the diagonal of
+their Fisher information, as every entry acts on a channel of its own.
 """
 
 from __future__ import annotations
 
-import math
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfuse.client.evidence.marginal import LayerBelief, best_damping
-from fedfuse.client.moments import input_moments, output_moments
+from fedfuse.client.evidence.variance import Fisher, diagonal_fisher
+from fedfuse.client.moments import input_moments, input_sums, outer_sum, output_moments, output_sums
+from fedfuse.client.recording import LayerCall, record_calls
+from fedfuse.core.effort import Effort
+from fedfuse.core.factor import Factor, LowRank, dense
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry, Kron
 from fedfuse.core.precision import in_full
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import PlainEvidence
 from fedfuse.core.state import Local
-from fedfuse.linalg.psd import is_psd, pack, packed_size, unpack
-from fedfuse.nets.blocks import Block, Factors, blocks_of
+from fedfuse.nets.blocks import Block, Factors, Which, blocks_of
+from fedfuse.nets.cost import layer_costs
+from fedfuse.nets.factors import SIDES, Packing, find_flaw, layers_in, mean_eigenvalue_of, read_factor
+from fedfuse.tasks import CLASSIFICATION, Task
 from fedfuse.wire.codec import forms_of
 
-Fisher = Literal["empirical", "sampled"]
+_log = logging.getLogger(__name__)
 
-_MAX_TRACE = 1e12  # far above what honest gradients give, far below where sums of products overflow
-_LEAST = 1e-30  # a smaller factor has entries that no float32 holds, and would not arrive as the matrix it is
+Sharing: TypeAlias = Literal["expand", "reduce"]
+
+_MAX_DAMPING = 1e3  # the search for the best one ends there
 
 
 def kronecker_factors(
@@ -45,8 +57,11 @@ def kronecker_factors(
     rows: Rows,
     *,
     fisher: Fisher = "empirical",
+    sharing: Sharing = "expand",
+    centred: bool = False,
     batch: int = 128,
     generator: torch.Generator | None = None,
+    task: Task = CLASSIFICATION,
 ) -> dict[str, Factors]:
     """Both factors of every block's Fisher information over some rows, in one pass.
 
@@ -58,110 +73,151 @@ def kronecker_factors(
         blocks: which layers.
         rows: the examples.
         fisher: "empirical" takes the rows' own labels, "sampled" draws labels from the network's answer.
+        sharing: whether positions are further examples ("expand") or one example's ("reduce").
+        centred: whether A is of inputs less their mean, which then nobody can read off it.
         batch: rows per pass.
         generator: draws the labels.
+        task: what the outputs mean: whose likelihood it is.
 
     Returns:
-        Per layer A and B, stacked over its groups: (groups × in × in) and (groups × out × out), float64.
+        Per layer A and B, stacked over its groups: (groups × in × in) and (groups × out × out), float64; embeddings and
+        norms have a diagonal A.
 
     Example:
-        >>> from fedfuse.core.params import Layer
         >>> net = nn.Linear(2, 2, bias=False)
         >>> rows = Rows(torch.tensor([[1.0, 2.0]]), torch.tensor([0]))
-        >>> kronecker_factors(net, [Block(Layer("weight", "linear", "weight"))], rows)["weight"][0].tolist()
+        >>> kronecker_factors(net, [Block("weight", "linear", "weight")], rows)["weight"][0].tolist()
         [[[1.0, 2.0], [2.0, 4.0]]]
     """
     forms = {n: Form.of(t) for n, t in module.state_dict().items()}
-    sums = {b.layer.name: _zeros(b, forms, rows.x.device) for b in blocks}
-    with _record_calls(module, blocks) as calls:
-        for begin in range(0, len(rows), batch):
+    watched = [block for block in blocks if block.kind != "norm"]
+    sums = {b.name: _Sums.zeros(b, forms, rows.x.device, sharing, centred) for b in watched}
+    with record_calls(module, watched) as calls:
+        for begin in range(0, len(rows) if watched else 0, batch):
             x, y = rows.x[begin : begin + batch], rows.y[begin : begin + batch]
             calls.clear()
             with torch.enable_grad():
                 logits = in_full(module(x))
-                labels = y if fisher == "empirical" else sample_labels(logits.detach(), generator)
-                loss = F.cross_entropy(logits, labels, reduction="sum")  # a sum, so that each row's gradient is its own
-                grads = torch.autograd.grad(loss, [c.probe for c in calls], materialize_grads=True)
-            for block in blocks:
+                labels = y if fisher == "empirical" else task.sample(logits.detach(), generator)
+                loss = task.loss(logits, labels, "sum")  # a sum, so that each row's gradient is its own
+                grads = torch.autograd.grad(loss, [c.probe for c in calls], materialize_grads=True) if calls else ()
+            for block in watched:
                 mine = [(c, g) for c, g in zip(calls, grads, strict=True) if c.block is block]
-                _add(sums[block.layer.name], mine, len(x))
-    return {layer: (A / len(rows), B / len(rows)) for layer, (A, B) in sums.items()}
+                sums[block.name].add(mine, len(x))
+    found = {name: total.mean(len(rows)) for name, total in sums.items()}
+    norms = [block.name for block in blocks if block.kind == "norm"]
+    if norms:
+        options = {"fisher": fisher, "batch": batch, "generator": generator, "task": task}
+        spread = diagonal_fisher(module, rows, names=norms, **options)  # type: ignore[arg-type]
+        found |= {name: _norm_factors(value) for name, value in spread.items()}
+    return {block.name: found[block.name] for block in blocks}
 
 
-def _zeros(block: Block, forms: Mapping[str, Form], device: torch.device) -> Factors:
-    inn, out = (torch.zeros(block.groups, d, d, dtype=torch.float64, device=device) for d in block.sizes(forms))
-    return inn, out
-
-
-def sample_labels(logits: Tensor, generator: torch.Generator | None) -> Tensor:
-    """A label for each row, drawn from the network's own answer: the Fisher information proper."""
-    probabilities = logits.softmax(-1).cpu()
-    return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _LayerCall:
-    """One use of a layer in a forward pass; the gradient at the probe is the gradient at the layer's output."""
-
-    block: Block
-    module: nn.Module
-    x: Tensor
-    probe: Tensor
+def _norm_factors(precision: Tensor) -> Factors:
+    """A diagonal of the inputs' side, and nothing on the other."""
+    flat = precision.flatten()[None]
+    return LowRank.diagonal(flat), torch.ones(1, 1, 1, dtype=torch.float64, device=flat.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _RecordCall:
-    """A forward hook that notes a layer's input and adds a probe of zeros to its output.
-
-    The probe also shields the gradient from whatever is done to the output in place, and gives it a graph even where
-    no weight asks for one.
-    """
+class _Sums:
+    """One block's sums over the rows seen so far, and per group the number of positions."""
 
     block: Block
-    calls: list[_LayerCall]
+    A: Tensor
+    B: Tensor
+    positions: Tensor
+    sharing: Sharing
+    centred: bool
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-        probe = torch.zeros_like(output, requires_grad=True)
-        x = args[0] if args else kwargs["input"]
-        self.calls.append(_LayerCall(self.block, module, x.detach(), probe))
-        return output + probe
+    @classmethod
+    def zeros(
+        cls, block: Block, forms: Mapping[str, Form], device: torch.device, sharing: Sharing, centred: bool
+    ) -> _Sums:
+        inn, out = block.sizes(forms)
+        inn += centred and block.bias is None and not block.has_diagonal_inputs
+        shapes = ((inn,) if block.has_diagonal_inputs else (inn, inn), (out, out), ())
+        A, B, positions = (torch.zeros(block.groups, *d, dtype=torch.float64, device=device) for d in shapes)
+        return cls(block, A, B, positions, sharing, centred)
+
+    @property
+    def one(self) -> bool:
+        """Whether a 1 stands behind what is read: for the bias, or to know the mean."""
+        return self.block.bias is not None or self.centred
+
+    def add(self, calls: Sequence[tuple[LayerCall, Tensor]], examples: int) -> None:
+        """Add one batch; where each matrix has inputs of its own, one after another."""
+        for group in dict.fromkeys(call.group for call, _ in calls):
+            mine = [(call, _mask_padding(call, grad)) for call, grad in calls if call.group == group]
+            where = slice(None) if group is None else slice(group, group + 1)
+            by_example = self.sharing == "reduce" and all(len(call.x) == examples for call, _ in mine)
+            (self._add_reduced if by_example else self._add_expanded)(where, mine, examples)
+
+    def mean(self, rows: int) -> Factors:
+        """The factors, Σ a aᵀ / (N S²) and S Σ g gᵀ / N."""
+        S = (self.positions / rows).view(-1, 1)
+        inputs = S if self.block.has_diagonal_inputs else S[..., None]
+        A = self.A / torch.where(inputs > 0, rows * inputs.square(), 1.0)
+        if self.centred and not self.block.has_diagonal_inputs:
+            A = _remove_mean(A, self.block.bias is not None)
+        return (LowRank.diagonal(A) if self.block.has_diagonal_inputs else A), self.B * S[..., None] / rows
+
+    def _add_expanded(self, where: slice, calls: Sequence[tuple[LayerCall, Tensor]], examples: int) -> None:  # noqa: ARG002
+        """Σ a aᵀ and Σ g gᵀ over positions; tokens that pad are none."""
+        for call, grad in calls:
+            inputs = input_moments(call.module, call.x, self.one)
+            outputs, columns = output_moments(call.module, grad)
+            self.A[where].add_(inputs)
+            self.B[where].add_(outputs)
+            self.positions[where].add_(float(inputs.sum()) if self.block.has_diagonal_inputs else columns)
+
+    def _add_reduced(self, where: slice, calls: Sequence[tuple[LayerCall, Tensor]], examples: int) -> None:
+        """Σ ā āᵀ and Σ ḡ ḡᵀ over examples, every use of the layer counting towards one example's."""
+        outs = [output_sums(call.module, grad) for call, grad in calls]
+        ins = [input_sums(call.module, call.x, self.one) for call, _ in calls]
+        mean = torch.stack(ins).sum(0) / sum(positions for _, positions in outs)
+        self.A[where].add_(mean.square().sum(0) if self.block.has_diagonal_inputs else outer_sum(mean))
+        self.B[where].add_(outer_sum(torch.stack([gradients for gradients, _ in outs]).sum(0)))
+        self.positions[where].add_(examples)
 
 
-@contextmanager
-def _record_calls(module: nn.Module, blocks: Sequence[Block]) -> Iterator[list[_LayerCall]]:
-    """The list into which every use of these layers is written."""
-    calls: list[_LayerCall] = []
-    handles = []
-    try:
-        for block in blocks:
-            part = module.get_submodule(block.layer.weight.rpartition(".")[0])
-            handles.append(part.register_forward_hook(_RecordCall(block, calls), with_kwargs=True))
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
+def _remove_mean(A: Tensor, one: bool) -> Tensor:
+    """The moments of inputs less their mean, which the last column holds; that column is zero then, or goes."""
+    corner = A[:, -1:, -1:]
+    mean = A[:, :-1, -1:]
+    centred = torch.zeros_like(A)
+    centred[:, :-1, :-1] = A[:, :-1, :-1] - mean @ mean.mT / torch.where(corner > 0, corner, 1.0)
+    centred[:, -1:, -1:] = corner
+    return centred if one else centred[:, :-1, :-1]
 
 
-def _add(sums: Factors, calls: Sequence[tuple[_LayerCall, Tensor]], examples: int) -> None:
-    """Add one batch to a layer's sums: Σ a aᵀ / S² and S Σ g gᵀ."""
-    outs = [output_moments(c.module, grad) for c, grad in calls]
-    positions = sum(columns for _, columns in outs) / examples
-    for (call, _), (moments, _) in zip(calls, outs, strict=True):
-        sums[0].add_(input_moments(call.module, call.x), alpha=1 / positions**2)
-        sums[1].add_(moments, alpha=positions)
+def _even_out(factor: Factor) -> Factor:
+    """The multiple of the identity with the same trace, of each matrix of a stack: it tells no direction."""
+    if isinstance(factor, LowRank):
+        return LowRank.diagonal(factor.rest.mean(-1, keepdim=True).expand_as(factor.rest))
+    sizes = factor.diagonal(dim1=-2, dim2=-1).mean(-1)
+    return torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device) * sizes[:, None, None]
+
+
+def _mask_padding(call: LayerCall, grad: Tensor) -> Tensor:
+    """The gradient that a layer learns from: an embedding learns nothing of the token that pads."""
+    if isinstance(call.module, nn.Embedding) and call.module.padding_idx is not None:
+        return grad * (call.x != call.module.padding_idx)[..., None]
+    return grad
 
 
 @dataclass(frozen=True, slots=True)
 class _UnpackedFactors(Mapping[str, Factors]):
-    """Factors by layer, unpacked from their triangles at every access and not kept."""
+    """Factors by layer, unpacked at every access and not kept."""
 
     notes: Params
     layers: tuple[str, ...]
 
     def __getitem__(self, layer: str) -> Factors:
-        if layer not in self.layers:
+        A, B = (read_factor(self.notes, f"kron/{layer}/{side}") for side in SIDES)
+        if A is None or B is None:
             raise KeyError(layer)
-        return unpack_triangle(self.notes[f"kron/{layer}/in"]), unpack_triangle(self.notes[f"kron/{layer}/out"])
+        return A, B
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layers)
@@ -170,90 +226,132 @@ class _UnpackedFactors(Mapping[str, Factors]):
         return len(self.layers)
 
 
-def unpack_triangle(triangle: Tensor) -> Tensor:
-    """The symmetric matrix of a packed triangle, or the stack of them, whatever their size."""
-    return unpack(triangle, (math.isqrt(8 * triangle.shape[-1] + 1) - 1) // 2)
-
-
-def layers_in(notes: Params, kind: str = "kron/") -> tuple[str, ...]:
-    """The layers whose factors stand in these notes."""
-    return tuple(n.removeprefix(kind).removesuffix("/in") for n in notes if n.startswith(kind) and n.endswith("/in"))
-
-
 @dataclass(frozen=True, slots=True)
-class KroneckerFactors:
-    """The raw factors A and B of every linear and convolution layer, as upper triangles in float32.
+class KroneckerFactors(PlainEvidence):
+    """The raw factors A and B of every layer that has them.
 
     Damping is left to whoever fuses, so that comparing dampings and solvers asks clients nothing new. A grouped
-    convolution sends one pair per group, stacked. Norms, embeddings and tied weights have no factors.
+    convolution sends one pair per group, an attention one for queries, keys and values each. Tied and frozen weights
+    have no factors.
 
     Attributes:
         fisher: "empirical" takes the rows' own labels, "sampled" draws labels from the network's answer.
         choose: also send the damping that the client's own rows prefer (see `marginal`).
         batch: rows per pass.
+        rank: send so many leading eigenpairs of each factor and one number for the rest; None for all of it.
+        half: send eigenvectors in float16.
+        sharing: whether positions are further examples ("expand") or one example's ("reduce").
+        layers: "all", or "plain": linear layers and convolutions alone.
+        centred: take A of inputs less their mean.
+        min_rows: a client with fewer rows sends no directions, only how large its factors are; None for twice the
+            batch it trains with.
     """
 
     fisher: Fisher = "empirical"
     choose: bool = False
     batch: int = 128
+    rank: int | None = None
+    half: bool = False
+    sharing: Sharing = "expand"
+    layers: Which = "all"
+    centred: bool = False
+    min_rows: int | None = None
     name: ClassVar[str] = "kron"
-    reveals: ClassVar[str] = "second moments of every layer's inputs and gradients, averaged over the client's rows"
+
+    @property
+    def reveals(self) -> str:
+        """Means are told apart, for they are what a reader of the factors has for nothing."""
+        mean = "" if self.centred else " and the mean input of every layer with a bias,"
+        return (
+            f"second moments of every layer's inputs and gradients,{mean} averaged over the client's rows; the last "
+            "layer's tell which classes it has, an embedding's how often each token occurs"
+        )
+
+    @property
+    def packing(self) -> Packing:
+        """The form in which factors leave the client."""
+        return Packing(self.rank, self.half)
 
     def __call__(self, local: Local) -> Params:
         """One pass over the rows with the trained weights."""
-        blocks, draw = blocks_of(local.brief.spec), local.stream("fisher")
-        options = {"fisher": self.fisher, "batch": self.batch, "generator": draw}
-        found = kronecker_factors(local.module, blocks, local.rows, **options)  # type: ignore[arg-type]
-        factors = {layer: (_narrow(A), _narrow(B)) for layer, (A, B) in found.items()}
-        notes = {}
-        for layer, pair in factors.items():
-            for side, matrix in zip(("in", "out"), pair, strict=True):
-                triangles = pack(matrix).cpu()
-                notes[f"kron/{layer}/{side}"] = triangles[0] if len(triangles) == 1 else triangles
+        blocks = blocks_of(local.brief.spec, self.layers)
+        factors = kronecker_factors(
+            local.module,
+            blocks,
+            local.rows,
+            fisher=self.fisher,
+            sharing=self.sharing,
+            centred=self.centred,
+            batch=self.batch,
+            generator=local.stream("fisher"),
+            task=local.task,
+        )
+        if len(local.rows) < (least := 2 * local.settings.batch_size if self.min_rows is None else self.min_rows):
+            _log.warning(
+                "%s has %d rows, and factors of fewer than %d would tell of single ones: it sends their size alone "
+                "(min_rows sets the number)",
+                local.client,
+                len(local.rows),
+                least,
+            )
+            factors = {layer: (_even_out(A), _even_out(B)) for layer, (A, B) in factors.items()}
+        notes: dict[str, Tensor] = {}
+        for block in blocks:
+            notes |= self.packing.notes(block, factors[block.name])
         return notes | (_preferred_damping(local, blocks, factors) if self.choose else {})
 
+    def passes(self, effort: Effort) -> float:
+        """A pass forward, one back to every layer's output, and the products of A and B: d² + d′² for d d′."""
+        costs = layer_costs(effort.spec, effort.shape)
+        blocks = [(costs[b.name], b) for b in blocks_of(effort.spec, self.layers) if b.name in costs]
+        forms = {n: Form.of(t) for n, t in effort.spec.skeleton().state_dict().items()}
+        sizes = [(cost.positions * block.groups, *block.sizes(forms)) for cost, block in blocks]
+        moments = sum(times * (inn * inn + out * out) for times, inn, out in sizes)
+        return 2 + moments / max(1, sum(cost.products for cost in costs.values()))
+
     def expects(self, brief: Brief) -> Mapping[str, Form]:
-        """Two triangles per layer."""
-        forms, wanted = forms_of(brief.params), {}
-        for block in blocks_of(brief.spec):
-            many = (block.groups,) if block.groups > 1 else ()
-            for side, size in zip(("in", "out"), block.sizes(forms), strict=True):
-                wanted[f"kron/{block.layer.name}/{side}"] = Form((*many, packed_size(size)), torch.float32)
+        """Two factors per layer."""
+        forms = forms_of(brief.params)
+        wanted: dict[str, Form] = {}
+        for block in blocks_of(brief.spec, self.layers):
+            wanted |= self.packing.forms(block, forms)
         chosen = {f"kron/{what}": Form((3,), torch.float64) for what in ("damping", "evidence")}
         return wanted | (chosen if self.choose else {})
 
     def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Factors are positive semi-definite with a bounded trace; a chosen damping is positive."""
-        for name in (f"kron/{layer}/{side}" for layer in layers_in(notes) for side in ("in", "out")):
-            matrices = unpack_triangle(notes[name])
-            for matrix in matrices.unsqueeze(0) if matrices.ndim == 2 else matrices:
-                if not 0 <= (trace := float(matrix.double().trace())) <= _MAX_TRACE:
-                    return Flaw(name, f"a trace of {trace:.3g}", f"a trace from 0 to {_MAX_TRACE:g}")
-                if not is_psd(matrix):
-                    return Flaw(name, "not positive semi-definite", "a matrix without negative eigenvalues")
-        if self.choose and bool((notes["kron/damping"] <= 0).any()):
-            return Flaw("kron/damping", notes["kron/damping"].tolist(), "numbers above 0")
+        for path in _paths(notes):
+            if flaw := find_flaw(notes, path):
+                return flaw
+        if self.choose and not bool(((notes["kron/damping"] > 0) & (notes["kron/damping"] <= _MAX_DAMPING)).all()):
+            return Flaw("kron/damping", notes["kron/damping"].tolist(), f"numbers above 0 and up to {_MAX_DAMPING:g}")
         return None
 
     def geometry(self, notes: Params) -> Geometry | None:
         """Raw Kronecker factors per layer, fetched and unpacked when asked for."""
         return Kron(_UnpackedFactors(notes, layers_in(notes)))
 
+    def influence(self, notes: Params) -> Mapping[str, float]:
+        """The mean eigenvalue of every factor; what damping adds to it differs by decades between honest clients."""
+        return {path: mean_eigenvalue_of(notes, path) for path in _paths(notes)}
 
-def _narrow(factor: Tensor) -> Tensor:
-    """The factor as it travels: in float32, and zero where it is too small to be told from that."""
-    present = factor.abs().amax((-2, -1), keepdim=True) >= _LEAST
-    return torch.where(present, factor, 0.0).float()
+
+def _paths(notes: Params) -> Iterator[str]:
+    return (f"kron/{layer}/{side}" for layer in layers_in(notes) for side in SIDES)
 
 
 def _preferred_damping(local: Local, blocks: Sequence[Block], factors: Mapping[str, Factors]) -> dict[str, Tensor]:
-    """The damping that the marginal likelihood prefers, and that likelihood, for every way of splitting it."""
+    """The damping that the marginal likelihood prefers, and that likelihood, for every way of splitting it.
+
+    Diagonal factors are left out: they are many and small, and one λ for all of them would be theirs.
+    """
     now = {n: t.detach() for n, t in local.module.state_dict().items()}
     beliefs = [
-        LayerBelief.of(A, B, new - old)
+        LayerBelief.of(A.float(), B.float(), new - old)
         for block in blocks
+        if not block.has_diagonal_inputs
         for A, B, new, old in zip(
-            *factors[block.layer.name],
+            *(dense(factor) for factor in factors[block.name]),
             block.matrices(now).double(),
             block.matrices(dict(local.brief.params)).double().to(local.settings.device),
             strict=True,

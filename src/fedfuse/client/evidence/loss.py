@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 
+from fedfuse.core.effort import Effort
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
-from fedfuse.core.posterior import Geometry
+from fedfuse.core.seams import PlainEvidence
 from fedfuse.core.state import Local
 
 
 @dataclass(frozen=True, slots=True)
-class StartLoss:
-    """Mean cross entropy of the global model over the client's rows, before training."""
+class StartLoss(PlainEvidence):
+    """Mean loss of the global model over the client's rows, before training."""
 
     batch: int = 1000
     name: ClassVar[str] = "start_loss"
@@ -30,8 +30,12 @@ class StartLoss:
         with torch.no_grad():
             for begin in range(0, len(local.rows), self.batch):
                 x, y = local.rows.x[begin : begin + self.batch], local.rows.y[begin : begin + self.batch]
-                total += F.cross_entropy(model(x).double(), y, reduction="sum").cpu()
+                total += local.task.loss(model(x).double(), y, "sum").cpu()
         return {"start_loss/mean": total / len(local.rows)}
+
+    def passes(self, effort: Effort) -> float:  # noqa: ARG002 - the seam's signature
+        """One pass forward."""
+        return 1.0
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:  # noqa: ARG002 - the seam's signature
         """One number."""
@@ -42,6 +46,6 @@ class StartLoss:
         loss = float(notes["start_loss/mean"])
         return None if 0 <= loss < 1e6 else Flaw("start_loss", loss, "a number in [0, 1e6)")
 
-    def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature
-        """Says nothing about the posterior."""
-        return None
+    def influence(self, notes: Params) -> Mapping[str, float]:
+        """The loss, of which a client's weight is a power."""
+        return {"start_loss": float(notes["start_loss/mean"])}

@@ -35,7 +35,7 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from fedfuse.linalg.kron import Split, balance
+from fedfuse.linalg.damping import Split, balance
 
 _DECADES = range(-10, 3)  # λ from 1e-10 to 1e2
 

@@ -9,16 +9,17 @@ from typing import ClassVar
 
 import torch
 
+from fedfuse.core.effort import TRAINING_PASSES, Effort
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
-from fedfuse.core.posterior import Geometry
+from fedfuse.core.seams import PlainEvidence
 from fedfuse.core.state import Local, live_names
 from fedfuse.nets.curvature import CurvatureProbe
 from fedfuse.wire.codec import forms_of
 
 
 @dataclass(frozen=True, slots=True)
-class CurvatureSpectrum:
+class CurvatureSpectrum(PlainEvidence):
     """The spectrum of the client's Hessian at its trained weights, in one round only: it costs some dozen gradients.
 
     Attributes:
@@ -30,17 +31,25 @@ class CurvatureSpectrum:
     probe: CurvatureProbe = field(default_factory=CurvatureProbe)
     name: ClassVar[str] = "spectrum"
     reveals: ClassVar[str] = "the eigenvalues of the curvature of its loss, once"
+    room: ClassVar[float] = 20.0  # networks that know their rows by heart have curvatures of any size
 
     def __call__(self, local: Local) -> Params:
         """Ritz values, their weights, and the Lipschitz estimate."""
         if local.brief.round != self.round:
             return {}
-        seen = self.probe(local.module, local.anchor, local.rows, local.stream(self.name))
+        seen = self.probe(local.module, local.anchor, local.rows, local.stream(self.name), local.task)
         return {
             "spectrum/values": seen.spectrum.values.double(),
             "spectrum/weights": seen.spectrum.weights.double(),
             "spectrum/lipschitz": torch.tensor(seen.lipschitz, dtype=torch.float64),
         }
+
+    def passes(self, effort: Effort) -> float:
+        """In its round, Hessian-vector products of some rows, each the gradient of a gradient: twice its work."""
+        if effort.round != self.round:
+            return 0.0
+        products = self.probe.steps * self.probe.probes
+        return 2 * TRAINING_PASSES * products * min(effort.rows, self.probe.rows) / effort.rows
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
         """A row of numbers per probe, and one number; nothing in other rounds."""
@@ -64,6 +73,9 @@ class CurvatureSpectrum:
             return Flaw("spectrum/lipschitz", float(notes["spectrum/lipschitz"]), "a number ≥ 0")
         return None
 
-    def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature
-        """Says nothing about the posterior."""
-        return None
+    def influence(self, notes: Params) -> Mapping[str, float]:
+        """The Lipschitz estimate and the largest eigenvalue, which set the share of weights that may go."""
+        if "spectrum/values" not in notes:
+            return {}
+        largest = float(notes["spectrum/values"].abs().max())
+        return {"spectrum/lipschitz": float(notes["spectrum/lipschitz"]), "spectrum/values": largest}

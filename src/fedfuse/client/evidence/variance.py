@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fedfuse.client.evidence.kfac import Fisher, sample_labels
+from fedfuse.client.recording import plain_attention
+from fedfuse.core.effort import TRAINING_PASSES, Effort
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Diag, Geometry
 from fedfuse.core.precision import full_dtype, in_full
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import PlainEvidence
 from fedfuse.core.state import Local, live_names
+from fedfuse.tasks import CLASSIFICATION, Task
 from fedfuse.wire.codec import LazyParams, forms_of, piece_of
+
+Fisher: TypeAlias = Literal["empirical", "sampled"]
 
 _GRADIENTS = 1 << 24  # per-row gradients held at a time
 
@@ -39,24 +41,11 @@ class _OneRow:
 def _answers(module: nn.Module, own: dict[str, Tensor], x: Tensor) -> Tensor:
     """Every row's answer by its own weights; one after another where a layer cannot do them all at once."""
     one = _OneRow(module)
-    with _plain_attention():
+    with plain_attention():
         try:
             return vmap(one)(own, x)
         except RuntimeError:  # recurrent layers, and whatever asks a tensor for its numbers
             return torch.stack([one({n: p[row] for n, p in own.items()}, x[row]) for row in range(len(x))])
-
-
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Attention by its plain formula: the fast one knows no gradients, and takes weights under vmap for constants."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="There is a performance drop")  # slower than elsewhere, and right
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def diagonal_fisher(
@@ -65,7 +54,9 @@ def diagonal_fisher(
     *,
     names: Collection[str] | None = None,
     fisher: Fisher = "empirical",
+    batch: int | None = None,
     generator: torch.Generator | None = None,
+    task: Task = CLASSIFICATION,
 ) -> dict[str, Tensor]:
     """Mean over rows of the squared gradient of each trainable weight (arXiv:2310.00339, eq. 19), float64.
 
@@ -76,7 +67,9 @@ def diagonal_fisher(
         rows: the examples.
         names: which weights; by default all.
         fisher: "empirical" takes the rows' own labels, "sampled" draws labels from the network's answer.
+        batch: the most rows per pass; by default as many as gradients fit into memory.
         generator: draws the labels.
+        task: what the outputs mean: whose likelihood it is.
 
     Example:
         >>> net = nn.Linear(1, 2, bias=False)
@@ -89,14 +82,14 @@ def diagonal_fisher(
     """
     params = {n: p.detach() for n, p in module.named_parameters() if names is None or n in names}
     totals = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in params.items()}
-    at_once = max(1, _GRADIENTS // sum(p.numel() for p in params.values()))
+    at_once = min(max(1, _GRADIENTS // sum(p.numel() for p in params.values())), batch or len(rows))
     for x, y in zip(rows.x.split(at_once), rows.y.split(at_once), strict=True):
         # every row sees weights of its own, so the gradient of the summed loss is one gradient per row
         own = {n: p.expand(len(x), *p.shape).requires_grad_() for n, p in params.items()}
         with torch.enable_grad():
             logits = in_full(_answers(module, own, x))
-            labels = y if fisher == "empirical" else sample_labels(logits.detach(), generator)
-            loss = F.cross_entropy(logits, labels, reduction="sum")
+            labels = y if fisher == "empirical" else task.sample(logits.detach(), generator)
+            loss = task.loss(logits, labels, "sum")
             gradients = torch.autograd.grad(loss, list(own.values()), materialize_grads=True)
         for name, gradient in zip(own, gradients, strict=True):
             totals[name] += in_full(gradient).square().sum(0)
@@ -104,7 +97,7 @@ def diagonal_fisher(
 
 
 @dataclass(frozen=True, slots=True)
-class FisherDiagonal:
+class FisherDiagonal(PlainEvidence):
     """The mean squared gradient of every weight over the client's rows: the precision of its belief per example.
 
     Attributes:
@@ -118,8 +111,13 @@ class FisherDiagonal:
     def __call__(self, local: Local) -> Params:
         """One pass over the rows with the trained weights."""
         draw = local.stream("fisher")
-        found = diagonal_fisher(local.module, local.rows, names=local.live, fisher=self.fisher, generator=draw)
+        options: dict[str, Any] = {"fisher": self.fisher, "generator": draw, "task": local.task}
+        found = diagonal_fisher(local.module, local.rows, names=local.live, **options)
         return {f"fisher/{n}": value.to(full_dtype(local.live[n].dtype)).cpu() for n, value in found.items()}
+
+    def passes(self, effort: Effort) -> float:  # noqa: ARG002 - the seam's signature
+        """A gradient of every row."""
+        return TRAINING_PASSES
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
         """One tensor per trainable weight, of its shape, in float32 at least."""
@@ -137,6 +135,10 @@ class FisherDiagonal:
         """Variance 1/F per weight, infinite where the rows say nothing; computed as it is read."""
         forms = {n.removeprefix("fisher/"): f for n, f in forms_of(notes).items() if n.startswith("fisher/")}
         return Diag(LazyParams(forms, _Reciprocal(notes)))
+
+    def influence(self, notes: Params) -> Mapping[str, float]:
+        """The mean precision of every tensor."""
+        return {n: float(notes[n].double().mean()) for n in notes if n.startswith("fisher/")}
 
 
 @dataclass(frozen=True, slots=True)

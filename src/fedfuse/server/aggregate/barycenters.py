@@ -14,13 +14,14 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from fedfuse.core.factor import dense
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Diag
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, NotConverged
-from fedfuse.linalg.kron import damp
+from fedfuse.linalg.damping import damp
 from fedfuse.linalg.psd import inv_sqrtm, inverse, sqrtm, symmetrize
 from fedfuse.nets.blocks import Block, blocks_of
 from fedfuse.server.aggregate.charts import Pair
@@ -138,22 +139,22 @@ class FullBarycenter(ServerPart):
         sources, spec = [u.posterior.mean for u in cohort], cohort.updates[0].spec
         mean: dict[str, Tensor] = {}
         variance: dict[str, Tensor] = {}
-        fused = [b.layer for b in blocks_of(spec) if b.groups == 1 and self._fits(b, sources[0])]
-        for layer in fused:
-            like = {n: sources[0][n] for n in (layer.weight, layer.bias) if n is not None}
-            layer_mean, layer_variance = self._layer(cohort, Block(layer))
-            mean |= layer.split(layer_mean, like)
-            variance |= layer.split(layer_variance, like)
+        fused = [b for b in blocks_of(spec, "plain") if b.groups == 1 and self._fits(b, sources[0])]
+        for block in fused:
+            like = {n: sources[0][n] for n in block.tensors}
+            layer_mean, layer_variance = self._layer(cohort, block)
+            mean |= block.split(layer_mean[None], like)
+            variance |= block.split(layer_variance[None], like)
         mean |= {n: mean_by_examples(cohort, n) for n in cohort.names if n not in mean}
         after = state.fused({n: mean[n] for n in cohort.names}, Diag(variance), spec)
-        return after.noting(full_covariance=[layer.name for layer in fused])
+        return after.noting(full_covariance=[block.name for block in fused])
 
     def _fits(self, block: Block, params: Params) -> bool:
         return math.prod(block.sizes(forms_of(params))) <= self.largest
 
     def _layer(self, cohort: Cohort, block: Block) -> Pair:
         """A layer's fused [W | b] and the variance of each of its weights."""
-        matrices = torch.stack([block.layer.matrix(u.posterior.mean).double() for u in cohort])
+        matrices = torch.stack([block.matrices(u.posterior.mean)[0].double() for u in cohort])
         covariances = torch.stack([inverse(self._precision(u, block)) for u in cohort])
         barycenter = reverse_kl_barycenter if self.rule == "reverse-kl" else wasserstein_barycenter
         mean, covariance = barycenter(matrices.flatten(1), covariances, cohort.weights)
@@ -161,8 +162,8 @@ class FullBarycenter(ServerPart):
 
     def _precision(self, update: ClientUpdate, block: Block) -> Tensor:
         A, B = factors_of(update, block)
-        A, B = damp(A.double(), B.double(), self.damping, "trace")
-        return torch.kron(B, A)
+        A, B = damp(dense(A).double(), dense(B).double(), self.damping, "trace")
+        return torch.kron(dense(B), dense(A))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,10 +14,10 @@ from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Layer, Params
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
-from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.errors import ConfigError
 from fedfuse.linalg.atoms import AtomPrior, Odds, SharedAtoms, Units, share_atoms
 from fedfuse.nets.channels import EMPTY, Group, channel_groups, move_units
-from fedfuse.server.steps.distillation_inputs import input_form
+from fedfuse.nets.inputs import input_form
 
 VarianceScale: TypeAlias = Literal["absolute", "layer"]
 
@@ -90,7 +90,7 @@ def hidden_layers(who: str, spec: Spec, bench: Bench) -> tuple[Hidden, ...]:
         ['conv1', 'conv2', 'fc1', 'fc2']
     """
     layers = {layer.weight: layer for layer in spec.layout.layers}
-    found = [_hidden(group, layers) for group in channel_groups(spec, _shape(spec, bench))]
+    found = [_hidden(group, layers) for group in channel_groups(spec, input_form(bench, spec).shape)]
     chain = [hidden for hidden in found if hidden is not None]
     if not found:
         raise ConfigError(f"{who} matches hidden units and model {spec.factory!r} has none; give it a hidden layer")
@@ -159,18 +159,7 @@ def _hidden(group: Group, layers: Mapping[str, Layer]) -> Hidden | None:
     makers = [layers[p.tensor] for p in group.makers if p.tensor in layers]
     readers = [layers[p.tensor] for p in group.readers if p.tensor in layers]
     plain = group.sections == 1 and all(p.blocks == 1 and p.offset == 0 for p in group.locations)
-    plain = plain and all(layer.kind != "other" for layer in (*makers, *readers))  # a transposed convolution, say
+    plain = plain and all(layer.is_plain for layer in (*makers, *readers))  # a transposed convolution, say
     if not plain or len(makers) != 1 or len(group.readers) != 1 or len(readers) != 1:
         return None
     return Hidden(group, makers[0], readers[0])
-
-
-def _shape(spec: Spec, bench: Bench) -> tuple[int, ...]:
-    """The shape of an input; one that goes straight to a linear layer can be told from its weight."""
-    try:
-        return input_form(bench, spec).shape
-    except RecipeError:
-        first = spec.layout.layers[:1]
-        if not first or first[0].kind != "linear":
-            raise
-        return (spec.shapes()[first[0].weight][0][1],)

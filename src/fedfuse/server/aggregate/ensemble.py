@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,12 +16,24 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.nets.calibrate import Affine, Calibration, calibration
-from fedfuse.nets.combine import Combine, FirstLayer, MeanProbability, OpenSetVote, TopLogit
+from fedfuse.nets.combine import (
+    ClassShares,
+    Combine,
+    Counts,
+    FirstLayer,
+    MeanPrediction,
+    MeanProbability,
+    OpenSetVote,
+    TopLogit,
+)
+from fedfuse.nets.inputs import input_form
 from fedfuse.nets.mixture import Mixture
 from fedfuse.nets.stack import cost_of
 from fedfuse.server.aggregate.cover import Cover
 from fedfuse.server.aggregate.mean import ALL_LAWS
-from fedfuse.server.steps.distillation_inputs import input_form
+from fedfuse.tasks import Classification
+
+Shares: TypeAlias = Literal["none", "counts", "biases"]
 
 _NOTHING: frozenset[str] = frozenset()
 
@@ -36,6 +48,8 @@ class KeepAll(ServerPart):
         cover: whom to leave out because others cover them; None keeps everybody.
         calibrate: how logits are made comparable, for AMS; None leaves them as they are.
         fitted: who finds the calibration: each client on its own rows, or the server on its own.
+        shares: whether members vote for a class by their share of its rows: by the "counts" that clients send, or by
+            what their networks' output "biases" let guess of them.
     """
 
     combine: Combine = field(default_factory=MeanProbability)
@@ -43,10 +57,16 @@ class KeepAll(ServerPart):
     cover: Cover | None = None
     calibrate: Calibration | None = None
     fitted: Literal["clients", "server"] = "clients"
+    shares: Shares = "none"
     result: ClassVar[Result] = "mixture"
     mixes_networks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if self.shares != "none" and not isinstance(self.combine, TopLogit | MeanProbability):
+            raise RecipeError(
+                f"class shares weigh probabilities or logits, and {type(self.combine).__name__} takes neither as they "
+                "are; leave them out, average probabilities or choose by the largest logit"
+            )
         if self.calibrate is not None and not isinstance(self.combine, TopLogit):
             raise RecipeError(
                 f"calibration is of logits that are compared, and {type(self.combine).__name__} compares none; "
@@ -54,16 +74,22 @@ class KeepAll(ServerPart):
             )
 
     @property
+    def needs_classes(self) -> bool:
+        """Largest logits and votes are of classes; a mean prediction is there for every task."""
+        return self.cover is not None or isinstance(self.combine, TopLogit | FirstLayer | OpenSetVote)
+
+    @property
     def laws(self) -> frozenset[str]:
         """All but what the rule takes away: a sum of equal answers is not that answer, nor is a calibrated one."""
         rule, several = self.combine, isinstance(self.combine, TopLogit | FirstLayer) and self.combine.k != 1
-        changed = self.calibrate is not None or isinstance(rule, OpenSetVote)
+        changed = self.calibrate is not None or self.shares != "none" or isinstance(rule, OpenSetVote)
         return ALL_LAWS - ({"one", "agree"} if changed else {"agree"} if several else set())
 
     @property
     def needs(self) -> frozenset[str]:
         """What choosing and calibrating need, and networks that can answer."""
         chosen = (self.cover.needs if self.cover is not None else _NOTHING) | {"network"}
+        chosen |= {"counts"} if self.shares == "counts" else set()
         if self.calibrate is None:
             return chosen
         return chosen | {"logit_scale" if self.fitted == "clients" else "server_rows"}
@@ -85,6 +111,17 @@ class KeepAll(ServerPart):
         return cohort.weights if self.weights == "examples" else equal
 
     def _rule(self, cohort: Cohort, bench: Bench) -> Combine:
+        if not isinstance(bench.task, Classification) and self.shares != "none":
+            raise ConfigError(f"class shares are of classes, and a {bench.task.name} has none; leave shares out")
+        if isinstance(self.combine, MeanProbability) and not isinstance(bench.task, Classification):
+            return MeanPrediction(bench.task.name)
+        rule = self._calibrated_rule(cohort, bench)
+        if self.shares == "none":
+            return rule
+        counts = sent_counts(cohort) if self.shares == "counts" else counts_by_biases(cohort)
+        return replace(rule, counts=counts) if isinstance(rule, TopLogit) else ClassShares(counts)
+
+    def _calibrated_rule(self, cohort: Cohort, bench: Bench) -> Combine:
         if self.calibrate is None or not isinstance(self.combine, TopLogit):
             return self.combine
         maps = _sent_calibrations(cohort) if self.fitted == "clients" else self._fit(cohort, bench)
@@ -106,6 +143,33 @@ def members_of(updates: Iterable[ClientUpdate]) -> tuple[Single, ...]:
     return tuple(
         Single(u.spec, replace(u.posterior, mean={n: t.clone() for n, t in u.posterior.mean.items()})) for u in updates
     )
+
+
+def sent_counts(cohort: Cohort) -> Counts:
+    """How many rows of each class every client has told it has."""
+    return tuple(tuple(float(n) for n in u.notes["counts/labels"].tolist()) for u in cohort)
+
+
+def counts_by_biases(cohort: Cohort) -> Counts:
+    """How many rows of each class every client has, as far as its output biases tell: n_j softmax(b_j)_c.
+
+    A softmax layer whose inputs say nothing of the class fits b_jc = log π_jc + const to the classes' frequencies π_j;
+    the more its inputs say, and the shorter it trained, the nearer the guess is to equal shares.
+
+    Raises:
+        ConfigError: if a network has no linear output layer with a bias.
+    """
+    found = []
+    for update in cohort:
+        linear = [layer for layer in update.spec.layout.layers if layer.kind == "linear"]
+        if not linear or linear[-1].bias is None:
+            raise ConfigError(
+                f"{update.client}: its network has no output bias to guess class shares from; let clients send label "
+                'counts (shares = "counts")'
+            )
+        prior = update.posterior.mean[linear[-1].bias].double().softmax(0)
+        found.append(tuple((update.num_examples * prior).tolist()))
+    return tuple(found)
 
 
 def _sent_calibrations(cohort: Cohort) -> list[Affine]:

@@ -20,7 +20,7 @@ from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError
-from fedfuse.linalg.divergence import Density, non_gaussianity, renyi_to_gaussian
+from fedfuse.linalg.divergence import Density, k_statistics, non_gaussianity, renyi_to_gaussian
 from fedfuse.server.aggregate.mean import ALL_LAWS, BLOCK, weighted_mean
 from fedfuse.wire.codec import LazyParams, forms_of, piece_of
 
@@ -46,7 +46,8 @@ class HigherOrder:
     """|k₃·k₄|, the product of the third and fourth k-statistics (SWA, eq. 5, with the released absolute value).
 
     It grows with the seventh power of the weights' scale. `standardized` divides the scale out and leaves
-    |skewness · excess kurtosis|.
+    |skewness · excess kurtosis|. `signed` is the literal equation, k₃·k₄ without the absolute value, whose sign is a
+    coin's for symmetric weights: its shares may be negative and far from one.
 
     Example:
         >>> rows = torch.tensor([[1.0, 2.0, 3.0, 10.0], [2.0, 4.0, 6.0, 20.0]])
@@ -56,10 +57,59 @@ class HigherOrder:
     """
 
     standardized: bool = False
+    signed: bool = False
 
     def __call__(self, rows: Tensor, draw: Draw) -> Tensor:  # noqa: ARG002 - the seam's signature
         """One product per row."""
-        return non_gaussianity(rows, standardized=self.standardized, per_row=True)
+        score = non_gaussianity(rows, standardized=self.standardized, per_row=True)
+        if not self.signed:
+            return score
+        k = k_statistics(rows, per_row=True)
+        return score * (k.k3 * k.k4).sign()
+
+
+@dataclass(frozen=True, slots=True)
+class Negentropy:
+    """k₃²/12 + k₄²/48 of the standardized weights, the leading terms of their negentropy (Comon 1994); free of scale.
+
+    Example:
+        >>> rows = torch.tensor([[1.0, 2.0, 3.0, 10.0], [2.0, 4.0, 6.0, 20.0]])
+        >>> a, b = Negentropy()(rows, torch.Generator)
+        >>> bool((a - b).abs() < 1e-12)
+        True
+    """
+
+    def __call__(self, rows: Tensor, draw: Draw) -> Tensor:  # noqa: ARG002 - the seam's signature
+        """One estimate per row."""
+        k = k_statistics(rows, per_row=True)
+        return (k.k3 / k.k2**1.5).square() / 12 + (k.k4 / k.k2**2).square() / 48
+
+
+@dataclass(frozen=True, slots=True)
+class Wasserstein:
+    """The 2-Wasserstein distance of the standardized weights from N(0, 1); free of scale, and tails count but once.
+
+    W₂² = ∫ (F⁻¹(u) − Φ⁻¹(u))² du, with the sorted weights for F⁻¹ and the normal's mean over each n-th of its mass for
+    Φ⁻¹; what n draws of a Gaussian would have on average stays in it, for all clients alike.
+
+    Example:
+        >>> rows = torch.randn(1, 20_000, generator=torch.Generator().manual_seed(0))
+        >>> bool(Wasserstein()(rows, torch.Generator) < 0.03)
+        True
+    """
+
+    def __call__(self, rows: Tensor, draw: Draw) -> Tensor:  # noqa: ARG002 - the seam's signature
+        """One distance per row; NaN where all weights are equal."""
+        x = rows.double()
+        n = x.shape[1]
+        std = x.std(1, correction=0, keepdim=True)
+        z = torch.where(std > 0, (x - x.mean(1, keepdim=True)) / std, torch.nan).sort(1).values
+        edges = torch.special.ndtri(torch.arange(n + 1, dtype=torch.float64) / n)
+        density = torch.exp(-0.5 * edges.square()) / math.sqrt(2 * math.pi)
+        quantiles = n * (density[:-1] - density[1:])  # the normal's mean between its (i/n)- and ((i+1)/n)-quantiles
+        # within a slice the weight is one number and the normal is not: its spread there, 1 − mean(q²), is left over
+        within = (1 - quantiles.square().mean()).clamp(min=0)
+        return ((z - quantiles).square().mean(1) + within).sqrt()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +153,7 @@ class NonGaussianMean(ServerPart):
             the largest score and then adds up: it is no average, N alike clients come out as N times themselves.
         level: one weight per client and "layer", or per client and output "filter".
         mix: share of the example-count weights in the final ones, from 0 to 1.
+        signed: keep negative scores as they are, instead of taking them for none.
 
     Example:
         >>> NonGaussianMean(Renyi(order=2), mix=0.5).laws == NonGaussianMean().laws
@@ -113,6 +164,7 @@ class NonGaussianMean(ServerPart):
     normalize: Normalize = "sum"
     level: Level = "layer"
     mix: float = 0.0
+    signed: bool = False
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -147,16 +199,16 @@ class NonGaussianMean(ServerPart):
         self, stacks: _Stacks, counts: Tensor, stream: Callable[[str], torch.Generator], layer: Layer
     ) -> _FusedLayer:
         stack, draw = stacks.of(layer), partial(stream, layer.name)
-        by_filter = self.level == "filter" and layer.kind != "other"  # an embedding's rows are no filters
+        by_filter = self.level == "filter" and layer.is_plain  # an embedding's rows are no filters
         scores = torch.stack([self.distance(rows, draw) for rows in stack.rows(by_filter)])
         shares, unscored = self._shares(scores, counts)
         return _FusedLayer(stack.blend(shares), scores, shares, unscored)
 
     def _shares(self, scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Each client's weight, (clients × rows), and the rows in which nobody has a score."""
-        known = torch.where(scores.isfinite() & (scores > 0), scores, 0.0).double()
+        known = torch.where(scores.isfinite() & ((scores > 0) | self.signed), scores, 0.0).double()
         largest = known.amax(0)
-        unscored = largest == 0
+        unscored = (largest == 0) | (known.sum(0) == 0)
         relative = known / largest  # equations 7 and 8
         own = relative if self.normalize == "max" else relative / relative.sum(0)
         own = torch.where(unscored, 1 / len(known), own)

@@ -22,6 +22,7 @@ from fedfuse.core.seams import ServerPart
 from fedfuse.core.settings import effective_steps
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
+from fedfuse.errors import ConfigError
 from fedfuse.kernels import why_not
 from fedfuse.server.training import training_of
 from fedfuse.wire.codec import LazyParams, piece_of
@@ -29,7 +30,7 @@ from fedfuse.wire.codec import LazyParams, piece_of
 # Elements per block: long enough that memory is read in long runs, short enough that the float64 sums stay in cache.
 BLOCK = 1 << 18
 _MIN_THREADED = 1 << 16  # elements that are not worth a second thread
-_MIN_COMPILED = 1 << 21  # elements of all clients that are worth loading compiled code
+_MIN_COMPILED = 1 << 21  # elements of all clients that are worth loading compiled code, which takes a while
 
 ALL_LAWS = frozenset({"order", "one", "agree", "scale", "pure", "dtype", "finite", "repeat"})
 
@@ -58,7 +59,7 @@ def mean_by_examples(cohort: Cohort, name: str) -> Tensor:
 def largest(sources: Sequence[Params], name: str) -> Tensor:
     """The elementwise largest value over clients: how counters are fused."""
     out = sources[0][name].clone()
-    for source in sources[1:]:
+    for source in sources[1:]:  # one at a time: a stack would hold every client's copy at once
         torch.maximum(out, source[name], out=out)
     return out
 
@@ -80,11 +81,11 @@ def mean_of(cohort: Cohort, weights: Sequence[float] | Tensor | None = None) -> 
 def _exact_weights(weights: Sequence[float] | Tensor) -> tuple[Tensor, float]:
     """The weights and what to divide by; whole numbers without their common factor, so that one client counts 1."""
     given = torch.as_tensor(weights, dtype=torch.float64)
-    if len(given) == 1:
+    if len(given) == 1:  # its weights come back bit for bit, whatever the number of examples
         return torch.ones_like(given), 1.0
     if given.equal(given.round()):
         given = given / reduce(math.gcd, map(int, given))
-    return given, math.fsum(map(float, given))
+    return given, math.fsum(map(float, given))  # exactly rounded, so the same in every order
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ class Mean(ServerPart):
 
     uniform: bool = False
     needs: ClassVar[frozenset[str]] = frozenset()
+    only_sums: ClassVar[bool] = True
     laws: ClassVar[frozenset[str]] = ALL_LAWS
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
@@ -118,6 +120,7 @@ class NormalizedMean(ServerPart):
     """
 
     momentum: float | None = None
+    only_sums: ClassVar[bool] = True
     laws: ClassVar[frozenset[str]] = frozenset({"order", "one", "scale", "pure", "dtype", "finite", "repeat"})
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
@@ -127,6 +130,7 @@ class NormalizedMean(ServerPart):
         shares = cohort.weights * reach / steps
         roles = state.single.spec.layout.roles
         start, sources = state.single.posterior.mean, [u.posterior.mean for u in cohort]
+        # w₀ − Σ s_k (w₀ − w_k) = (1 − Σ s_k) w₀ + Σ s_k w_k: one pass over the clients, no copy of their differences
         shares_with_start = torch.cat([1 - shares.sum().reshape(1), shares])
         mean = {
             # statistics are no walk: they are averaged as they are
@@ -143,7 +147,11 @@ class NormalizedMean(ServerPart):
         return frozenset({"start"} if self.momentum is not None else {"start", "training"})
 
     def _effective_steps(self, cohort: Cohort, round_: int) -> list[float]:
-        """a_k of every client."""
+        """a_k of every client, none of them 0."""
+        if idle := [u.client for u in cohort if not u.steps]:
+            raise ConfigError(
+                f"{idle[0]} took no local step and FedNova divides by them; leave it out, or fuse by another method"
+            )
         if self.momentum is not None:
             return [effective_steps(u.steps, self.momentum) for u in cohort]
         settings = [training_of(u, "FedNova") for u in cohort]
@@ -162,6 +170,7 @@ def _runs(sources: Sequence[Params]) -> list[tuple[str, ...]]:
     averaged as one long tensor, without a Python call per tensor and client.
     """
     lazy = [s for s in sources if isinstance(s, LazyParams)]
+    # a run is read by the first client's offsets, so everybody's table must be the very same
     same = len(lazy) == len(sources) and all((s.offsets, s.forms) == (lazy[0].offsets, lazy[0].forms) for s in lazy)
     return lazy[0].runs() if same else [(name,) for name in sources[0]]
 
@@ -225,21 +234,28 @@ def _plan(sources: Sequence[Params], what: _Sum) -> tuple[Callable[[Blocks], Non
     narrow = first.dtype == torch.float32 and first.device.type == "cpu"
     add = _add
     if narrow and count * len(sources) >= _MIN_COMPILED and not why_not():
-        if all(_is_contiguous(source, what) for source in sources):
+        if all(_is_resident(source, what) for source in sources):
+            # nothing is fetched and no sum is kept, so blocks serve only to share the work among threads
             share = -(-count // max(1, torch.get_num_threads()))
             return _ResidentSum.of(sources, what), _blocks(count, max(BLOCK, share))
         add = _add_compiled
     # so that sums and pieces weigh little beside the model
     size = max(1, min(BLOCK >> 1, max(BLOCK >> 6, count // 10), count))
+    # a sum is written once for four pieces; small models would need more memory for the pieces than for themselves
     together = 4 if count >= 4 * BLOCK else 1
     return partial(_sum_blocks, sources, what, add, together), _blocks(count, size)
 
 
-def _is_contiguous(source: Params, what: _Sum) -> bool:
-    """Whether a run of float32 lies in memory as one."""
-    if isinstance(source, LazyParams):
-        return source.resident and source.forms[what.name].dtype == torch.float32
-    return source[what.name].is_contiguous() and source[what.name].dtype == torch.float32
+def _is_resident(source: Params, what: _Sum) -> bool:
+    """Whether a run of float32, as long as the target, lies in memory as one; addresses forgive nothing."""
+    if isinstance(source, LazyParams) and not source.resident:
+        return False
+    return _is_plain(piece_of(source, what.name, 0, what.target.ends[-1]), what.target.ends[-1])
+
+
+def _is_plain(run: Tensor, count: int) -> bool:
+    """Whether these are so many numbers of float32, side by side in this machine's memory."""
+    return run.dtype == torch.float32 and run.device.type == "cpu" and run.is_contiguous() and len(run) == count
 
 
 def _blocks(count: int, size: int) -> Blocks:
@@ -273,7 +289,7 @@ def _sum_blocks(sources: Sequence[Params], what: _Sum, add: _Add, together: int,
     size = max((end - begin for begin, end in blocks), default=0)
     sums = torch.empty(size, dtype=torch.float64, device=what.target.tensors[0].device)
     for begin, end in blocks:
-        block = sums[: end - begin].zero_()
+        block = sums[: end - begin].zero_()  # the same memory for all blocks: it stays in cache
         for k in range(0, len(sources), together):
             pieces = [piece_of(source, what.name, begin, end) for source in sources[k : k + together]]
             add(block, pieces, what.weights[k : k + together])
@@ -284,13 +300,16 @@ def _sum_blocks(sources: Sequence[Params], what: _Sum, add: _Add, together: int,
 
 def _add(block: Tensor, pieces: Sequence[Tensor], weights: list[float]) -> None:
     """Add Σ weight · piece, each product rounded before its sum: a fused step would depend on the processor."""
-    wide = torch.empty_like(block)
+    wide = torch.empty_like(block)  # float64 before the product: a float32 one would round it twice
     for piece, weight in zip(pieces, weights, strict=True):
         block.add_(wide.copy_(piece).mul_(weight))
 
 
 def _add_compiled(block: Tensor, pieces: Sequence[Tensor], weights: list[float]) -> None:
-    """The same in one pass."""
+    """The same in one pass; pieces of another kind are left to torch."""
+    if not all(_is_plain(piece, len(block)) for piece in pieces):
+        _add(block, pieces, weights)
+        return
     from fedfuse.kernels.mean import add_rows
 
     addresses = np.array([piece.data_ptr() for piece in pieces], np.int64)

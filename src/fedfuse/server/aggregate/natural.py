@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import tee
-from operator import itemgetter
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
+from fedfuse.core.factor import Factor, as_stack
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.posterior import Kron
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.linalg.cg import Solution
-from fedfuse.linalg.kron import Solver, Split, damp, natural_mean
-from fedfuse.linalg.psd import pack
+from fedfuse.linalg.damping import Split, damp, mean_eigenvalue
+from fedfuse.linalg.kron import Solver, natural_mean
 from fedfuse.nets.blocks import Block, Factors, blocks_of
+from fedfuse.nets.factors import Packing, mean_factor
 from fedfuse.server.aggregate.mean import ALL_LAWS, mean_by_examples
 
-Damping = float | Literal["evidence"]
-Balance = Split | Literal["evidence"]
+Damping: TypeAlias = float | Literal["evidence"]
+Balance: TypeAlias = Split | Literal["evidence"]
+Scale: TypeAlias = Literal["root", "client", "layer", "none"]
+Shares: TypeAlias = Literal["examples", "uniform"]
+
+_POWERS: dict[Scale, float] = {"layer": 1.0, "root": 0.5, "client": 0.0}
+
+
+class _Belief(NamedTuple):
+    """One client's layer and factors."""
+
+    update: ClientUpdate
+    M: Tensor
+    A: Factor
+    B: Factor
+
+    @property
+    def scale(self) -> float:
+        """The mean eigenvalue of A ⊗ B."""
+        return mean_eigenvalue(self.A) * mean_eigenvalue(self.B)
+
+    def scaled_to(self, scale: float) -> _Belief:
+        """The belief with that mean eigenvalue instead, each factor with its root; one without information as it is."""
+        if self.scale == 0:
+            return self
+        root = math.sqrt(scale)
+        return self._replace(A=self.A * (root / mean_eigenvalue(self.A)), B=self.B * (root / mean_eigenvalue(self.B)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +60,15 @@ class NaturalKron(ServerPart):
     A_k + π √λ I and B_k + √λ / π I (eq. 30). One layer is held across clients at a time. Tensors without factors, and
     layers that no client's factors inform, take the weighted mean and are named in the facts.
 
+    Before they are damped, factors are scaled, layer by layer. The better a client fits its rows, the smaller its
+    gradients and B_k: a λ that suits briefly trained clients drowns those trained to the end, and a client that has
+    fitted its rows has no say beside one that has not. With s_k the mean eigenvalue of A_k ⊗ B_k, client k's product is
+    scaled to s_k^p / Σ f_j s_j^p, so that λ is a share of the layer's mean eigenvalue, and
+
+    - `layer`, p = 1, leaves clients their say;
+    - `root`, p = ½, has them speak by their precision's root: inverse standard deviations for inverse variances;
+    - `client`, p = 0, gives all of them the same: factors tell directions, and only f_k how much a client counts.
+
     Attributes:
         damping: λ, or "evidence" for the one each client's own rows prefer.
         pi: how λ is split between the factors: "one", "trace", "frobenius", or "evidence" for each client's choice.
@@ -40,6 +76,8 @@ class NaturalKron(ServerPart):
             "gradient" (the released 10,000 steps).
         tol: relative residual the exact solver must reach.
         max_iters: the exact solver's limit, or the gradient's number of steps; by default 1,000 and 10,000.
+        scale: "layer", "root", "client", or "none" (as published).
+        shares: f_k by "examples" (as released), or "uniform" (as the paper's equations have it).
     """
 
     damping: Damping = 1e-3
@@ -47,8 +85,9 @@ class NaturalKron(ServerPart):
     solver: Solver = "exact"
     tol: float = 1e-8
     max_iters: int | None = None
+    scale: Scale = "none"
+    shares: Shares = "examples"
     needs: ClassVar[frozenset[str]] = frozenset({"kron"})
-    laws: ClassVar[frozenset[str]] = ALL_LAWS
 
     def __post_init__(self) -> None:
         if self.pi == "evidence" and self.damping != "evidence":
@@ -56,43 +95,61 @@ class NaturalKron(ServerPart):
                 f"fusing by Kronecker factors: pi is 'evidence' with the damping {self.damping}; clients choose both "
                 "together, so set damping to 'evidence' too, or pi to one, trace or frobenius"
             )
+        if self.damping == "evidence" and self.scale != "none":
+            raise RecipeError(
+                f"fusing by Kronecker factors: the scale is {self.scale!r} with a damping that clients chose for "
+                "factors as they are; set scale to 'none', or damping to a number"
+            )
+
+    @property
+    def laws(self) -> frozenset[str]:
+        """All; with uniform shares, numbers of examples are not looked at, so two equal clients are not one of both."""
+        return ALL_LAWS
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
         """Solve layer by layer; the facts say how many iterations each took and what residual is left."""
         spec = cohort.updates[0].spec
-        sources = [u.posterior.mean for u in cohort]
+        first = cohort.updates[0].posterior.mean
         mean: dict[str, Tensor] = {}
         solutions: dict[str, list[Solution]] = {}
-        for block in blocks_of(spec):
+        for block in self._known_blocks(cohort):
             if any(_informs(u, block) for u in cohort):
                 found = [self._solve(cohort, block, group) for group in range(block.groups)]
-                matrix = torch.cat([s.x for s in found])
-                like = {n: sources[0][n] for n in (block.layer.weight, block.layer.bias) if n is not None}
-                mean |= block.layer.split(matrix, like)
-                solutions[block.layer.name] = found
+                mean |= block.split(torch.stack([s.x for s in found]), {n: first[n] for n in block.tensors})
+                solutions[block.name] = found
         averaged = [n for n in cohort.names if n not in mean]
         mean |= {n: mean_by_examples(cohort, n) for n in averaged}
         fused = state.fused({n: mean[n] for n in cohort.names}, spec=spec)
         return fused.noting(averaged=averaged, **self._chosen_damping(cohort), **_solver_facts(solutions))
 
+    def _known_blocks(self, cohort: Cohort) -> Sequence[Block]:
+        """The blocks that factors were asked for; where nobody sent any, all of them."""
+        everything = blocks_of(cohort.updates[0].spec)
+        sent = [name for u in cohort if isinstance(u.posterior.geometry, Kron) for name in u.posterior.geometry.factors]
+        return [block for block in everything if block.name in set(sent)] if sent else everything
+
     def _solve(self, cohort: Cohort, block: Block, group: int) -> Solution:
-        clients = (self._belief(u, block, group) for u in cohort)
-        Ms, As, Bs = (map(itemgetter(i), copy) for i, copy in enumerate(tee(clients, 3)))
+        weights = cohort.weights if self.shares == "examples" else torch.ones(len(cohort), dtype=torch.float64)
+        beliefs = self._scale_factors([_belief(u, block, group) for u in cohort], (weights / weights.sum()).tolist())
+        damped = [damp(b.A, b.B, *self._damping_of(b.update)) for b in beliefs]
         return natural_mean(
-            Ms,
-            As,
-            Bs,
-            cohort.weights,
+            [b.M for b in beliefs],
+            [A for A, _ in damped],
+            [B for _, B in damped],
+            weights,
             solver=self.solver,
             tol=self.tol,
             max_iters=self.max_iters,
-            what=f"layer {block.layer.name}" + (f", group {group}" if block.groups > 1 else ""),
+            what=f"layer {block.name}" + (f", group {group}" if block.groups > 1 else ""),
         )
 
-    def _belief(self, update: ClientUpdate, block: Block, group: int) -> tuple[Tensor, Tensor, Tensor]:
-        """One client's layer and its damped factors."""
-        A, B = (_as_stack(factor)[group].double() for factor in factors_of(update, block))
-        return block.matrices(update.posterior.mean)[group], *damp(A, B, *self._damping_of(update))
+    def _scale_factors(self, beliefs: Sequence[_Belief], shares: Sequence[float]) -> list[_Belief]:
+        """The beliefs with their factors scaled; what is zero stays zero."""
+        if self.scale == "none":
+            return list(beliefs)
+        says = [b.scale ** _POWERS[self.scale] if b.scale > 0 else 0.0 for b in beliefs]
+        total = sum(f * say for f, say in zip(shares, says, strict=True)) or 1.0
+        return [b.scaled_to(say / total) for b, say in zip(beliefs, says, strict=True)]
 
     def _damping_of(self, update: ClientUpdate) -> tuple[float, Split]:
         """λ and its split for one client."""
@@ -118,28 +175,28 @@ class ShareFactors(ServerPart):
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:  # noqa: ARG002
         """Average the factors as the cohort has them now: an alignment has moved them, not what was sent."""
-        means = {}
+        means: dict[str, Tensor] = {}
         for block in blocks_of(cohort.updates[0].spec):
             pairs = [factors_of(u, block) for u in cohort]
-            for side, factors in zip(("in", "out"), zip(*pairs, strict=True), strict=True):
-                mean = sum(w * pack(f).double() for w, f in zip(cohort.weights.tolist(), factors, strict=True))
-                means[f"kron/{block.layer.name}/{side}"] = torch.as_tensor(mean).float()
+            A, B = (mean_factor(list(side), cohort.weights.tolist()) for side in zip(*pairs, strict=True))
+            means |= Packing().notes(block, (as_stack(A), as_stack(B)))
         return replace(state, memory={**state.memory, **means})
 
 
 def factors_of(update: ClientUpdate, block: Block) -> Factors:
     """A client's raw factors of one layer."""
     geometry = update.posterior.geometry
-    if not isinstance(geometry, Kron) or block.layer.name not in geometry.factors:
+    if not isinstance(geometry, Kron) or block.name not in geometry.factors:
         raise ConfigError(
-            f"{update.client} has no Kronecker factors for layer {block.layer.name}; "
+            f"{update.client} has no Kronecker factors for layer {block.name}; "
             "give the recipe the evidence KroneckerFactors"
         )
-    return geometry.factors[block.layer.name]
+    return geometry.factors[block.name]
 
 
-def _as_stack(factor: Tensor) -> Tensor:
-    return factor.unsqueeze(0) if factor.ndim == 2 else factor
+def _belief(update: ClientUpdate, block: Block, group: int) -> _Belief:
+    A, B = (as_stack(factor)[group].double() for factor in factors_of(update, block))
+    return _Belief(update, block.matrices(update.posterior.mean)[group], A, B)
 
 
 def _informs(update: ClientUpdate, block: Block) -> bool:

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedfuse.core.hooks import forward_hooks
 from fedfuse.core.spec import drop_tied_names
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
-from fedfuse.nets.channels import Group
-from fedfuse.server.align.nets import Moves, Net, input_shape
+from fedfuse.nets.channels import Group, Location
+from fedfuse.nets.inputs import input_form
+from fedfuse.server.align.nets import Moves, Net
 from fedfuse.server.align.weight_matching import best_order
 from fedfuse.server.align.weights import PAIRWISE_LAWS
 
@@ -23,6 +25,7 @@ Likeness = Literal["correlation", "distance"]
 Inputs = Literal["auto", "server", "synthetic"]
 
 _BATCH = 64
+_WATCHED = (nn.Linear, nn.modules.conv._ConvNd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,8 @@ class ByActivations:
     """Match every unit with the reference's unit whose activations are most like its own.
 
     Units are compared by what the layers that make them give, before any norm or ReLU, on the same inputs; one exact
-    assignment per group, no iteration.
+    assignment per group, no iteration. Units that no linear layer or convolution makes, such as those of a recurrent
+    layer or the heads of an attention, give nothing that could be watched and stay where they are.
 
     Attributes:
         likeness: "correlation" of two units' answers over inputs and positions, or their Euclidean "distance".
@@ -59,8 +63,9 @@ class ByActivations:
 
     def _match(self, reference: Net, net: Net, x: Tensor) -> Moves:
         moments = cross_moments(reference, net, x)
-        like = Moments.correlation if self.likeness == "correlation" else _negative_distance
-        return {group.name: best_order(like(moments[group.name]), group.sections) for group in net.groups}
+        like = PairMoments.correlation if self.likeness == "correlation" else _negative_distance
+        seen = [group for group in net.groups if moments[group.name].count]
+        return {group.name: best_order(like(moments[group.name]), group.sections) for group in seen}
 
 
 def check_rows(rows: int) -> None:
@@ -80,7 +85,7 @@ def probes(net: Net, bench: Bench, inputs: Inputs, rows: int) -> Tensor:
     draw = bench.stream("probes")
     if bench.inputs is not None:
         return bench.inputs.noise(rows, draw)
-    return torch.randn(rows, *input_shape(net.spec, bench), generator=draw)
+    return torch.randn(rows, *input_form(bench, net.spec).shape, generator=draw)
 
 
 def _sample_evenly(x: Tensor, rows: int) -> Tensor:
@@ -89,7 +94,7 @@ def _sample_evenly(x: Tensor, rows: int) -> Tensor:
 
 
 @dataclass(slots=True, eq=False)
-class Moments:
+class PairMoments:
     """Sums over inputs and positions of two networks' answers a and b: Σ 1, Σ a, Σ b, Σ a², Σ b², Σ a bᵀ."""
 
     count: int
@@ -100,7 +105,7 @@ class Moments:
     ab: Tensor
 
     @classmethod
-    def empty(cls, a: int, b: int) -> Moments:
+    def empty(cls, a: int, b: int) -> PairMoments:
         """The moments of no inputs at all."""
         zeros = [torch.zeros(shape, dtype=torch.float64) for shape in ((a,), (b,), (a,), (b,), (a, b))]
         return cls(0, *zeros)
@@ -128,20 +133,20 @@ class Moments:
         return (squares.clamp(min=0) / max(1, self.count)).sqrt()
 
 
-def _pairs(moments: Moments) -> Iterator[tuple[Tensor, Tensor]]:
+def _pairs(moments: PairMoments) -> Iterator[tuple[Tensor, Tensor]]:
     yield moments.a, moments.aa
     yield moments.b, moments.bb
 
 
-def _negative_distance(moments: Moments) -> Tensor:
+def _negative_distance(moments: PairMoments) -> Tensor:
     return -moments.distance()
 
 
 @torch.no_grad()
-def cross_moments(reference: Net, net: Net, x: Tensor) -> dict[str, Moments]:
+def cross_moments(reference: Net, net: Net, x: Tensor) -> dict[str, PairMoments]:
     """Per group, the joint moments of two networks' activations."""
     pairs = list(zip(reference.groups, net.groups, strict=True))
-    moments = {ours.name: Moments.empty(theirs.size, ours.size) for theirs, ours in pairs}
+    moments = {ours.name: PairMoments.empty(theirs.size, ours.size) for theirs, ours in pairs}
     for batch in x.split(_BATCH):
         a, b = (_activations(one, batch) for one in (reference, net))
         for theirs, ours in pairs:
@@ -165,19 +170,18 @@ def _recording(module: nn.Module, net: Net) -> Iterator[dict[str, list[Tensor]]]
     """A list per group into which every output of a layer that makes its units is written."""
     outputs: dict[str, list[Tensor]] = {group.name: [] for group in net.groups}
     weights = frozenset(net.spec.layout.with_role("weight"))
-    handles = []
-    try:
-        for group in net.groups:
-            for place in group.makers:
-                if place.tensor in weights:
-                    layer = module.get_submodule(place.tensor.rpartition(".")[0])
-                    handles.append(
-                        layer.register_forward_hook(_ActivationHook(outputs[group.name], group, place.offset))
-                    )
+    makers = ((group, place) for group in net.groups for place in group.makers if place.tensor in weights)
+    hooks = (
+        (layer, _ActivationHook(outputs[group.name], group, place))
+        for group, place in makers
+        if isinstance(layer := _layer_of(module, place.tensor), _WATCHED)
+    )
+    with forward_hooks(hooks):
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+def _layer_of(module: nn.Module, weight: str) -> nn.Module:
+    return module.get_submodule(weight.rpartition(".")[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,9 +190,9 @@ class _ActivationHook:
 
     outputs: list[Tensor]
     group: Group
-    offset: int
+    place: Location
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG002
         axis = output.ndim - 1 if isinstance(module, nn.Linear) else 1
-        units = output.detach().narrow(axis, self.offset, self.group.size)
+        units = output.detach().narrow(axis, self.place.offset, self.group.size * self.place.per)
         self.outputs.append(units.movedim(axis, 0).reshape(self.group.size, -1))

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from fedfuse.core.messages import Cohort
 from fedfuse.core.state import Bench
+from fedfuse.nets.inputs import input_form
 from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.server.align.activations import ByActivations
 from fedfuse.server.align.graph import ByGraph
-from fedfuse.server.align.nets import Moves, Net, check_alike, input_shape, move_update
+from fedfuse.server.align.nets import Moves, Net, check_alike, move_update
 from fedfuse.server.align.transport import ByTransport
 from fedfuse.server.align.weights import ByWeights
 
@@ -79,11 +80,13 @@ class AlignUnits:
 
     def __call__(self, cohort: Cohort, bench: Bench) -> tuple[Cohort, Mapping[str, Any]]:
         """The cohort at common places; the facts say who moved how much."""
-        shape = input_shape(cohort.updates[0].spec, bench)
+        shape = input_form(bench, cohort.updates[0].spec).shape
         nets = [Net.of(update, shape) for update in cohort]
         check_alike(nets, self.by.any_width)
         aligned, moves = self.align(cohort, nets, bench)
-        return aligned, {"aligned": repr(self.by), "moved": _moved_shares(cohort, nets, moves)}
+        facts = {"aligned": repr(self.by), "moved": _moved_shares(cohort, nets, moves)}
+        left_out = _left_out(nets, moves)
+        return aligned, facts | ({"not_aligned": left_out} if left_out else {})
 
     def align(self, cohort: Cohort, nets: Sequence[Net], bench: Bench) -> tuple[Cohort, Sequence[Moves]]:
         """The cohort with its units at common places, and the moves that brought them there."""
@@ -93,6 +96,7 @@ class AlignUnits:
         for _ in range(_MAX_MEANS if self.reference == "mean" and others else 0):
             mean_net = replace(nets[first], client="the mean", params=mean_of(aligned))
             aligned, again = self._align_onto(cohort, nets, mean_net, range(len(nets)), bench)
+            # moves, not means: a mean changes in its last bits as long as anybody adds in another order
             if all(_same_moves(a, b) for a, b in zip(moves, again, strict=True)):
                 break
             moves = again
@@ -131,6 +135,14 @@ def _same_moves(a: Moves, b: Moves) -> bool:
         return isinstance(x, Tensor) and isinstance(y, Tensor) and x.equal(y)
 
     return all(one(a.get(name), b.get(name)) for name in a.keys() | b.keys())
+
+
+def _left_out(nets: Sequence[Net], moves: Sequence[Moves]) -> list[str]:
+    """Whose units stayed where they were, and why: what no group holds, and groups that could not be compared."""
+    uncompared = {
+        g.name for net, move in zip(nets, moves, strict=True) if move for g in net.groups if g.name not in move
+    }
+    return [*nets[0].left_out, *(f"{name} (nothing to compare)" for name in sorted(uncompared))]
 
 
 def _moved_shares(cohort: Cohort, nets: Sequence[Net], moves: Sequence[Moves]) -> dict[str, dict[str, float]]:

@@ -66,6 +66,7 @@ class ByGraph:
         for _ in range(self.sweeps):
             converged = True
             for k, net in enumerate(nets):
+                # ⟨network, Σ of the others⟩ is all of the joint score that moves with this network
                 others = {n: t - current[k][n] for n, t in total.items()}
                 matching = WeightMatching.of(others, [current[k]], net.groups)
                 matching.climb(self.sweeps)
@@ -153,7 +154,7 @@ def _soften(gain: Tensor, group: Group, temperature: float, client: str) -> Coup
     blocks = [gain[s : s + room, s : s + room] for s in range(0, group.size, room)]
     plans = []
     for block in blocks:
-        scale = float(block.max() - block.min())
+        scale = float(block.max() - block.min())  # so that a temperature means the same in every layer
         if scale <= 0:
             plans.append(torch.full((room, room), 1 / room))
             continue

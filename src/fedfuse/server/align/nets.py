@@ -14,9 +14,17 @@ from fedfuse.core.messages import ClientUpdate
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Flat, Posterior
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
-from fedfuse.nets.channels import AxisUnits, Group, Location, by_axis, channel_groups, move_geometry_units, move_units
+from fedfuse.nets.channels import (
+    AxisUnits,
+    Group,
+    Location,
+    by_axis,
+    channel_groups,
+    move_geometry_units,
+    move_units,
+    units_left_out,
+)
 from fedfuse.wire.codec import LazyParams, forms_of
 
 
@@ -46,18 +54,27 @@ class Net:
         spec: how to run it.
         groups: its hidden units.
         params: its weights.
+        left_out: weights whose units stand in no group, with the reason of each.
     """
 
     client: str
     spec: Spec
     groups: tuple[Group, ...]
     params: Params
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, update: ClientUpdate, shape: Sequence[int]) -> Net:
         """The network of an update."""
         own = shape_read(update.spec, tuple(shape))
-        return cls(update.client, update.spec, channel_groups(update.spec, own), update.posterior.mean)
+        weights = frozenset(update.spec.layout.with_role("weight"))
+        # places of a buffer that only its mean reads could trade too, but no weight tells one from another
+        groups = tuple(
+            group
+            for group in channel_groups(update.spec, own)
+            if any(place.tensor in weights for place in group.locations)
+        )
+        return cls(update.client, update.spec, groups, update.posterior.mean, units_left_out(update.spec, own))
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -69,38 +86,6 @@ class Net:
         matched = set(self.spec.layout.with_role("weight", "bias", "norm"))
         names = {place.tensor for group in self.groups for place in group.locations} & matched
         return {name: self.params[name].float() for name in self.params if name in names}
-
-
-def input_shape(spec: Spec, bench: Bench) -> tuple[int, ...]:
-    """The shape of one input: of the server's rows, of what is known of inputs, or as the network's options say.
-
-    Example:
-        >>> input_shape(Spec("lenet", {"channels": 3, "size": 32}), Bench())
-        (3, 32, 32)
-    """
-    for x in (bench.rows.x if bench.rows is not None and len(bench.rows) else None, bench.unlabelled):
-        if x is not None:
-            return tuple(x.shape[1:])
-    if bench.inputs is not None:
-        return bench.inputs.shape
-    inner = spec.options.get("of")
-    if isinstance(inner, Mapping):
-        return input_shape(Spec.from_json(inner, spec.factories), bench)
-    return _shape_from_options(spec)
-
-
-def _shape_from_options(spec: Spec) -> tuple[int, ...]:
-    shapes = (tuple(t.shape) for t in spec.skeleton().state_dict().values())
-    first = next((shape for shape in shapes if len(shape) in (2, 4)), ())
-    if len(first) == 2:
-        return (first[1],)
-    side = spec.options.get("size", 28 if spec.factory == "lenet" else 32)
-    if not spec.is_ours or len(first) != 4 or not isinstance(side, int):
-        raise ConfigError(
-            f"aligning {spec.factory!r}: nobody says what its inputs look like; "
-            "give the server some rows or inputs without labels, so that the network can be followed"
-        )
-    return (first[1], side, side)
 
 
 def check_alike(nets: Sequence[Net], any_width: bool) -> None:

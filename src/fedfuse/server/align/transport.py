@@ -77,8 +77,13 @@ class ByTransport:
         for theirs, ours in zip(reference.groups, net.groups, strict=True):
             if moments is None:
                 cost = _distance(theirs, target, ours, tensors, net.groups, moves)
-            else:
+            elif moments[ours.name].count:
                 cost = moments[ours.name].distance()
+            else:
+                raise ConfigError(
+                    f"transport by activations: no linear layer or convolution makes the units of {ours.name!r}, so "
+                    'their activations cannot be watched; set ground = "weights"'
+                )
             moves[ours.name] = self._move(cost, theirs, f"transport of {ours.name} of {net.client}")
         return moves
 

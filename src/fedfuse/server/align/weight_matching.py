@@ -85,6 +85,7 @@ class WeightMatching:
         """Match every group once, from the input on, by the groups matched before; keep it where it is nearer."""
         if not self.groups:  # a network without hidden units that could move
             return
+        # greedy matching looks back only, so it can end worse than it began; then the order stays as it was
         before = torch.stack([t.flatten(1) @ self.target[n].flatten() for n, t in self.stacks.items()]).sum(0)
         all_networks, settled = torch.arange(self.count), set[str]()
         for group in self.groups:
@@ -104,6 +105,7 @@ class WeightMatching:
 
     def scores(self) -> Tensor:
         """Σ_t ⟨target_t, network_t⟩ of every network in order."""
+        # a tensor all of whose numbers belong to a group's units has its score in that group's gains already
         whole = {term.place.tensor: (term, name) for name, terms in self.terms.items() for term in terms if term.whole}
         all_networks = torch.arange(self.count)
         known = [
@@ -151,6 +153,7 @@ class WeightMatching:
         """Reorder one group for the best score with the others fixed; returns the networks whose score rose."""
         gains, old = self.gains(group, who), self.orders[group.name][who]
         new = best_orders(gains, group.sections)
+        # rounding makes equal orders look better by turns: below this the climb would go on for ever
         better = _sum_along(gains, new) - _sum_along(gains, old) > 1e-6 * gains.abs().mean((1, 2)) * group.size
         who, old, new = who[better], old[better], new[better]
         joined = any(group.name in term.neighbors for term in self.terms[group.name])
@@ -192,7 +195,7 @@ class _GainTerm:
             stack = _rows_of(self.stack, old)
             for place, name in self.adjacent:
                 stack = _reorder_stack(stack, place, _rows_of(orders[name], old))
-            if old.shape[0] == self.gains.shape[0]:
+            if old.shape[0] == self.gains.shape[0]:  # all of them, as in every first sweep: no copy through an index
                 torch.matmul(self.target, self._columns(stack), out=self.gains)
             else:
                 self.gains[old] = self.target @ self._columns(stack)
@@ -230,6 +233,7 @@ def _reorder_stack(stack: Tensor, place: Location, orders: Tensor) -> Tensor:
     size = orders.shape[1]
     if place.blocks > 1 or size * place.per != stack.shape[place.axis + 1]:
         return torch.stack([reorder_tensor(t, place, order) for t, order in zip(stack, orders, strict=True)])
+    # all networks at once: row k·size + order of one long table of units, which is read in whole rows
     front = stack.movedim(place.axis + 1, 1)
     units = front.reshape(stack.shape[0] * size, -1)
     places = (orders + size * torch.arange(orders.shape[0])[:, None]).flatten()

@@ -2,30 +2,28 @@
 
 In order: size before anything is read → the table of contents before anything is allocated → round, network, names,
 shapes and dtypes equal to the brief's → numbers of examples and steps in range → values finite → each piece of evidence
-by its own check → one reply per client, nobody far above the others in examples or steps. A refusal names client,
+by its own check → one reply per client → nobody's levers far above the others' (`bounds`). A refusal names client,
 field, what came and what was expected; the round goes on.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from fedfuse.core.bounds import Bounds
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry, Posterior
 from fedfuse.core.seams import Evidence
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError, FuseError, Refused
-from fedfuse.wire.codec import LazyParams, Limits, Malformed, Packet, decode, forms_of, forms_size, piece_of, read
+from fedfuse.server.door.bounds import Claims, Lever, keep_within_bounds, measure
+from fedfuse.server.door.values import check_values, raise_log_variances
+from fedfuse.wire.codec import LazyParams, Limits, Malformed, Packet, decode, forms_of, forms_size, read
 from fedfuse.wire.messages import NOTE, VERSION, split
 from fedfuse.wire.spool import Spool
 
@@ -33,9 +31,6 @@ _HEADER_BYTES = 65_536  # our own header, generously
 _ENTRY_BYTES = 512  # a tensor's line in the table of contents, generously
 _MAX_EXAMPLES = 10**12  # more examples than anybody has, and far below where a sum of num_examples could overflow
 _MAX_STEPS = 10**9
-_MAX_COUNT = 2**53  # a counter that others can still count on from
-LEAST_LOG_VARIANCE = -30.0  # smaller variances are raised to this one: their precisions would drown everybody else's
-_MOST_LOG_VARIANCE = 20.0  # a standard deviation of 22,000 is no belief about a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +39,19 @@ class Rules:
 
     Attributes:
         quorum: the share of asked clients that must be admitted for the round to count.
-        examples_ratio: without an enrolled count, a num_examples may be at most this multiple of the round's median;
-            so may a number of local steps, which grows with an enrolled num_examples.
+        examples_ratio: where it is the client's own word, a num_examples may be at most this multiple of the round's
+            median; so may a number of local steps where nobody said how to train.
+        bounds: how far above the others any other lever may be.
+        told_steps: whether steps follow from examples and settings where the server gave those; not for clients that
+            train as they like.
         memory: bytes of admitted updates held in memory; the rest is kept in files.
         trusted: model factories outside fedfuse that the user named.
     """
 
     quorum: float = 0.5
-    examples_ratio: float = 100.0
+    examples_ratio: float = 10.0
+    bounds: Bounds = field(default_factory=Bounds)
+    told_steps: bool = True
     memory: int = 2 * 2**30
     trusted: frozenset[str] = frozenset()
 
@@ -66,17 +66,32 @@ class Contract:
     evidence: tuple[Evidence, ...]
     roles: Mapping[str, str]
     limits: Limits
+    start: Params | None = None
     enrolled: int | None = None
     training: LocalSettings | None = None
+    standing: Params | None = None  # the weights of everybody's update, where nobody trains and sends any
 
     @classmethod
-    def of(cls, brief: Brief, evidence: tuple[Evidence, ...], training: LocalSettings | None = None) -> Contract:
-        """The contract that follows from a brief as a client hears it, and from how it was told to train."""
-        forms = dict(forms_of(brief.params))
+    def of(
+        cls,
+        brief: Brief,
+        evidence: tuple[Evidence, ...],
+        training: LocalSettings | None = None,
+        *,
+        trains: bool = True,
+        anchored: bool = True,
+    ) -> Contract:
+        """The contract that follows from a brief as a client hears it, and from how it was told to train.
+
+        Where it is not `anchored`, the client began elsewhere than with the brief's weights, nobody knows where.
+        """
+        forms = dict(forms_of(brief.params)) if trains else {}
         for kind in evidence:
             forms |= {NOTE + n: form for n, form in kind.expects(brief).items()}
         limits = _limits(forms, brief.spec)
-        return cls(brief.round, brief.spec, forms, evidence, brief.spec.layout.roles, limits, training=training)
+        start, standing = brief.params if anchored else None, None if trains else brief.params
+        roles = brief.spec.layout.roles
+        return cls(brief.round, brief.spec, forms, evidence, roles, limits, start, None, training, standing)
 
 
 def _limits(forms: Mapping[str, Form], spec: Spec) -> Limits:
@@ -92,6 +107,7 @@ class Admission:
     cohort: Cohort
     spool: Spool
     refused: list[dict[str, str]] = field(default_factory=list)
+    clipped: list[dict[str, str]] = field(default_factory=list)
     dropped: list[dict[str, str]] = field(default_factory=list)
     bytes_up: int = 0
     seconds: float = 0.0
@@ -109,15 +125,16 @@ def admit(envelope: Envelope, contract: Contract, packet: Packet | None = None) 
     packet = packet or _open(envelope, contract)
     _check_header(client, packet.header, contract)
     _check_forms(client, packet.tensors.forms, contract.forms)
-    num_examples, steps = _read_num_examples(client, packet.header, contract), _read_steps(client, packet.header)
+    num_examples = _read_num_examples(client, packet.header, contract)
     training = _read_training(client, packet.header, contract)
+    steps = _read_steps(client, packet.header, contract, training)
     mean, notes = split(packet)
     try:
-        _check_values(client, packet.tensors, contract.roles)
+        check_values(client, packet.tensors, contract.roles, contract.start, steps)
     except Malformed as why:
         raise Refused(client, "reply", str(why), "a file that stays as it is") from why
     geometry = _check_evidence(client, notes, num_examples, contract)
-    mean, raised = _raise_log_variances(mean, contract.roles)
+    mean, raised = raise_log_variances(mean if contract.standing is None else contract.standing, contract.roles)
     posterior = Posterior(mean, geometry) if geometry is not None else Posterior(mean)
     facts = _read_facts(packet.header) | ({"raised_variances": float(raised)} if raised else {})
     return ClientUpdate(client, posterior, num_examples, steps, contract.spec, notes, facts, training)
@@ -132,6 +149,9 @@ def admit_all(
     enrolled: Mapping[str, int] | None = None,
     opened: Mapping[str, Packet] | None = None,
     training: LocalSettings | None = None,
+    trains: bool = True,
+    own_word: AbstractSet[str] | None = None,
+    anchored: bool = True,
 ) -> Admission:
     """Judge a round's replies as they arrive; beyond the memory limit they wait in files.
 
@@ -144,10 +164,14 @@ def admit_all(
         enrolled: how many examples each client has declared beforehand.
         opened: replies that somebody had to open before, by client; their payloads are not read again.
         training: how clients were told to train, where they were told.
+        trains: whether they were asked to train at all; if not, they send no weights.
+        own_word: whose number of examples nobody else vouches for; by default everybody's who did not enrol.
+        anchored: whether clients began with the brief's weights.
     """
     rules, enrolled, opened = rules or Rules(), enrolled or {}, opened or {}
     admission, updates = Admission(Cohort(()), Spool(rules.memory)), dict[str, ClientUpdate]()
-    expected, common = frozenset(asked), Contract.of(brief.to(""), evidence, training)
+    expected, levers = frozenset(asked), dict[str, Mapping[str, Lever]]()
+    common = Contract.of(brief.to(""), evidence, training, trains=trains, anchored=anchored)
     for envelope in envelopes:
         admission.seconds += envelope.seconds
         if envelope.payload is None:
@@ -158,19 +182,31 @@ def admit_all(
         admission.trained += not envelope.remembered
         try:
             _check_turn(envelope.client, expected, updates)
-            own = envelope.client in brief.own
-            contract = Contract.of(brief.to(envelope.client), evidence, training) if own else common
+            heard, contract = brief.to(envelope.client), common
+            if envelope.client in brief.own:
+                contract = Contract.of(heard, evidence, training, trains=trains, anchored=anchored)
             if envelope.client in enrolled:
                 contract = replace(contract, enrolled=enrolled[envelope.client])
             packet = opened.get(envelope.client)
             spooled = envelope if packet else admission.spool.keep(envelope, contract.limits.bytes)
-            updates[envelope.client] = admit(spooled, contract, packet)
+            update = admit(spooled, contract, packet)
+            levers[update.client], updates[update.client] = _measure(update, heard, contract), update
         except Refused as why:
             admission.refused.append(why.facts())
-    admission.cohort = Cohort.of(
-        _refuse_excessive_claims(list(updates.values()), rules.examples_ratio, enrolled, admission.refused)
-    )
+    doubtful = updates.keys() - enrolled.keys() if own_word is None else own_word
+    doubtful = doubtful if trains else frozenset()  # sums weigh as what they are
+    claims = Claims(training if rules.told_steps and trains else None, doubtful, rules.examples_ratio)
+    bounded = keep_within_bounds(list(updates.values()), levers, claims, rules.bounds)
+    admission.refused, admission.clipped = admission.refused + bounded.refused, bounded.clipped
+    admission.cohort = Cohort.of(bounded.updates)
     return admission
+
+
+def _measure(update: ClientUpdate, heard: Brief, contract: Contract) -> dict[str, Lever]:
+    try:
+        return measure(update, heard, contract.evidence, contract.start is not None)
+    except (FuseError, ArithmeticError, RuntimeError) as why:
+        raise Refused(update.client, "influence", f"not measurable ({why})", "sound evidence") from why
 
 
 def _size(envelope: Envelope) -> int:
@@ -256,10 +292,14 @@ def _read_num_examples(client: str, header: Mapping[str, Any], contract: Contrac
     return float(num_examples)
 
 
-def _read_steps(client: str, header: Mapping[str, Any]) -> int:
+def _read_steps(client: str, header: Mapping[str, Any], contract: Contract, training: LocalSettings | None) -> int:
+    """How many steps it took: none where nobody trains, or where the settings have no epochs."""
     steps = header.get("steps")
-    if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= _MAX_STEPS:
-        raise Refused(client, "steps", repr(steps), f"a whole number from 1 to {_MAX_STEPS:,}")
+    rests = contract.standing is not None or (training is not None and not training.epochs)
+    least, most = (0, 0) if rests else (1, _MAX_STEPS)
+    if not isinstance(steps, int) or isinstance(steps, bool) or not least <= steps <= most:
+        words = "0, for there was nothing to train" if rests else f"a whole number from 1 to {_MAX_STEPS:,}"
+        raise Refused(client, "steps", repr(steps), words)
     return steps
 
 
@@ -289,52 +329,6 @@ def _read_facts(header: Mapping[str, Any]) -> dict[str, float]:
     return {k: float(v) for k, v in plain.items() if not isinstance(v, bool) and abs(v) < 1e300}
 
 
-def _check_values(client: str, tensors: LazyParams, roles: Mapping[str, str]) -> None:
-    for run in tensors.runs():
-        with one_thread():  # one glance at memory: several threads would mostly wait for each other
-            finite = all(is_finite(piece) for piece in tensors.pieces(run))
-        if not finite:
-            culprit = next(name for name in run if not is_finite(tensors[name]))
-            raise Refused(client, culprit.removeprefix(NOTE), "not finite", "finite numbers")
-    for name in tensors:
-        role = roles.get(name)
-        if role not in ("statistic", "log_variance", "counter"):
-            continue
-        tensor = tensors[name]
-        if role == "statistic" and name.endswith("running_var") and bool((tensor < 0).any()):
-            raise Refused(client, name, float(tensor.min()), "variances ≥ 0")
-        if role == "log_variance" and tensor.numel() and float(tensor.max()) > _MOST_LOG_VARIANCE:
-            raise Refused(client, name, float(tensor.max()), f"log-variances up to {_MOST_LOG_VARIANCE:g}")
-        if role == "counter" and tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) <= _MAX_COUNT:
-            raise Refused(client, name, [int(tensor.min()), int(tensor.max())], f"counts from 0 to {_MAX_COUNT:,}")
-
-
-def _raise_log_variances(mean: Params, roles: Mapping[str, str]) -> tuple[Params, int]:
-    """The tensors with every log-variance raised to the least one allowed, and how many had to be."""
-    log_variances = frozenset(name for name, role in roles.items() if role == "log_variance" and name in mean)
-    raised = sum(int((mean[name] < LEAST_LOG_VARIANCE).sum()) for name in log_variances)
-    if not raised:
-        return mean, 0
-
-    def fetch(name: str, begin: int, end: int) -> Tensor:
-        piece = piece_of(mean, name, begin, end)
-        return piece.clamp(min=LEAST_LOG_VARIANCE) if name in log_variances else piece
-
-    return LazyParams(forms_of(mean), fetch), raised
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers are finite, in one pass: a finite sum has no NaN and no infinity in it.
-
-    Example:
-        >>> is_finite(torch.tensor([1.0, float("nan")])), is_finite(torch.full((9,), 3e38))
-        (False, True)
-    """
-    if not tensor.is_floating_point() or math.isfinite(tensor.sum().item()):
-        return True
-    return bool(torch.isfinite(tensor).all())  # a sum of large numbers may overflow where none of them is infinite
-
-
 def _check_evidence(
     client: str, notes: LazyParams | Params, num_examples: float, contract: Contract
 ) -> Geometry | None:
@@ -349,22 +343,3 @@ def _check_evidence(
         except (FuseError, ArithmeticError, RuntimeError) as why:
             raise Refused(client, kind.name, f"not usable ({why})", "sound evidence") from why
     return found
-
-
-def _refuse_excessive_claims(
-    updates: list[ClientUpdate], ratio: float, enrolled: Mapping[str, int], refused: list[dict[str, str]]
-) -> list[ClientUpdate]:
-    """Nobody may claim far more than the others: in examples unless it enrolled with them, and in steps for them."""
-    if not updates:
-        return updates
-    typical = {claim: statistics.median(getattr(u, claim) for u in updates) for claim in ("num_examples", "steps")}
-    fair = []
-    for u in updates:
-        room = ratio * max(1.0, u.num_examples / typical["num_examples"] if u.client in enrolled else 1.0)
-        over = [claim for claim, median in typical.items() if getattr(u, claim) > room * median]
-        if over:
-            words = f"at most {room * typical[over[0]]:g}, {room:g} times the median"
-            refused.append(Refused(u.client, over[0], getattr(u, over[0]), words).facts())
-        else:
-            fair.append(u)
-    return fair

@@ -8,23 +8,33 @@ must have named it. Nothing a file names is ever imported unasked.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedfuse.core.description import read_layout
 from fedfuse.core.messages import Brief, Envelope, Form, Start
 from fedfuse.core.params import Layout, Params
 from fedfuse.core.recipe import Recipe
+from fedfuse.core.rng import seeded
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, QuorumLost, Refused
 from fedfuse.server.door.admit import Admission, Rules, admit_all, form_words
+from fedfuse.server.door.names import CommonNames, agree_on_names, find_odd_numbers, put_in_order
+from fedfuse.tasks import CLASSIFICATION, task_named
 from fedfuse.wire.codec import Malformed, Packet, decode, encode, forms_of, read
 from fedfuse.wire.messages import NOTE, reply_header, split
 
-_SHARED = ("spec", "layout", "round", "start", "classes")  # what all updates of one fusion have in common
+_START = (
+    "another one than most began with",
+    "the same first weights everywhere: give every site one federation folder (`fedfuse init`) or one --start file, "
+    "as most have",
+)
+_MOST_BUILT = 10**8  # numbers in a network that is built because a file names it
+_SHARED = ("spec", "layout", "round", "start", "classes", "task")  # what all updates of one fusion have in common
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +58,23 @@ class Item:
 class _OpenedItem:
     item: Item
     packet: Packet
+    standing: Params | None = None  # where it stands if it brings no weights, since nobody trained
+
+    @property
+    def own(self) -> Params:
+        """The model's own tensors: its own, or those it stands at."""
+        own = split(self.packet)[0]
+        return own if own or self.standing is None else self.standing
 
     @property
     def forms(self) -> Mapping[str, Form]:
-        """The model's own tensors."""
-        return {n: f for n, f in self.packet.tensors.forms.items() if not n.startswith(NOTE)}
+        """The forms of the model's own tensors."""
+        return forms_of(self.own)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it brings weights."""
+        return any(not name.startswith(NOTE) for name in self.packet.tensors)
 
     @property
     def signature(self) -> str:
@@ -71,9 +93,17 @@ class _OpenedItem:
         return frozenset(n.removeprefix(NOTE).partition("/")[0] for n in self.packet.tensors if n.startswith(NOTE))
 
 
+class Gathered(NamedTuple):
+    """What came through the door, the brief it might have answered, and the names it agrees on."""
+
+    admission: Admission
+    brief: Brief
+    names: CommonNames
+
+
 def gather(
     items: Sequence[Item], recipe: Recipe, start: Params | None, networks: Sequence[Spec], rules: Rules
-) -> tuple[Admission, Brief]:
+) -> Gathered:
     """Let the items through the door under the contract most of them share.
 
     Evidence that the method does not ask for is left unread, so that updates made for one method can be fused by
@@ -90,7 +120,14 @@ def gather(
         QuorumLost: when too few can be read, agree and pass the door; every refusal is told.
         ConfigError: when what they agree on does not fit the network or the start that was named.
     """
-    opened, refused = _open_all(items)
+    opened, refused = _open_all(items, None if recipe.trains else start)
+    opened = _fitting(opened, recipe, refused)
+    names, told = agree_on_names({o.item.client: o.packet.header for o in opened}, recipe, refused)
+    opened = [o for o in opened if o.item.client in told]
+    if recipe.mixes_networks:
+        odd = find_odd_numbers({o.item.client: o.packet.header for o in opened if not o.is_plain})
+        refused.extend(odd.values())
+        opened = [o for o in opened if o.item.client not in odd]
     chosen = opened if recipe.mixes_networks else _majority(opened, refused)
     _check_quorum(len(chosen), len(items), rules.quorum, refused)
     briefs = _briefs(chosen, recipe, start, networks, refused)
@@ -104,11 +141,49 @@ def gather(
     brief = replace(brief, own=own, classes=max(b.classes for b in briefs.values()))
     replies = {o.item.client: _reply(o, brief.to(o.item.client), recipe) for o in chosen}
     envelopes = [Envelope(o.item.client, o.item.payload) for o in chosen]
-    admission = admit_all(envelopes, brief, recipe.evidence, list(replies), rules, opened=replies)
-    admission.refused = [r.facts() for r in refused] + admission.refused
-    everybody = [Refused(**facts) for facts in admission.refused]
-    _check_quorum(len(admission.cohort), len(items), rules.quorum, everybody)
-    return admission, brief
+    own_word = {o.item.client for o in chosen if o.item.num_examples is None}
+    admission = admit_all(
+        envelopes,
+        brief,
+        recipe.evidence,
+        list(replies),
+        rules,
+        opened=replies,
+        trains=recipe.trains,
+        own_word=own_word,
+        anchored=start is not None,
+    )
+    admission.cohort, unordered = put_in_order(admission.cohort, names)
+    admission.refused = [r.facts() for r in [*refused, *unordered]] + admission.refused
+    check_enough(admission, len(items), rules.quorum)
+    return Gathered(admission, brief, names)
+
+
+def built_start(items: Sequence[Item]) -> Params | None:
+    """The weights that updates without any stand at, where those follow from the network they name.
+
+    A network of ours that is drawn from a seed among its options, such as random features, need not be passed along.
+    """
+    for header in (o.packet.header for o in _open_all(items, None)[0]):
+        declared = header.get("spec")
+        if any(":" in name for name in Spec.factories_in(declared)) or declared is None:
+            return None
+        spec = Spec.from_json(declared)
+        if sum(math.prod(shape) for shape, _ in spec.shapes().values()) > _MOST_BUILT:
+            return None
+        with seeded(0, "start"):
+            begin = dict(spec.build().state_dict())
+        return begin if fingerprint(begin) == header.get("start") else None
+    return None
+
+
+def _fitting(opened: Sequence[_OpenedItem], recipe: Recipe, refused: list[Refused]) -> list[_OpenedItem]:
+    """Those who bring weights where the method fuses weights, and evidence alone where it does not train."""
+    words = {True: "trained weights", False: "evidence alone, at the start's weights"}
+    wanted = f"{words[recipe.trains]}: what `fedfuse update --method {recipe.name}` brings"
+    unfit = [o for o in opened if o.has_weights != recipe.trains]
+    refused.extend(Refused(o.item.client, "update", words[o.has_weights].split(",")[0], wanted) for o in unfit)
+    return [o for o in opened if o.has_weights == recipe.trains]
 
 
 def _majority(opened: Sequence[_OpenedItem], refused: list[Refused]) -> list[_OpenedItem]:
@@ -123,18 +198,27 @@ def _majority(opened: Sequence[_OpenedItem], refused: list[Refused]) -> list[_Op
     return chosen
 
 
+def check_enough(admission: Admission, asked: int, quorum: float) -> None:
+    """Go on only if enough of the updates are left to fuse.
+
+    Raises:
+        QuorumLost: telling every refusal.
+    """
+    _check_quorum(len(admission.cohort), asked, quorum, [Refused(**facts) for facts in admission.refused])
+
+
 def _check_quorum(got: int, asked: int, quorum: float, refused: Sequence[Refused]) -> None:
     if not got or got < quorum * asked:
         why = "; ".join(str(r) for r in refused)
         raise QuorumLost(f"{got} of {asked} updates can be fused and the quorum is {quorum:.0%}; {why}")
 
 
-def _open_all(items: Sequence[Item]) -> tuple[list[_OpenedItem], list[Refused]]:
+def _open_all(items: Sequence[Item], standing: Params | None) -> tuple[list[_OpenedItem], list[Refused]]:
     opened, refused = [], []
     for item in items:
         try:
             packet = decode(item.payload) if isinstance(item.payload, bytes) else read(item.payload)
-            opened.append(_OpenedItem(item, packet))
+            opened.append(_OpenedItem(item, packet, standing))
         except Malformed as why:
             refused.append(Refused(item.client, "file", f"damaged: {why}", "a safetensors file"))
     return opened, refused
@@ -163,7 +247,7 @@ def _briefs(
 
 def _brief(first: _OpenedItem, start: Params | None, networks: Sequence[Spec], mixed: bool) -> Brief:
     """The brief these updates might have answered."""
-    header, own = first.packet.header, split(first.packet)[0]
+    header, own = first.packet.header, first.own
     spec = _network(first, networks, mixed)
     if odd := _difference(first, spec):
         raise ConfigError(
@@ -173,7 +257,9 @@ def _brief(first: _OpenedItem, start: Params | None, networks: Sequence[Spec], m
     round_, classes = header.get("round", 0), header.get("classes", 0)
     if not all(type(n) is int and 0 <= n < 10**6 for n in (round_, classes)):
         raise ConfigError("the updates' headers name an impossible round or number of classes")
-    return Brief(round_, spec, own if start is None else _check_start(start, first), classes=classes)
+    begin = own if start is None else _check_start(start, first)
+    task = task_named(header.get("task", CLASSIFICATION.name))
+    return Brief(round_, spec, begin, classes=classes, task=task)
 
 
 def _difference(first: _OpenedItem, spec: Spec) -> tuple[str, str, str] | None:
@@ -244,10 +330,10 @@ def _check_start(start: Params, first: _OpenedItem) -> Params:
     if odd := first_difference(forms_of(start), first.forms):
         raise ConfigError(f"the start does not fit the updates: {odd[0]} is {odd[1]}, and in the updates {odd[2]}")
     declared = first.packet.header.get("start")
-    if declared is not None and declared != (mine := fingerprint(start)):
+    if declared is not None and declared != fingerprint(start):
         raise ConfigError(
-            f"the updates were trained from other weights ({_shorten(declared)}) than the given start ({mine}); "
-            "pass the file the sites began with"
+            "the updates were trained from other weights than the given start; pass the file the sites began with "
+            "(w0.safetensors of their federation folder)"
         )
     return start
 
@@ -301,7 +387,9 @@ def _refusal_of(odd: _OpenedItem, good: _OpenedItem) -> Refused:
     for field in _SHARED:
         theirs, most = odd.packet.header.get(field), good.packet.header.get(field)
         if theirs != most:
-            return Refused(odd.item.client, field, theirs, f"{_shorten(most)}, as most have")
+            return Refused(
+                odd.item.client, field, *_START if field == "start" else (theirs, f"{_shorten(most)}, as most have")
+            )
     return Refused(odd.item.client, "layout", "another one", "the layout most have")
 
 

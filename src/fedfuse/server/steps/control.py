@@ -12,8 +12,8 @@ from fedfuse.core.messages import Cohort
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.nets.carry import carry_over
+from fedfuse.nets.inputs import input_form
 from fedfuse.server.aggregate.mean import weighted_mean
-from fedfuse.server.steps.distillation_inputs import input_form
 
 
 @dataclass(frozen=True, slots=True)

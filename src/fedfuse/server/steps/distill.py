@@ -20,6 +20,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, entries_of
 from fedfuse.errors import RecipeError
 from fedfuse.nets.cost import MASK
+from fedfuse.nets.inputs import common_form
 from fedfuse.server.aggregate.ensemble import inference_costs
 from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.server.outputs import with_outputs
@@ -28,7 +29,6 @@ from fedfuse.server.steps.distillation_inputs import (
     ServerInputs,
     Teacher,
     UnlabelledInputs,
-    common_form,
 )
 from fedfuse.server.steps.synthesize import Generate, Impressions, count_outputs
 from fedfuse.training.optimizers import stepper
@@ -134,11 +134,16 @@ class Distill(ServerPart):
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(name="adam", lr=1e-3))
     begin: Literal["fresh", "mean"] = "fresh"
     result: ClassVar[Result] = "single"
+    needs_classes: ClassVar[bool] = True
 
     @property
     def needs(self) -> frozenset[str]:
         """What its source of inputs needs."""
         return self.input_source.needs | {"network"}
+
+    def passes(self, clients: int, bench: Bench) -> float:
+        """Those that make the inputs, and those that the student learns from."""
+        return sum(self.input_source.workload(self.epochs, clients, bench))
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """The state with the student in the place of its teachers."""
@@ -180,6 +185,7 @@ class Distill(ServerPart):
                     learner.apply_masks()
                 total, count = total + loss.detach().cpu(), count + 1
             loss = total / max(count, 1)
+            bench.progress("distilling, epoch", epoch + 1, self.epochs)
         student.eval()
         return {"inputs": len(pool.x), "loss": float(loss), "agreement": pool.agreement(student)}
 

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedfuse.core.effort import DiagnosticStep
 from fedfuse.core.messages import Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
 from fedfuse.nets.combine import TopLogit, find_disturbed
@@ -21,7 +21,7 @@ from fedfuse.server.steps.synthesize import Impressions
 
 
 @dataclass(frozen=True, slots=True)
-class Disturbance(ServerPart):
+class Disturbance(DiagnosticStep):
     """Note how often the sum of the clients' logits changes the most confident client's answer.
 
     It changes nothing and works for any set of updates. The inputs are the server's own rows or inputs without labels,
@@ -34,6 +34,7 @@ class Disturbance(ServerPart):
 
     count: int = 300
     needs: ClassVar[frozenset[str]] = frozenset({"network"})
+    needs_classes: ClassVar[bool] = True
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """The state with the score and what it was measured on; unchanged where no input can be had or made."""

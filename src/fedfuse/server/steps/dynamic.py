@@ -22,7 +22,12 @@ from fedfuse.server.labels import MissingCounts, cohort_histogram, divergence, p
 from fedfuse.server.training import common_training, train_on
 
 Need: TypeAlias = Literal["complement", "inverse"]
+Skew: TypeAlias = Literal["cohort", "clients"]
 
+_EVERYBODY = (
+    "everybody took part, so the cohort's labels are everybody's and this is FedAvg; ask fewer clients a round, or set "
+    'divergence = "clients"'
+)
 _SMALL = 1e-2  # what keeps the inverse of an accuracy finite
 
 
@@ -78,6 +83,10 @@ class DynamicUpdate(ServerPart):
     w − τ_eff η ḡ with τ_eff = α τ and ḡ the mean gradient of the τ steps. D is the divergence of a label histogram
     from that of all clients; acc is the accuracy of w on the server's rows. What a mask leaves out stays zero.
 
+    Where everybody takes part the cohort's labels are everybody's, D(P̄) = 0 and α = 0: by its equation FedDU is then
+    FedAvg, which the record says. `divergence = "clients"` takes the mean divergence of the cohort's clients instead,
+    which is not zero under skew.
+
     Attributes:
         form: f′: 1 − acc, or 1/(acc + ε).
         C: the factor of eq. 5.
@@ -87,6 +96,8 @@ class DynamicUpdate(ServerPart):
         least: a smaller α is no step at all.
         explode: the step is taken back if it raises the loss on the server's rows more than so many times.
         unheard: what clients that never answered are taken to have.
+        divergence: what stands for D(P̄): that of the "cohort"'s labels together, or the mean of its "clients'", by
+            their examples.
     """
 
     form: Need = "complement"
@@ -97,7 +108,9 @@ class DynamicUpdate(ServerPart):
     least: float = 1e-3
     explode: float = 3.0
     unheard: MissingCounts = "uniform"
+    divergence: Skew = "cohort"
     needs: ClassVar[frozenset[str]] = frozenset({"counts", "server_rows", "training", "network"})
+    needs_classes: ClassVar[bool] = True
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """Walk on the server's rows, as far as they are to be trusted."""
@@ -105,7 +118,8 @@ class DynamicUpdate(ServerPart):
         accuracy, loss = accuracy_and_loss(state.single, rows)
         share, facts = self._share(state, cohort, bench, rows, accuracy)
         if share <= self.least:
-            return state.noting(server_step={**facts, "taken": False})
+            why = _EVERYBODY if self._is_fedavg(cohort, bench) else f"alpha is {share:.2g}"
+            return state.noting(server_step={**facts, "taken": False, "why": why})
         trained = train_on(rows, state, self._settings(cohort, bench), bench)
         moved = state.fused(interpolate(state.single.posterior.mean, trained.params, share))
         after = accuracy_and_loss(moved.single, rows)[1]
@@ -119,11 +133,21 @@ class DynamicUpdate(ServerPart):
     ) -> tuple[float, dict[str, float]]:
         """α, and the numbers it is made of."""
         everyone = population_histogram(state.memory, bench.population, self.unheard)
-        theirs, ours = (divergence(c, everyone) for c in (cohort_histogram(cohort), rows.counts(bench.classes)))
+        ours, theirs = divergence(rows.counts(bench.classes), everyone), self._skew(cohort, everyone)
         trust = balance(len(rows), float(cohort.num_examples.sum()), theirs, ours)
         share = min(1.0, need_of(accuracy, self.form) * trust * self.C * self.decay**state.round)
         facts = {"alpha": share, "accuracy": accuracy, "cohort_divergence": theirs, "server_divergence": ours}
         return share, facts
+
+    def _skew(self, cohort: Cohort, everyone: Tensor) -> float:
+        """D(P̄)."""
+        if self.divergence == "cohort":
+            return divergence(cohort_histogram(cohort), everyone)
+        each = [divergence(u.notes["counts/labels"], everyone) for u in cohort]
+        return float(torch.tensor(each, dtype=torch.float64) @ cohort.weights)
+
+    def _is_fedavg(self, cohort: Cohort, bench: Bench) -> bool:
+        return self.divergence == "cohort" and len(cohort) >= bench.population > 0
 
     def _settings(self, cohort: Cohort, bench: Bench) -> LocalSettings:
         """How the server trains: as the clients did, but for what it was told."""
@@ -144,6 +168,8 @@ class ServerUpdate(Settings):
         least: a smaller α is no step at all.
         explode: a step that raises the loss on the server's rows more than so many times is taken back.
         unheard: clients that never answered are taken to have all classes alike (uniform), or are left out (ignored).
+        divergence: of the "cohort"'s labels together from everybody's, the paper's, which is zero where everybody takes
+            part; or the mean divergence of its "clients".
     """
 
     form: Need = "complement"
@@ -154,6 +180,7 @@ class ServerUpdate(Settings):
     least: NonNegativeFloat = 1e-3
     explode: PositiveFloat = 3.0
     unheard: MissingCounts = "uniform"
+    divergence: Skew = "cohort"
 
     def step(self) -> DynamicUpdate:
         """The step they describe."""

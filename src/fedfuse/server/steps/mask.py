@@ -17,8 +17,8 @@ from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.errors import ConfigError
 from fedfuse.nets.cost import MASK, density, layer_costs
 from fedfuse.nets.gradients import is_every_nth, maskable, squared_gradients
+from fedfuse.nets.inputs import input_form
 from fedfuse.server.aggregate.mean import weighted_mean
-from fedfuse.server.steps.distillation_inputs import input_form
 from fedfuse.server.steps.rates import ExpectedRate, FixedRate, magnitude_threshold
 from fedfuse.server.training import train_on
 
@@ -272,6 +272,8 @@ class PruneFirst:
         module = spec.build()
         module.load_state_dict(trained.params)
         draw, size = bench.stream("gradients", turn), bench.local.batch_size
-        worth = squared_gradients(module, tuple(masks), rows, batch=size, batches=self.batches, generator=draw)
+        worth = squared_gradients(
+            module, tuple(masks), rows, batch=size, batches=self.batches, generator=draw, task=bench.task
+        )
         new = self.exchange(trained.params, masks, worth, times_of(spec, bench))
         return apply_masks(state.fused(trained.params), new)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from fedfuse.core.hooks import forward_hooks
 from fedfuse.core.model import Single
 from fedfuse.core.params import Layer
 from fedfuse.core.precision import in_full
@@ -53,10 +53,8 @@ def feature_ranks(model: Single, x: Tensor, layers: Iterable[str], tolerance: fl
     known = {layer.name: layer for layer in model.spec.layout.layers}
     rank_sums = {name: _RankSum(tolerance) for name in layers}
     module = model.spec.skeleton()
-    with (
-        _rank_hooks(module, {_output_module(known[name]): rank_sum for name, rank_sum in rank_sums.items()}),
-        torch.no_grad(),
-    ):
+    hooks = ((module.get_submodule(_output_module(known[name])), rank_sum) for name, rank_sum in rank_sums.items())
+    with forward_hooks(hooks), torch.no_grad():
         for part in x.split(_BATCH):
             model.logits(part)
     return {name: rank_sum.mean() for name, rank_sum in rank_sums.items()}
@@ -84,13 +82,3 @@ class _RankSum:
     def mean(self) -> Tensor:
         """Mean over all inputs so far."""
         return torch.stack(self._sum).sum(0) / self._count
-
-
-@contextmanager
-def _rank_hooks(module: nn.Module, rank_sums: Mapping[str, _RankSum]) -> Iterator[None]:
-    hooks = [module.get_submodule(path).register_forward_hook(rank_sum) for path, rank_sum in rank_sums.items()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

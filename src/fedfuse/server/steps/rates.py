@@ -213,4 +213,4 @@ class SpectralRate(ServerPart):
         module = model.spec.build()
         module.load_state_dict(trained.params)
         with one_thread():
-            return self.probe(module, start, rows, bench.stream("spectrum", state.round))
+            return self.probe(module, start, rows, bench.stream("spectrum", state.round), bench.task)

@@ -11,14 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedfuse.core.hooks import forward_hooks
 from fedfuse.core.inputs import InputForm, reads_tokens
 from fedfuse.core.model import Single
 from fedfuse.core.precision import answer_in_full
 from fedfuse.core.rng import seeded
 from fedfuse.core.settings import Optimizer
 from fedfuse.core.state import Bench
+from fedfuse.nets.inputs import synthetic_form
 from fedfuse.nets.mixture import Mixture
-from fedfuse.server.steps.distillation_inputs import Teacher, synthetic_form
+from fedfuse.server.steps.distillation_inputs import Teacher
 from fedfuse.training.optimizers import stepper
 
 _NOTHING: frozenset[str] = frozenset()
@@ -67,10 +69,15 @@ class Impressions:
         batches = []
         for one, indices in zip(asked, torch.arange(self.count).tensor_split(len(asked)), strict=True):
             answers = wanted_answers(class_similarity(one.members, classes), indices, self.beta, draw)
-            batches += [
-                self._make_impressions(one, form, y, draw) for y in answers.to(bench.local.device).split(self.batch)
-            ]
+            for y in answers.to(bench.local.device).split(self.batch):
+                batches.append(self._make_impressions(one, form, y, draw))
+                bench.progress("impressions, input", sum(map(len, batches)), self.count)
         return torch.cat(batches)
+
+    def workload(self, epochs: int, members: int, bench: Bench) -> tuple[float, float]:  # noqa: ARG002
+        """Every input takes its steps through its own network, or through all; the student sees all in every epoch."""
+        networks = 1 if self.of == "members" else members
+        return float(self.count * self.steps * networks), float(epochs * self.count)
 
     def _make_impressions(self, teacher: Teacher, form: InputForm, answers: Tensor, draw: torch.Generator) -> Tensor:
         free = torch.randn(len(answers), *form.shape, generator=draw).to(answers.device).requires_grad_()
@@ -179,6 +186,10 @@ class Generate:
                 step(moved, slopes, self.lr)
         return best
 
+    def workload(self, epochs: int, members: int, bench: Bench) -> tuple[float, float]:  # noqa: ARG002
+        """A batch is made in every epoch, through all networks and the student; the pool grows by it."""
+        return float(epochs * self.steps * self.batch * (members + 1)), self.batch * epochs * (epochs + 1) / 2
+
     def loss(self, teacher: Tensor, student: Tensor, labels: Tensor, gap: Tensor) -> Tensor:
         """The three terms, from both networks' logits of a batch."""
         differ = (teacher.argmax(-1) != student.argmax(-1)).to(teacher)
@@ -250,9 +261,5 @@ def _record_gaps(teacher: Teacher) -> Iterator[list[Tensor]]:
 
     skeletons = {m.spec.skeleton() for m in teacher.members}
     norms = [part for net in skeletons for part in net.modules() if isinstance(part, _NORMS)]
-    hooks = [norm.register_forward_hook(watch) for norm in norms]
-    try:
+    with forward_hooks((norm, watch) for norm in norms):
         yield gaps
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -1,0 +1,35 @@
+"""Refitting the last layer of a finished network, as in FedCGS (AAAI 2025) and Fed3R (ICML 2024)."""
+
+from __future__ import annotations
+
+from pydantic import NonNegativeFloat, PositiveFloat
+
+from fedfuse.client.evidence.moments import Precision
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.registry import method
+from fedfuse.linalg.ridge import Rule
+from fedfuse.methods.ridge import ridge
+from fedfuse.server.aggregate.closed_form import Head
+
+
+@method("refit", paper="arXiv:2406.01116", family="statistics")
+def refit(
+    penalty: NonNegativeFloat | Rule = "gcv",
+    head: Head = "ridge",
+    temperature: PositiveFloat | None = None,
+    layer: str = "",
+    precision: Precision = "network",
+) -> Recipe:
+    """Keep a network and fit its last layer in closed form to everybody's rows, in one exchange without training.
+
+    It is `ridge` on the features of the network at hand, a fused one say; `refit = "head"` puts it behind any method.
+
+    Args:
+        penalty: λ in units of ΣG's mean eigenvalue; "gcv" (generalized cross-validation) and "evidence" (marginal
+            likelihood) choose it from the sums.
+        head: ridge, or gaussian for linear discriminant analysis from the same sums.
+        temperature: what answers are divided by to be logits; by default 0.1 for ridge and 1 for gaussian.
+        layer: the linear layer that is fitted; by default the last.
+        precision: "network" computes features as the network does, "float64" in float64, at about twice the time.
+    """
+    return ridge("given", penalty, head, temperature, layer, precision)

@@ -1,0 +1,235 @@
+"""What sites say of their classes and inputs: most decide, the others are mapped where that is exact, or refused."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+
+from fedfuse.core.about import About, names_text
+from fedfuse.core.forms import RowForm
+from fedfuse.core.inputs import example_inputs, own_form
+from fedfuse.core.messages import ClientUpdate, Cohort
+from fedfuse.core.model import Single, outputs
+from fedfuse.core.posterior import Posterior
+from fedfuse.core.recipe import Recipe
+from fedfuse.errors import ConfigError, QuorumLost, Refused
+
+T = TypeVar("T")
+
+_REMEDY = "make one federation file with `fedfuse init` and let every site train by it"
+
+
+@dataclass(frozen=True, slots=True)
+class CommonNames:
+    """What the admitted files agree on.
+
+    Attributes:
+        class_names: the name of each output, in the order of most; none if no file tells.
+        inputs: the form of rows, if any file tells.
+        orders: for a site whose classes stand in another order, at which of its outputs each class stands.
+        silent: sites whose files do not name their classes while others do.
+    """
+
+    class_names: tuple[str, ...] = ()
+    inputs: RowForm | None = None
+    orders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    silent: tuple[str, ...] = ()
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a reader should know before trusting the classes."""
+        if not self.silent:
+            return ()
+        who, are = ", ".join(self.silent), "does" if len(self.silent) == 1 else "do"
+        return (f"{who} {are} not name the classes: their order is taken to be {names_text(self.class_names)}",)
+
+
+def agree_on_names(
+    headers: Mapping[str, Mapping[str, Any]], recipe: Recipe, refused: list[Refused]
+) -> tuple[CommonNames, dict[str, About]]:
+    """Let most files decide on classes and inputs; who says otherwise is refused by name.
+
+    Classes in another order are told apart by name: where networks are only asked for their answers, their outputs are
+    put in order; where weights are fused, the file is refused, for its start was another one for every class.
+
+    Args:
+        headers: what each file says, by client.
+        recipe: what will fuse them.
+        refused: gets a line for every file that cannot be fused with the others.
+
+    Returns:
+        What is agreed, and what each remaining file says of itself.
+
+    Raises:
+        QuorumLost: if there is no majority.
+    """
+    told = _read_all(headers, refused)
+    classes = {client: about.class_names for client, about in told.items() if about.class_names}
+    most = _majority({c: frozenset(n) for c, n in classes.items()}, "classes", lambda s: names_text(sorted(s)))
+    if most is not None:
+        odd = {c: names for c, names in classes.items() if frozenset(names) != most}
+        refused.extend(_other_classes(c, names, most) for c, names in odd.items())
+        told = {c: about for c, about in told.items() if c not in odd}
+    names = _common_order([n for c, n in classes.items() if c in told])
+    orders = _orders({c: n for c, n in classes.items() if c in told}, names, recipe, refused)
+    told = {c: about for c, about in told.items() if c in orders or about.class_names in ((), names)}
+    inputs = _agree_on_inputs(told, recipe, refused)
+    silent = tuple(c for c, about in told.items() if names and not about.class_names)
+    return CommonNames(names, inputs, orders, silent), told
+
+
+def put_in_order(cohort: Cohort, names: CommonNames) -> tuple[Cohort, list[Refused]]:
+    """The cohort with every network's outputs in the common order, and those of whom that cannot be done."""
+    done, refused = [], []
+    for update in cohort:
+        try:
+            done.append(_in_order(update, names))
+        except ConfigError as why:
+            refused.append(Refused(update.client, "the order of classes", str(why), names_text(names.class_names)))
+    return replace(cohort, updates=tuple(done)), refused
+
+
+def _in_order(update: ClientUpdate, names: CommonNames) -> ClientUpdate:
+    if update.client not in names.orders:
+        return update
+    form = own_form(update.spec) if names.inputs is None else names.inputs
+    network = Single(update.spec, update.posterior)
+    moved = reorder_outputs(network, names.orders[update.client], form.shape if form is not None else None)
+    return replace(update, posterior=moved.posterior)
+
+
+def reorder_outputs(model: Single, order: Sequence[int], shape: tuple[int, ...] | None) -> Single:
+    """The same network with its outputs in another order, which is seen to be so; further outputs stay behind.
+
+    Args:
+        model: the network.
+        order: which of its outputs comes first, second, …
+        shape: of one input, to look whether the answers move as they should.
+
+    Example:
+        >>> from fedfuse.core.spec import Spec
+        >>> spec = Spec("mlp", {"inputs": 2, "hidden": [], "classes": 3})
+        >>> model, x = Single.of(spec.build(), spec), torch.ones(1, 2)
+        >>> torch.equal(reorder_outputs(model, (2, 0, 1), (2,)).logits(x), model.logits(x)[:, [2, 0, 1]])
+        True
+
+    Raises:
+        ConfigError: if it cannot be seen that the outputs are those of its last linear layer.
+    """
+    linear = [layer for layer in model.spec.layout.layers if layer.kind == "linear"]
+    count = outputs(model) or 0
+    where = torch.tensor([*order, *range(len(order), count)])
+    mean = dict(model.posterior.mean)
+    for name in filter(None, (linear[-1].weight, linear[-1].bias) if linear and len(where) == count else ()):
+        mean[name] = mean[name].index_select(0, where)
+    moved = Single(model.spec, Posterior(mean))
+    if shape is not None and _moves(model, moved, where, shape):
+        return moved
+    raise ConfigError(
+        f"another than most have, and the outputs of {model.spec.factory!r} cannot be seen to be those of its last "
+        "linear layer"
+    )
+
+
+def _moves(model: Single, moved: Single, where: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    x = example_inputs(model.spec, shape, 4)
+    with torch.no_grad():
+        before, after = model.logits(x), moved.logits(x)
+    return before.shape[-1] == len(where) and torch.allclose(after, before[:, where], rtol=1e-4, atol=1e-6)
+
+
+def _read_all(headers: Mapping[str, Mapping[str, Any]], refused: list[Refused]) -> dict[str, About]:
+    told = {}
+    for client, header in headers.items():
+        try:
+            told[client] = about = About.of({key: header[key] for key in ("class_names", "inputs") if key in header})
+            if about.class_names and header.get("classes", len(about.class_names)) != len(about.class_names):
+                raise ConfigError(f"it gives {len(about.class_names)} names for {header['classes']!r:.20} classes")
+        except ConfigError as why:
+            told.pop(client, None)
+            refused.append(Refused(client, "header", f"wrong: {why}", "what `fedfuse update` writes"))
+    return told
+
+
+def _majority(said: Mapping[str, T], what: str, words: Callable[[T], str]) -> T | None:
+    """What more than half of those say who say anything."""
+    if not said:
+        return None
+    winner, count = Counter(said.values()).most_common(1)[0]
+    if count * 2 <= len(said):
+        each = "; ".join(f"{client} has {words(value)}" for client, value in list(said.items())[:4])
+        raise QuorumLost(f"no {what} are shared by more than half of the updates: {each}; {_REMEDY}")
+    return winner
+
+
+def _other_classes(client: str, names: Sequence[str], most: frozenset[str]) -> Refused:
+    extra, lacking = sorted(set(names) - most), sorted(most - set(names))
+    parts = [f"with {names_text(extra)}"] if extra else []
+    parts += [f"without {names_text(lacking)}"] if lacking else []
+    return Refused(
+        client,
+        "classes",
+        f"{names_text(names)} ({', '.join(parts)})",
+        f"{names_text(sorted(most))} as most have; {_REMEDY}",
+    )
+
+
+def _common_order(named: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """The order of most; of equally many, the first in the alphabet, whoever comes first."""
+    if not named:
+        return ()
+    counts = Counter(named)
+    return min(counts, key=lambda names: (-counts[names], names))
+
+
+def _orders(
+    classes: Mapping[str, tuple[str, ...]], names: tuple[str, ...], recipe: Recipe, refused: list[Refused]
+) -> dict[str, tuple[int, ...]]:
+    """At which of its outputs each class stands, for sites where that is not the common order."""
+    odd = {client: own for client, own in classes.items() if own != names}
+    if recipe.mixes_networks and not {kind.name for kind in recipe.evidence} & recipe.needs:
+        return {client: tuple(own.index(name) for name in names) for client, own in odd.items()}
+    expected = f"the order {names_text(names)}, in which its start was trained; {_REMEDY}"
+    refused.extend(Refused(c, "the order of classes", names_text(own), expected) for c, own in odd.items())
+    return {}
+
+
+def _agree_on_inputs(told: dict[str, About], recipe: Recipe, refused: list[Refused]) -> RowForm | None:
+    """The form of rows that most tell, the others taken out."""
+    said = {client: about.inputs for client, about in told.items() if about.inputs is not None}
+    keys = {client: _form_key(form, recipe.mixes_networks) for client, form in said.items()}
+    most = _majority(keys, "inputs", lambda key: str(next(said[c] for c in keys if keys[c] == key)))
+    common = next((said[client] for client in said if keys[client] == most), None)
+    for client in said:
+        if keys[client] != most:
+            refused.append(
+                Refused(client, "the form of inputs", str(said[client]), f"{common} as most have; {_REMEDY}")
+            )
+            del told[client]
+    return common
+
+
+def _form_key(form: RowForm, mixed: bool) -> tuple[object, ...]:
+    """What must agree: the numbers and how they were normalized; networks that mix may lay them out differently."""
+    return math.prod(form.shape) if mixed else form.shape, form.mean, form.std
+
+
+def find_odd_numbers(headers: Mapping[str, Mapping[str, Any]]) -> dict[str, Refused]:
+    """Who names another round or another number of classes than most, whatever the networks; refused by name.
+
+    Example:
+        >>> list(find_odd_numbers({"a": {"classes": 3}, "b": {"classes": -1}, "c": {"classes": 3}}))
+        ['b']
+    """
+    odd: dict[str, Refused] = {}
+    for key in ("round", "classes"):
+        values = {client: repr(header.get(key, 0)) for client, header in headers.items() if client not in odd}
+        most, count = Counter(values.values()).most_common(1)[0] if values else ("", 0)
+        if 2 * count > len(values):  # of two who differ, nobody can say who is odd
+            odd |= {c: Refused(c, key, v, f"{most[:40]}, as most have") for c, v in values.items() if v != most}
+    return odd

@@ -1,0 +1,76 @@
+"""What the numbers of a reply may be, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fedfuse.core.params import Params
+from fedfuse.core.threads import one_thread
+from fedfuse.errors import Refused
+from fedfuse.wire.codec import LazyParams, forms_of, piece_of
+from fedfuse.wire.messages import NOTE
+
+_MAX_COUNT = 2**62  # a counter that others can still count on from
+_COUNTS_PER_STEP = 100  # a norm may be used often in one step, and be asked several times
+LEAST_LOG_VARIANCE = -30.0  # smaller variances are raised to this one: their precisions would drown everybody else's
+_MOST_LOG_VARIANCE = 20.0  # a standard deviation of 22,000 is no belief about a weight
+
+
+def check_values(client: str, tensors: LazyParams, roles: Mapping[str, str], start: Params | None, steps: int) -> None:
+    """Refuse numbers that cannot be: not finite, variances below zero, counts that nobody could have reached."""
+    for run in tensors.runs():
+        with one_thread():  # one glance at memory: several threads would mostly wait for each other
+            finite = all(is_finite(piece) for piece in tensors.pieces(run))
+        if not finite:
+            culprit = next(name for name in run if not is_finite(tensors[name]))
+            raise Refused(client, culprit.removeprefix(NOTE), "not finite", "finite numbers")
+    for name in tensors:
+        role = roles.get(name)
+        if role not in ("statistic", "log_variance", "counter"):
+            continue
+        tensor = tensors[name]
+        if role == "statistic" and name.endswith("running_var") and bool((tensor < 0).any()):
+            raise Refused(client, name, float(tensor.min()), "variances ≥ 0")
+        if role == "log_variance" and tensor.numel() and float(tensor.max()) > _MOST_LOG_VARIANCE:
+            raise Refused(client, name, float(tensor.max()), f"log-variances up to {_MOST_LOG_VARIANCE:g}")
+        if role == "counter" and tensor.numel():
+            _check_counts(client, name, tensor, start, steps)
+
+
+def _check_counts(client: str, name: str, tensor: Tensor, start: Params | None, steps: int) -> None:
+    """Counts go on from where the brief has them, as far as the client's own steps can carry them."""
+    begun = int(start[name].max()) if start is not None else 0
+    most = begun + _COUNTS_PER_STEP * steps if start is not None else _MAX_COUNT
+    if not 0 <= int(tensor.min()) <= int(tensor.max()) <= most:
+        words = f"counts from 0 to {most:,}" + (f": {begun:,} in the brief, and its own steps" if start else "")
+        raise Refused(client, name, [int(tensor.min()), int(tensor.max())], words)
+
+
+def raise_log_variances(mean: Params, roles: Mapping[str, str]) -> tuple[Params, int]:
+    """The tensors with every log-variance raised to the least one allowed, and how many had to be."""
+    log_variances = frozenset(name for name, role in roles.items() if role == "log_variance" and name in mean)
+    raised = sum(int((mean[name] < LEAST_LOG_VARIANCE).sum()) for name in log_variances)
+    if not raised:
+        return mean, 0
+
+    def fetch(name: str, begin: int, end: int) -> Tensor:
+        piece = piece_of(mean, name, begin, end)
+        return piece.clamp(min=LEAST_LOG_VARIANCE) if name in log_variances else piece
+
+    return LazyParams(forms_of(mean), fetch), raised
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are finite, in one pass: a finite sum has no NaN and no infinity in it.
+
+    Example:
+        >>> is_finite(torch.tensor([1.0, float("nan")])), is_finite(torch.full((9,), 3e38))
+        (False, True)
+    """
+    if not tensor.is_floating_point() or math.isfinite(tensor.sum().item()):
+        return True
+    return bool(torch.isfinite(tensor).all())  # a sum of large numbers may overflow where none of them is infinite

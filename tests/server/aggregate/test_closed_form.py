@@ -1,0 +1,127 @@
+"""A layer fitted from sums: the pooled oracle, whatever the partition, through the door and out into a network."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.linear_model import Ridge
+from torch import Tensor, nn
+
+import fedfuse
+from fedfuse.core.messages import ClientUpdate, Cohort
+from fedfuse.core.model import Single
+from fedfuse.core.posterior import Kron
+from fedfuse.core.rows import Rows
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.server.aggregate.closed_form import FitHead
+
+ROWS, CLASSES = 90, 3
+
+
+def network(bias: bool = True) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, CLASSES, bias=bias)).double()
+
+
+def data(seed: int = 0) -> Rows:
+    draw = torch.Generator().manual_seed(seed)
+    y = torch.randint(CLASSES, (ROWS,), generator=draw)
+    return Rows(torch.randn(ROWS, 4, generator=draw) + y[:, None], y)
+
+
+def features(net: nn.Module, rows: Rows) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([net[:-1](rows.x.double()), torch.ones(len(rows), 1, dtype=torch.float64)], 1)
+
+
+def fused(net: nn.Module, parts: list[Rows], recipe: Any = "refit", **options: Any) -> fedfuse.api.Fused:
+    recipe = fedfuse.recipe(recipe, **options)
+    sites = [fedfuse.local_update(net, part, recipe, client=f"s{i}", classes=CLASSES) for i, part in enumerate(parts)]
+    return fedfuse.fuse(sites, recipe, start=net.state_dict(), model=net)
+
+
+def split(rows: Rows, cuts: list[int]) -> list[Rows]:
+    return [rows.take(torch.arange(a, b)) for a, b in pairwise([0, *sorted(set(cuts)), ROWS])]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_fused_layer_is_scikit_learns_on_the_pooled_rows(bias: bool) -> None:
+    net, rows = network(bias), data()
+    model = fused(net, split(rows, [10, 11, 60]), penalty=1e-3, temperature=1.0)
+    phi = features(net, rows) if bias else features(net, rows)[:, :-1]
+    scale = float((phi.mT @ phi).diagonal().mean())
+    targets = torch.nn.functional.one_hot(rows.y, CLASSES).double()
+    theirs = Ridge(alpha=1e-3 * scale, fit_intercept=False, solver="cholesky").fit(phi.numpy(), targets.numpy())
+    weights = model.state_dict()
+    ours = torch.cat([weights["2.weight"], weights["2.bias"][:, None]], 1) if bias else weights["2.weight"]
+    assert np.allclose(ours.numpy(), theirs.coef_, rtol=1e-8, atol=1e-8)
+    assert weights["0.weight"].equal(net.state_dict()["0.weight"])
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    cuts=st.lists(st.integers(1, ROWS - 1), max_size=4),
+    seed=st.integers(0, 2),
+    head=st.sampled_from(["ridge", "gaussian"]),
+    rule=st.sampled_from(["gcv", "evidence", 1e-4]),
+)
+def test_any_split_of_the_rows_and_any_order_of_clients_gives_the_same_network(
+    cuts: list[int], seed: int, head: str, rule: Any
+) -> None:
+    net, rows = network(), data()
+    shuffled = rows.take(torch.randperm(ROWS, generator=torch.Generator().manual_seed(seed)))
+    whole = fused(net, [rows], head=head, penalty=rule).state_dict()
+    apart = fused(net, split(shuffled, cuts), head=head, penalty=rule).state_dict()
+    for name, tensor in whole.items():
+        assert torch.allclose(tensor, apart[name], rtol=1e-9, atol=1e-9), name
+
+
+def test_the_posterior_is_that_of_bayesian_linear_regression() -> None:
+    net, rows = network(), data()
+    model = fused(net, [rows], penalty=1e-2, temperature=0.5)
+    phi = features(net, rows)
+    gram = phi.mT @ phi
+    penalty = 1e-2 * float(gram.diagonal().mean())
+    inverse = torch.linalg.inv(gram + penalty * torch.eye(7, dtype=torch.float64))
+    left = torch.nn.functional.one_hot(rows.y, CLASSES).double() - phi @ inverse @ (
+        phi.mT @ torch.nn.functional.one_hot(rows.y, CLASSES).double()
+    )
+    noise = float(left.square().sum(0).mean()) / (ROWS - float((inverse @ gram).trace()))
+    assert model.facts["noise"] == pytest.approx(noise, rel=1e-9)
+    single = model.model
+    assert isinstance(single, Single)
+    assert isinstance(single.posterior.geometry, Kron)
+    expected = torch.einsum("nd,de,ne->n", phi, inverse, phi) * noise / 0.5**2
+    found = model.variance(rows.x)
+    assert found.shape == (ROWS, CLASSES)
+    assert torch.allclose(found, expected[:, None].expand_as(found), rtol=1e-8)
+
+
+def test_it_learns_what_can_be_learnt_and_says_how_hard_it_pulled() -> None:
+    net, rows = network(), data()
+    model = fused(net, split(rows, [20, 50]))
+    right = (model.module(network())(data(5).x.double()).argmax(-1) == data(5).y).double().mean()
+    assert right > 0.6
+    assert model.facts["rows"] == ROWS
+    assert 0 < model.facts["freedom"] <= 7
+
+
+def test_it_says_what_it_cannot_fit() -> None:
+    net = network()
+    spec = Spec.of(net)
+    state = ServerState(0, Single.of(net, spec))
+    with pytest.raises(ConfigError, match="layer '0' has 6 outputs and there are 3 classes"):
+        FitHead("0").check_network({"": spec}, Bench(classes=CLASSES), 1)
+    trained = ClientUpdate("a", state.single.posterior, 1.0, 5, spec)
+    with pytest.raises(RecipeError, match="a has trained, and a layer can be fitted only to features all clients"):
+        FitHead("")(Cohort.of([trained]), state, Bench())
+    with pytest.raises(ConfigError, match="has no bias, which the gaussian head needs"):
+        fused(network(bias=False), [data()], head="gaussian")

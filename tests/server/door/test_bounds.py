@@ -1,0 +1,302 @@
+"""Bounds: what one admitted client may do, lever by lever, and that honest clients of every kind pass."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedfuse.client.evidence.control import ControlDelta
+from fedfuse.client.evidence.gradients import SquaredGradients
+from fedfuse.client.evidence.kfac import KroneckerFactors
+from fedfuse.client.evidence.loss import StartLoss
+from fedfuse.client.evidence.spectrum import CurvatureSpectrum
+from fedfuse.client.evidence.variance import FisherDiagonal
+from fedfuse.core.bounds import Bounds
+from fedfuse.core.messages import Brief, ClientUpdate, Envelope
+from fedfuse.core.model import Single
+from fedfuse.core.posterior import Kron, Posterior
+from fedfuse.core.registry import find_method
+from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Evidence
+from fedfuse.core.settings import LocalSettings
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.data.partitions import partition
+from fedfuse.data.schemes import Classes, Dirichlet, Scheme, Shares
+from fedfuse.data.sources import load
+from fedfuse.models.bayes import BayesianLayers
+from fedfuse.server.door.admit import Admission, Rules, admit_all
+from fedfuse.server.door.bounds import Claims, keep_within_bounds, measure
+from fedfuse.training.round import client_round
+from fedfuse.wire.codec import decode, encode
+from fedfuse.wire.messages import NOTE, encode_reply
+
+MODULE = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+SPEC = Spec.of(MODULE)
+START = {n: t.detach().clone() for n, t in MODULE.state_dict().items()}
+BRIEF = Brief(0, SPEC, START, classes=2)
+HONEST = tuple(f"c{i}" for i in range(9))
+LOCAL = LocalSettings(epochs=2, batch_size=5)
+
+
+def moved(by: float, brief: Brief = BRIEF, only: str = "") -> dict[str, Tensor]:
+    """The brief's weights, each tensor moved by so much in all."""
+    lengths = {n: by if n.startswith(only) else 1.0 for n in brief.params}
+    return {
+        n: t + lengths[n] / math.sqrt(t.numel()) if t.is_floating_point() else t + 4 for n, t in brief.params.items()
+    }
+
+
+def door(liar: bytes, brief: Brief = BRIEF, evidence: tuple[Evidence, ...] = (), **how: Any) -> Admission:
+    """Nine honest clients and one more."""
+    sent = [Envelope(c, honest(1 + 0.01 * i, brief)) for i, c in enumerate(HONEST)] + [Envelope("m", liar)]
+    enrolled = dict.fromkeys((*HONEST, "m"), 1000)
+    return admit_all(sent, brief, evidence, (*HONEST, "m"), **{"enrolled": enrolled, "training": LOCAL} | how)
+
+
+def honest(by: float = 1.0, brief: Brief = BRIEF, num_examples: float = 10.0, steps: int = 4) -> bytes:
+    return encode_reply(brief, moved(by, brief), {}, num_examples=num_examples, steps=steps, facts={})
+
+
+def fields(admission: Admission) -> list[tuple[str, str]]:
+    return [(r["client"], r["field"]) for r in admission.refused]
+
+
+def test_a_limit_follows_how_different_clients_are() -> None:
+    bounds = Bounds(ratio=6.0, spread=7.0)
+    assert bounds.limit([1.0] * 9 + [1e9]) == 6.0
+    spread = [10.0**i for i in range(-4, 5)]
+    assert bounds.limit(spread) == pytest.approx(math.exp(7 * 1.4826 * math.log(100)))
+    assert bounds.limit([0.0] * 6 + [1.0] * 3) == math.inf, "where most have nothing there is no centre"
+    assert bounds.limit([2.0, 2.0, math.inf, 2.0, 2.0]) == 12.0
+
+
+def test_few_clients_are_held_to_the_brief() -> None:
+    bounds = Bounds(few=100)
+    assert bounds.limit([1.0, 1e9], expected=3.0) == 300.0
+    assert bounds.limit([1.0, 2.0, 1e9]) == 200.0
+    assert bounds.limit([1.0, 1e9]) == math.inf
+
+
+@pytest.mark.parametrize("factor", [1e4, 1e6, 1e19, 1e37])
+@pytest.mark.parametrize("only", ["", "0", "1.running"])
+def test_a_long_move_is_refused_by_its_layer(factor: float, only: str) -> None:
+    payload = encode_reply(BRIEF, moved(factor, only=only), {}, num_examples=10.0, steps=4, facts={})
+    found = door(payload)
+    assert found.cohort.clients == HONEST
+    name = "move of 0" + (" statistics" if only == "1.running" else "")
+    assert fields(found) == [("m", name)]
+    assert "going by the round's other clients" in found.refused[0]["expected"]
+
+
+def test_a_move_beyond_its_bound_is_weakened_to_it_before_anybody_is_refused() -> None:
+    found = door(honest(10.0))
+    assert not found.refused
+    assert {r["client"] for r in found.clipped} == {"m"}
+    lengths = {u.client: measure(u, BRIEF, ())["move of 0"].value for u in found.cohort}
+    assert lengths["m"] <= 2.7 * lengths["c0"]
+    assert fields(door(honest(10.0), rules=Rules(bounds=Bounds(margin=1.0)))) == [("m", "move of 0")]
+
+
+def test_two_clients_are_held_to_the_briefs_own_length() -> None:
+    sent = [Envelope("a", honest()), Envelope("m", honest(1e6))]
+    assert fields(admit_all(sent, BRIEF, (), ("a", "m"))) == [("m", "move of 0")]
+
+
+def test_an_operator_may_clip_instead() -> None:
+    found = door(honest(1e6), rules=Rules(bounds=Bounds(over="clip")))
+    assert found.cohort.clients == (*HONEST, "m")
+    assert {(c["client"], c["field"]) for c in found.clipped} >= {("m", "move of 0"), ("m", "move per step")}
+    update = found.cohort.updates[-1]
+    length = math.sqrt(sum(float((update.posterior.mean[n] - START[n]).square().sum()) for n in ("0.weight", "0.bias")))
+    assert length < 20
+
+
+@pytest.mark.parametrize(("steps", "refused"), [(1, True), (2, False), (8, False), (9, True), (10**6, True)])
+def test_steps_follow_from_examples_where_the_server_said_how_to_train(steps: int, refused: bool) -> None:
+    """FedNova divides a move by its steps: one that claims a single step counts as many clients."""
+    found = door(honest(num_examples=10, steps=steps))
+    assert fields(found) == ([("m", "steps")] if refused else [])
+
+
+def test_a_single_step_for_a_long_move_is_seen_without_settings_too() -> None:
+    sent = [Envelope(c, honest(steps=40)) for c in HONEST] + [Envelope("m", honest(steps=1))]
+    strict = Rules(bounds=Bounds(margin=1.0))
+    assert fields(admit_all(sent, BRIEF, (), (*HONEST, "m"), strict)) == [("m", "move per step")]
+
+
+def test_a_counter_goes_on_from_the_brief() -> None:
+    """One client's 2**53 must not lock everybody else out of the next round."""
+    name = "1.num_batches_tracked"
+    lie = encode_reply(BRIEF, moved(1.0) | {name: torch.tensor(2**53)}, {}, num_examples=10.0, steps=4, facts={})
+    assert fields(door(lie)) == [("m", name)]
+    late = replace(BRIEF, params={**START, name: torch.tensor(2**53)})
+    later = encode_reply(
+        late, moved(1.0, late) | {name: torch.tensor(2**53 + 4)}, {}, num_examples=10.0, steps=4, facts={}
+    )
+    assert fields(door(later, late)) == []
+
+
+def test_without_a_start_a_counter_is_compared_with_the_others() -> None:
+    name = "1.num_batches_tracked"
+    lie = encode_reply(BRIEF, moved(1.0) | {name: torch.tensor(2**53)}, {}, num_examples=10.0, steps=4, facts={})
+    assert fields(door(lie, anchored=False)) == [("m", f"count of {name}")]
+
+
+BAYES = BayesianLayers(bias=True)(Single.of(MODULE[0], Spec.of(MODULE[0])), 2, seed=0)
+BELIEF = Brief(0, BAYES.spec, BAYES.posterior.mean, classes=2)
+
+
+@pytest.mark.parametrize(("by", "field"), [(-12.0, "precision"), (12.0, "variance")])
+@pytest.mark.parametrize("over", ["refuse", "clip"])
+def test_a_belief_far_surer_or_vaguer_than_all_others(by: float, field: str, over: Any) -> None:
+    name = "net.log_variance"
+    sent = moved(1.0, BELIEF)
+    sent |= {name: BELIEF.params[name] + by, "net.bias_log_variance": BELIEF.params["net.bias_log_variance"]}
+    honest_belief = moved(1.0, BELIEF) | {n: BELIEF.params[n] for n in (name, "net.bias_log_variance")}
+    envelopes = [
+        Envelope(c, encode_reply(BELIEF, m, {}, num_examples=10.0, steps=4, facts={}))
+        for c, m in [*((c, honest_belief) for c in HONEST), ("m", sent)]
+    ]
+    rules = Rules(bounds=Bounds(over=over))
+    found = admit_all(envelopes, BELIEF, (), (*HONEST, "m"), rules, dict.fromkeys((*HONEST, "m"), 10))
+    told = found.refused if over == "refuse" else found.clipped
+    assert [(r["client"], r["field"]) for r in told] == [("m", f"{field} of {name}")]
+    if over == "clip":
+        kept = found.cohort.updates[-1].posterior.mean[name]
+        assert torch.allclose(kept, BELIEF.params[name] + math.copysign(math.log(2.5), by), atol=1e-4)
+
+
+def test_a_share_by_ones_own_word_is_capped() -> None:
+    """One of four claims a billion rows; one of ten claims ninety-nine times the median."""
+    for others, claim in ((3, 1e9), (9, 99.0)):
+        clients = (*HONEST[:others], "m")
+        sent = [Envelope(c, honest()) for c in clients[:-1]] + [Envelope("m", honest(num_examples=claim))]
+        found = admit_all(sent, BRIEF, (), clients)
+        shares = dict(zip(found.cohort.clients, found.cohort.weights.tolist(), strict=True))
+        assert shares.get("m", 0.0) <= 0.5
+        assert [c["client"] for c in (*found.refused, *found.clipped)] == ["m"]
+
+
+def test_who_an_operator_vouches_for_may_have_most_examples() -> None:
+    sizes = {"a": 600.0, "b": 150.0, "c": 150.0}
+    sent = [Envelope(c, honest(num_examples=n)) for c, n in sizes.items()]
+    vouched = admit_all(sent, BRIEF, (), "abc", enrolled={c: int(n) for c, n in sizes.items()})
+    assert [u.num_examples for u in vouched.cohort] == [600.0, 150.0, 150.0]
+    doubted = admit_all(sent, BRIEF, (), "abc", enrolled={c: int(n) for c, n in sizes.items()}, own_word={"a"})
+    assert [u.num_examples for u in doubted.cohort] == [300.0, 150.0, 150.0]
+    assert doubted.clipped[0]["field"] == "num_examples"
+    alone = admit_all(sent[:2], BRIEF, (), "ab")
+    assert [u.num_examples for u in alone.cohort] == [600.0, 150.0], "of two, one always has half"
+
+
+def digits(scheme: Scheme, clients: int, limit: int | None = None) -> dict[str, Rows]:
+    data = load("digits").train
+    parts = partition(data.y, scheme, clients, 0).clients
+    return {c: Rows(data.x[i[:limit]].flatten(1), data.y[i[:limit]]) for c, i in parts.items()}
+
+
+ALL_EVIDENCE: tuple[Evidence, ...] = (
+    KroneckerFactors(choose=True),
+    FisherDiagonal(),
+    ControlDelta(),
+    StartLoss(),
+    SquaredGradients(1),
+    CurvatureSpectrum(),
+)
+MLP = Spec("mlp", {"inputs": 64, "hidden": [16], "classes": 10})
+
+
+def answers(
+    method: str, rows: dict[str, Rows], settings: LocalSettings
+) -> tuple[Brief, dict[str, bytes], tuple[Evidence, ...]]:
+    recipe = find_method(method).recipe()
+    if method == "fedavg":
+        recipe = replace(recipe, evidence=ALL_EVIDENCE)
+    torch.manual_seed(0)
+    bench = Bench(population=len(rows), classes=10, local=settings)
+    brief = recipe.begin_round(ServerState(0, Single.of(MLP.build(), MLP)), bench).brief(recipe.publishes, 10)
+    sent = {c: client_round(recipe.work(settings), brief, c, r).payload for c, r in rows.items()}
+    return brief, sent, recipe.evidence
+
+
+REGIMES: dict[str, tuple[Scheme, int]] = {
+    "Dirichlet 0.01": (Dirichlet(alpha=0.01), 10),
+    "one class each": (Classes(per_client=1), 10),
+    "shares": (Shares(shares=(0.6, 0.15, 0.15)), 3),
+}
+
+
+@pytest.mark.parametrize(
+    "epochs", [1, pytest.param(200, marks=pytest.mark.slow)], ids=["one epoch", "two hundred epochs"]
+)
+@pytest.mark.parametrize("method", ["fedavg", "rklb"])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_honest_clients_pass_however_different_they_are(regime: str, method: str, epochs: int) -> None:
+    settings = LocalSettings(epochs=epochs, batch_size=32, optimizer={"lr": 0.05, "momentum": 0.9})
+    rows = digits(*REGIMES[regime])
+    brief, sent, evidence = answers(method, rows, settings)
+    enrolled = {c: len(r) for c, r in rows.items()}
+    found = admit_all(
+        [Envelope(c, p) for c, p in sent.items()], brief, evidence, list(sent), enrolled=enrolled, training=settings
+    )
+    assert found.refused == []
+    assert len({r["client"] for r in found.clipped}) <= (1 if epochs > 1 else 0)  # one of ten, and hardly
+
+
+LEVERS = {
+    "kron": "kron/",
+    "fisher": "fisher/",
+    "control": "control/",
+    "start_loss": "start_loss/",
+    "gradients": "gradients/",
+}
+
+
+@pytest.mark.parametrize("kind", LEVERS)
+@pytest.mark.parametrize("over", ["refuse", "clip"])
+def test_evidence_far_above_the_others_is_refused_or_weakened(kind: str, over: Any) -> None:
+    settings = LocalSettings(batch_size=32, optimizer={"lr": 0.05})
+    brief, sent, evidence = answers("fedavg", digits(Dirichlet(alpha=5.0), 6, 40), settings)
+    liar, *_ = sent
+    packet = decode(sent[liar])
+    prefix = NOTE + LEVERS[kind]
+
+    def scale(name: str, note: Tensor) -> Tensor:
+        wanted = name.startswith(prefix) and "damping" not in name and "evidence" not in name
+        return note * 1e5 if wanted else note
+
+    scaled = {n: scale(n, t) for n, t in packet.tensors.items()}
+    sent[liar] = encode(scaled, packet.header)
+    rules = Rules(bounds=Bounds(over=over))
+    found = admit_all([Envelope(c, p) for c, p in sent.items()], brief, evidence, list(sent), rules)
+    told = found.refused if over == "refuse" else found.clipped
+    assert {r["client"] for r in told} == {liar}
+    assert all(r["field"].startswith(kind) for r in told)
+    if over == "clip":
+        update = next(u for u in found.cohort if u.client == liar)
+        levers = measure(update, brief, evidence)
+        peers = {u.client: measure(u, brief, evidence) for u in found.cohort}
+        again = keep_within_bounds(list(found.cohort), peers, Claims(), Bounds(ratio=2.6, spread=4.1))
+        assert not again.refused, levers
+        if kind == "kron":
+            assert isinstance(update.posterior.geometry, Kron)
+            assert (
+                update.posterior.geometry.factors["fc1"][0].trace() < 100 * packet.tensors[f"{NOTE}kron/fc1/in"].sum()
+            )
+
+
+def test_networks_of_several_kinds_are_compared_apart() -> None:
+    other = Spec("mlp", {"inputs": 3, "hidden": [], "classes": 2})
+    updates = [ClientUpdate(c, Posterior(moved(1.0)), 1.0, 1, SPEC) for c in HONEST]
+    updates.append(
+        ClientUpdate("m", Posterior({n: t + 20 for n, t in other.build().state_dict().items()}), 1.0, 1, other)
+    )
+    briefs = {SPEC: BRIEF, other: Brief(0, other, other.build().state_dict(), classes=2)}
+    levers = {u.client: measure(u, briefs[u.spec], ()) for u in updates}
+    assert len(keep_within_bounds(updates, levers, Claims(), Bounds()).updates) == 10
