@@ -6,6 +6,7 @@ import io
 import json
 import os
 import resource
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from fedfuse.cli.options import typer
 from fedfuse.core.registry import all_methods
 from fedfuse.data import source_names
 from fedfuse.errors import QuorumLost
+from fedfuse.models import model_names
 
 FILE = """
 rounds = 1
@@ -107,7 +109,8 @@ def refused(said: Said, *parts: str) -> None:
 def test_run_ends_with_a_table_and_says_where_the_files_are(fedfuse: Fedfuse, tmp_path: Path) -> None:
     said = run(fedfuse)
     assert said.code == 0
-    assert said.err == ""  # no bars where nobody looks on
+    assert "\r" not in said.err  # no bars where nobody looks on, only lines
+    assert said.err.splitlines()[0] == "study: 4 runs of a method on a seed, into runs/study"
     for word in ("accuracy", "fedavg", "fednova", "±", "mean ± standard deviation over 2 seeds"):
         assert word in said.out
     assert said.out.splitlines()[-1] == "files: runs/study   page: runs/study/report.html"
@@ -142,7 +145,15 @@ def test_resume_goes_on_and_more_may_be_asked(fedfuse: Fedfuse, tmp_path: Path) 
     run(fedfuse, "--out", "here", "--no-page")
     said = run(fedfuse, "--out", "here", "--no-page", "--resume", "--set", "rounds=2", "--json")
     assert [row["round"] for row in json.loads(said.out)["rows"]] == [1, 2] * 4
-    refused(run(fedfuse, "--resume"), "--resume needs the run directory: add --out DIR")
+    refused(run(fedfuse, "--resume"), "there is no run called 'study' in runs to resume; name its directory with --out")
+
+
+def test_to_resume_without_a_directory_is_to_go_on_with_the_last_run(fedfuse: Fedfuse) -> None:
+    for _ in range(2):
+        run(fedfuse, "--no-page")
+    said = run(fedfuse, "--no-page", "--resume", "--set", "rounds=2", "--json")
+    assert json.loads(said.out)["folder"] == "runs/study-2"
+    assert [row["round"] for row in json.loads(said.out)["rows"]] == [1, 2] * 4
 
 
 def test_a_sweep_fills_one_folder_and_makes_one_page(fedfuse: Fedfuse, tmp_path: Path) -> None:
@@ -157,9 +168,12 @@ def test_a_sweep_fills_one_folder_and_makes_one_page(fedfuse: Fedfuse, tmp_path:
 
 def test_check_trains_nothing(fedfuse: Fedfuse, tmp_path: Path) -> None:
     said = run(fedfuse, "--check")
-    assert (said.code, said.out) == (0, "study.toml is sound: 1 experiment, 4 runs of a method on a seed\n")
+    assert said.code == 0
+    assert said.out.startswith("study.toml is sound: 1 experiment, 4 runs of a method on a seed\nstudy may take about ")
     told = json.loads(run(fedfuse, "--check", "--json").out)
     experiments = [{"name": "study", "methods": ["fedavg", "fednova"], "seeds": [0, 1]}]
+    seconds = [experiment.pop("seconds") for experiment in told["experiments"]]
+    assert [sorted(s) for s in seconds] == [["fedavg", "fednova"]]
     assert told == {"ok": True, "experiments": experiments, "data_missing": []}
     assert not (tmp_path / "runs").exists()
 
@@ -216,7 +230,10 @@ def test_run_directories_that_cannot_be_used(fedfuse: Fedfuse, tmp_path: Path) -
     refused(
         run(fedfuse, "--out", "here"), "here holds a run already; continue it with --resume or choose another --out"
     )
-    refused(run(fedfuse, "--out", "here", "--resume", "--set", "local.epochs=9"), "here holds another run: local was")
+    refused(
+        run(fedfuse, "--out", "here", "--resume", "--set", "local.epochs=9"),
+        "here holds another run: local.epochs was 1 and is now 9",
+    )
     refused(run(fedfuse, "--out", "cache", "--resume"), "cache is not a run directory")
     refused(run(fedfuse, "--out", "study.toml/run"), "cannot write study.toml/run: Not a directory")
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "here").rglob("*")} == before
@@ -240,10 +257,12 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(fedfuse: Fedfuse, tmp_path:
         said = run(fedfuse, "--out", "here", "--no-page", "--no-memo", "--set", "rounds=5")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    refused(said, "cannot write here", "File too large; free some space")
+    assert said.code == 2
+    assert "error: cannot write here" in said.err
+    assert "File too large; free some space" in said.err.splitlines()[-1]
     told = json.loads(run(fedfuse, "--out", "here", "--no-page", "--resume", "--set", "rounds=5", "--json").out)
     whole = json.loads(run(fedfuse, "--out", "whole", "--no-page", "--set", "rounds=5", "--json").out)
-    seconds = {"train_seconds", "server_seconds"}
+    seconds = {"train_seconds", "server_seconds", "diagnostic_seconds"}
     assert [{k: v for k, v in row.items() if k not in seconds} for row in told["rows"]] == [
         {k: v for k, v in row.items() if k not in seconds} for row in whole["rows"]
     ]
@@ -296,7 +315,7 @@ def test_the_demo_runs_offline_and_ends_with_a_page(fedfuse: Fedfuse, monkeypatc
     said = fedfuse("demo", "--workers", "0")
     assert said.code == 0
     assert said.out.splitlines()[-1] == "files: runs/demo   page: runs/demo/report.html"
-    for name in ("local", "fedavg", "fedprox", "fednova", "scaffold", "fedyogi"):
+    for name in ("fedavg", "swa", "feddu", "rklb", "fedlpa", "ensemble", "ams", "head refitted", "ridge"):
         assert name in said.out
     assert Path("runs/demo/report.html").exists()
 
@@ -309,7 +328,6 @@ def test_report_makes_one_page_of_several_runs(fedfuse: Fedfuse, tmp_path: Path)
         run(fedfuse, "--out", name, "--no-page")
     said = fedfuse("report", "one", "two", "-o", "both.html")
     assert (said.code, said.out) == (0, "page: both.html\n")
-    assert json.loads(fedfuse("report", "one", "--json").out) == {"page": "report.html"}
     refused(fedfuse("report", "nowhere"), "nowhere is not a directory")
     refused(fedfuse("report", "one", "-o", "study.toml/page.html"), "study.toml")
 
@@ -350,6 +368,7 @@ def test_evaluate_scores_what_the_run_scored(fedfuse: Fedfuse) -> None:
     shown = fedfuse("evaluate", model, "here/models/fednova-1.safetensors", "--data", "digits", "--bins", "3").out
     assert shown.count(".safetensors") == 2
     assert "Brier" in shown
+    assert "digits, its test rows: 359 rows" in shown
 
 
 def test_evaluate_refuses_what_does_not_fit(fedfuse: Fedfuse, tmp_path: Path) -> None:
@@ -357,8 +376,10 @@ def test_evaluate_refuses_what_does_not_fit(fedfuse: Fedfuse, tmp_path: Path) ->
     rows = np.zeros((4, 5), np.float32)
     np.savez(tmp_path / "five.npz", x_train=rows, y_train=np.arange(4), x_test=rows, y_test=np.arange(4))
     model = "here/models/fedavg-0.safetensors"
-    refused(fedfuse("evaluate", model, "--data", "five.npz"), "cannot score five.npz, whose rows are 5 in 4 classes")
-    refused(fedfuse("evaluate", "study.toml", "--data", "digits"), "study.toml is not a model file of fedfuse")
+    refused(fedfuse("evaluate", model, "--data", "five.npz"), "cannot score five.npz, whose rows are 5 in 10 classes")
+    refused(
+        fedfuse("evaluate", "study.toml", "--data", "digits"), "study.toml is neither a model nor an update of fedfuse"
+    )
     refused(fedfuse("evaluate", "nowhere.safetensors", "--data", "digits"), "nowhere.safetensors")
     refused(fedfuse("evaluate", model, "--data", "digitz"), "did you mean 'digits'?")
 
@@ -455,3 +476,102 @@ def test_help_lists_the_commands_and_a_wrong_one_is_refused(fedfuse: Fedfuse) ->
     assert fedfuse("run").code == 2
     assert fedfuse("run", "study.toml", "--workers", "-1").code == 2
     assert fedfuse("--version").out.startswith("fedfuse 0.")
+
+
+def test_models_are_listed_with_their_options(fedfuse: Fedfuse) -> None:
+    told = {entry["name"]: entry for entry in json.loads(fedfuse("models", "--json").out)}
+    assert told.keys() == set(model_names())
+    options = {option["name"]: option for option in told["mlp"]["options"]}
+    assert (options["hidden"]["default"], options["inputs"]["default"]) == ([100], "from the data")
+    assert all(option["text"] for entry in told.values() for option in entry["options"])
+    assert "units of each hidden layer" in " ".join(fedfuse("models", "mlp").out.split())
+    refused(fedfuse("models", "mpl"), "did you mean mlp?")
+
+
+OWN_METHOD = """
+from dataclasses import dataclass
+from fedfuse.extend import Mean, Recipe, TaskLoss
+
+@dataclass(frozen=True)
+class Doubled:
+    base: TaskLoss = TaskLoss()
+
+    def __call__(self, local, batch):
+        return 2 * self.base(local, batch)
+
+def mine(uniform: bool = False) -> Recipe:
+    '''Twice the loss.'''
+    return Recipe(objective=Doubled(), aggregate=Mean(uniform))
+"""
+
+
+def test_a_method_of_ones_own_runs_from_a_file_and_fuses(fedfuse: Fedfuse, tmp_path: Path) -> None:
+    (tmp_path / "my_method.py").write_text(OWN_METHOD)
+    (tmp_path / "own.toml").write_text(FILE.replace('name = "fednova"', 'name = "my_method.py:mine"\nuniform = true'))
+    said = fedfuse("run", "own.toml", "--json", "--workers", "2", "--no-page")
+    assert said.code == 0, said.err
+    assert {row["label"] for row in json.loads(said.out)["rows"]} == {"fedavg", "mine(uniform=True)"}
+    assert "Twice the loss." in fedfuse("methods", "my_method:mine").out
+    refused(
+        fedfuse("run", "own.toml", "--set", "methods.1.unifrom=1"), "has no option 'unifrom'; did you mean 'uniform'"
+    )
+    words = ("--data", "digits", "--train-limit", "60", "--method", "my_method:mine")
+    for site in "ab":
+        assert fedfuse("update", *words, "-o", f"{site}.safetensors").code == 0
+    fused = fedfuse("fuse", "a.safetensors", "b.safetensors", "--method", "my_method:mine", "-o", "g.safetensors")
+    assert fused.code == 0, fused.err
+
+
+def test_a_check_says_how_long_it_may_take(fedfuse: Fedfuse) -> None:
+    assert "study may take about " in fedfuse("run", "study.toml", "--check").out
+    told = json.loads(fedfuse("run", "study.toml", "--check", "--json").out)
+    assert told["experiments"][0]["seconds"].keys() == {"fedavg", "fednova"}
+
+
+def test_a_long_run_is_announced(fedfuse: Fedfuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedfuse.experiment.execute.estimate_seconds", lambda *_: {"fedavg": 900.0, "dense": 9000.0})
+    said = run(fedfuse, "--no-page", "--set", "seeds=[0]")
+    assert "this may take about 2 h 45 min (dense 2 h 30 min, fedavg 15 min); Ctrl-C stops it" in said.err
+    monkeypatch.setattr("fedfuse.experiment.execute.estimate_seconds", lambda *_: {"fedavg": 30.0})
+    assert "may take" not in run(fedfuse, "--no-page", "--set", "seeds=[0]").err
+
+
+WITHOUT_TORCH = {
+    "--version": 0,
+    "--help": 0,
+    "run --help": 0,
+    "methods": 0,
+    "methods fedlpa": 0,
+    "methods fedlpaa": 2,
+    "run nowhere.toml": 2,
+    "run study.toml --bogus": 2,
+    "run study.toml --set rouns=3": 2,
+    "run study.toml --set data.partition.kind=dirichle": 2,
+    "run study.toml --set local.optimizer.name=sdg": 2,
+    "run study.toml --set methods.0.name=fedavgg": 2,
+    "run study.toml --set methods.0.unifrom=true": 2,
+    "run study.toml --check --set seeds=[]": 2,
+    "partition study.toml --set dta.clients=3": 2,
+    "flower study.toml --set dta.clients=3": 2,
+    "update --data digits -o a.safetensors --method fedavgg": 2,
+    "fuse a.safetensors -o g.safetensors --method fedavgg": 2,
+}
+
+
+def test_help_and_errors_of_the_command_line_do_not_wait_for_torch(tmp_path: Path) -> None:
+    """Torch takes seconds to import; whoever misspelt a word should not wait for it."""
+    (tmp_path / "study.toml").write_text(FILE)
+    program = f"""
+import sys
+from fedfuse import cli
+for line, expected in {WITHOUT_TORCH!r}.items():
+    sys.argv = ["fedfuse", *line.split()]
+    try:
+        cli.main()
+    except SystemExit as end:
+        assert end.code == expected, (line, end.code)
+    assert "torch" not in sys.modules, line
+print("all of them")
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("all of them\n"), done.stderr

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from fedfuse.cli import console
-from fedfuse.experiment.watch import Quiet
+from fedfuse.experiment.progress import Bars
 
 
 @pytest.fixture
@@ -23,35 +24,36 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 def test_bars_count_courses_rounds_and_clients(screen: io.StringIO) -> None:
     with console.watcher(2, "study") as bars:
-        assert isinstance(bars, console.Bars)
+        assert isinstance(bars, Bars)
         for seed in (0, 1):
             bars.method_started("fedavg", seed, 3, 5, 2)
             for client in ("site-1", "site-2"):
                 bars.client_done(client, 1.5, remembered=client == "site-2")
             bars._progress.refresh()
-            bars.round_done("fedavg", seed, 4, 0.875)
+            bars.round_done("fedavg", seed, 4, {"accuracy": 0.875})
             bars._progress.refresh()
     drawn = screen.getvalue()
     for words in ("study: methods × seeds", "fedavg, seed 1", "1/2", "3/5", "4/5", "2/2"):
         assert words in drawn, words
     assert "site-2 remembered" in drawn
-    assert "accuracy 87.5%" in drawn
+    assert "accuracy 87.50%" in drawn
 
 
 def test_a_round_without_a_score_is_counted_all_the_same(screen: io.StringIO) -> None:
     with console.watcher(1, "study") as bars:
         bars.method_started("fedavg", 0, 0, 1, 1)
-        bars.round_done("fedavg", 0, 1, None)
+        bars.round_done("fedavg", 0, 1, {})
     assert "1/1" in screen.getvalue()
 
 
-def test_nothing_moves_where_nobody_looks_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_written_where_nobody_looks_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = io.StringIO()
     monkeypatch.setattr(console, "err", Console(file=seen, force_terminal=False))
     with console.watcher(1, "study") as watch:
-        assert isinstance(watch, Quiet)
+        watch.run_started("study", Path("runs/study"), {})
         watch.method_started("fedavg", 0, 0, 1, 1)
-    assert seen.getvalue() == ""
+        watch.round_done("fedavg", 0, 1, {"accuracy": 0.5})
+    assert seen.getvalue() == "study: one run of a method on a seed, into runs/study\n"  # it took less than ten seconds
 
 
 def test_brackets_in_a_sentence_are_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,9 +70,11 @@ def test_json_has_no_word_for_infinity(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_scores_stand_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    console.show_scores("digits", {"a.safetensors": {"accuracy": 0.5, "nll": 1.25, "ece": 0.1, "brier": 0.75}})
+    scores = {"accuracy": 0.5, "confidence": 0.9, "nll": 1.25, "ece": 0.1, "brier": 0.75}
+    scores |= {"rows": 1200, "classes": ["ill", "well"], "class_rows": [1200, 0], "per_class": [0.25, None]}
+    console.show_scores("digits", {"a.safetensors": scores})
     told = capsys.readouterr().out
-    for words in ("digits", "a.safetensors", "50.00%", "1.2500", "0.1000", "0.7500"):
+    for words in ("digits", "a.safetensors", "50.00%", "1.2500", "0.1000", "0.7500", "1,200 rows", "90.00%", "25.0%"):
         assert words in told
 
 

@@ -81,7 +81,7 @@ def update(fedfuse: Fedfuse, sites: Path, site: int, *words: str, name: str = ""
     path = Path(f"{name or f'update-{site}'}.safetensors")
     said = fedfuse(
         *("update", "--data", sites / f"site-{site}.npz", "--method", "fedlpa", "-o", path, "--set", "local.epochs=3"),
-        *("--set", "local.optimizer.lr=0.1", "--set", "model.hidden=[8]", *words),
+        *("--set", "local.optimizer.lr=0.1", "--set", "model.hidden=[8]", "--set", "method.min_rows=100", *words),
     )
     assert said.code == 0, said.err
     return path
@@ -194,7 +194,7 @@ def test_what_cannot_be_is_one_sentence(fedfuse: Fedfuse, sites: Path, files: li
         ("update", "--data", "digits", "--set", "local.epoch=3", "-o", "x"): "did you mean 'epochs'?",
         ("update", "--data", "digits", "--start", "mine.py", "-o", "x"): "mine.py is no file of weights to start from",
         ("update", "--data", "nowhere.npz", "-o", "x"): "nowhere.npz",
-        ("evaluate", files[0], "--data", "digits"): "expected a model",
+        ("evaluate", "mine.py", "--data", "digits"): "mine.py is neither a model nor an update of fedfuse",
     }
     for words, sentence in cases.items():
         said = fedfuse(*words)

@@ -41,7 +41,7 @@ def test_it_says_how_to_go_on(file: Path) -> None:
 
 def test_to_resume_it_must_be_told_where(file: Path) -> None:
     said = CliRunner().invoke(cli.app, ["flower", str(file), "--run", "--resume"])
-    assert "--resume needs the run directory" in str(said.exception)
+    assert "there is no run called 'small' in runs to resume" in str(said.exception)
 
 
 def test_without_the_right_flower_it_is_one_sentence(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

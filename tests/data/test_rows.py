@@ -34,7 +34,7 @@ def test_rows_travel_to_worker_processes():
         (torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, dtype=torch.int64), "x is float64"),
         (torch.zeros(2, 3, 4), torch.zeros(2, dtype=torch.int64), "x is float32 of shape"),
         (torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64), "y is int64 of shape"),
-        (torch.zeros(2, 3), torch.zeros(2), "y is float32"),
+        (torch.zeros(2, 3), torch.zeros(2), "labels are float32"),
     ],
 )
 def test_rows_of_the_wrong_kind_are_refused(x, y, what):

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from fedfuse.data.partition import client_ids
+from fedfuse.data.partitions import client_ids
 from fedfuse.data.show import PALETTE, heat_map, save_heat_map
 from fedfuse.errors import ConfigError
 

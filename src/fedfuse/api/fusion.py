@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor, nn
 
 from fedfuse.api.runs import recipe as make_recipe
+from fedfuse.api.sums import SUMS, add_updates, check_sums, kept_updates, sums_to_keep, take_out
 from fedfuse.api.update import Update, check_supported, prepared_start, start_of
+from fedfuse.core.about import About, Contribution, versions
+from fedfuse.core.description import describe
+from fedfuse.core.messages import Brief
 from fedfuse.core.model import Answering, Model, Single
+from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
@@ -20,12 +25,16 @@ from fedfuse.core.seams import AsChosen
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.server.door.admit import Rules
-from fedfuse.server.door.files import Item, gather
+from fedfuse.nets.head import logit_variance
+from fedfuse.server.door.admit import Admission, Rules
+from fedfuse.server.door.files import Item, built_start, check_enough, fingerprint, gather
+from fedfuse.server.door.names import CommonNames
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
-from fedfuse.server.round import fuse_round
+from fedfuse.server.sound import fuse_admitted
+from fedfuse.tasks import CLASSIFICATION, Task, task_header, task_named
 from fedfuse.wire.codec import encode
 from fedfuse.wire.files import save_model
+from fedfuse.wire.messages import reply_header
 
 if TYPE_CHECKING:
     pass
@@ -35,11 +44,23 @@ Source: TypeAlias = "Update | str | Path | Mapping[str, Tensor] | nn.Module"
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """The result of a fusion: the model, who was refused and why, and what the aggregator noted."""
+    """The result of a fusion: the model, who was refused and why, and what the aggregator noted.
+
+    `about` is what its file says of itself (classes, inputs, method, sites); `remarks` are sentences for a reader;
+    `sums` is what it was made of, where the method reads nothing but sums.
+    """
 
     model: Model
     refused: tuple[Mapping[str, str], ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    about: About = field(default_factory=About)
+    remarks: tuple[str, ...] = ()
+    sums: tuple[Update, ...] = field(default=(), repr=False)
+
+    @property
+    def task(self) -> Task:
+        """What the model was made for."""
+        return task_named(self.about.task or CLASSIFICATION.name)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The fused weights under their plain names."""
@@ -59,9 +80,31 @@ class Fused:
             _runnable(member)
         return self.model.logits(x)
 
+    def variance(self, x: Tensor) -> Tensor:
+        """How uncertain the last layer leaves each logit, rows × outputs, where a method knows its posterior.
+
+        Raises:
+            RecipeError: for a model without one.
+        """
+        return logit_variance(_runnable(_one(self.model)), x)
+
+    def partial(self) -> Update:
+        """The sum of what was fused, an update again: fusing regions' sums is fusing all their sites.
+
+        Raises:
+            RecipeError: if the method reads more of its clients than sums.
+        """
+        if len(self.sums) != 1:
+            raise RecipeError(
+                "there is no one sum of what was fused; use a method that reads sums of evidence alone, such "
+                "as ridge or refit, without keep_sites"
+            )
+        return self.sums[0]
+
     def save(self, path: str | Path) -> Path:
         """Write one file; a single network's loads with plain safetensors into your own model."""
-        save_model(self.model, Path(path), {"refused": [dict(r) for r in self.refused]})
+        notes, headers = sums_to_keep(self.sums)
+        save_model(self.model, Path(path), {SUMS: headers} if headers else None, self.about, notes)
         return Path(path)
 
 
@@ -78,6 +121,9 @@ def fuse(
     align: AlignChoice = None,
     quorum: float = 0.5,
     seed: int = 0,
+    into: str | Path | None = None,
+    remove: Sequence[str | Path] = (),
+    keep_sites: bool = False,
 ) -> Fused:
     """Fuse what sites brought: updates, files, modules or plain state dicts.
 
@@ -92,12 +138,13 @@ def fuse(
             be run: to answer together, to be aligned, distilled or pruned. Nothing that files name is run unasked.
         server_rows: labelled rows the server holds, for methods that need them.
         unlabelled: inputs without labels the server holds, for distillation.
-        guard: a robust filter before the aggregator: "clip", "krum", "median", "trimmed", or a table with the name
-            and options, such as {"name": "krum", "byzantine": 2}.
-        align: how hidden units are moved to common places before anything else: "weights", "activations",
-            "transport", "graph", or a table with the name and options.
+        guard: a robust filter: "clip", "krum", "median", "trimmed", or a table, {"name": "krum", "byzantine": 2}.
+        align: how hidden units are aligned before that: "weights", "activations", "transport", "graph", or a table.
         quorum: the share of sources that must be admitted.
         seed: fixes every random draw of the server.
+        into: a fused file that keeps its sums (of `ridge` or `refit`): the updates are added to them.
+        remove: sites to take out of those sums, by name where they were kept apart, else by their update files.
+        keep_sites: let the result's file keep each site's sums apart, not only their total.
 
     Raises:
         QuorumLost: if too few were admitted, or no layout is shared by more than half of them.
@@ -108,27 +155,104 @@ def fuse(
         >>> fuse([{"w": torch.zeros(1)}, {"w": torch.ones(1)}], "fedavg", num_examples=[1, 3]).state_dict()
         {'w': tensor([0.7500])}
     """
-    recipe = with_filters(make_recipe(recipe) if isinstance(recipe, str) else recipe, align=align, guard=guard)
-    check_supported(recipe, "fusing files")
-    items = _items(updates, num_examples)
-    begin = None if start is None else start_of(start)[1]
-    if "start" in recipe.needs and begin is None:
-        raise RecipeError(f"method {recipe.name!r} needs the weights the sites started from; pass `start`")
+    recipe = _recipe_behind_filters(recipe, align, guard)
+    kept = _read_kept(recipe, into, remove)
+    items = _items([*kept, *updates], num_examples)
+    begin = _begin(recipe, start, items)
     bench = Bench(rows=_rows(server_rows), unlabelled=unlabelled, population=len(items), seed=seed)
     recipe.check(1, bench)
-    named = [_prepared_spec(recipe, given, seed) for given in _as_list(model)]
-    admission, brief = gather(items, recipe, begin, named, Rules(quorum=quorum))
+    admission, brief, names = gather(items, recipe, begin, _networks(recipe, model, seed), Rules(quorum=quorum))
+    _check_kept([item.client for item in items[: len(kept)]], admission, into)
+    state = fuse_admitted(recipe, admission, *_ready(recipe, bench, brief, names))
+    check_enough(admission, len(items), quorum)
+    about = _about(recipe, admission, names, brief.task)
+    sums = _sums(recipe, admission, brief, begin, about, keep_sites)
+    return Fused(state.model, tuple(admission.refused), state.facts, about, names.remarks, sums)
+
+
+def _recipe_behind_filters(recipe: Recipe | str, align: AlignChoice, guard: GuardChoice) -> Recipe:
+    """The recipe behind its filters, if files can be fused by it."""
+    made = with_filters(make_recipe(recipe) if isinstance(recipe, str) else recipe, align=align, guard=guard)
+    check_supported(made, "fusing files")
+    return made
+
+
+def _ready(recipe: Recipe, bench: Bench, brief: Brief, names: CommonNames) -> tuple[ServerState, Bench]:
+    """What the round begins with, checked to suit the recipe."""
     state = ServerState(brief.round, Single(brief.spec, Posterior(brief.params)))
-    bench = replace(bench, classes=brief.classes)
+    inputs = None if names.inputs is None else names.inputs.bounds()
+    bench = replace(bench, classes=brief.classes, inputs=inputs, task=brief.task)
     recipe.check(1, bench, state if brief.spec.can_run else None)
-    state = fuse_round(recipe, admission.cohort, state, bench)
-    return Fused(state.model, tuple(admission.refused), state.facts)
+    return state, bench
 
 
-def _as_list(model: nn.Module | Spec | Sequence[nn.Module | Spec] | None) -> list[nn.Module | Spec]:
+def _read_kept(recipe: Recipe, into: str | Path | None, remove: Sequence[str | Path]) -> list[Update]:
+    """The sums that a fused file keeps, without those of the sites to remove."""
+    if into is None:
+        if remove:
+            raise ConfigError("there is nothing to remove sites from; name the fused file (into=, --into)")
+        return []
+    check_sums(recipe, "adding to a fused file")
+    return take_out(kept_updates(Path(into)), [str(site) for site in remove], Path(into))
+
+
+def _check_kept(clients: Sequence[str], admission: Admission, into: str | Path | None) -> None:
+    """Go on only if all that a fused file keeps was fused again: otherwise sites would be lost unasked."""
+    for refusal in admission.refused:
+        if refusal["client"] in clients:
+            raise ConfigError(
+                f"what {into} keeps of {refusal['client']} does not suit the updates: {refusal['field']} is "
+                f"{refusal['got']}, expected {refusal['expected']}; add updates made for the same model"
+            )
+
+
+def _sums(
+    recipe: Recipe, admission: Admission, brief: Brief, begin: Params | None, about: About, keep_sites: bool
+) -> tuple[Update, ...]:
+    """What a later fusion can go on from: the total, or everybody's own."""
+    if recipe.trains or not recipe.only_sums or begin is None or admission.clipped:
+        return ()  # what was weakened is no sum of rows
+    header = reply_header(brief, num_examples=1.0, steps=0, facts={}) | {
+        "start": fingerprint(begin),
+        "classes": brief.classes,
+        "layout": describe(brief.spec.layout),
+        **about.model_copy(update={"sites": (), "refused": ()}).to_json(),
+    }
+    if keep_sites:
+        return tuple(add_updates([u], header, u.client) for u in admission.cohort)
+    return (add_updates(admission.cohort.updates, header, "sum of sites"),)
+
+
+def _begin(recipe: Recipe, start: str | Path | Mapping[str, Tensor] | None, items: Sequence[Item]) -> Params | None:
+    """The weights sites started from, where they were passed, or where they follow from the network of the updates."""
+    begin: Params | None = None if start is None else start_of(start)[1]
+    if begin is None and not recipe.trains:
+        begin = built_start(items)
+    if begin is None and "start" in recipe.needs:
+        raise RecipeError(f"method {recipe.name!r} needs the weights the sites started from; pass `start`")
+    return begin
+
+
+def _about(recipe: Recipe, admission: Admission, names: CommonNames, task: Task) -> About:
+    """What the fused model's file will say of itself."""
+    return About(
+        method=recipe.label or recipe.name,
+        class_names=names.class_names,
+        inputs=names.inputs,
+        task=task_header(task).get("task", ""),
+        reveals=recipe.reveals,
+        sites=tuple(Contribution(client=u.client, num_examples=u.num_examples) for u in admission.cohort),
+        refused=tuple(admission.refused),
+        versions=versions(),
+    )
+
+
+def _networks(recipe: Recipe, model: nn.Module | Spec | Sequence[nn.Module | Spec] | None, seed: int) -> list[Spec]:
+    """The networks the user named, as the method trains them."""
     if model is None:
         return []
-    return [model] if isinstance(model, nn.Module | Spec) else list(model)
+    given = [model] if isinstance(model, nn.Module | Spec) else model
+    return [_prepared_spec(recipe, one, seed) for one in given]
 
 
 def _prepared_spec(recipe: Recipe, given: nn.Module | Spec, seed: int) -> Spec:
@@ -136,7 +260,7 @@ def _prepared_spec(recipe: Recipe, given: nn.Module | Spec, seed: int) -> Spec:
     spec = given if isinstance(given, Spec) else Spec.of(given)
     if isinstance(recipe.prepare_model, AsChosen):
         return spec
-    return prepared_start(recipe, spec, spec.skeleton().state_dict(), 0, seed).spec
+    return prepared_start(recipe, spec, spec.skeleton().state_dict(), Bench(seed=seed)).spec
 
 
 def _items(updates: Sequence[Source], num_examples: Sequence[float] | None) -> list[Item]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.registry import all_methods, find_method
+from fedfuse.core.registry import all_methods, load_method
+from fedfuse.models import model_names
 
 if TYPE_CHECKING:
-    from fedfuse.experiment.execute import Results
+    from torch import nn
+
+    from fedfuse.experiment.results import Results
+    from fedfuse.experiment.watch import Watcher
 
 
 def list_methods() -> tuple[str, ...]:
@@ -23,37 +27,57 @@ def list_methods() -> tuple[str, ...]:
     return tuple(all_methods())
 
 
+def list_models() -> tuple[str, ...]:
+    """The names of all networks; `fedfuse models NAME` tells the options of one.
+
+    Example:
+        >>> "lenet" in list_models()
+        True
+    """
+    return model_names()
+
+
 def recipe(name: str, **options: object) -> Recipe:
-    """A method's recipe with these options.
+    """A method's recipe with these options; a method of yours is named module:function or file.py:function.
 
     Example:
         >>> recipe("fedprox", mu=0.1).label
         'fedprox(mu=0.1)'
     """
-    return find_method(name).recipe(**options)
+    return load_method(name).recipe(**options)
 
 
 def run(
-    file: str | Path,
+    experiment: str | Path | Mapping[str, Any],
     *,
+    model: nn.Module | None = None,
+    data: Any = None,
     sets: Sequence[str] = (),
     out: str | Path | None = None,
     resume: bool = False,
     workers: int | None = None,
     memo: bool = True,
+    progress: bool = True,
+    callbacks: Sequence[Watcher] = (),
 ) -> Results:
-    """Run an experiment file: every method, every seed, every round, recorded as it happens.
+    """Run an experiment: every method, every seed, every round, recorded as it happens.
 
     Args:
-        file: the experiment, a TOML file.
-        sets: changes to it, as `key.key=value`.
+        experiment: a TOML file, or what it would say as a dictionary.
+        model: a network, in the place of the one the experiment names; every seed begins with its weights.
+        data: rows, in the place of the experiment's source: a `fedfuse.data.Dataset`, or x_train, y_train, x_test and
+            y_test as tensors or arrays.
+        sets: changes to the experiment, as `key.key=value`.
         out: the run directory; by default a new one in `runs`.
-        resume: go on with what is in the run directory.
+        resume: go on with what is in the run directory, by default the last of its name.
         workers: worker processes; 0 trains in this one, by default there is one per core.
         memo: reuse updates trained before under the same conditions.
+        progress: show how far it is: bars in a terminal, a line in a notebook, now and then a line elsewhere.
+        callbacks: called as the run makes progress; `fedfuse.loggers` has some, and `Callback` to make your own.
 
     Returns:
-        The results: `rows`, one for each method, seed and round, and `table()`, a summary in Markdown.
+        The results: `rows`, one for each method, seed and round, `table()`, a summary in Markdown, `frame()`, the rows
+        for pandas.
 
     Raises:
         ConfigError: before any training, if the experiment or the directory cannot be used.
@@ -62,18 +86,25 @@ def run(
     Example:
         >>> import tempfile
         >>> home = Path(tempfile.mkdtemp())
-        >>> _ = (home / "tiny.toml").write_text('methods = [{ name = "fedavg" }, { name = "fednova" }]')
-        >>> less = ["data.train_limit=60", "data.clients=2"]
-        >>> results = run(home / "tiny.toml", sets=less, out=home / "run", workers=0, memo=False)
+        >>> tiny = {"methods": [{"name": "fedavg"}, {"name": "fednova"}], "data": {"train_limit": 60, "clients": 2}}
+        >>> results = run(tiny, out=home / "run", workers=0, memo=False, progress=False)
         >>> [(row["label"], row["round"]) for row in results.rows]
         [('fedavg', 1), ('fednova', 1)]
-        >>> "| fedavg |" in results.table()
-        True
     """
-    from fedfuse.experiment.jobs import run_file  # late: it brings the data sources and the report with it
+    from fedfuse.experiment.jobs import run_jobs  # late: it brings the data sources and the report with it
 
-    folder = None if out is None else Path(out)
-    return run_file(Path(file), sets=sets, out=folder, resume=resume, workers=workers, memo=memo)
+    return run_jobs(
+        experiment if isinstance(experiment, Mapping) else Path(experiment),
+        model=model,
+        data=data,
+        sets=sets,
+        out=None if out is None else Path(out),
+        resume=resume,
+        workers=workers,
+        memo=memo,
+        progress=progress,
+        callbacks=callbacks,
+    )
 
 
 def load(run: str | Path) -> Results:

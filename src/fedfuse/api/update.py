@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from fedfuse.api.runs import recipe as make_recipe
+from fedfuse.core.about import About, check_class_names, versions
 from fedfuse.core.description import describe
+from fedfuse.core.forms import ArrayForm, RowForm
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Single, outputs
 from fedfuse.core.params import Params
@@ -24,6 +26,7 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.door.files import fingerprint, first_difference
+from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Task, task_header, task_named
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read, write
 from fedfuse.wire.messages import NOTE, encode_brief, receive_brief
@@ -46,6 +49,23 @@ class Update:
         """How many examples stand behind it."""
         return float(decode(self.payload).header["num_examples"])
 
+    @property
+    def about(self) -> About:
+        """What its file says of itself."""
+        return About.of(decode(self.payload).header)
+
+    @property
+    def facts(self) -> Mapping[str, float]:
+        """What its training noted, such as the last epoch's loss."""
+        facts: Mapping[str, float] = decode(self.payload).header["facts"]
+        return facts
+
+    def telling(self, **entries: Any) -> Update:
+        """The same update with more entries in its header; None takes one out."""
+        packet = decode(self.payload)
+        header = {key: value for key, value in {**packet.header, **entries}.items() if value is not None}
+        return replace(self, payload=encode(packet.tensors, header))
+
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights."""
         return {n: t.clone() for n, t in decode(self.payload).tensors.items() if not n.startswith(NOTE)}
@@ -64,7 +84,9 @@ def local_update(
     *,
     client: str = "site",
     start: str | Path | Mapping[str, Tensor] | None = None,
-    classes: int | None = None,
+    classes: int | Sequence[str] | None = None,
+    inputs: RowForm | None = None,
+    task: Task | str = CLASSIFICATION,
     seed: int = 0,
     output: int | str | None = None,
     **settings: Any,
@@ -77,7 +99,10 @@ def local_update(
         recipe: the method, or its name.
         client: the site's name.
         start: common weights to start from, as a state dict or a safetensors file.
-        classes: how many classes there are in all; by default as many as the network has outputs.
+        classes: the names of all classes in the order of the labels, or how many there are; by default as many as the
+            network has outputs, without names.
+        inputs: the form the rows were brought to, where it is more than their shape.
+        task: what is to be learned: "classification", "binary", "multilabel" or "regression".
         seed: fixes every random draw.
         output: which of the network's outputs are the logits, where it gives several: a place, a key or an attribute.
         settings: of local training, as in a config file: epochs, batch_size, optimizer, …; `lr` and `momentum`
@@ -90,23 +115,27 @@ def local_update(
         20.0
     """
     recipe = make_recipe(recipe) if isinstance(recipe, str) else recipe
+    task = task_named(task) if isinstance(task, str) else task
     check_supported(recipe, "a site that only brings a file")
+    recipe.check_task(task)
     spec = model if isinstance(model, Spec) else Spec.of(model, output)
     spec = spec if output is None else replace(spec, output=output)
     data = rows if isinstance(rows, Rows) else Rows(*rows)
     module = spec.build() if isinstance(model, Spec) else model
     begin = {n: t.detach().clone() for n, t in module.state_dict().items()}
-    count = _count_classes(classes, Single.of(module, spec), data)
+    names = () if classes is None or isinstance(classes, int) else tuple(classes)
+    check_class_names(names)
+    given = classes if isinstance(classes, int) else len(names) or None
+    count = _count_classes(given, Single.of(module, spec), data, task)
     if start is not None:
         description, begin = start_of(start)
         spec = _with_start_shape(spec, description)
-    first = prepared_start(recipe, spec, begin, count, seed)
+    first = prepared_start(recipe, spec, begin, Bench(classes=count, seed=seed, task=task))
     _check_fit(first)
-    brief = Brief(0, first.spec, first.posterior.mean, classes=count)
+    brief = Brief(0, first.spec, first.posterior.mean, classes=count, task=task)
     packet = decode(_answer(recipe.work(settings_from(settings)), brief, client, data, seed))
-    header = {**packet.header, "client": client, "start": fingerprint(brief.params), "classes": count}
-    header |= {"layout": describe(first.spec.layout), "inputs": list(data.x.shape[1:])}
-    header |= {"reveals": list(recipe.reveals), "method": recipe.label or recipe.name}
+    header = {**packet.header, "classes": count, **task_header(task), "layout": describe(first.spec.layout)}
+    header |= _tell(recipe, client, names, inputs or _form_of(data), fingerprint(brief.params))
     return Update(client, encode(packet.tensors, header), recipe.reveals, first.spec)
 
 
@@ -117,8 +146,34 @@ def _answer(work: Work, brief: Brief, client: str, rows: Rows, seed: int) -> byt
         return client_round(work, received, client, Rows(rows.x.contiguous(), rows.y), seed=seed).payload
 
 
-def _count_classes(given: int | None, network: Single, rows: Rows) -> int:
+def _tell(recipe: Recipe, client: str, names: tuple[str, ...], inputs: RowForm | None, start: str) -> dict[str, Any]:
+    """What an update says of itself beside its network and its training."""
+    about = About(
+        client=client,
+        method=recipe.label or recipe.name,
+        class_names=names,
+        inputs=inputs,
+        start=start,
+        reveals=recipe.reveals,
+        versions=versions(),
+    )
+    return about.to_json() | {"reveals": list(recipe.reveals)}  # that nothing is revealed is told too
+
+
+def _form_of(rows: Rows) -> RowForm | None:
+    """Arrays of the shape that rows have, where one row has any."""
+    shape = tuple(rows.x.shape[1:])
+    return ArrayForm(shape=shape) if shape and 0 not in shape else None
+
+
+def _count_classes(given: int | None, network: Single, rows: Rows, task: Task) -> int:
     """How many classes there are: as the user says, else as many as the network has outputs or the rows have labels."""
+    if flaw := task.flaw(rows.y, given or 0):
+        raise ConfigError(f"{flaw} (task {task.name})")
+    if isinstance(task, Binary):
+        return 2
+    if not isinstance(task, Classification):
+        return given if given is not None else rows.y.shape[1] if rows.y.ndim == 2 else 1
     seen = int(rows.y.max()) + 1 if len(rows) else 0
     count = given if given is not None else max(seen, outputs(network) or 0)
     if seen > count:
@@ -167,11 +222,11 @@ def _check_fit(start: Single) -> None:
         )
 
 
-def prepared_start(recipe: Recipe, spec: Spec, begin: Params, classes: int, seed: int) -> Single:
+def prepared_start(recipe: Recipe, spec: Spec, begin: Params, bench: Bench) -> Single:
     """The network the method trains, at the given weights, which may be those of the dressed network already."""
     fits = begin.keys() == spec.skeleton().state_dict().keys()
     chosen = Single(spec, Posterior(begin)) if fits else Single.of(spec.build(), spec)
-    first = recipe.prepare_models(ServerState(0, chosen), Bench(classes=classes, seed=seed)).single
+    first = recipe.prepare_models(ServerState(0, chosen), bench).single
     return first if fits else Single(first.spec, Posterior(begin))
 
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
 import warnings
+from collections.abc import Mapping
 from importlib import metadata
 from importlib.resources import files as resources
 from pathlib import Path
 from typing import Annotated, Any
 
-from fedfuse.cli import console, files, flower
-from fedfuse.cli.options import Json, Sets, Workers
+from fedfuse.cli import console, files, flower, listing, models, results
+from fedfuse.cli.options import Json, Log, Sets, Workers
 from fedfuse.errors import ConfigError, FuseError
+from fedfuse.experiment.watch import Watcher
 
 with warnings.catch_warnings():  # typer imports what click will drop in its next version; that is between them
     warnings.simplefilter("ignore", DeprecationWarning)
     import typer
+
+_LONG = 600.0  # seconds after which a person would have liked to know
 
 app = typer.Typer(
     help="Fuse models trained apart, on data that may not meet, into one model.",
@@ -58,11 +61,14 @@ def run(
     file: Annotated[Path, typer.Argument()],
     sets: Sets = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; by default runs/NAME.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what is in the run directory.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with what is in the run directory, by default the last of its name.")
+    ] = False,
     check: Annotated[bool, typer.Option("--check", help="Check everything, train nothing.")] = False,
     workers: Workers = None,
     memo: Annotated[bool, typer.Option(help="Reuse updates trained before under the same conditions.")] = True,
     page: Annotated[bool, typer.Option(help="Write report.html at the end.")] = True,
+    log: Log = None,
     as_json: Json = False,
 ) -> None:
     """Run an experiment: every method, every seed, every round, recorded as it happens.
@@ -70,47 +76,9 @@ def run(
     FILE is a TOML file that says what to run.
     """
     if check:
-        _check(file, sets or [], as_json)
+        _check(file, sets or [], workers, as_json)
         return
-    _run(file, sets or [], out, resume=resume, workers=workers, memo=memo, as_json=as_json, page=page)
-
-
-@app.command()
-def report(
-    runs: Annotated[list[Path], typer.Argument()],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the page.")] = Path("report.html"),
-    as_json: Json = False,
-) -> None:
-    """Make one self-contained page of one run or several: tables, curves, heat maps.
-
-    RUNS are run directories.
-    """
-    from fedfuse.report import write_page
-
-    path = write_page(runs, output)
-    console.say_json({"page": str(path)}) if as_json else console.say(f"page: {path}")
-
-
-@app.command()
-def methods(name: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
-    """List all methods, or say what one does: its options, what clients send and reveal, its paper.
-
-    NAME is the method to tell about.
-    """
-    from fedfuse.core.catalogue import list_catalogue
-    from fedfuse.core.words import suggest
-
-    entries = {entry["name"]: entry for entry in list_catalogue()}
-    if name is not None and name not in entries:
-        raise ConfigError(f"there is no method {name!r}{suggest(name, entries)} `fedfuse methods` lists them all")
-    if as_json:
-        chosen = list(entries.values()) if name is None else [entries[name]]
-        console.say_json([{key: entry[key] for key in entry if key != "text"} for entry in chosen])
-    elif name is not None:
-        _show_method(entries[name], entries[name]["text"])
-    else:
-        rows = [(entry["name"], entry["summary"], entry["paper"]) for entry in entries.values()]
-        console.table("", ("method", "what it does", "paper"), rows, right=9)
+    _run(file, sets or [], out, resume=resume, workers=workers, memo=memo, as_json=as_json, page=page, log=log)
 
 
 @app.command()
@@ -125,11 +93,12 @@ def partition(
 
     FILE is an experiment, a TOML file.
     """
-    from fedfuse.data import heat_map, save_heat_map
     from fedfuse.experiment.config import load_experiment
-    from fedfuse.experiment.prepare import prepare
 
     experiment = load_experiment(file, sets or [])
+    from fedfuse.data import heat_map, save_heat_map  # late: torch, once the file is sound
+    from fedfuse.experiment.prepare import prepare
+
     prepared = prepare(experiment)
     setting = prepared.setting(experiment.seeds[0] if seed is None else seed)
     classes = prepared.dataset.classes
@@ -178,7 +147,19 @@ def reproduce(
     console.say_json({"files": files_made}) if as_json else console.say("\n".join(files_made))
 
 
-for command in (files.evaluate, files.update, files.fuse, flower.flower):
+for reads in (listing.methods, listing.models, results.report, results.table, results.plot, results.compare):
+    app.command()(reads)
+for command in (
+    files.init,
+    files.update,
+    files.evidence,
+    files.fuse,
+    files.evaluate,
+    models.show,
+    models.predict,
+    models.export,
+    flower.flower,
+):
     app.command()(command)
 
 
@@ -196,34 +177,53 @@ def doctor(as_json: Json = False) -> None:
         console.say("")
 
 
-def _check(file: Path, sets: list[str], as_json: bool) -> None:
-    from fedfuse.data import load_or_outline
+def _check(file: Path, sets: list[str], workers: int | None, as_json: bool) -> None:
     from fedfuse.experiment.config import load_experiments
-    from fedfuse.experiment.prepare import prepare
 
     cells = load_experiments(file, sets)
+    from fedfuse.data import load_or_outline  # late: torch, once the file is sound
+    from fedfuse.experiment.estimate import estimate_seconds
+    from fedfuse.experiment.prepare import prepare
+
     blank: dict[str, None] = {}
+    seconds: list[dict[str, float]] = []
     for cell in cells:
         prepared = prepare(cell, load_or_outline)
         prepared.check()
+        seconds.append(estimate_seconds(prepared, workers))
         if "outline" in prepared.dataset.facts:
             blank[prepared.dataset.name] = None
     if as_json:
-        facts = [{"name": c.name, "methods": list(c.recipes()), "seeds": list(c.seeds)} for c in cells]
+        facts = [
+            {"name": cell.name, "methods": list(cell.recipes()), "seeds": list(cell.seeds), "seconds": each}
+            for cell, each in zip(cells, seconds, strict=True)
+        ]
         console.say_json({"ok": True, "experiments": facts, "data_missing": list(blank)})
         return
     runs = sum(len(c.methods) * len(c.seeds) for c in cells)
     console.say(
         f"{file} is sound: {_count_text(len(cells), 'experiment')}, {_count_text(runs, 'run')} of a method on a seed"
     )
+    for cell, each in zip(cells, seconds, strict=True):
+        console.say(f"{cell.name} {_time_words(each)}")
     for name in blank:
         console.say(f"{name} is not whole on this machine: its form was checked, not its rows, which a run needs")
 
 
-def _check_readable(file: Path) -> None:
-    """Say at once that there is no such file, before anything heavy is imported."""
-    if not file.is_file():
-        raise ConfigError(f"cannot read the experiment {file}: there is no such file")
+def _time_words(seconds: Mapping[str, float]) -> str:
+    """How long an experiment may take, and what most of it goes to."""
+    from fedfuse.experiment.progress import time_text
+
+    longest = sorted(seconds, key=lambda label: -seconds[label])[:3]
+    each = ", ".join(f"{label} {time_text(seconds[label])}" for label in longest)
+    return f"may take about {time_text(sum(seconds.values()))} ({'most of it ' if len(seconds) > 3 else ''}{each})"
+
+
+def _announce(seconds: Mapping[str, float]) -> None:
+    """Say before a long run how long it may be."""
+    if sum(seconds.values()) > _LONG:
+        words = f"this {_time_words(seconds)}; Ctrl-C stops it, --resume goes on"
+        console.err.print(words, markup=False, soft_wrap=True)
 
 
 def _count_text(number: int, thing: str) -> str:
@@ -240,23 +240,26 @@ def _run(
     memo: bool,
     as_json: bool,
     page: bool,
+    log: list[str] | None = None,
 ) -> None:
-    from fedfuse.experiment.doctor import compile_notice
-
-    _check_readable(file)
-    from fedfuse.experiment.execute import execute
     from fedfuse.experiment.jobs import jobs_of, memo_folder
+
+    jobs, store = jobs_of(file, sets, out, resume), memo_folder() if memo else None
+    from fedfuse.experiment.doctor import compile_notice  # late: torch, once the file is sound
+    from fedfuse.experiment.execute import execute
+    from fedfuse.experiment.watch import Several
     from fedfuse.report import write_page
     from fedfuse.report.tables import rich_table, summary
 
-    jobs, store = jobs_of(file, sets, out, resume), memo_folder() if memo else None
-    done = []
+    loggers, done = [_find_logger(words) for words in log or []], []
     try:
         for job in jobs.each:
             what, where = job.experiment, job.folder
             console.hint(compile_notice(what.local.kernel))
             with console.watcher(len(what.methods) * len(what.seeds), what.name) as watch:
-                done.append(execute(what, where, resume=job.resume, workers=workers, memo=store, watch=watch))
+                several = Several(watch, *loggers)
+                options: dict[str, Any] = {"resume": job.resume, "workers": workers, "memo": store}
+                done.append(execute(what, where, **options, watch=several, announce=_announce))
             if not as_json:
                 console.out.print(rich_table(summary(done[-1].rows), what.name, console.out.width))
     except KeyboardInterrupt:
@@ -269,24 +272,15 @@ def _run(
     console.say(f"files: {jobs.folder}" + (f"   page: {page_file}" if page_file else ""))
 
 
+def _find_logger(words: str) -> Watcher:
+    from fedfuse.loggers import find_logger
+
+    return find_logger(words)
+
+
 def _how_to_resume(file: Path, sets: list[str], folder: Path) -> str:
     flags = [word for text in sets for word in ("--set", text)]
     return shlex.join(["fedfuse", "run", str(file), *flags, "--out", str(folder), "--resume"])
-
-
-def _show_method(facts: dict[str, Any], text: str) -> None:
-    console.say(f"{facts['name']}  {facts['paper']}\n")
-    console.say(text.split("\nArgs:")[0].rstrip() + "\n")
-    if facts["options"]:
-        rows = [(o["name"], o["type"], _as_in_a_file(o["default"]), o["text"]) for o in facts["options"]]
-        console.table("options", ("name", "takes", "default", ""), rows, right=9)
-    revealed = "; ".join(facts["reveals"]) or "nothing beside the trained weights"
-    console.say(f"\nclients reveal: {revealed}")
-
-
-def _as_in_a_file(default: object) -> str:
-    """A default as an experiment file would say it; nothing where it is left out."""
-    return "" if default is None else json.dumps(default, ensure_ascii=False, default=str)
 
 
 def _use_one_thread() -> None:
@@ -299,10 +293,28 @@ def _use_one_thread() -> None:
         sys.modules["torch"].set_num_threads(1)
 
 
+def _import_path(path: list[str], arguments: list[str], here: str) -> list[str]:
+    """Where modules are looked for: the user's own folder last, and not at all where files of others are read.
+
+    A folder of received files may hold a `PIL.py` too: it must neither stand before the installed one, nor be found
+    by `fuse`, `evaluate` and whatever else reads models unless the user names a package.module: of his own.
+
+    Example:
+        >>> _import_path(["", "/lib"], ["fuse", "a.safetensors"], "/inbox")
+        ['/lib']
+        >>> _import_path(["", "/lib"], ["run", "mine.toml"], "/inbox")
+        ['/lib', '/inbox']
+    """
+    elsewhere = [folder for folder in path if folder not in ("", here)]
+    reads_files = bool({"fuse", "evaluate", "show", "predict", "export"}.intersection(arguments[:1]))
+    named = any(":" in argument for argument in arguments[1:])
+    return elsewhere if reads_files and not named else [*elsewhere, here]
+
+
 def main() -> None:
     """Run the command line; what we raise on purpose is one sentence and an exit code."""
     _use_one_thread()
-    sys.path.insert(0, str(Path.cwd()))  # package.module:Class of the user's own folder
+    sys.path[:] = _import_path(sys.path, sys.argv[1:], str(Path.cwd()))
     try:
         app()
     except FuseError as why:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from fedfuse.experiment.ledger import flat, plain
-from fedfuse.experiment.watch import Quiet, Watcher
+from fedfuse.experiment.progress import show_progress
+from fedfuse.experiment.watch import Watcher
 
 if TYPE_CHECKING:  # it brings torch, which a person who asks for help need not wait for
-    from fedfuse.experiment.execute import Results
+    from fedfuse.experiment.results import Results
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -32,6 +31,11 @@ def say(text: str) -> None:
 def complain(text: str) -> None:
     """One sentence about what went wrong."""
     err.print(f"error: {text}", style="red", markup=False, soft_wrap=True)
+
+
+def warn(text: str) -> None:
+    """One sentence that a person should read before going on."""
+    err.print(f"warning: {text}", style="yellow", markup=False, soft_wrap=True)
 
 
 def hint(text: str) -> None:
@@ -55,69 +59,52 @@ def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]], ri
     out.print(grid)
 
 
-class Bars:
-    """Progress as bars: all methods × seeds, the rounds of this one, the clients of this round."""
-
-    def __init__(self, method_runs: int, name: str) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=err,
-            transient=True,
-        )
-        self._all = self._progress.add_task(f"{name}: methods × seeds", total=method_runs, note="")
-        self._rounds = self._progress.add_task("rounds", total=None, note="")
-        self._clients = self._progress.add_task("clients", total=None, note="")
-        self._begun = self._asked = 0
-
-    def __enter__(self) -> Bars:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def method_started(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
-        """Name the method and the seed at work."""
-        self._progress.update(self._all, completed=self._begun, note=f"{label}, seed {seed}")
-        self._progress.reset(self._rounds, total=rounds, completed=done, note="")
-        self._progress.reset(self._clients, total=clients, note="")
-        self._begun, self._asked = self._begun + 1, clients
-
-    def client_done(self, client: str, seconds: float, remembered: bool) -> None:
-        """Count the client."""
-        note = f"{client} remembered" if remembered else f"{client} {seconds:.1f} s"
-        self._progress.update(self._clients, advance=1, note=note)
-
-    def round_done(self, label: str, seed: int, round_: int, accuracy: float | None) -> None:  # noqa: ARG002
-        """Count the round and show how well it went."""
-        note = "" if accuracy is None else f"accuracy {accuracy:.1%}"
-        self._progress.update(self._rounds, completed=round_, note=note)
-        self._progress.reset(self._clients, total=self._asked)
+def watcher(method_runs: int, name: str) -> AbstractContextManager[Watcher]:
+    """Bars where a person looks on, lines of text elsewhere."""
+    return show_progress(method_runs, name, err)
 
 
-@contextmanager
-def watcher(method_runs: int, name: str) -> Iterator[Watcher]:
-    """Bars where a person looks on, silence elsewhere."""
-    if not err.is_terminal:
-        yield Quiet()
-        return
-    with Bars(method_runs, name) as bars:
-        yield bars
+def show_scores(source: str, scores: Mapping[str, Mapping[str, Any]]) -> None:
+    """The scores of several models, those that their task has, and how each class fares."""
+    keys = [key for key in _SCORES if any(s.get(key) is not None for s in scores.values())]
+    rows = [(name, *(_score_words(key, s.get(key)) for key in keys)) for name, s in scores.items()]
+    first = next(iter(scores.values()))
+    half = f", its {first['half']} rows" if "half" in first else ""
+    table(f"{source}{half}: {first['rows']:,} rows", ("model", *(_SCORES[key] for key in keys)), rows)
+    for classes in dict.fromkeys(tuple(s["classes"]) for s in scores.values() if "class_rows" in s):
+        say("")
+        _show_classes(classes, {name: s for name, s in scores.items() if tuple(s.get("classes", ())) == classes})
 
 
-def show_scores(title: str, scores: Mapping[str, Mapping[str, Any]]) -> None:
-    """Accuracy, NLL, ECE and Brier of several models."""
+_SCORES = {
+    "accuracy": "accuracy",
+    "confidence": "sure",
+    "exact": "all labels right",
+    "auroc": "AUROC",
+    "nll": "NLL",
+    "ece": "ECE",
+    "brier": "Brier",
+    "rmse": "RMSE",
+    "mae": "MAE",
+    "r2": "R²",
+}
+
+
+def _score_words(key: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.2%}" if key in ("accuracy", "confidence", "exact") else f"{value:.4f}"
+
+
+def _show_classes(classes: Sequence[str], scores: Mapping[str, Mapping[str, Any]]) -> None:
+    """For each class its rows and the share that each model gets right."""
+    counts = next(iter(scores.values()))["class_rows"]
     rows = [
-        (name, f"{s['accuracy']:.2%}", f"{s['nll']:.4f}", f"{s['ece']:.4f}", f"{s['brier']:.4f}")
-        for name, s in scores.items()
+        (name, count, *("–" if s["per_class"][k] is None else f"{s['per_class'][k]:.1%}" for s in scores.values()))
+        for k, (name, count) in enumerate(zip(classes, counts, strict=True))
     ]
-    table(title, ("model", "accuracy", "NLL", "ECE", "Brier"), rows)
+    heads = ["right"] if len(scores) == 1 else [f"right: {Path(name).stem}" for name in scores]
+    table("", ("class", "rows", *heads), rows)
 
 
 def results_json(results: Results, page: Path | None) -> dict[str, Any]:

@@ -1,71 +1,262 @@
-"""Commands of a site and of whoever fuses: update, fuse, evaluate; all by files."""
+"""Commands of a site and of whoever fuses: init, update, evidence, fuse, evaluate; all by files."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fedfuse.cli import console
-from fedfuse.cli.options import Json, Source, Trust, typer
+from fedfuse.cli.options import Json, MaybeMethod, MethodName, Source, Trust, typer
+from fedfuse.errors import ConfigError
+
+if TYPE_CHECKING:  # it brings torch, which a person who asks for help need not wait for
+    from fedfuse.api import Fused
+    from fedfuse.federation.agreement import FederationFolder
+    from fedfuse.federation.site import SiteUpdate
+
+FederationOption = Annotated[
+    Path | None, typer.Option("--federation", help="The folder that `fedfuse init` made and every site has.")
+]
+SkipBroken = Annotated[bool, typer.Option("--skip-broken", help="Leave out pictures that cannot be read.")]
+Into = Annotated[Path | None, typer.Option(help="A fused file that keeps its sums: add to them.")]
+Remove = Annotated[list[str] | None, typer.Option(help="A site to take out of --into: its name or its update file.")]
+KeepSites = Annotated[bool, typer.Option("--keep-sites", help="Keep each site's sums apart in the fused file.")]
+Partial = Annotated[bool, typer.Option("--partial", help="Write the sum of these updates, an update again.")]
+ServerData = Annotated[str | None, typer.Option(help="Labelled rows the server holds, where a method needs them.")]
+Unlabelled = Annotated[str | None, typer.Option(help="Inputs the server holds, their labels unseen, for distillation.")]
+AlignName = Annotated[
+    str | None, typer.Option(help="Align hidden units first: by weights, activations, transport or graph.")
+]
+ImageSize = Annotated[int | None, typer.Option(min=1, help="Resize pictures to this width and height.")]
 
 
-def evaluate(
-    models: Annotated[list[Path], typer.Argument()],
-    data: Source,
-    test_limit: Annotated[int | None, typer.Option(min=1, help="Use only so many test rows.")] = None,
-    train_limit: Annotated[int | None, typer.Option(min=1, help="Needed where only part of a set is there.")] = None,
-    standardize: Annotated[bool, typer.Option(help="Standardize by the training rows, as the run did.")] = False,
-    bins: Annotated[int, typer.Option(min=1, help="Calibration bins.")] = 15,
-    trust: Trust = None,
+def init(
+    folder: Annotated[Path, typer.Argument()],
+    model: Annotated[str, typer.Option(help="A model's name, or package.module:Class.")] = "lenet",
+    method: MethodName = "fedavg",
+    classes: Annotated[str | None, typer.Option(help="The names of all classes, with commas between.")] = None,
+    image_size: Annotated[int | None, typer.Option(min=1, help="Width and height of pictures.")] = None,
+    channels: Annotated[int | None, typer.Option(help="1 for grey pictures, 3 for colour.")] = None,
+    shape: Annotated[str | None, typer.Option(help="Of one row where rows are arrays, as in 13 or 1,28,28.")] = None,
+    data: Annotated[str | None, typer.Option(help="A first site's rows, for what is not said.")] = None,
+    normalize: Annotated[
+        bool, typer.Option("--normalize", help="Scale inputs by that site's mean and deviation, which tells them.")
+    ] = False,
+    least_rows: Annotated[int | None, typer.Option(min=1, help="A site with fewer rows brings nothing.")] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="model.key=…, local.key=… or method.key=…; may be repeated.")
+    ] = None,
+    start: Annotated[Path | None, typer.Option(help="Common weights; by default drawn by the seed.")] = None,
+    seed: Annotated[int, typer.Option(help="Fixes the start and every random draw at sites.")] = 0,
+    name: Annotated[str | None, typer.Option(help="What to call the federation.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Score model files on a data set's test rows.
+    """Once, for everybody: write down what all sites agree on, with the weights they begin with.
 
-    MODELS are files that `fuse` or `run` wrote.
+    FOLDER is made, to be sent to every site.
     """
-    from fedfuse.experiment.evaluate import evaluate_files
+    from fedfuse.federation.create import create_federation
 
-    scores = evaluate_files(models, data, test_limit, train_limit, standardize, bins, frozenset(trust or []))
-    console.say_json(scores) if as_json else console.show_scores(f"{data}, test rows", scores)
+    made = create_federation(
+        folder,
+        model,
+        method,
+        classes=[word.strip() for word in classes.split(",")] if classes else [],
+        image_size=image_size,
+        channels=channels,
+        shape=_whole_numbers(shape, "--shape"),
+        data=data,
+        normalize=normalize,
+        least_rows=least_rows,
+        sets=sets or [],
+        start=start,
+        seed=seed,
+        name=name,
+    )
+    agreed = made.agreement
+    if as_json:
+        console.say_json({"folder": str(folder), **agreed.model_dump(mode="json", exclude_none=True)})
+        return
+    console.say(f"{folder}: {agreed.model.name} on {agreed.inputs}, fused by {agreed.method.name}")
+    console.say(f"classes: {', '.join(agreed.classes)}")
+    console.say(
+        f"send the folder to every site; each runs: fedfuse update --federation {folder} --data … -o ….safetensors"
+    )
+
+
+def _whole_numbers(text: str | None, option: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")] if text else []
+    except ValueError as why:
+        raise ConfigError(f"{option} is {text!r}, expected whole numbers with commas between, as in 1,28,28") from why
 
 
 def update(
     data: Source,
     output: Annotated[Path, typer.Option("-o", "--output", help="The file to send.")],
-    model: Annotated[str, typer.Option(help="A model's name, or package.module:Class.")] = "mlp",
-    method: Annotated[str, typer.Option(help="The method that will fuse.")] = "fedavg",
+    federation: FederationOption = None,
+    model: Annotated[str | None, typer.Option(help="A model's name, or package.module:Class.")] = None,
+    method: MaybeMethod = None,
     sets: Annotated[
         list[str] | None, typer.Option("--set", help="model.key=…, local.key=… or method.key=…; may be repeated.")
     ] = None,
     start: Annotated[Path | None, typer.Option(help="Common weights to start from.")] = None,
     client: Annotated[str | None, typer.Option(help="This site's name; by default the file's.")] = None,
     train_limit: Annotated[int | None, typer.Option(min=1, help="Use only so many rows.")] = None,
-    seed: Annotated[int, typer.Option(help="Fixes every random draw.")] = 0,
+    image_size: ImageSize = None,
+    hold_out: Annotated[
+        float | None, typer.Option(min=0.01, max=0.99, help="Keep this share of rows out of training, to judge by.")
+    ] = None,
+    cross_validate: Annotated[
+        int | None, typer.Option(min=2, help="Judge by so many folds first; the update is of all rows.")
+    ] = None,
+    skip_broken: SkipBroken = False,
+    seed: Annotated[int | None, typer.Option(help="Fixes every random draw; 0 without a federation.")] = None,
     as_json: Json = False,
 ) -> None:
     """At a site: train on its own rows, bring the evidence a method asks for, write one file."""
-    from fedfuse.experiment.site import site_update
+    from fedfuse.federation.site import site_update, update_by_federation
 
-    with console.err.status(f"training on {data}"):
-        result = site_update(data, model, method, sets or [], start, client or output.stem, train_limit, seed)
-    result.save(output)
-    facts = {
-        "file": str(output),
-        "examples": result.num_examples,
-        "bytes": output.stat().st_size,
-        "reveals": list(result.reveals),
-    }
+    name = client or output.stem
+    if hold_out and cross_validate:
+        raise ConfigError("--hold-out and --cross-validate are two ways to judge; choose one")
+    judged: dict[str, Any] = {"hold_out": hold_out, "folds": cross_validate, "skip_broken": skip_broken}
+    judged |= {"client": name, "limit": train_limit}
+    if federation is None:
+        judged |= {"start": start, "seed": seed or 0, "image_size": image_size}
+        with console.err.status(f"training on {data}"):
+            done = site_update(data, model or "mlp", method or "fedavg", sets or [], **judged)
+    else:
+        _refuse_said({"--method": method, "--start": start, "--image-size": image_size, "--seed": seed})
+        agreed = _read_agreed(federation, sets or [], model)
+        with console.err.status(f"training on {data}"):
+            done = update_by_federation(agreed, data, **judged)
+    _write_update(done, output, as_json)
+
+
+def evidence(
+    model: Annotated[Path, typer.Argument()],
+    data: Source,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The file to send.")],
+    method: MethodName = "refit",
+    sets: Annotated[list[str] | None, typer.Option("--set", help="An option of the method; may be repeated.")] = None,
+    client: Annotated[str | None, typer.Option(help="This site's name; by default the file's.")] = None,
+    train_limit: Annotated[int | None, typer.Option(min=1, help="Use only so many rows.")] = None,
+    skip_broken: SkipBroken = False,
+    trust: Trust = None,
+    as_json: Json = False,
+) -> None:
+    """At a site: bring the evidence a method asks for at a finished model, without training.
+
+    MODEL is a file that `fuse`, `run` or `update` wrote: for a method that does not train, such as refit, the model all
+    sites have, which whoever fuses passes as --start; for any other, such as fedlpa, the site's own.
+    """
+    from fedfuse.federation.site import site_evidence
+
+    with console.err.status(f"looking at {data}"):
+        done = site_evidence(
+            model,
+            data,
+            method,
+            sets or [],
+            client=client or output.stem,
+            limit=train_limit,
+            skip_broken=skip_broken,
+            trusted=frozenset(trust or []),
+        )
+    _write_update(done, output, as_json)
+
+
+def _write_update(done: SiteUpdate, output: Path, as_json: bool) -> None:
+    """Write an update and say what is in it."""
+    done.update.save(output)
+    broken = _write_broken(output, done.site.broken)
+    facts = {"file": str(output), "bytes": output.stat().st_size, **done.facts()}
     if as_json:
         console.say_json(facts)
+    else:
+        _say_update(done, facts, broken)
+
+
+def _read_agreed(folder: Path, sets: list[str], model: str | None) -> FederationFolder:
+    from fedfuse.federation.agreement import read_federation
+
+    agreed = read_federation(folder, sets, [model] if model else [])
+    if model not in (None, agreed.agreement.model.name):
+        own = agreed.agreement.model.name
+        raise ConfigError(f"--model is {model!r}, and the federation's is {own!r}; leave it out")
+    return agreed
+
+
+def _refuse_said(said: Mapping[str, object]) -> None:
+    for option, value in said.items():
+        if value is not None:
+            raise ConfigError(f"{option} is said by the federation, for every site alike; leave it out")
+
+
+def _write_broken(output: Path, broken: Mapping[str, str]) -> Path | None:
+    """Write down which pictures were left out, beside the file that was made without them."""
+    if not broken:
+        return None
+    path = output.with_suffix(".broken.txt")
+    path.write_text("".join(f"{name}\t{why}\n" for name, why in broken.items()), encoding="utf-8")
+    return path
+
+
+def _say_update(done: SiteUpdate, facts: Mapping[str, Any], broken: Path | None) -> None:
+    counts = ", ".join(f"{name} {count}" for name, count in done.site.counts.items())
+    console.say(f"{done.site.source}: {len(done.site):,} rows ({counts})")
+    parts = [] if done.loss is None else [f"loss {done.loss:.4g}"]
+    if (seen := done.assessment) is not None:
+        spread = "" if seen.spread is None else f" ± {seen.spread:.1%}"
+        parts.append(
+            f"accuracy {seen.accuracy:.1%}{spread} on {seen.rows} {seen.what.removeprefix('the ')} "
+            f"(commonest class: {seen.commonest:.1%})"
+        )
+    if parts:
+        console.say("; ".join(parts))
+    if broken is not None:
+        console.say(f"{len(done.site.broken)} broken pictures were left out, listed in {broken}")
+    console.say(f"{facts['file']}: {facts['bytes']:,} bytes, {done.update.num_examples:,.0f} examples behind it")
+    console.say(f"it reveals: {'; '.join(done.update.reveals) or 'nothing beside the trained weights'}")
+    for warning in done.warnings:
+        console.warn(warning)
+
+
+def evaluate(
+    models: Annotated[list[Path], typer.Argument()],
+    data: Source,
+    test_limit: Annotated[int | None, typer.Option(min=1, help="Use only so many rows.")] = None,
+    train_limit: Annotated[int | None, typer.Option(min=1, help="Needed where only part of a set is there.")] = None,
+    standardize: Annotated[bool, typer.Option(help="Standardize by the training rows, as the run did.")] = False,
+    image_size: ImageSize = None,
+    skip_broken: SkipBroken = False,
+    bins: Annotated[int, typer.Option(min=1, help="Calibration bins.")] = 15,
+    trust: Trust = None,
+    as_json: Json = False,
+) -> None:
+    """Score models and updates: on the test half of a source that has one, else on all its rows.
+
+    MODELS are files that `fuse`, `run` or `update` wrote.
+    """
+    from fedfuse.federation.evaluate import Reading, evaluate_files
+
+    reading = Reading(test_limit, image_size, skip_broken, standardize, train_limit)
+    scores, remarks = evaluate_files(models, data, reading, bins, frozenset(trust or []))
+    for remark in remarks:
+        console.warn(remark)
+    if as_json:
+        console.say_json(scores)
         return
-    console.say(f"{output}: {facts['bytes']:,} bytes, {result.num_examples:,.0f} examples behind it")
-    console.say(f"it reveals: {'; '.join(result.reveals) or 'nothing beside the trained weights'}")
+    console.show_scores(data, scores)
 
 
 def fuse(
-    updates: Annotated[list[Path], typer.Argument()],
     output: Annotated[Path, typer.Option("-o", "--output", help="The fused model's file.")],
-    method: Annotated[str, typer.Option(help="How to fuse.")] = "fedavg",
+    updates: Annotated[list[Path] | None, typer.Argument()] = None,
+    federation: FederationOption = None,
+    method: MaybeMethod = None,
     sets: Annotated[
         list[str] | None,
         typer.Option("--set", help="An option of the method, or guard.key=…, align.key=…; may be repeated."),
@@ -78,29 +269,31 @@ def fuse(
         typer.Option(help="A network that is not fedfuse's own, where it must be run; may be repeated."),
     ] = None,
     guard: Annotated[str | None, typer.Option(help="A robust filter first: clip, krum, median or trimmed.")] = None,
-    align: Annotated[
-        str | None, typer.Option(help="Align hidden units first: by weights, activations, transport or graph.")
-    ] = None,
-    server_data: Annotated[
-        str | None, typer.Option(help="Labelled rows the server holds, where a method needs them.")
-    ] = None,
-    unlabelled: Annotated[
-        str | None, typer.Option(help="Inputs the server holds, their labels unseen, for distillation.")
-    ] = None,
+    align: AlignName = None,
+    server_data: ServerData = None,
+    unlabelled: Unlabelled = None,
     seed: Annotated[int, typer.Option(help="Fixes every random draw of the server.")] = 0,
+    into: Into = None,
+    remove: Remove = None,
+    keep_sites: KeepSites = False,
+    partial: Partial = False,
     as_json: Json = False,
 ) -> None:
     """Anywhere: admit update files, fuse them, write one model file; no server needed.
 
     UPDATES are files that `update` wrote, or plain safetensors of weights.
     """
-    from fedfuse.experiment.site import fuse_files
+    from fedfuse.federation.agreement import read_federation
+    from fedfuse.federation.fusion import fuse_files
 
+    updates = updates or []
+    agreed = None if federation is None else read_federation(federation, trusted=model or [])
     with console.err.status(f"fusing {len(updates)} updates"):
         fused = fuse_files(
             updates,
             method,
             sets or [],
+            federation=agreed,
             start=start,
             num_examples=num_examples,
             quorum=quorum,
@@ -110,13 +303,26 @@ def fuse(
             server_data=server_data,
             unlabelled=unlabelled,
             seed=seed,
+            into=into,
+            remove=remove or [],
+            keep_sites=keep_sites,
         )
-        fused.save(output)
+        fused.partial().save(output) if partial else fused.save(output)
+    how = f"{'added up' if partial else 'fused'}{f' into the sums of {into}' if into else ''}"
+    _say_fused(fused, output, len(updates), how, as_json)
+
+
+def _say_fused(fused: Fused, output: Path, count: int, how: str, as_json: bool) -> None:
     if as_json:
         facts = {"file": str(output), "refused": [dict(r) for r in fused.refused], "facts": fused.facts}
-        console.say_json(facts)
+        told = fused.about.model_dump(mode="json", include={"method", "class_names", "sites"})
+        console.say_json(facts | told | {"remarks": list(fused.remarks)})
         return
     for refusal in fused.refused:
         reason = f"{refusal['client']}: {refusal['field']} is {refusal['got']}, expected {refusal['expected']}"
         console.err.print(f"refused {reason}", style="yellow", markup=False, soft_wrap=True)
-    console.say(f"{output}: {len(updates) - len(fused.refused)} of {len(updates)} updates fused by {method}")
+    for remark in fused.remarks:
+        console.warn(remark)
+    if fused.about.class_names:
+        console.say(f"classes: {', '.join(fused.about.class_names)}")
+    console.say(f"{output}: {count - len(fused.refused)} of {count} updates {how} by {fused.about.method}")

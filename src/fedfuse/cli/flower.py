@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from fedfuse.cli import console
 from fedfuse.cli.options import Json, Sets, typer
-from fedfuse.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedfuse.experiment.config import Experiment
@@ -29,10 +28,11 @@ def flower(
     FILE is an experiment, a TOML file.
     """
     from fedfuse.experiment.config import load_experiment
-    from fedfuse.flower.version import need_flower
+
+    experiment = load_experiment(file, sets or [])
+    from fedfuse.flower.version import need_flower  # late: torch and Flower, once the file is sound
 
     need_flower()
-    experiment = load_experiment(file, sets or [])
     if run:
         _simulate(experiment, out, resume, deadline, workers, as_json)
     else:
@@ -52,13 +52,11 @@ def _write(experiment: Experiment, folder: Path, as_json: bool) -> None:
 def _simulate(
     experiment: Experiment, out: Path | None, resume: bool, deadline: float, workers: int | None, as_json: bool
 ) -> None:
-    from fedfuse.experiment.execute import free_folder
+    from fedfuse.experiment.jobs import run_folder
     from fedfuse.flower.run import simulate
     from fedfuse.report.tables import rich_table, summary
 
-    if resume and out is None:
-        raise ConfigError("--resume needs the run directory: add --out DIR")
-    folder = out or free_folder(Path("runs"), experiment.name)
+    folder = out or run_folder(experiment.name, resume)
     with console.watcher(len(experiment.methods) * len(experiment.seeds), experiment.name) as watch:
         done = simulate(experiment, folder, resume=resume, deadline=deadline, workers=workers, watch=watch)
     if as_json:

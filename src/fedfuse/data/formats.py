@@ -19,9 +19,12 @@ from fedfuse.data.rows import Array, Rows
 from fedfuse.data.stores import ARCHIVE_ERRORS, damaged_error
 from fedfuse.data.transforms import scale01
 from fedfuse.errors import ConfigError
+from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Task
 
 NPZ_KEYS = ("x_train", "y_train", "x_test", "y_test")
+WHOLE_KEYS = ("x", "y")
 _MOST_CLASSES = 1 << 20
+_WHOLE = (torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,9 +42,11 @@ class ArraySplit:
         return ArraySplit(self.x[index], self.y[index])
 
     def rows(self) -> Rows:
-        """The rows as tensors, bytes scaled to [0, 1]."""
+        """The rows as tensors: bytes scaled to [0, 1], other whole numbers as they are; labels or numbers."""
         x = torch.from_numpy(np.ascontiguousarray(self.x))
-        return Rows(scale01(x), torch.from_numpy(self.y.astype(np.int64)))
+        whole = x.dtype in _WHOLE
+        y = self.y.astype(np.float32 if self.y.dtype.kind == "f" else np.int64)
+        return Rows(x.long() if whole else scale01(x), torch.from_numpy(y))
 
 
 def parse_idx(data: bytes, where: object) -> Array:
@@ -112,7 +117,7 @@ def read_npz(path: Path) -> dict[str, Array]:
     """The arrays of an `.npz` file; arrays of objects, which would be pickles, are refused."""
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:  # noqa: TID251
-            return {key: archive[key] for key in archive.files if key in (*NPZ_KEYS, "classes")}
+            return {key: archive[key] for key in archive.files if key in (*NPZ_KEYS, *WHOLE_KEYS, "classes")}
     except (*ARCHIVE_ERRORS, zipfile.BadZipFile, AttributeError) as error:
         if "pickle" in str(error).lower():
             raise ConfigError(
@@ -122,21 +127,28 @@ def read_npz(path: Path) -> dict[str, Array]:
         raise damaged_error(path, error) from error
 
 
-def splits_from_arrays(arrays: Mapping[str, object], where: object) -> tuple[ArraySplit, ArraySplit]:
+def splits_from_arrays(
+    arrays: Mapping[str, object], where: object, task: Task = CLASSIFICATION
+) -> tuple[ArraySplit, ArraySplit]:
     """Training and test rows from arrays named x_train, y_train, x_test, y_test."""
     if missing := [key for key in NPZ_KEYS if key not in arrays]:
         raise ConfigError(f"{where} holds no {' and no '.join(missing)}, expected {', '.join(NPZ_KEYS)}; add it")
-    train, test = (
-        ArraySplit(_as_images(arrays[f"x_{half}"], where), _as_labels(arrays[f"y_{half}"], where))
-        for half in ("train", "test")
-    )
-    for half, split in (("train", train), ("test", test)):
-        if len(split.x) != len(split.y):
-            raise ConfigError(
-                f"{where}: x_{half} has {len(split.x)} rows and y_{half} {len(split.y)}, expected as many"
-                " labels as rows; drop the extra ones"
-            )
+    train, test = (split_from_arrays(arrays, f"x_{half}", f"y_{half}", where, task) for half in ("train", "test"))
     return train, test
+
+
+def split_from_arrays(
+    arrays: Mapping[str, object], inputs: str, labels: str, where: object, task: Task = CLASSIFICATION
+) -> ArraySplit:
+    """Rows from an array of inputs and one of targets; all labels are 0 where there are none."""
+    x = _as_images(arrays[inputs], where)
+    y = _as_targets(arrays[labels], where, task) if labels in arrays else np.zeros(len(x), dtype=np.int64)
+    if len(x) != len(y):
+        raise ConfigError(
+            f"{where}: {inputs} has {len(x)} rows and {labels} {len(y)}, expected as many"
+            " labels as rows; drop the extra ones"
+        )
+    return ArraySplit(x, y)
 
 
 def _as_images(value: object, where: object) -> Array:
@@ -156,12 +168,21 @@ def _as_images(value: object, where: object) -> Array:
     return x
 
 
-def _as_labels(value: object, where: object) -> Array:
+def _as_targets(value: object, where: object, task: Task) -> Array:
+    """Labels for classes, numbers for the other tasks."""
     y = np.asarray(value)
+    if isinstance(task, Classification | Binary):
+        return _as_labels(y, where)
+    if y.dtype.kind not in "uifb" or y.ndim not in (1, 2):
+        raise ConfigError(f"{where}: y is {y.dtype} of shape {y.shape}, expected numbers for the task {task.name}")
+    return y.astype(np.float32)
+
+
+def _as_labels(y: Array, where: object) -> Array:
     if y.dtype.kind not in "ui" or y.ndim != 1 or (y.size and y.min() < 0):
         raise ConfigError(
             f"{where}: y is {y.dtype} of shape {y.shape}, expected one whole number from 0 on for each row; "
-            "number the classes 0, 1, 2, ..."
+            "number the classes 0, 1, 2, ..., or say task = 'regression'"
         )
     if y.size and y.max() >= _MOST_CLASSES:
         raise ConfigError(f"{where}: a label is {y.max()}, which would make so many classes; number them 0, 1, 2, ...")

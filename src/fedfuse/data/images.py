@@ -6,7 +6,7 @@ Only the pictures that are asked for are decoded, so a limit saves time and memo
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,48 +55,65 @@ class ImageSplit:
         return Rows(scale01(torch.from_numpy(pixels)), torch.from_numpy(self.y.astype(np.int64)))
 
     def _decode(self) -> Array:
-        width, height = self.size or self._open(self.names[0]).size
+        width, height = self.size or self.open(self.names[0]).size
         pixels = np.empty((len(self), 1 if self.gray else 3, height, width), dtype=np.uint8)
         with bar(f"reading {self.store.location.name}", len(self)) as advance:
             for row, name in enumerate(self.names):
-                pixels[row] = self._pixels(str(name), (width, height))
+                pixels[row] = self.pixels(str(name), (width, height))
                 advance(1)
         return pixels
 
-    def _pixels(self, name: str, size: tuple[int, int]) -> Array:
+    def pixels(self, name: str, size: tuple[int, int]) -> Array:
         """One picture as (channels, height, width) bytes."""
-        picture = self._open(name)
+        picture = self.open(name)
         if picture.size != size and self.size is None:
             raise ConfigError(
                 f"{self.store.location / name} is {picture.width}x{picture.height}, expected "
                 f"{size[0]}x{size[1]} like the first; set options.image_size to resize all of them"
             )
         try:
-            picture = picture.convert("L" if self.gray else "RGB")
+            picture = _in_bytes(picture).convert("L" if self.gray else "RGB")
             resized = picture if picture.size == size else picture.resize(size, Image.Resampling.BILINEAR)
             return np.asarray(resized).reshape(size[1], size[0], -1).transpose(2, 0, 1)
-        except (OSError, SyntaxError, ValueError) as error:
+        except Exception as error:  # a scrambled picture surfaces as almost anything inside PIL
             raise damaged_error(self.store.location / name, error) from error
 
-    def _open(self, name: str) -> Image.Image:
+    def open(self, name: str) -> Image.Image:
+        """One picture, of which only the header is read until its pixels are asked for."""
         try:
             return Image.open(io.BytesIO(self.store.read(str(name))))
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        except Exception as error:  # likewise
             if isinstance(error, ConfigError):
                 raise
             raise damaged_error(self.store.location / name, error) from error
 
     def is_gray(self) -> bool:
         """Whether no picture has colour, by their headers; stops at the first that has."""
-        return all(self._open(name).mode in GRAY_MODES for name in self.names)
+        return all(self.open(name).mode in GRAY_MODES for name in self.names)
 
 
-def class_folders(location: Path, image_size: int | None = None) -> tuple[ImageSplit, tuple[str, ...]]:
-    """Every picture below a folder of class folders, and the class names in sorted order."""
+def _in_bytes(picture: Image.Image) -> Image.Image:
+    """A picture of eight bits a channel: PIL would clip grey values of sixteen, and warn of a palette's alpha."""
+    if picture.mode.startswith("I;16") or (picture.mode == "I" and np.asarray(picture).max(initial=0) > 255):
+        return Image.fromarray((np.asarray(picture).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+    return picture.convert("RGBA") if "transparency" in picture.info else picture
+
+
+def class_folders(
+    location: Path, image_size: int | None = None, may_be_empty: Collection[str] = ()
+) -> tuple[ImageSplit, tuple[str, ...]]:
+    """Every picture below a folder of class folders, and the class names in sorted order.
+
+    Args:
+        location: the folder.
+        image_size: width and height to resize to.
+        may_be_empty: classes whose folder may hold no pictures.
+    """
     store = Folder(location)
     classes = tuple(name for name in store.listing("") if (location / name).is_dir())
     names = [[f"{one}/{name}" for name in store.listing(one) if is_picture(name)] for one in classes]
-    if empty := [one for one, pictures in zip(classes, names, strict=True) if not pictures]:
+    empty = [one for one, pictures in zip(classes, names, strict=True) if not pictures and one not in may_be_empty]
+    if empty:
         raise ConfigError(
             f"{location / empty[0]} holds no pictures, expected files ending in {', '.join(sorted(SUFFIXES))}; "
             "add some or remove the folder"
@@ -131,6 +148,12 @@ def _test_half(location: Path) -> str | None:
     """The name of the folder of test pictures beside `train/`, if the folder is laid out so."""
     halves = [name for name in ("test", "val") if (location / name).is_dir()]
     return halves[0] if halves and (location / "train").is_dir() else None
+
+
+def half_folder(location: Path, half: str) -> str | None:
+    """The name of the folder that holds one half, if the folder is laid out in halves."""
+    test = _test_half(location)
+    return None if test is None else "train" if half == "train" else test
 
 
 def _relabel_test(test: ImageSplit, test_classes: tuple[str, ...], classes: tuple[str, ...]) -> ImageSplit:

@@ -11,6 +11,7 @@ from pathlib import Path
 from fedfuse.core.folders import cache_folder
 from fedfuse.data.official import Official, Part
 from fedfuse.data.stores import Store, open_store
+from fedfuse.data.tables import SUFFIXES
 from fedfuse.errors import ConfigError
 
 SHARED = Path("/usr/share/datasets")
@@ -65,10 +66,13 @@ def _inspect_store(store: Store, official: Official) -> LocatedDataset | None:
     return LocatedDataset(store, train, test, missing) if train and test else None
 
 
+_FILES = (".npz", *SUFFIXES)
+
+
 def find_local(name: str) -> Path | None:
-    """The folder or `.npz` file of this name, from here or from a search root."""
+    """The folder, `.npz` file or table of this name, from here or from a search root."""
     for base in chain([Path()], roots()):
         location = base / Path(name).expanduser()
-        if location.is_dir() or (location.is_file() and location.suffix == ".npz"):
+        if location.is_dir() or (location.is_file() and location.suffix in _FILES):
             return location
     return None

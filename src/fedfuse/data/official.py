@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from fedfuse.data import formats, images
 from fedfuse.data.formats import ArraySplit
 from fedfuse.data.rows import Array, Rows
 from fedfuse.data.stores import Store
+from fedfuse.data.table_source import HOSPITALS, TableSplit, heart_halves
 
 DIGITS = tuple("0123456789")
 Part = tuple[str, ...]
@@ -81,7 +82,7 @@ class Official:
     train: tuple[Part, ...]
     test: tuple[Part, ...]
     rows: tuple[int, int]
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     labels: int
     remotes: tuple[Remote, ...]
     read_train: Reader
@@ -291,6 +292,37 @@ TINY_IMAGENET = Official(
     classes=images.tiny_imagenet_classes,
 )
 
+_HOSPITAL_FILES = tuple(f"processed.{hospital}.data" for hospital in HOSPITALS)
+_UCI = "https://archive.ics.uci.edu/ml/machine-learning-databases/heart-disease/"
+_HOSPITAL_MD5 = (
+    "2d91a8ff69cfd9616aa47b59d6f843db",
+    "22e96bee155b5973568101c93b3705f6",
+    "9a87f7577310b3917730d06ba9349e20",
+    "4249d03ca7711e84f4444768c9426170",
+)
+
+
+def _read_hospitals(store: Store, parts: Sequence[Part], half: Literal["train", "test"]) -> TableSplit:
+    halves = heart_halves(store, [name.split(".")[1] for (name,) in parts])
+    return halves.train if half == "train" else halves.test
+
+
+HEART_DISEASE = Official(
+    name="heart-disease",
+    homepage="https://archive.ics.uci.edu/dataset/45/heart+disease",
+    folders=("heart-disease",),
+    archives=(),
+    train=tuple((name,) for name in _HOSPITAL_FILES),
+    test=tuple((name,) for name in _HOSPITAL_FILES),
+    rows=(486, 254),
+    shape=(13,),
+    labels=2,
+    remotes=tuple(Remote(n, f"{_UCI}{n}", m) for n, m in zip(_HOSPITAL_FILES, _HOSPITAL_MD5, strict=True)),
+    read_train=partial(_read_hospitals, half="train"),
+    read_test=partial(_read_hospitals, half="test"),
+    classes=_FixedNames(("healthy", "ill")),
+)
+
 OFFICIAL: dict[str, Official] = {
     one.name: one
     for one in (
@@ -301,6 +333,7 @@ OFFICIAL: dict[str, Official] = {
         _cifar100("cifar100-coarse", 0, "coarse_label_names.txt", 20),
         SVHN,
         TINY_IMAGENET,
+        HEART_DISEASE,
     )
 }
 """Every public data set by name."""

@@ -12,6 +12,7 @@ import torch
 
 from fedfuse.core.rows import Rows, describe
 from fedfuse.errors import ConfigError
+from fedfuse.tasks import CLASSIFICATION, Task
 
 __all__ = ["Array", "Dataset", "Rows", "stratified_split"]
 
@@ -26,8 +27,11 @@ class Dataset:
         name: what the user called it.
         train: rows that may be given to clients and to the server.
         test: rows that only the judge sees.
-        classes: the name of each label.
+        classes: the name of each class or label, or of each number to be predicted.
         facts: where it was found, rows seen, files, whether it is a partial set, checksum.
+        task: what is to be learned.
+        features: the name of each feature, of a table.
+        owners: who holds each training row by nature, where that is known.
     """
 
     name: str
@@ -35,6 +39,18 @@ class Dataset:
     test: Rows
     classes: tuple[str, ...]
     facts: Mapping[str, object] = field(default_factory=dict)
+    task: Task = CLASSIFICATION
+    features: tuple[str, ...] = ()
+    owners: tuple[str, ...] = ()
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether each row is of one class."""
+        return not self.train.y.is_floating_point()
+
+    def labels(self) -> torch.Tensor:
+        """The class of each training row, by which rows are dealt; all alike where there are none."""
+        return self.train.y if self.has_labels else torch.zeros(len(self.train), dtype=torch.int64)
 
     def __post_init__(self) -> None:
         for part, rows in (("training", self.train), ("test", self.test)):
@@ -48,17 +64,13 @@ class Dataset:
     def _check(self, part: str, rows: Rows) -> None:
         if not len(rows):
             raise ConfigError(f"{self.name}: there are no {part} rows, expected at least one; add some")
-        if rows.x.dtype != torch.float32 or rows.x.ndim not in (2, 4):
+        if rows.x.dtype not in (torch.float32, torch.int64) or rows.x.ndim not in (2, 4):
             raise ConfigError(
-                f"{self.name}: the {part} rows' x is {describe(rows.x)}, expected float32 of shape (n, features) or "
-                "(n, channels, height, width); convert it first"
+                f"{self.name}: the {part} rows' x is {describe(rows.x)}, expected float32 (or int64) of shape "
+                "(n, features) or (n, channels, height, width); convert it first"
             )
-        low, high = int(rows.y.min()), int(rows.y.max())
-        if low < 0 or high >= len(self.classes):
-            raise ConfigError(
-                f"{self.name}: {part} labels run from {low} to {high}, expected 0 to "
-                f"{len(self.classes) - 1} for {len(self.classes)} classes; renumber the labels"
-            )
+        if flaw := self.task.flaw(rows.y, len(self.classes)):
+            raise ConfigError(f"{self.name}: {part} {flaw} (task {self.task.name})")
 
 
 def stratified_split(y: Array, test_fraction: float) -> tuple[Array, Array]:

@@ -163,7 +163,16 @@ class Quantity(BaseModel):
         return self
 
 
-Scheme = Annotated[Iid | Shares | Dirichlet | Classes | Labels | Shards | Quantity, Field(discriminator="kind")]
+class Natural(BaseModel):
+    """Every row stays with whom the data say it came from: a hospital, a writer, a device."""
+
+    model_config = STRICT
+    kind: Literal["natural"] = "natural"
+
+
+Scheme = Annotated[
+    Iid | Shares | Dirichlet | Classes | Labels | Shards | Quantity | Natural, Field(discriminator="kind")
+]
 """Any way of sharing out rows; pydantic tells them apart by `kind`."""
 
 

@@ -11,7 +11,8 @@ import hashlib
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +25,10 @@ from fedfuse.data.formats import NPZ_KEYS, ArraySplit
 from fedfuse.data.locations import find_local, locate
 from fedfuse.data.official import DIGITS, OFFICIAL, Official, Split
 from fedfuse.data.rows import Dataset, Rows, stratified_split
+from fedfuse.data.table_source import OPTIONS, TableSplit, open_table
+from fedfuse.data.tables import SUFFIXES
 from fedfuse.errors import ConfigError, DataMissing
+from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Task
 
 __all__ = [
     "Dataset",
@@ -33,6 +37,7 @@ __all__ = [
     "cache_folder",
     "find",
     "load",
+    "load_arrays",
     "load_or_outline",
     "outline",
     "source_names",
@@ -96,7 +101,7 @@ def find(source: str) -> SourceLocation | None:
     if source in OFFICIAL:
         located = locate(OFFICIAL[source])
         return SourceLocation(source, str(located.store.location), located.missing) if located else None
-    return SourceLocation(source, source if FUNCTION.fullmatch(source) else str(_local_path(source)))
+    return SourceLocation(source, source if FUNCTION.fullmatch(source) else str(local_path(source)))
 
 
 def load(
@@ -106,6 +111,7 @@ def load(
     test_limit: int | None = None,
     seed: int = 0,
     options: Options | None = None,
+    task: Task = CLASSIFICATION,
 ) -> Dataset:
     """The data of a source, in memory.
 
@@ -118,7 +124,9 @@ def load(
         train_limit: at most this many training rows.
         test_limit: at most this many test rows.
         seed: which subset a limit takes; leave it alone so that runs with other seeds see the same rows.
-        options: for a folder `image_size` and `test_fraction`; for a function its keyword arguments.
+        options: for a folder `image_size` and `test_fraction`; for a table `target` and those of `open_table`; for a
+            function its keyword arguments.
+        task: what is to be learned, and so what targets are: labels, or numbers.
 
     Example:
         >>> digits = load("digits", train_limit=100)
@@ -128,14 +136,44 @@ def load(
     for name, limit in (("train_limit", train_limit), ("test_limit", test_limit)):
         if limit is not None and limit < 1:
             raise ConfigError(f"{name} is {limit}, expected at least 1; leave it out to use every row")
-    raw = _open(source, options or {})
+    return _take_rows(_open(source, options or {}, task), train_limit, test_limit, seed, task)
+
+
+def load_arrays(
+    name: str,
+    arrays: Sequence[object],
+    *,
+    train_limit: int | None = None,
+    test_limit: int | None = None,
+    task: Task = CLASSIFICATION,
+) -> Dataset:
+    """Rows that a program holds, x_train, y_train, x_test and y_test, checked and limited as those of a source are.
+
+    Example:
+        >>> x = np.zeros((4, 2), np.float32)
+        >>> rows = load_arrays("mine", [x, [0, 1, 0, 1], x[:2], [0, 1]])
+        >>> len(rows.train), rows.classes
+        (4, ('0', '1'))
+    """
+    plain = {key: np.asarray(array) for key, array in zip(NPZ_KEYS, arrays, strict=True)}
+    train, test = formats.splits_from_arrays(plain, name, task)
+    raw = _OpenedSource(name, train, test, _number_classes(task, train, test), "a program")
+    return _take_rows(raw, train_limit, test_limit, 0, task)
+
+
+def _take_rows(raw: _OpenedSource, train_limit: int | None, test_limit: int | None, seed: int, task: Task) -> Dataset:
+    """The rows of an opened source, within limits."""
     whole = raw.official_rows or (len(raw.train), len(raw.test))
     train = _take_limit(raw, "train", raw.train, train_limit, whole[0], seed)
     test = _take_limit(raw, "test", raw.test, test_limit, whole[1], seed + 1)
-    return Dataset(raw.name, train, test, raw.classes, {**raw.facts, **_facts(raw, train, test)})
+    facts = {**raw.facts, **_facts(raw, train.rows(), test.rows())}
+    named = {"features": train.features, "owners": train.owners} if isinstance(train, TableSplit) else {}
+    return Dataset(raw.name, train.rows(), test.rows(), raw.classes, facts, task, **named)
 
 
-def outline(source: str, *, train_limit: int | None = None, test_limit: int | None = None) -> Dataset:
+def outline(
+    source: str, *, train_limit: int | None = None, test_limit: int | None = None, task: Task = CLASSIFICATION
+) -> Dataset:
     """A public set's form without its contents: as many rows, of the same shape, blank, with the labels in turn.
 
     It shows whether an experiment is sound where the set itself is not at hand, and trains nothing.
@@ -147,11 +185,11 @@ def outline(source: str, *, train_limit: int | None = None, test_limit: int | No
     """
     known = OFFICIAL[source]
     train, test = (
-        Rows(torch.zeros(1, 1, 1, 1).expand(rows, *known.shape), torch.arange(rows) % known.labels)
+        Rows(torch.zeros((1,) * (1 + len(known.shape))).expand(rows, *known.shape), torch.arange(rows) % known.labels)
         for rows in (min(known.rows[0], train_limit or known.rows[0]), min(known.rows[1], test_limit or known.rows[1]))
     )
     names = tuple(map(str, range(known.labels)))
-    return Dataset(source, train, test, names, {"source": source, "outline": True})
+    return Dataset(source, train, test, names, {"source": source, "outline": True}, task)
 
 
 def load_or_outline(
@@ -160,17 +198,18 @@ def load_or_outline(
     train_limit: int | None = None,
     test_limit: int | None = None,
     options: Options | None = None,
+    task: Task = CLASSIFICATION,
 ) -> Dataset:
     """The data of a source, or the outline of a public set that is not, or not all, on this machine; no download."""
     try:
         if source in OFFICIAL and find(source) is None:
-            return outline(source, train_limit=train_limit, test_limit=test_limit)
-        return load(source, train_limit=train_limit, test_limit=test_limit, options=options)
+            return outline(source, train_limit=train_limit, test_limit=test_limit, task=task)
+        return load(source, train_limit=train_limit, test_limit=test_limit, options=options, task=task)
     except DataMissing:
-        return outline(source, train_limit=train_limit, test_limit=test_limit)
+        return outline(source, train_limit=train_limit, test_limit=test_limit, task=task)
 
 
-def _take_limit(raw: _OpenedSource, half: str, split: Split, limit: int | None, whole: int, seed: int) -> Rows:
+def _take_limit(raw: _OpenedSource, half: str, split: Split, limit: int | None, whole: int, seed: int) -> Split:
     """The rows a limit leaves, if what was found can serve it."""
     have = len(split)
     if have < whole and (limit is None or limit > have):
@@ -180,8 +219,8 @@ def _take_limit(raw: _OpenedSource, half: str, split: Split, limit: int | None, 
             f"complete it, or set {half}_limit to at most {have}"
         )
     if limit is None or limit >= have:
-        return split.rows()
-    return split.take(np.sort(np.random.default_rng(seed).permutation(have)[:limit])).rows()
+        return split
+    return split.take(np.sort(np.random.default_rng(seed).permutation(have)[:limit]))
 
 
 def _facts(raw: _OpenedSource, train: Rows, test: Rows) -> dict[str, object]:
@@ -212,27 +251,31 @@ def _checksum(*parts: Rows) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def _open(source: str, options: Options) -> _OpenedSource:
+def _open(source: str, options: Options, task: Task) -> _OpenedSource:
     """The source opened, whatever kind it is."""
     if source == "digits" or source in OFFICIAL:
         _refuse_options(source, options, ())
         return _open_digits() if source == "digits" else _open_official(OFFICIAL[source])
     if FUNCTION.fullmatch(source):
-        return _open_function(source, options)
-    location = _local_path(source)
-    return (
-        _open_npz(source, location, options) if location.suffix == ".npz" else _open_folder(source, location, options)
-    )
+        return _open_function(source, options, task)
+    location = local_path(source)
+    if location.suffix == ".npz":
+        return _open_npz(source, location, options, task)
+    if location.suffix in SUFFIXES:
+        _refuse_options(source, options, OPTIONS)
+        halves = open_table(location, options, task)
+        return _OpenedSource(source, halves.train, halves.test, halves.classes, str(location), (location.name,))
+    return _open_folder(source, location, options)
 
 
-def _local_path(source: str) -> Path:
+def local_path(source: str) -> Path:
     """The folder or `.npz` file a user means, or an error that says what else may have been meant."""
     if (location := find_local(source)) is not None:
         return location
     close = difflib.get_close_matches(source.lower(), source_names(), n=1, cutoff=0.5)
     raise ConfigError(
         f"the data source {source!r} is unknown, expected {', '.join(source_names())}, a folder of class "
-        "folders, an .npz file or package.module:function; "
+        "folders, an .npz, .csv or .parquet file, or package.module:function; "
         + (f"did you mean {close[0]!r}?" if close else "check the path.")
     )
 
@@ -284,17 +327,17 @@ def _open_folder(source: str, location: Path, options: Options) -> _OpenedSource
     return _OpenedSource(source, train, test, classes, str(location))
 
 
-def _open_npz(source: str, location: Path, options: Options) -> _OpenedSource:
+def _open_npz(source: str, location: Path, options: Options, task: Task) -> _OpenedSource:
     """A NumPy archive of plain arrays."""
     _refuse_options(source, options, ())
     arrays = formats.read_npz(location)
-    train, test = formats.splits_from_arrays(arrays, location)
+    train, test = formats.splits_from_arrays(arrays, location, task)
     names = arrays.get("classes")
-    classes = tuple(map(str, names)) if names is not None else _number_classes(train, test)
+    classes = tuple(map(str, names)) if names is not None else _number_classes(task, train, test)
     return _OpenedSource(source, train, test, classes, str(location), (location.name,))
 
 
-def _open_function(source: str, options: Options) -> _OpenedSource:
+def _open_function(source: str, options: Options, task: Task) -> _OpenedSource:
     """What the user's own function returns."""
     returned = _call_function(source, options)
     if isinstance(returned, Dataset):
@@ -305,13 +348,18 @@ def _open_function(source: str, options: Options) -> _OpenedSource:
             f"{source} returned {type(returned).__name__}, expected a fedfuse Dataset or a tuple "
             "(x_train, y_train, x_test, y_test); change what it returns"
         )
-    train, test = formats.splits_from_arrays(dict(zip(NPZ_KEYS, returned, strict=True)), source)
-    return _OpenedSource(source, train, test, _number_classes(train, test), source)
+    train, test = formats.splits_from_arrays(dict(zip(NPZ_KEYS, returned, strict=True)), source, task)
+    return _OpenedSource(source, train, test, _number_classes(task, train, test), source)
 
 
 def _call_function(source: str, options: Options) -> object:
     """Import and call `package.module:function`."""
     module, _, name = source.partition(":")
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        raise ConfigError(
+            f"the data source {source!r} is a part of Python itself, and calling it would bring no rows; name a "
+            "function of yours that returns (x_train, y_train, x_test, y_test)"
+        )
     try:
         function: Callable[..., object] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -329,6 +377,10 @@ def _call_function(source: str, options: Options) -> object:
         raise ConfigError(f"{source} raised {type(error).__name__}: {error}; call it alone to see where") from error
 
 
-def _number_classes(*splits: ArraySplit) -> tuple[str, ...]:
-    """Class names when there are none: the labels themselves."""
+def _number_classes(task: Task, *splits: ArraySplit) -> tuple[str, ...]:
+    """Class names when there are none: the labels themselves; of numbers, their places."""
+    if isinstance(task, Binary):
+        return ("no", "yes")
+    if not isinstance(task, Classification):
+        return tuple(map(str, range(splits[0].y.shape[1] if splits[0].y.ndim == 2 else 1)))
     return tuple(map(str, range(1 + max(int(split.y.max(initial=-1)) for split in splits))))

@@ -117,7 +117,7 @@ class LazyParams(Mapping[str, Tensor]):
     def part(self, keep: Callable[[str], bool], rename: Callable[[str], str] = str) -> LazyParams:
         """The tensors whose names pass, under new names."""
         if rename is str and all(map(keep, self.forms)):
-            return self
+            return self  # with its tables: clients whose tables are one object are known to be laid out alike at once
         old = {rename(n): n for n in self.forms if keep(n)}
         forms = {new: self.forms[name] for new, name in old.items()}
         offsets = {new: self.offsets[name] for new, name in old.items() if name in self.offsets}
@@ -181,7 +181,7 @@ def decode(data: bytes, limits: Limits | None = None) -> Packet:
 
     def fetch(name: str, begin: int, end: int) -> Tensor:
         dtype = forms[name].dtype
-        if begin == end:
+        if begin == end:  # frombuffer refuses a length of zero
             return torch.empty(0, dtype=dtype)
         offset = start + offsets[name] + begin * dtype.itemsize
         return torch.frombuffer(data, dtype=dtype, count=end - begin, offset=offset)
@@ -200,6 +200,7 @@ def read(path: Path, limits: Limits | None = None) -> Packet:
         size = path.stat().st_size
         _check_size(size, limits)
         with path.open("rb") as file:
+            # pread moves no file position, and only the header is read: a tensor waits until somebody asks
             contents, header, start = _parse(lambda begin, length: os.pread(file.fileno(), length, begin), size, limits)
     except OSError as why:
         raise Malformed(f"cannot read {path}: {why.strerror or why}") from why
@@ -265,7 +266,7 @@ def _head(tensors: Params, header: Mapping[str, Any]) -> tuple[bytes, list[str]]
         offsets = [begins[name], begins[name] + size]
         table[name] = {"dtype": _NAMES[form.dtype], "shape": list(form.shape), "data_offsets": offsets}
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that the data begin at a multiple of eight and can be read in place
     return len(text).to_bytes(8, "little") + text, ordered
 
 
@@ -285,7 +286,7 @@ def _parse(piece: Callable[[int, int], bytes], size: int, limits: Limits) -> tup
         raise Malformed(
             f"it claims a header of {length:,} bytes; it has {size:,} in all and {limits.header:,} are allowed"
         )
-    if length % 8:
+    if length % 8:  # tensors would begin between numbers, where no view of them can be made
         raise Malformed("its header is not padded to eight bytes")
     table = _table(piece(8, length))
     meta = table.pop("__metadata__", {})
@@ -297,6 +298,7 @@ def _parse(piece: Callable[[int, int], bytes], size: int, limits: Limits) -> tup
 def _contents(table: Mapping[str, Any], body: int) -> _Contents:
     global _last
     known = _last  # read once: another thread may be reading another message
+    # names in their order too: dictionaries are equal in any order, and a run of tensors is not
     if known is None or (known.body, list(known.table), known.table) != (body, list(table), table):
         forms = {name: _form(name, entry) for name, entry in table.items()}
         offsets = {name: entry["data_offsets"][0] for name, entry in table.items()}
@@ -306,6 +308,7 @@ def _contents(table: Mapping[str, Any], body: int) -> _Contents:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON lets the last of two equal names win; another reader might take the first and see another message."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise Malformed("a name stands twice in its header")
@@ -348,7 +351,7 @@ def _form(name: str, entry: object) -> Form:
     lists = isinstance(shape, list) and isinstance(offsets, list) and len(shape) <= 8 and len(offsets) == 2
     if not lists or not _naturals([*shape, *offsets]):
         raise Malformed(f"tensor {name[:80]!r} has an impossible shape or place")
-    begin, end = offsets
+    begin, end = offsets  # Python's integers do not overflow, so a product of huge sides is simply unequal
     if end - begin != math.prod(shape) * dtype.itemsize or begin % dtype.itemsize:
         raise Malformed(f"tensor {name[:80]!r} claims {end - begin} bytes for the shape {shape}")
     return Form(tuple(shape), dtype)

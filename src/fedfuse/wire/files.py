@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedfuse.core.about import About
 from fedfuse.core.model import Apart, Model, Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Diag, Posterior
@@ -22,15 +23,29 @@ from fedfuse.wire.codec import Malformed, Packet, forms_of, read, write
 from fedfuse.wire.messages import VERSION, mark_notes, split
 
 
-def save_model(model: Model, path: Path, facts: Mapping[str, Any] | None = None) -> int:
+def save_model(
+    model: Model,
+    path: Path,
+    facts: Mapping[str, Any] | None = None,
+    about: About | None = None,
+    notes: Params | None = None,
+) -> int:
     """Write a model to one file; a single network's tensors stand under their plain names.
+
+    Args:
+        model: one network, or several.
+        path: the file.
+        facts: whatever else its writer wants to find there again.
+        about: what it says of itself: classes, inputs, method, sites.
+        notes: further tensors of a single network's file, such as the sums it was made of.
 
     Returns:
         The file's size in bytes.
     """
     header: dict[str, Any] = {"kind": "model", "version": VERSION, "facts": dict(facts or {})}
+    header |= {} if about is None else about.to_json()
     if isinstance(model, Single):
-        return write(path, _tensors(model), header | {"spec": model.spec.to_json()})
+        return write(path, {**_tensors(model), **mark_notes(notes or {})}, header | {"spec": model.spec.to_json()})
     tensors: dict[str, Tensor] = {}
     for index, member in enumerate(model.members):
         tensors |= {f"{index}/{n}": t for n, t in _tensors(member).items()}
@@ -41,19 +56,45 @@ def save_model(model: Model, path: Path, facts: Mapping[str, Any] | None = None)
     return write(path, tensors, header)
 
 
-def load_model(path: Path, trusted: Collection[str] = ()) -> tuple[Model, Mapping[str, Any]]:
+def load_model(path: Path, trusted: Collection[str] = (), like: Spec | None = None) -> tuple[Model, Mapping[str, Any]]:
     """Read a model file back, with its facts.
+
+    Args:
+        path: the file.
+        trusted: networks beside our own that it may name.
+        like: a network that came as an object; where the file names its class, it is built of it.
 
     Raises:
         ConfigError: if the file is damaged, is no model, or names a network that was not named here.
     """
     try:
         packet = read(path)
-        return _model(packet, trusted), packet.header.get("facts", {})
+        task = {"task": packet.header["task"]} if "task" in packet.header else {}
+        return _model(packet, trusted, like), {**packet.header.get("facts", {}), **task}
     except (Malformed, KeyError, TypeError, IndexError, ValueError) as why:
         if isinstance(why, ConfigError):
             raise
         raise ConfigError(f"{path} is not a model file of fedfuse: {why}") from why
+
+
+def load_answering(path: Path, trusted: Collection[str] = ()) -> tuple[Model, About]:
+    """Read a model or an update back, to ask it: an update answers by its trained network.
+
+    Raises:
+        ConfigError: if the file is damaged, holds no network, or names one that was not named here.
+    """
+    try:
+        packet = read(path)
+        if packet.header.get("kind") == "reply":
+            own, _ = split(packet)
+            return _single(Spec.from_json(packet.header.get("spec"), trusted), own, {}), About.of(packet.header)
+        facts = packet.header.get("facts")
+        task = {"task": facts["task"]} if isinstance(facts, dict) and "task" in facts else {}
+        return _model(packet, trusted), About.of({**task, **packet.header})
+    except (Malformed, KeyError, TypeError, IndexError, ValueError) as why:
+        if isinstance(why, ConfigError):
+            raise
+        raise ConfigError(f"{path} is neither a model nor an update of fedfuse: {why}") from why
 
 
 def _tensors(model: Single) -> Params:
@@ -62,17 +103,17 @@ def _tensors(model: Single) -> Params:
     return {**model.posterior.mean, **mark_notes(variance)}
 
 
-def _model(packet: Packet, trusted: Collection[str]) -> Model:
+def _model(packet: Packet, trusted: Collection[str], like: Spec | None = None) -> Model:
     header = packet.header
     if header.get("kind") != "model":
         raise Malformed(f"it holds a {header.get('kind') or 'plain set of tensors'}, expected a model")
     if "members" not in header:
-        return _single(Spec.from_json(header.get("spec"), trusted), *split(packet))
+        return _single(Spec.from_json(header.get("spec"), trusted).with_prototype_of(like), *split(packet))
     members = []
     for index, spec in enumerate(header["members"]):
         mine = packet.tensors.part(lambda n, p=f"{index}/": n.startswith(p), lambda n: n.partition("/")[2])  # type: ignore[misc]
         own, notes = split(Packet({}, mine, 0))
-        members.append(_single(Spec.from_json(spec, trusted), own, notes))
+        members.append(_single(Spec.from_json(spec, trusted).with_prototype_of(like), own, notes))
     if "combine" not in header:
         return Apart(tuple(members))
     weights = torch.tensor(header["weights"], dtype=torch.float64)

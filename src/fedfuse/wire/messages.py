@@ -13,6 +13,7 @@ from fedfuse.core.messages import Brief
 from fedfuse.core.params import Params
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
+from fedfuse.tasks import CLASSIFICATION, task_header, task_named
 from fedfuse.wire.codec import Malformed, Packet, decode, encode, encoded_size
 
 VERSION = 1
@@ -31,7 +32,7 @@ def brief_size(brief: Brief) -> int:
 
 def _brief_header(brief: Brief) -> dict[str, Any]:
     header = {"kind": "brief", "version": VERSION, "round": brief.round, "classes": brief.classes}
-    return {**header, "spec": brief.spec.to_json()}
+    return {**header, **task_header(brief.task), "spec": brief.spec.to_json()}
 
 
 def decode_brief(data: bytes, trusted: Collection[str] = ()) -> Brief:
@@ -54,7 +55,8 @@ def decode_brief(data: bytes, trusted: Collection[str] = ()) -> Brief:
         raise Malformed(f"it is a {header.get('kind')!r:.40} message, expected a brief of version {VERSION}")
     spec = Spec.from_json(header.get("spec"), trusted)
     params, memory = split(packet)
-    return Brief(header["round"], spec, params, memory, classes=header["classes"])
+    task = task_named(header.get("task", CLASSIFICATION.name))
+    return Brief(header["round"], spec, params, memory, classes=header["classes"], task=task)
 
 
 def receive_brief(data: bytes, spec: Spec) -> Brief:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedfuse.data.partition import Partition, client_ids, partition
+from fedfuse.data.partitions import Partition, client_ids, partition
 from fedfuse.data.schemes import Classes, Dirichlet, Iid, Labels, Quantity, Scheme, ServerRowsConfig, Shards, Shares
 from fedfuse.errors import ConfigError
 

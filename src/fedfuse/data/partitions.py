@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedfuse.core.messages import client_order
 from fedfuse.data.dealing import Deal, deal
 from fedfuse.data.rows import Array
-from fedfuse.data.schemes import Labels, Scheme, ServerRowsConfig
+from fedfuse.data.schemes import Labels, Natural, Scheme, ServerRowsConfig
 from fedfuse.errors import ConfigError
 
 # One stream per purpose: asking for server rows or validation rows must not change who gets what.
@@ -50,6 +51,7 @@ def partition(
     server_fraction: float = 0.0,
     server_rows: ServerRowsConfig | None = None,
     validation_fraction: float = 0.0,
+    owners: Sequence[str] = (),
 ) -> Partition:
     """Split training rows among clients.
 
@@ -66,6 +68,7 @@ def partition(
         server_rows: instead, how many rows of which classes the server holds.
         validation_fraction: share of each client's rows that it keeps out of training, at least one row
             of a client that has two.
+        owners: who holds each row by nature, for the scheme of that name; `clients` is then not asked.
 
     Example:
         >>> from fedfuse.data.schemes import Classes
@@ -81,6 +84,8 @@ def partition(
     _check_fraction("server_fraction", server_fraction)
     _check_fraction("validation_fraction", validation_fraction)
     server, pool = _take_server_rows(label_array, _server_rows_config(server_fraction, server_rows), seed)
+    if isinstance(scheme, Natural):
+        return _natural(label_array, scheme, owners, server, pool, validation_fraction, seed)
     if not 1 <= clients <= len(pool):
         raise ConfigError(
             f"partition: {clients} clients are to share {len(pool)} rows, expected at least one client and no "
@@ -90,6 +95,34 @@ def partition(
     ids = client_ids(clients)
     rows = [pool[positions] for positions in dealt.rows]
     _refuse_empty(ids, rows, scheme)
+    return _with_validation(label_array, ids, rows, scheme, dealt, server, validation_fraction, seed)
+
+
+def _natural(
+    labels: Array, scheme: Natural, owners: Sequence[str], server: Array, pool: Array, fraction: float, seed: int
+) -> Partition:
+    """Every row with its owner."""
+    if len(owners) != len(labels):
+        raise ConfigError(
+            "partition: kind 'natural' leaves rows where they came from and this source does not say where that is; "
+            "use heart-disease, a table with the option `client`, or another kind"
+        )
+    ids = sorted({owners[row] for row in pool}, key=client_order)
+    rows = [np.array([row for row in pool if owners[row] == name], dtype=np.int64) for name in ids]
+    return _with_validation(labels, ids, rows, scheme, Deal(rows), server, fraction, seed)
+
+
+def _with_validation(
+    label_array: Array,
+    ids: list[str],
+    rows: list[Array],
+    scheme: Scheme,
+    dealt: Deal,
+    server: Array,
+    validation_fraction: float,
+    seed: int,
+) -> Partition:
+    """The partition in which clients keep some of their rows out of training."""
     validation = _validation(label_array, rows, scheme, validation_fraction, seed)
     train = [own[~np.isin(own, kept)] for own, kept in zip(rows, validation, strict=True)]
     held_out = np.setdiff1d(np.arange(len(label_array)), np.concatenate((server, *rows)))

@@ -1,0 +1,121 @@
+"""Sums of sums: several updates as one, a late site added, a site taken out again.
+
+Where a method reads nothing of its clients but sums, the sum of some updates is an update again: regions can be fused
+before the whole is, a fused file can keep the sums it was made of, and subtracting a site's sums is exact unlearning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedfuse.api.update import Update
+from fedfuse.core.messages import ClientUpdate
+from fedfuse.core.recipe import Recipe
+from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.wire.codec import Malformed, decode, encode, read
+from fedfuse.wire.messages import NOTE, mark_notes
+
+SUMS = "sums"  # the kind of notes under which a fused file keeps them, and the fact that describes them
+
+
+def check_sums(recipe: Recipe, what: str) -> None:
+    """Go on only if the method reads sums of evidence and nothing else.
+
+    Raises:
+        RecipeError: naming what was asked for.
+    """
+    if recipe.trains or not recipe.only_sums:
+        raise RecipeError(
+            f"{what} needs a method that reads sums of evidence and nothing else, such as ridge or refit, and "
+            f"{recipe.label or recipe.name!r} reads more of each client; fuse all updates at once"
+        )
+
+
+def add_updates(updates: Sequence[ClientUpdate], header: Mapping[str, Any], client: str) -> Update:
+    """The sum of admitted updates, an update again.
+
+    Args:
+        updates: what is added, in its order.
+        header: what one of them says of network, start and classes.
+        client: what the sum is called.
+    """
+    total: dict[str, Tensor] = {}
+    for update in updates:
+        for name, tensor in update.notes.items():
+            total[name] = total[name] + tensor if name in total else tensor.clone()
+    count = math.fsum(u.num_examples for u in updates)
+    told = {**header, "client": client, "num_examples": count, "steps": 0, "facts": {}}
+    return Update(client, encode(mark_notes(total), told), spec=updates[0].spec)
+
+
+def kept_updates(path: Path) -> list[Update]:
+    """The sums a fused file was made of: one for all sites, or one for each.
+
+    Raises:
+        ConfigError: if it keeps none.
+    """
+    try:
+        packet = read(path)
+    except Malformed as why:
+        raise ConfigError(f"{path} is no model file: {why}") from why
+    headers = packet.header.get("facts", {}).get(SUMS)
+    if not isinstance(headers, list) or not all(isinstance(h, dict) for h in headers) or not headers:
+        raise ConfigError(f"{path} does not keep the sums it was made of; fuse it by ridge or refit, from updates")
+    found = []
+    for place, header in enumerate(headers):
+        prefix = f"{NOTE}{SUMS}/{place}/"
+        notes = {n.removeprefix(prefix): t for n, t in packet.tensors.items() if n.startswith(prefix)}
+        found.append(Update(str(header.get("client", place)), encode(mark_notes(notes), header)))
+    return found
+
+
+def sums_to_keep(kept: Sequence[Update]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """The notes and the headers that a fused file keeps of updates."""
+    packets = [decode(update.payload) for update in kept]
+    notes = {
+        f"{SUMS}/{place}/{name.removeprefix(NOTE)}": tensor
+        for place, packet in enumerate(packets)
+        for name, tensor in packet.tensors.items()
+    }
+    return notes, [dict(packet.header) for packet in packets]
+
+
+def take_out(kept: Sequence[Update], what: Sequence[str], whose: Path) -> list[Update]:
+    """The kept sums without some sites: by name where they are kept apart, by its update file where they are not.
+
+    Raises:
+        ConfigError: if a site is neither.
+    """
+    left = list(kept)
+    for site in what:
+        if any(update.client == site for update in left):
+            left = [update for update in left if update.client != site]
+        elif Path(site).is_file() and len(left) == 1:
+            left = [_subtract(left[0], Path(site))]
+        else:
+            names = ", ".join(update.client for update in left)
+            raise ConfigError(
+                f"{whose} does not keep the sums of {site!r} apart (it has {names}); pass that site's own update file, "
+                "or fuse with --keep-sites next time"
+            )
+    return left
+
+
+def _subtract(total: Update, path: Path) -> Update:
+    whole, part = decode(total.payload), read(path)
+    same = ("spec", "start", "classes")
+    if odd := [key for key in same if whole.header.get(key) != part.header.get(key)]:
+        raise ConfigError(f"{path} is no part of these sums: its {odd[0]} is another one")
+    if whole.tensors.forms != {n: f for n, f in part.tensors.forms.items() if n.startswith(NOTE)}:
+        raise ConfigError(f"{path} is no part of these sums: it brings other evidence")
+    notes = {name: tensor - part.tensors[name] for name, tensor in whole.tensors.items()}
+    left = float(whole.header["num_examples"]) - float(part.header["num_examples"])
+    if left <= 0 or not all(bool(torch.isfinite(t).all()) for t in notes.values()):
+        raise ConfigError(f"{path} is no part of these sums, or all of them: {left:g} examples would be left")
+    return Update(total.client, encode(notes, {**whole.header, "num_examples": left}))

@@ -1,0 +1,90 @@
+"""Commands for whoever has a model's file: show, predict, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from fedfuse.cli import console
+from fedfuse.cli.files import ImageSize, SkipBroken
+from fedfuse.cli.options import Json, Source, Trust, typer
+from fedfuse.errors import ConfigError
+
+
+def show(
+    file: Annotated[Path, typer.Argument()],
+    card: Annotated[Path | None, typer.Option(help="Also write a model card in Markdown here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a file is, from its header alone: its network, classes, inputs, method, sites and what it reveals.
+
+    FILE is what `fuse`, `run` or `update` wrote. Nothing that it names is imported.
+    """
+    from fedfuse.federation.show import describe_file, facts_in_words, save_card
+
+    facts = describe_file(file)
+    if card is not None:
+        save_card(facts, card)
+    if as_json:
+        console.say_json(facts | ({} if card is None else {"card": str(card)}))
+        return
+    lines = facts_in_words(facts)
+    width = max(len(name) for name, _ in lines)
+    for name, words in lines:
+        console.say(f"{name:<{width}}  {words}")
+    if card is not None:
+        console.say(f"model card: {card}")
+
+
+def predict(
+    model: Annotated[Path, typer.Argument()],
+    data: Source,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The CSV file to write.")],
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only so many rows.")] = None,
+    image_size: ImageSize = None,
+    skip_broken: SkipBroken = False,
+    trust: Trust = None,
+    as_json: Json = False,
+) -> None:
+    """Write a model's answer for every row, which needs no labels: class, probabilities, entropy, and who answered.
+
+    MODEL is a file that `fuse`, `run` or `update` wrote. Of a source with halves the test half is taken.
+    """
+    from fedfuse.federation.evaluate import Reading
+    from fedfuse.federation.predict import predict_file
+
+    if output.resolve() == model.resolve():
+        raise ConfigError(f"{output} is the model itself; write to another file")
+    reading = Reading(limit, image_size, skip_broken)
+    found = predict_file(model, data, reading, frozenset(trust or []))
+    found.save(output)
+    if found.broken:
+        console.warn(f"{len(found.broken)} broken pictures were left out: {', '.join(found.broken)}")
+    if as_json:
+        facts = {"file": str(output), "rows": len(found), "predicted": found.counts, "broken": list(found.broken)}
+        console.say_json(facts)
+        return
+    counts = ", ".join(f"{name} {count:,}" for name, count in found.counts.items() if count)
+    console.say(f"{output}: {len(found):,} rows ({counts})")
+
+
+def export(
+    model: Annotated[Path, typer.Argument()],
+    to: Annotated[str, typer.Option(help="onnx, torchscript or state-dict.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The file to write; a note in JSON goes beside it.")],
+    trust: Trust = None,
+    as_json: Json = False,
+) -> None:
+    """Write a model for other programs: as ONNX, as TorchScript, or as its weights alone.
+
+    MODEL is a file that `fuse`, `run` or `update` wrote.
+    """
+    from fedfuse.federation.export import export_model
+
+    with console.err.status(f"exporting {model}"):
+        made = export_model(model, to, output, frozenset(trust or []))
+    if as_json:
+        console.say_json({"files": [str(file) for file in made]})
+        return
+    for file in made:
+        console.say(f"{file}: {file.stat().st_size:,} bytes")

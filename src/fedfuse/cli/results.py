@@ -1,0 +1,150 @@
+"""Commands that read runs: the page, tables, plots and comparisons."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from fedfuse.cli import console
+from fedfuse.cli.options import Json, typer
+from fedfuse.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedfuse.report.sheet import Format
+
+Runs = Annotated[list[Path], typer.Argument()]
+
+
+def report(
+    runs: Runs,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the page.")] = Path("report.html"),
+    as_json: Json = False,
+) -> None:
+    """Make one self-contained page of one run or several: tables, curves, heat maps.
+
+    RUNS are run directories; a sweep's folder stands for all runs in it.
+    """
+    from fedfuse.report import find_runs, read_run, write_page
+    from fedfuse.report.sheet import as_data
+
+    path = write_page(runs, output)
+    if as_json:
+        console.say_json({"page": str(path), "runs": as_data([read_run(run) for run in find_runs(runs)])})
+        return
+    console.say(f"page: {path}")
+
+
+def table(
+    runs: Runs,
+    form: Annotated[str | None, typer.Option("--format", help="md, latex, csv or json; by default as -o ends.")] = None,
+    rows: Annotated[str, typer.Option(help="Methods in this order, by commas; fed* will do.")] = "",
+    columns: Annotated[str, typer.Option(help="Scores in this order, by commas: accuracy,nll,bytes_up,…")] = "",
+    interval: Annotated[bool, typer.Option("--interval", help="± half of the 95 % interval, not sd.")] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="A file; by default it is printed.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a table for a paper: mean ± spread over seeds, the best of each column and its ties marked.
+
+    RUNS are run directories; a sweep's folder stands for all runs in it. One run has a column per score, several runs
+    have a column per run and score.
+    """
+    from fedfuse.report import find_runs, read_run
+    from fedfuse.report.sheet import WRITERS, make_sheet
+
+    write = WRITERS["json" if as_json else _format(form, output)]
+    found = [read_run(run) for run in find_runs(runs)]
+    text = write(make_sheet(found, _split(rows), _split(columns), "interval" if interval else "sd"))
+    if output is None:
+        console.say(text)
+        return
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(text + "\n", encoding="utf-8")
+    console.say(f"table: {output}")
+
+
+def _format(form: str | None, output: Path | None) -> Format:
+    from fedfuse.report.sheet import SUFFIXES
+
+    if form is None:
+        return SUFFIXES.get(output.suffix, "md") if output else "md"
+    for known in SUFFIXES.values():
+        if form == known:
+            return known
+    raise ConfigError(f"--format is {form!r}, expected md, latex, csv or json")
+
+
+def _split(text: str) -> list[str]:
+    """Words between commas, those inside parentheses kept together: fedprox(mu=0.1, base=2) is one label.
+
+    Example:
+        >>> _split("fedavg, fedprox(mu=0.1, b=2)")
+        ['fedavg', 'fedprox(mu=0.1, b=2)']
+    """
+    words, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            words.append("")
+        else:
+            words[-1] += letter
+    return [word.strip() for word in words if word.strip()]
+
+
+def plot(
+    runs: Runs,
+    output: Annotated[Path, typer.Option("-o", "--output", help="A .pdf, .svg or .png file.")],
+    kind: Annotated[str, typer.Option(help="curve, sweep, bytes, reliability, partition or heat.")] = "curve",
+    score: Annotated[str, typer.Option(help="What curve, sweep and heat show.")] = "accuracy",
+    rows: Annotated[str, typer.Option(help="Methods, by commas; fed* will do.")] = "",
+    width: Annotated[float, typer.Option(help="Inches; 3.35 is a column, 6.9 a page.", min=1.5, max=20)] = 3.35,
+    seed: Annotated[int | None, typer.Option(help="Whose partition; by default the first seed's.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Draw a figure for a paper: told apart without colour, fonts embedded.
+
+    RUNS are run directories; a sweep's folder stands for all runs in it.
+    """
+    from fedfuse.report import find_runs, read_run
+    from fedfuse.report.figures import Plot, save_figure
+    from fedfuse.report.sheet import choose_labels
+
+    found = [read_run(run) for run in find_runs(runs)]
+    chosen = choose_labels(found, _split(rows))
+    path = save_figure(kind, Plot(found, score, tuple(chosen), width, seed), output)
+    console.say_json({"figure": str(path)}) if as_json else console.say(f"figure: {path}")
+
+
+def compare(
+    runs: Runs,
+    score: Annotated[str, typer.Option(help="What is compared.")] = "accuracy",
+    against: Annotated[str | None, typer.Option(help="One run: this method with the others, not the best.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Draw the critical differences here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare by pairs: the methods of one run or two runs seed by seed, several runs as data sets, by ranks.
+
+    RUNS are run directories; a sweep's folder stands for all runs in it. Of one run the best method is compared with
+    every other, of two runs each method of the first with itself in the second, of three or more the methods' ranks,
+    with Friedman's test and Nemenyi's critical difference.
+    """
+    from fedfuse.report import find_runs, read_run
+    from fedfuse.report.compare import compare_all
+
+    found = compare_all([read_run(run) for run in find_runs(runs)], score, against)
+    if output is not None:
+        from fedfuse.report.diagram import save_diagram
+
+        if found.ranking is None:
+            raise ConfigError("a critical-difference diagram shows ranks over data sets; give three runs or more")
+        save_diagram(found.ranking, output)
+    if as_json:
+        console.say_json({**found.as_json(), "figure": output and str(output)})
+        return
+    if (ranking := found.ranking) is not None:
+        console.table("", ("method", "mean rank"), [(name, f"{rank:.2f}") for name, rank in ranking.ranks.items()])
+        console.say(
+            f"\nFriedman p = {ranking.p:.3g} over {ranking.sets} runs; ranks nearer than {ranking.distance:.2f} are "
+            "not told apart (Nemenyi, 5 %).\n"
+        )
+    console.table(found.title, found.headings, found.lines)
+    console.say(f"\n{found.note}" + (f"\nfigure: {output}" if output else ""))

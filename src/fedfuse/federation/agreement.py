@@ -1,0 +1,201 @@
+"""The federation folder: what all sites agree on before anybody trains, as one readable file and the common start."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt, field_validator
+
+from fedfuse.api.update import check_supported, start_of
+from fedfuse.core.about import About, ClassName, check_class_names, names_text, versions
+from fedfuse.core.files import write_atomically
+from fedfuse.core.forms import RowForm
+from fedfuse.core.inputs import run_once
+from fedfuse.core.model import Single
+from fedfuse.core.params import Params
+from fedfuse.core.posterior import Posterior
+from fedfuse.core.rng import seeded
+from fedfuse.core.settings import Settings, validate_settings
+from fedfuse.core.spec import Spec
+from fedfuse.errors import ConfigError
+from fedfuse.experiment.config import LocalConfig, MethodConfig, NameWithOptions
+from fedfuse.experiment.keys import assign
+from fedfuse.experiment.prepare import spec_with
+from fedfuse.experiment.toml import to_toml
+from fedfuse.server.door.files import fingerprint
+from fedfuse.wire.files import save_model
+
+FILE, START = "federation.toml", "w0.safetensors"
+
+_HEAD = f"""# What the sites of this federation agree on. Send the whole folder to every site, which then runs
+#   fedfuse update --federation THIS-FOLDER --data ./own-rows -o own-name.safetensors
+# {START} holds the weights everybody begins with.
+
+"""
+
+
+class Agreement(Settings):
+    """What `federation.toml` says.
+
+    Attributes:
+        format: of this file.
+        name: what to call the federation.
+        start: a short name of the common start, so that a site notices a wrong one.
+        seed: of every random draw at sites.
+        least_rows: a site with fewer rows brings nothing.
+        classes: the name of each class, in the order of the network's outputs.
+        model: the network and its options.
+        inputs: the form in which rows are given to it.
+        method: how updates will be fused, which decides what sites bring.
+        local: how sites train.
+    """
+
+    format: Literal[1] = 1
+    name: Annotated[str, Field(min_length=1, max_length=200)] = "federation"
+    start: str = ""
+    seed: int = 0
+    least_rows: PositiveInt = 10
+    classes: tuple[ClassName, ...]
+    model: NameWithOptions
+    inputs: RowForm
+    method: MethodConfig = MethodConfig(name="fedavg")
+    local: LocalConfig = LocalConfig()
+
+    @field_validator("classes")
+    @classmethod
+    def _check_classes(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        check_class_names(names)
+        if len(names) < 2:
+            raise ValueError(f"there is {names_text(names) or 'none'}, expected the names of two classes or more")
+        return names
+
+    @field_validator("inputs", mode="before")
+    @classmethod
+    def _read_kind(cls, given: Any) -> Any:
+        return {"kind": "pictures", **given} if isinstance(given, Mapping) else given
+
+    @property
+    def spec(self) -> Spec:
+        """The network, with what classes and inputs decide filled in."""
+        return spec_with(self.model, self.inputs.shape, len(self.classes))
+
+    def first_weights(self) -> Params:
+        """The start that the seed draws."""
+        with seeded(self.seed, "start"):
+            return dict(self.spec.build().state_dict())
+
+    def check_network(self) -> None:
+        """Refuse a network that cannot read these inputs or does not give one output for each class.
+
+        Raises:
+            ConfigError: with what it gives instead.
+        """
+        logits = run_once(self.spec, self.inputs.shape)
+        if logits.shape[-1] != len(self.classes):
+            raise ConfigError(
+                f"model {self.model.name!r} gives {logits.shape[-1]} outputs, expected {len(self.classes)}, one per "
+                "class; let its classes be as many as the federation's"
+            )
+
+    def to_toml(self) -> str:
+        """The text of `federation.toml`."""
+        plain = self.model_dump(mode="json", exclude_none=True, exclude={"local": {"device", "kernel"}})
+        kind = plain["inputs"].pop("kind")
+        plain["inputs"] = {"kind": kind, **{key: value for key, value in plain["inputs"].items() if value != []}}
+        return _HEAD + to_toml(plain)
+
+
+@dataclass(frozen=True, slots=True)
+class FederationFolder:
+    """A federation folder that was read and found agreement."""
+
+    folder: Path
+    agreement: Agreement
+
+    @property
+    def start(self) -> Path:
+        """The file of the common start."""
+        return self.folder / START
+
+
+def write_federation(folder: Path, agreement: Agreement, start: Params | None = None) -> FederationFolder:
+    """Make the folder: the agreement, and the common start, drawn by its seed if none is given.
+
+    Raises:
+        ConfigError: if there is one already, or network, start, classes and inputs do not fit each other.
+    """
+    if (folder / FILE).exists():
+        raise ConfigError(f"{folder} holds a federation already; choose another folder, for sites may use this one")
+    check_supported(agreement.method.recipe(), "a federation of files")
+    agreement.check_network()
+    weights = agreement.first_weights() if start is None else dict(start)
+    agreement = agreement.model_copy(update={"start": fingerprint(weights)})
+    about = About(
+        federation=agreement.name,
+        class_names=agreement.classes,
+        inputs=agreement.inputs,
+        start=agreement.start,
+        versions=versions(),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    save_model(Single(agreement.spec, Posterior(weights)), folder / START, about=about)
+    with write_atomically(folder / FILE) as file:
+        file.write(agreement.to_toml().encode())
+    return FederationFolder(folder, agreement)
+
+
+def read_federation(folder: Path, sets: Sequence[str] = (), trusted: Collection[str] = ()) -> FederationFolder:
+    """Read a folder that somebody sent.
+
+    Args:
+        folder: with `federation.toml` and the start.
+        sets: what this site changes of its training, as `local.key=value`.
+        trusted: networks of other packages that the folder may name, as package.module:Class.
+
+    Raises:
+        ConfigError: if a file is missing, says something that cannot be, or is not the one that belongs here.
+    """
+    path = folder / FILE if folder.is_dir() else folder
+    values = _read_toml(path)
+    for text in sets:
+        if not text.startswith("local."):
+            raise ConfigError(
+                f"--set {text!r}: a site of a federation changes how it trains (local.…) and nothing else"
+            )
+        assign(values, text)
+    agreement = validate_settings(Agreement, values)
+    if ":" in agreement.model.name and agreement.model.name not in trusted:
+        raise ConfigError(
+            f"the federation's network {agreement.model.name!r} is not one of fedfuse's; "
+            f"name it yourself (--model {agreement.model.name}) if you have its code and trust it"
+        )
+    agreement.method.recipe()
+    federation = FederationFolder(path.parent, agreement)
+    _check_start(federation)
+    return federation
+
+
+def _check_start(federation: FederationFolder) -> None:
+    if not federation.start.is_file():
+        raise ConfigError(f"{federation.folder} has no {START}, the common start; ask for the whole folder again")
+    if fingerprint(start_of(federation.start)[1]) != federation.agreement.start:
+        raise ConfigError(
+            f"{federation.start} holds other weights than {FILE} speaks of, so updates from it could not be fused with "
+            "the others'; ask for the whole folder again"
+        )
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    """The values of a federation file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as why:
+        raise ConfigError(
+            f"cannot read {path}: {why.strerror or why}; name the folder that `fedfuse init` made, with {FILE} inside"
+        ) from why
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as why:
+        raise ConfigError(f"{path} is not a TOML file: {why}; ask for the federation folder again") from why

@@ -1,0 +1,123 @@
+"""Make a federation folder: from what the user says, or from what a first site has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedfuse.api.update import start_of
+from fedfuse.core.forms import ArrayForm, PictureForm, RowForm
+from fedfuse.core.settings import validate_settings
+from fedfuse.data import standardize
+from fedfuse.data.site import SiteRows, read_site
+from fedfuse.errors import ConfigError
+from fedfuse.experiment.keys import assign
+from fedfuse.federation.agreement import Agreement, FederationFolder, write_federation
+
+SECTIONS = ("model", "local", "method")
+TRAINING, OPTIMIZER = {"epochs": 20, "batch_size": 32}, {"lr": 0.01, "momentum": 0.9}
+"""How sites train unless it is said otherwise: there is one exchange only, so each must come somewhere by itself."""
+
+
+def create_federation(
+    folder: Path,
+    model: str,
+    method: str,
+    *,
+    classes: Sequence[str] = (),
+    image_size: int | None = None,
+    channels: int | None = None,
+    shape: Sequence[int] = (),
+    data: str | None = None,
+    normalize: bool = False,
+    least_rows: int | None = None,
+    sets: Sequence[str] = (),
+    start: Path | None = None,
+    seed: int = 0,
+    name: str | None = None,
+) -> FederationFolder:
+    """Write the folder that is sent to every site.
+
+    Args:
+        folder: where to make it.
+        model: the network's name, or package.module:Class.
+        method: how updates will be fused.
+        classes: the names of all classes.
+        image_size: width and height of pictures.
+        channels: 1 for grey pictures, 3 for colour.
+        shape: of one row, where rows are arrays.
+        data: a first site's rows, for whatever of classes, size and channels is not said.
+        normalize: shift and scale inputs by that first site's mean and standard deviation.
+        least_rows: a site with fewer rows brings nothing.
+        sets: `model.key=value`, `local.key=value` and `method.key=value`.
+        start: common weights, if not drawn by the seed.
+        seed: of the start and of every draw at sites.
+        name: what to call the federation; by default the folder's name.
+
+    Raises:
+        ConfigError: if something is not said, or does not fit.
+    """
+    options = read_sets(sets)
+    said = None if image_size is None or channels is None else _pictures(image_size, channels)
+    given = ArrayForm(shape=tuple(shape)) if said is None and shape else said
+    site = None if data is None else _first_site(data, given, classes, image_size, channels)
+    form = _find_form(given, site, normalize)
+    names = list(classes) or (list(site.class_names) if site is not None else [])
+    values: dict[str, Any] = {
+        "name": name or folder.resolve().name,
+        "seed": seed,
+        **({} if least_rows is None else {"least_rows": least_rows}),
+        "classes": names,
+        "model": {"name": model, **options["model"]},
+        "inputs": form.model_dump(),
+        "method": {"name": method, **options["method"]},
+        "local": {**TRAINING, **options["local"], "optimizer": {**OPTIMIZER, **options["local"].get("optimizer", {})}},
+    }
+    agreement = validate_settings(Agreement, values)
+    return write_federation(folder, agreement, None if start is None else start_of(start)[1])
+
+
+def read_sets(sets: Sequence[str]) -> Mapping[str, dict[str, Any]]:
+    """What `--set` says of the network, of training and of the method.
+
+    Example:
+        >>> read_sets(["model.hidden=[8]", "local.epochs=2"])
+        {'model': {'hidden': [8]}, 'local': {'epochs': 2}, 'method': {}}
+    """
+    given: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for text in sets:
+        if text.split(".", 1)[0] not in given:
+            raise ConfigError(f"--set {text!r} must begin with model., local. or method.")
+        assign(given, text)
+    return given
+
+
+def _pictures(size: int, channels: int) -> RowForm:
+    return validate_settings(PictureForm, {"height": size, "width": size, "channels": channels}, "inputs")
+
+
+def _first_site(
+    source: str, form: RowForm | None, classes: Sequence[str], image_size: int | None, channels: int | None
+) -> SiteRows:
+    """The first site's rows, in the form that was said as far as it was."""
+    site = read_site(source, form=form, classes=classes or None, image_size=image_size)
+    if form is not None or channels is None or channels == site.form.shape[0]:
+        return site
+    return read_site(source, form=_pictures(site.form.shape[1], channels), classes=classes or None)
+
+
+def _find_form(given: RowForm | None, site: SiteRows | None, normalize: bool) -> RowForm:
+    """What was said, or else what the first site's rows have; normalized by those rows if that is wanted."""
+    form = given if site is None else site.form
+    if form is None:
+        raise ConfigError(
+            "nobody says what rows look like; give --image-size and --channels for pictures, --shape for arrays, or "
+            "--data with a first site's rows"
+        )
+    if not normalize:
+        return form
+    if site is None:
+        raise ConfigError("--normalize takes mean and standard deviation of a first site's rows; name it with --data")
+    scale = standardize(site.rows.x)
+    return form.model_copy(update={"mean": scale.mean, "std": scale.std})

@@ -1,0 +1,134 @@
+"""Score models and updates on rows of any place, their classes matched by name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedfuse.core.about import About, names_text
+from fedfuse.core.model import Model, outputs
+from fedfuse.core.rows import Rows
+from fedfuse.data import load
+from fedfuse.data import standardize as standardizer
+from fedfuse.data.site import SiteRows, read_site
+from fedfuse.errors import ConfigError, error_text
+from fedfuse.server.judge import Judge
+from fedfuse.tasks import CLASSIFICATION, Task, task_named
+from fedfuse.wire.files import load_answering
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How rows are read for models: how many, what to leave out, by which rows to standardize."""
+
+    limit: int | None = None
+    image_size: int | None = None
+    skip_broken: bool = False
+    standardize: bool = False
+    train_limit: int | None = None
+
+    def rows_for(self, source: str, about: About, model: Model, name: str, labelled: bool = True) -> SiteRows:
+        """A source's rows as this model reads them: in the form its file tells, its classes in the file's order.
+
+        Raises:
+            ConfigError: if the source has classes that the model does not tell apart, or rows of another form.
+        """
+        classes = about.class_names or None
+        site = read_site(
+            source,
+            half="test",
+            form=about.inputs,
+            classes=classes,
+            limit=self.limit,
+            image_size=self.image_size,
+            skip_broken=self.skip_broken,
+            labelled=labelled,
+            keep_order=classes is None,
+        )
+        if labelled and not site.labelled:
+            raise ConfigError(f"{source} does not tell the classes of its rows, so nothing can be scored; add labels")
+        if labelled and classes is None:
+            _check_outputs(name, model, site)
+        if not self.standardize:
+            return site
+        scale = standardizer(load(source, train_limit=self.train_limit).train.x)
+        return replace(site, rows=Rows(scale(site.rows.x), site.rows.y))
+
+
+def _check_outputs(name: str, model: Model, site: SiteRows) -> None:
+    """Without names, as many classes as outputs are all that can be checked; open-set networks have one more."""
+    classes = len(site.class_names)
+    for member in model.members:
+        if (count := outputs(member)) is not None and count not in (classes, classes + 1):
+            raise ConfigError(
+                f"{name} does not name its classes and has {count} outputs, and {site.source} has {classes} classes "
+                f"({names_text(site.class_names)}); use a file made with names, or rows of all its classes"
+            )
+
+
+def evaluate_files(
+    models: Sequence[Path], source: str, reading: Reading | None = None, bins: int = 15, trusted: Collection[str] = ()
+) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
+    """Every score of every model or update on a source's rows, by file; and what a reader should know.
+
+    A source that has a test half is scored on that; any other on all its rows.
+
+    Raises:
+        ConfigError: if a file holds no network, or does not fit the rows.
+    """
+    reading, read = reading or Reading(), dict[str, SiteRows]()
+    scores, remarks = dict[str, dict[str, Any]](), list[str]()
+    for path in models:
+        model, about = load_answering(path, trusted)
+        if about.task not in ("", CLASSIFICATION.name):
+            scores[str(path)] = _score_numbers(model, source, task_named(about.task), reading, str(path))
+            continue
+        key = about.model_dump_json(include={"class_names", "inputs"})
+        if key not in read or not about.class_names:
+            read[key] = reading.rows_for(source, about, model, str(path))
+        site = read[key]
+        if not about.class_names:
+            remarks.append(
+                f"{path} does not name its classes: they are taken in the order {names_text(site.class_names)}"
+            )
+        scores[str(path)] = _score(model, site, bins, str(path))
+    left_out = {name: why for site in read.values() for name, why in site.broken.items()}
+    remarks += [f"{len(left_out)} broken pictures were left out: {', '.join(left_out)}"] if left_out else []
+    return scores, tuple(remarks)
+
+
+def _score_numbers(model: Model, source: str, task: Task, reading: Reading, name: str) -> dict[str, Any]:
+    """The scores of a task whose targets are no classes, on the source's test rows."""
+    dataset = load(source, test_limit=reading.limit, train_limit=reading.train_limit, task=task)
+    test = dataset.test
+    if reading.standardize:
+        test = Rows(standardizer(dataset.train.x)(test.x), test.y)
+    try:
+        scores = Judge(test, len(dataset.classes), task=task).score(model)
+    except (RuntimeError, IndexError) as why:
+        shape = "×".join(map(str, test.x.shape[1:]))
+        raise ConfigError(f"{name} cannot score {source}, whose rows are {shape}: {error_text(why)}") from why
+    return {"rows": len(test), "half": "test", **scores}
+
+
+def _score(model: Model, site: SiteRows, bins: int, name: str) -> dict[str, Any]:
+    try:
+        scores = Judge(site.rows, len(site.class_names), bins).score(model)
+    except (RuntimeError, IndexError) as why:
+        raise ConfigError(
+            f"{name} cannot score {site.source}, whose rows are {site.form} in {len(site.class_names)} classes: "
+            f"{error_text(why)}"
+        ) from why
+    sure = scores["reliability"]
+    confidence = sum(c * n for c, n in zip(sure["confidence"], sure["count"], strict=True)) / sum(sure["count"])
+    half = {"half": site.half} if site.half else {}
+    return {
+        "rows": len(site),
+        **half,
+        "classes": list(site.class_names),
+        "class_rows": list(site.counts.values()),
+        "confidence": confidence,
+        **scores,
+    }

@@ -1,0 +1,118 @@
+"""Anywhere: fuse the files that came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedfuse.api import Fused, fuse
+from fedfuse.api import recipe as recipe_of
+from fedfuse.core.about import names_text
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.spec import Spec
+from fedfuse.data import load
+from fedfuse.errors import ConfigError
+from fedfuse.experiment.keys import assign
+from fedfuse.federation.agreement import FederationFolder
+
+
+def fuse_files(
+    updates: Sequence[Path],
+    method: str | None = None,
+    sets: Sequence[str] = (),
+    *,
+    federation: FederationFolder | None = None,
+    start: Path | None = None,
+    num_examples: Sequence[float] | None = None,
+    quorum: float = 0.5,
+    models: Sequence[str] = (),
+    guard: str | None = None,
+    align: str | None = None,
+    server_data: str | None = None,
+    unlabelled: str | None = None,
+    seed: int = 0,
+    into: Path | None = None,
+    remove: Sequence[str] = (),
+    keep_sites: bool = False,
+) -> Fused:
+    """Fuse update files by a method with its options.
+
+    Args:
+        updates: the files.
+        method: the method's name; by default the federation's, or else fedavg.
+        sets: `key=value` for an option of the method, `guard.key=value` and `align.key=value` for one of theirs.
+        federation: what the sites agreed on: the method, the start and the classes.
+        start: the weights all started from.
+        num_examples: examples behind each file.
+        quorum: the share that must be admitted.
+        models: networks that may be run, as names of `fedfuse.models` or package.module:Class.
+        guard: a robust filter's name.
+        align: an alignment's name.
+        server_data: a source whose training rows the server holds.
+        unlabelled: a source whose training inputs the server holds, their labels unseen.
+        seed: fixes every random draw of the server.
+        into: a fused file whose sums the updates are added to.
+        remove: sites taken out of it, by name or by update file.
+        keep_sites: let the fused file keep each site's sums apart.
+    """
+    options = _read_options(sets)
+    filters = {kind: _with_options(kind, name, options) for kind, name in (("guard", guard), ("align", align))}
+    _check_files([*updates, *([] if into is None else [into])])
+    fused = fuse(
+        updates,
+        _recipe(method, options, federation),
+        num_examples=num_examples or None,
+        start=federation.start if start is None and federation is not None else start,
+        model=[Spec(name) for name in models] or None,
+        server_rows=None if server_data is None else load(server_data).train,
+        unlabelled=None if unlabelled is None else load(unlabelled).train.x,
+        quorum=quorum,
+        seed=seed,
+        into=into,
+        remove=remove,
+        keep_sites=keep_sites,
+        guard=filters["guard"],
+        align=filters["align"],
+    )
+    return fused if federation is None else _as_agreed(fused, federation)
+
+
+def _read_options(sets: Sequence[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for text in sets:
+        assign(options, text)
+    return options
+
+
+def _check_files(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if not path.is_file():
+            raise ConfigError(f"there is no file {path}")
+
+
+def _recipe(method: str | None, options: dict[str, Any], federation: FederationFolder | None) -> Recipe:
+    if federation is None or method is not None:
+        return recipe_of(method or "fedavg", **options)
+    agreed = federation.agreement.method
+    return agreed.model_copy(update=options).recipe() if options else agreed.recipe()
+
+
+def _as_agreed(fused: Fused, federation: FederationFolder) -> Fused:
+    """The fused model, if its classes are those of the federation."""
+    agreed, found = federation.agreement, fused.about.class_names
+    if found and found != agreed.classes:
+        raise ConfigError(
+            f"the updates' classes are {names_text(found)}, expected {names_text(agreed.classes)}; "
+            "fuse updates that were made by this federation folder"
+        )
+    return replace(fused, about=fused.about.model_copy(update={"federation": agreed.name}))
+
+
+def _with_options(kind: str, name: str | None, options: dict[str, Any]) -> dict[str, Any] | None:
+    """A filter's name with the options given under its kind, which are taken out of the method's."""
+    own = options.pop(kind, {})
+    if name is None and own:
+        raise ConfigError(f"--set {kind}.{next(iter(own))} is an option of a filter; name it with --{kind}")
+    return None if name is None else {"name": name, **own}

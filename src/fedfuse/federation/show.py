@@ -1,0 +1,136 @@
+"""What a file is, for a reader: from its header alone, as facts and as a model card."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedfuse.core.about import About
+from fedfuse.core.files import write_atomically
+from fedfuse.errors import ConfigError
+from fedfuse.wire.codec import Malformed, Packet, read
+from fedfuse.wire.messages import NOTE
+
+_KINDS = {"reply": "update of a site", "model": "model"}
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """What a file says of itself, as plain data; nothing that it names is built or imported.
+
+    Raises:
+        ConfigError: if it is no safetensors file, or its header says what cannot be.
+    """
+    try:
+        packet = read(path)
+    except Malformed as why:
+        raise ConfigError(f"{path} cannot be shown: {why}") from why
+    header, forms = packet.header, packet.tensors.forms
+    own = [form for name, form in forms.items() if not name.startswith(NOTE) and NOTE not in name.split("/", 1)[-1][:1]]
+    evidence = sorted({name.removeprefix(NOTE).partition("/")[0] for name in forms if name.startswith(NOTE)})
+    facts = {
+        "file": str(path),
+        "kind": _kind(packet),
+        "bytes": packet.size,
+        "network": _network(header),
+        "parameters": sum(math.prod(form.shape) for form in own),
+        "evidence": evidence,
+        **About.of(header).to_json(),
+    }
+    loss = header.get("facts", {}).get("loss") if isinstance(header.get("facts"), dict) else None
+    return {key: value for key, value in (facts | {"loss": loss}).items() if value not in (None, "", [], {})}
+
+
+def _kind(packet: Packet) -> str:
+    header = packet.header
+    if "members" in header and isinstance(header["members"], list):
+        together = "that answer together" if "combine" in header else "that stay apart"
+        return f"{len(header['members'])} networks {together}"
+    return _KINDS.get(str(header.get("kind")), "plain set of tensors")
+
+
+def _network(header: Mapping[str, Any]) -> list[str]:
+    """Each network's factory and options, in words, without repeating equal ones."""
+    specs = header.get("members") if isinstance(header.get("members"), list) else [header.get("spec")]
+    words = [_spec_words(spec) for spec in specs or [] if isinstance(spec, dict)]
+    return list(dict.fromkeys(words))
+
+
+def _spec_words(spec: Mapping[str, Any]) -> str:
+    options = spec.get("options")
+    inside = ", ".join(f"{key}={value}" for key, value in options.items()) if isinstance(options, dict) else ""
+    return f"{spec.get('factory')}({inside})" + (", pruned or grown since" if spec.get("surgery") else "")
+
+
+def facts_in_words(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The facts as lines of a table."""
+    return [(key.replace("_", " "), _printable(_words(key, value))) for key, value in facts.items() if key != "file"]
+
+
+def _printable(words: str) -> str:
+    """Words from a file without what would steer a terminal or break a line."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in words)
+
+
+def _words(key: str, value: Any) -> str:
+    match key, value:
+        case "sites", list():
+            return ", ".join(f"{site['client']} ({site['num_examples']:,.0f} examples)" for site in value)
+        case "refused", list():
+            return "; ".join(f"{r.get('client')}: {r.get('field')} is {r.get('got')}" for r in value)
+        case "inputs", dict():
+            return ", ".join(f"{name} {_plain(entry)}" for name, entry in value.items() if entry not in ([], None))
+        case _, dict():
+            return ", ".join(f"{name} {_plain(entry)}" for name, entry in value.items())
+        case _, list():
+            return ", ".join(map(_plain, value))
+    return f"{value:,}" if isinstance(value, int) else _plain(value)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "(" + _words("", value) + ")" if isinstance(value, dict) else str(value)
+
+
+def model_card(facts: Mapping[str, Any]) -> str:
+    """A model card in Markdown: what the file is, what it is for, who is in it, what is not known of it."""
+    rows = "\n".join(f"| {name} | {_escape(words)} |" for name, words in facts_in_words(facts))
+    sites = "".join(f"- {_printable(s['client'])}: {s['num_examples']:,.0f} examples\n" for s in facts.get("sites", []))
+    refused = "".join(
+        "- " + _printable(f"{r.get('client')}: {r.get('field')} is {r.get('got')}, expected {r.get('expected')}") + "\n"
+        for r in facts.get("refused", [])
+    )
+    classes = "".join(f"{place}. {name}\n" for place, name in enumerate(facts.get("class_names", [])))
+    parts = [
+        f"# {Path(facts['file']).name}",
+        _with_article(facts["kind"]) + (f", made by `{_printable(facts['method'])}`." if "method" in facts else "."),
+        f"## What it is\n\n| | |\n|---|---|\n{rows}",
+        f"## Classes\n\nIn the order of its outputs, counted from 0:\n\n{classes}" if classes else "",
+        f"## Who is in it\n\n{sites}" if sites else "",
+        f"## Who was refused\n\n{refused}" if refused else "",
+        "## What this card does not say\n\nHow well it does: score it with `fedfuse evaluate` on rows that no site "
+        "trained on. For whom it must not be used: whoever gives it away should write that here.",
+    ]
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+
+
+def _with_article(kind: str) -> str:
+    return kind if kind[0].isdigit() else f"{'An' if kind[0] in 'aeiou' else 'A'} {kind}"
+
+
+def _escape(words: str) -> str:
+    return words.replace("|", "\\|")
+
+
+def save_card(facts: Mapping[str, Any], path: Path) -> None:
+    """Write the model card of these facts.
+
+    Raises:
+        ConfigError: if it would take the place of the file it is about, or cannot be written.
+    """
+    if path.resolve() == Path(facts["file"]).resolve():
+        raise ConfigError(f"{path} is the file that the card is about; write to another one")
+    with write_atomically(path) as file:
+        file.write(model_card(facts).encode())

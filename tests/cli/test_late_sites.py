@@ -1,0 +1,140 @@
+"""The command line adds to fused files, takes sites out of them, and brings evidence at finished models."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedfuse import cli
+from fedfuse.data import load
+from fedfuse.wire.codec import read
+from fedfuse.wire.messages import NOTE
+
+Fedfuse = Callable[..., tuple[int, str, str]]
+SITES = ("north", "east", "south")
+
+
+@pytest.fixture
+def fedfuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fedfuse:
+    """Runs one command in a folder with the rows of three sites."""
+    digits = load("digits")
+    for place, site in enumerate(SITES):
+        rows = digits.train.take(range(100 * place, 100 * place + 80))
+        arrays = {"x_train": rows.x, "y_train": rows.y, "x_test": digits.test.x, "y_test": digits.test.y}
+        names = np.array(digits.classes)
+        np.savez(tmp_path / f"{site}.npz", classes=names, **{k: v.numpy() for k, v in arrays.items()})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedfuse", *words])
+        capsys.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+def assert_runs(fedfuse: Fedfuse, *words: str) -> str:
+    code, out, err = fedfuse(*words)
+    assert code == 0, err
+    return out
+
+
+def bring_sums(fedfuse: Fedfuse) -> None:
+    how = ("--model", "mlp", "--set", "model.hidden=[12]", "--method", "ridge")
+    for site in SITES:
+        assert_runs(fedfuse, "update", "--data", f"{site}.npz", *how, "-o", f"{site}.safetensors")
+
+
+def assert_same(a: str, b: str) -> None:
+    ours, theirs = (
+        {n: t for n, t in read(Path(f"{name}.safetensors")).tensors.items() if not n.startswith(NOTE)}
+        for name in (a, b)
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(t, theirs[n], rtol=1e-4, atol=1e-5) for n, t in ours.items())
+
+
+def test_sites_come_late_leave_and_form_regions(fedfuse: Fedfuse) -> None:
+    bring_sums(fedfuse)
+    ridge = ("--method", "ridge", "-o")
+    north, east, south = (f"{site}.safetensors" for site in SITES)
+    assert_runs(fedfuse, "fuse", north, east, south, *ridge, "all.safetensors")
+    assert_runs(fedfuse, "fuse", north, east, "--keep-sites", *ridge, "two.safetensors")
+    out = assert_runs(fedfuse, "fuse", south, "--into", "two.safetensors", "--keep-sites", *ridge, "three.safetensors")
+    assert out.splitlines()[-1] == ("three.safetensors: 1 of 1 updates fused into the sums of two.safetensors by ridge")
+    assert_same("three", "all")
+    assert_runs(fedfuse, "fuse", "--into", "three.safetensors", "--remove", "south", *ridge, "left.safetensors")
+    assert_same("left", "two")
+    assert read(Path("left.safetensors")).header["class_names"] == [str(k) for k in range(10)]
+    assert_runs(fedfuse, "fuse", "--into", "all.safetensors", "--remove", south, *ridge, "minus.safetensors")
+    assert_same("minus", "two")
+    out = assert_runs(fedfuse, "fuse", north, east, "--partial", *ridge, "region.safetensors")
+    assert out.splitlines()[-1] == "region.safetensors: 2 of 2 updates added up by ridge"
+    assert_runs(fedfuse, "fuse", "region.safetensors", south, *ridge, "whole.safetensors")
+    assert_same("whole", "all")
+
+
+def test_what_cannot_be_added_is_told(fedfuse: Fedfuse) -> None:
+    bring_sums(fedfuse)
+    ridge = ("--method", "ridge", "-o", "out.safetensors")
+    code, _, err = fedfuse("fuse", "north.safetensors", "--into", "nowhere.safetensors", *ridge)
+    assert (code, "there is no file nowhere.safetensors" in err) == (2, True)
+    code, _, err = fedfuse("fuse", *ridge)
+    assert (code, "there is nothing to fuse" in err) == (2, True)
+    assert not Path("out.safetensors").exists()
+
+
+def test_evidence_at_a_common_model_refits_its_last_layer(fedfuse: Fedfuse) -> None:
+    train = ("--model", "mlp", "--set", "model.hidden=[16]", "--set", "local.epochs=5")
+    for site in SITES:
+        assert_runs(fedfuse, "update", "--data", f"{site}.npz", *train, "-o", f"{site}.safetensors")
+    assert_runs(fedfuse, "fuse", *(f"{site}.safetensors" for site in SITES), "-o", "mean.safetensors")
+    for site in SITES:
+        how = ("--method", "refit", "--json", "-o", f"sums-{site}.safetensors")
+        told = json.loads(assert_runs(fedfuse, "evidence", "mean.safetensors", "--data", f"{site}.npz", *how))
+        assert told["examples"] == 80
+        assert all(n.startswith(NOTE) for n in read(Path(f"sums-{site}.safetensors")).tensors)
+    sums = [f"sums-{site}.safetensors" for site in SITES]
+    assert_runs(fedfuse, "fuse", *sums, "--method", "refit", "--start", "mean.safetensors", "-o", "fit.safetensors")
+    files = ("mean.safetensors", "fit.safetensors")
+    scores = json.loads(assert_runs(fedfuse, "evaluate", *files, "--data", "digits", "--json"))
+    assert scores["fit.safetensors"]["accuracy"] > scores["mean.safetensors"]["accuracy"]
+
+
+def test_networks_trained_elsewhere_bring_evidence_for_a_method_that_trains(fedfuse: Fedfuse) -> None:
+    train = ("--model", "mlp", "--set", "model.hidden=[8]", "--set", "local.epochs=5")
+    for seed, site in enumerate(SITES):
+        told = ("--seed", str(seed), "-o", f"{site}.safetensors")
+        assert_runs(fedfuse, "update", "--data", f"{site}.npz", *train, *told)
+        how = ("--method", "fedlpa", "--set", "min_rows=80", "-o", f"seen-{site}.safetensors")
+        assert_runs(fedfuse, "evidence", f"{site}.safetensors", "--data", f"{site}.npz", *how)
+        own, seen = (read(Path(f"{name}.safetensors")) for name in (site, f"seen-{site}"))
+        assert all(torch.equal(tensor, seen.tensors[name]) for name, tensor in own.tensors.items())
+        assert seen.header["steps"] == 0
+    seen = [f"seen-{site}.safetensors" for site in SITES]
+    out = assert_runs(fedfuse, "fuse", *seen, "--method", "fedlpa", "-o", "fused.safetensors")
+    assert out.splitlines()[-1] == "fused.safetensors: 3 of 3 updates fused by fedlpa"
+
+
+def test_evidence_needs_one_network(fedfuse: Fedfuse) -> None:
+    train = ("--model", "mlp", "--set", "model.hidden=[4]")
+    for site in SITES:
+        assert_runs(fedfuse, "update", "--data", f"{site}.npz", *train, "-o", f"{site}.safetensors")
+    files = [f"{site}.safetensors" for site in SITES]
+    assert_runs(fedfuse, "fuse", *files, "--method", "ensemble", "-o", "many.safetensors")
+    code, _, err = fedfuse("evidence", "many.safetensors", "--data", "north.npz", "-o", "x.safetensors")
+    assert (code, "many.safetensors does not hold one network that tells classes" in err) == (2, True)

@@ -1,0 +1,272 @@
+"""What a person does with a model's file: show it, ask it, export it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedfuse import cli
+from fedfuse.core.about import About, Contribution
+from fedfuse.core.forms import ArrayForm
+from fedfuse.core.model import Apart, Model, Single
+from fedfuse.core.spec import Spec
+from fedfuse.models.bayes import BayesianLayers
+from fedfuse.nets.combine import ClassShares, Combine, FirstLayer, MeanLogit, MeanProbability, OpenSetVote, TopLogit
+from fedfuse.nets.mixture import Mixture
+from fedfuse.wire.codec import read, write
+from fedfuse.wire.files import load_answering, save_model
+
+NAMES = ("ill", "well", "unsure")
+SITES = (Contribution(client="north", num_examples=30), Contribution(client="south", num_examples=1200))
+FORM = ArrayForm(shape=(4,), mean=(1.0, 2.0, 3.0, 4.0), std=(2.0, 1.0, 0.5, 4.0))
+ABOUT = About(method="fedavg", class_names=NAMES, inputs=FORM, sites=SITES)
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Fedfuse = Callable[..., Said]
+
+
+@pytest.fixture
+def fedfuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fedfuse:
+    """Types one command in a folder with a model, a mixture, and rows without labels."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "200")
+    save_model(network(0), tmp_path / "one.safetensors", about=ABOUT)
+    save_model(together(MeanProbability()), tmp_path / "two.safetensors", about=ABOUT)
+    np.savez(tmp_path / "rows.npz", x=rows(7).numpy())
+
+    def call(*words: str | Path) -> Said:
+        monkeypatch.setattr(sys, "argv", ["fedfuse", *map(str, words)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Said(code, *capsys.readouterr())
+
+    return call
+
+
+def network(seed: int, classes: int = 3) -> Single:
+    spec = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": classes})
+    torch.manual_seed(seed)
+    return Single.of(spec.build(), spec)
+
+
+def together(rule: Combine, classes: int = 3) -> Mixture:
+    return Mixture((network(0, classes), network(1, classes)), torch.tensor([0.25, 0.75], dtype=torch.float64), rule)
+
+
+def rows(count: int) -> torch.Tensor:
+    return 3 * torch.randn(count, 4, generator=torch.Generator().manual_seed(5))
+
+
+def normalize(x: torch.Tensor) -> torch.Tensor:
+    return (x - torch.tensor(FORM.mean)) / torch.tensor(FORM.std)
+
+
+def refused(said: Said, words: str) -> None:
+    assert said.code == 2, said
+    assert words in said.err
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1, "one sentence"
+
+
+# show
+
+
+def test_show_tells_what_a_file_is(fedfuse: Fedfuse) -> None:
+    told = json.loads(fedfuse("show", "one.safetensors", "--json").out)
+    assert told["kind"] == "model"
+    assert told["class_names"] == list(NAMES)
+    assert told["parameters"] == 4 * 5 + 5 + 5 * 3 + 3
+    said = fedfuse("show", "two.safetensors", "--card", "cards/card.md")
+    assert "2 networks that answer together" in said.out
+    assert "north (30 examples), south (1,200 examples)" in said.out
+    card = Path("cards/card.md").read_text()
+    assert card.startswith("# two.safetensors\n\n2 networks that answer together, made by `fedavg`.\n")
+    assert "\n0. ill\n1. well\n2. unsure\n" in card
+
+
+def test_show_reads_updates_and_plain_tensors(fedfuse: Fedfuse) -> None:
+    write(Path("plain.safetensors"), {"w": torch.ones(2, 3)}, {})
+    assert json.loads(fedfuse("show", "plain.safetensors", "--json").out)["kind"] == "plain set of tensors"
+    packet = read(Path("one.safetensors"))
+    hostile = {"kind": "reply", "client": "a\x1b[2J[/b]|\n# b", "spec": {"factory": "os:system", "options": {}}}
+    write(Path("up.safetensors"), {**packet.tensors, "~kron/0/in": torch.ones(3)}, hostile)
+    said = fedfuse("show", "up.safetensors", "--card", "card.md")
+    assert said.code == 0, "what it names is not imported"
+    assert "\x1b" not in said.out
+    assert "[/b]" in said.out, "words are no markup"
+    assert "os:system()" in said.out
+    card = Path("card.md").read_text()
+    assert "\n\nAn update of a site.\n" in card
+    assert "\n# b" not in card
+    assert "kron" in card
+
+
+def test_show_refuses_what_is_no_such_file(fedfuse: Fedfuse) -> None:
+    Path("text.txt").write_text("hello")
+    refused(fedfuse("show", "text.txt"), "text.txt cannot be shown")
+    refused(fedfuse("show", "nowhere.safetensors"), "nowhere.safetensors")
+    refused(fedfuse("show", "one.safetensors", "--card", "./one.safetensors"), "is the file that the card is about")
+    assert read(Path("one.safetensors")).header["kind"] == "model"
+
+
+# predict
+
+
+def table(path: str) -> list[dict[str, str]]:
+    with Path(path).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_predict_writes_the_models_own_answers(fedfuse: Fedfuse) -> None:
+    said = fedfuse("predict", "one.safetensors", "--data", "rows.npz", "-o", "predictions.csv", "--json")
+    found, p = table("predictions.csv"), network(0).logits(normalize(rows(7))).softmax(-1)
+    told = json.loads(said.out)
+    assert told["rows"] == len(found) == sum(told["predicted"].values()) == 7
+    assert list(found[0]) == ["row", "predicted", "p(ill)", "p(well)", "p(unsure)", "entropy"]
+    assert [row["predicted"] for row in found] == [NAMES[k] for k in p.argmax(-1)]
+    assert torch.allclose(torch.tensor([[float(row[f"p({n})"]) for n in NAMES] for row in found]), p, atol=1e-5)
+    assert float(found[0]["entropy"]) == pytest.approx(float(torch.special.entr(p[0]).sum()), abs=1e-5)
+
+
+@pytest.mark.parametrize("rule", [TopLogit(), FirstLayer(), OpenSetVote(1)])
+def test_predict_says_who_of_several_answered(fedfuse: Fedfuse, rule: Combine) -> None:
+    classes = 4 if isinstance(rule, OpenSetVote) else 3
+    save_model(together(rule, classes), Path("m.safetensors"), about=ABOUT)
+    assert fedfuse("predict", "m.safetensors", "--data", "rows.npz", "-o", "p.csv", "--limit", "6").code == 0
+    answered = [row["answered"] for row in table("p.csv")]
+    assert len(answered) == 6
+    assert set(answered) <= {"north", "south"}, "one of two"
+    save_model(together(rule, classes), Path("nameless.safetensors"))
+    fedfuse("predict", "nameless.safetensors", "--data", "rows.npz", "-o", "p.csv")
+    assert set(table("p.csv")[0]) >= {"p(0)", "p(1)", "p(2)", "answered"}
+    assert "p(3)" not in table("p.csv")[0]
+
+
+def test_all_answer_where_nobody_is_chosen(fedfuse: Fedfuse) -> None:
+    assert "7 rows" in fedfuse("predict", "two.safetensors", "--data", "rows.npz", "-o", "p.csv").out
+    assert {row["answered"] for row in table("p.csv")} == {"north; south"}
+
+
+def test_predict_refuses_what_does_not_fit(fedfuse: Fedfuse) -> None:
+    np.savez("wide.npz", x=np.zeros((2, 5), np.float32))
+    say = ("-o", "p.csv")
+    refused(fedfuse("predict", "one.safetensors", "--data", "wide.npz", *say), "a row of wide.npz is 5, expected 4")
+    refused(fedfuse("predict", "rows.npz", "--data", "rows.npz", *say), "neither a model nor an update")
+    refused(fedfuse("predict", "one.safetensors", "--data", "nowhere.npz", *say), "nowhere.npz")
+    save_model(Apart((network(0), network(1))), Path("apart.safetensors"), about=ABOUT)
+    assert fedfuse("predict", "apart.safetensors", "--data", "rows.npz", *say).code != 0
+    save_model(network(0), Path("numbers.safetensors"), about=About(task="regression"))
+    refused(fedfuse("predict", "numbers.safetensors", "--data", "rows.npz", *say), "is a model for regression")
+    same = fedfuse("predict", "one.safetensors", "--data", "rows.npz", "-o", "one.safetensors")
+    refused(same, "is the model itself")
+    save_model(network(0), Path("few.safetensors"), about=About(class_names=("a", "b", "c", "d")))
+    refused(fedfuse("predict", "few.safetensors", "--data", "rows.npz", *say), "names 4 classes and has 3 outputs")
+    assert not Path("p.csv").exists()
+
+
+# export
+
+
+def answers(file: str, x: torch.Tensor) -> torch.Tensor:
+    """What another program makes of rows."""
+    if file.endswith(".onnx"):
+        runtime = pytest.importorskip("onnxruntime")
+        session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+        return torch.from_numpy(session.run(["logits"], {"rows": x.numpy()})[0])
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that TorchScript is old
+        logits: torch.Tensor = torch.jit.load(file)(x)
+    return logits
+
+
+@pytest.mark.parametrize("to", ["onnx", "torchscript"])
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_an_exported_model_answers_as_here(fedfuse: Fedfuse, name: str, to: str) -> None:
+    out = "made/model.onnx" if to == "onnx" else "made/model.pt"
+    said = fedfuse("export", f"{name}.safetensors", "--to", to, "-o", out, "--json")
+    assert json.loads(said.out) == {"files": [out, f"{out}.json"]}, said.err
+    note = json.loads(Path(f"{out}.json").read_text())
+    assert note["class_names"] == list(NAMES)
+    assert note["normalizes"]
+    model, _ = load_answering(Path(f"{name}.safetensors"))
+    for count in (1, 5):
+        x = rows(count)
+        assert isinstance(model, Single | Mixture)
+        assert torch.allclose(answers(out, x), model.logits(normalize(x)).float(), atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [MeanLogit(), ClassShares(((9.0, 0.0, 2.0), (1.0, 5.0, 2.0)))])
+def test_other_rules_that_take_all_members_are_traced(fedfuse: Fedfuse, rule: Combine) -> None:
+    model = together(rule)
+    save_model(model, Path("m.safetensors"))
+    assert fedfuse("export", "m.safetensors", "--to", "torchscript", "-o", "m.pt").code == 0
+    for count in (1, 5):
+        assert torch.allclose(answers("m.pt", rows(count)), model.logits(rows(count)).float(), atol=1e-5)
+
+
+def test_weights_are_plain(fedfuse: Fedfuse) -> None:
+    assert (
+        "weights.safetensors: "
+        in fedfuse("export", "one.safetensors", "--to", "state-dict", "-o", "weights.safetensors").out
+    )
+    mine, own = load_file("weights.safetensors"), network(0).posterior.mean
+    assert mine.keys() == own.keys()
+    assert all(torch.equal(mine[name], own[name]) for name in own)
+    assert not json.loads(Path("weights.safetensors.json").read_text())["normalizes"]
+
+
+@pytest.mark.parametrize("to", ["onnx", "torchscript"])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (together(TopLogit()), "of which each row chooses some, cannot be exported"),
+        (together(FirstLayer()), "of which each row chooses some, cannot be exported"),
+        (together(OpenSetVote(1), 4), "of which each row chooses some, cannot be exported"),
+        (Apart((network(0), network(1))), "networks that stay apart"),
+        (BayesianLayers()(network(0), 3, 0), "a Bayesian network draws while it answers"),
+    ],
+)
+def test_what_would_answer_otherwise_elsewhere_is_not_exported(
+    fedfuse: Fedfuse, model: Model, words: str, to: str
+) -> None:
+    save_model(model, Path("m.safetensors"), about=ABOUT)
+    refused(fedfuse("export", "m.safetensors", "--to", to, "-o", "out"), words)
+    assert not Path("out").exists()
+
+
+def test_export_refuses_bad_input(fedfuse: Fedfuse) -> None:
+    refused(fedfuse("export", "one.safetensors", "--to", "pickle", "-o", "x"), "expected onnx, torchscript, state-dict")
+    refused(
+        fedfuse("export", "two.safetensors", "--to", "state-dict", "-o", "x"), "2 networks are no state dict of one"
+    )
+    same = fedfuse("export", "one.safetensors", "--to", "state-dict", "-o", "./one.safetensors")
+    refused(same, "is the model itself")
+    refused(fedfuse("export", "rows.npz", "--to", "onnx", "-o", "x"), "neither a model nor an update")
+    spec = Spec("torch.nn:Linear", {"in_features": 4, "out_features": 3})
+    save_model(Single.of(torch.nn.Linear(4, 3), spec), Path("other.safetensors"))
+    words = ("export", "other.safetensors", "--to", "torchscript", "-o", "x")
+    refused(fedfuse(*words), "was not named here")
+    refused(fedfuse(*words, "--model", "torch.nn:Linear"), "nobody says what the inputs")
