@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import Batch, CrossEntropy, Objective, Work
+from fedfuse.core.seams import Batch, Objective, TaskLoss, Work
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
 from fedfuse.engines.local import InProcess, Population
@@ -27,7 +27,7 @@ class Spoiled:
 
     client: str
     error: type[Exception]
-    base: Objective = field(default_factory=CrossEntropy)
+    base: Objective = field(default_factory=TaskLoss)
 
     def __call__(self, local: Local, batch: Batch) -> Tensor:
         if local.client == self.client:
@@ -49,7 +49,7 @@ class Deadly:
             if deaths < self.times:
                 (self.folder / f"death-{deaths}").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-        return CrossEntropy()(local, batch)
+        return TaskLoss()(local, batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Slow:
     def __call__(self, local: Local, batch: Batch) -> Tensor:
         (self.began / local.client).write_text(str(os.getpid()))
         time.sleep(self.seconds)
-        return CrossEntropy()(local, batch)
+        return TaskLoss()(local, batch)
 
 
 @dataclass(frozen=True, slots=True)

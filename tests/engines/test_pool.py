@@ -257,7 +257,7 @@ def test_an_empty_client_is_the_users_to_mend(pool: Pool, population: Population
 
 def test_a_main_module_without_a_file_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     main = sys.modules["__main__"]
-    monkeypatch.setattr(main, "__file__", "<stdin>")
+    monkeypatch.setattr(main, "__file__", "<stdin>", raising=False)
     with pool_module._main_if_a_file():
         assert not hasattr(main, "__file__")
     assert main.__file__ == "<stdin>"

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from fedfuse.core.recipe import Recipe
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.config import Experiment, assign, file_name, load_experiment, load_experiments
+from fedfuse.experiment.config import Experiment, load_experiment, load_experiments
+from fedfuse.experiment.keys import assign, file_name
 from fedfuse.server.robust import Krum
 
 FILE = """
@@ -81,6 +82,11 @@ def test_a_file_without_a_name_is_called_after_itself(file: Path) -> None:
         ("dta.clients=3", "there is no key 'dta'; did you mean 'data'?"),
         ("data.client=3", "there is no key 'data.client'; did you mean 'clients'?"),
         ("local.optimizer.lrr=3", "there is no key 'local.optimizer.lrr'; did you mean 'lr'?"),
+        ("epochs=5", "there is no key 'epochs'; did you mean 'local.epochs'?"),
+        ("epocs=5", "there is no key 'epocs'; did you mean 'local.epochs'?"),
+        ("lr=0.1", "there is no key 'lr'; did you mean 'local.optimizer.lr'?"),
+        ("data.epochs=5", "there is no key 'data.epochs'; did you mean 'local.epochs'?"),
+        ("alpha=0.1", "there is no key 'alpha'; did you mean 'data.partition.alpha'?"),
         ("judge.bin=3", "there is no key 'judge.bin'; did you mean 'bins'?"),
         ("data.partition.alpah=3", "data.partition: there is no key 'alpah'; did you mean 'alpha'?"),
         ("data.partition.kind=dirichle", "data.partition: kind is 'dirichle'; did you mean 'dirichlet'?"),
@@ -113,6 +119,7 @@ def test_an_unknown_word_gets_a_suggestion(file: Path, said: str, expected: str)
         ("local.optimizer.name=sdg", "local.optimizer.name is 'sdg', expected 'sgd', 'adam' or 'amsgrad'"),
         ("methods.1.mu=-1", "method 'fedprox': option mu is -1, expected greater than or equal to 0"),
         ("methods=[]", "the experiment has no method"),
+        ("seeds=[]", "seeds is [], expected a list of at least 1; leave it out for the default"),
         ("seeds=[1, 1]", "the seeds [1, 1] repeat themselves"),
         ('methods.1={name="fedavg"}', "two methods are labelled 'fedavg' and 'fedavg'"),
         ("rounds", "--set 'rounds' is not of the form key.key=value"),

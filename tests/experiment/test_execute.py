@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -14,13 +14,18 @@ import pytest
 import torch
 
 from fedfuse.core.lock import hold_folder
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import all_methods
 from fedfuse.engines.local import InProcess
 from fedfuse.errors import ConfigError, QuorumLost
-from fedfuse.experiment.config import Experiment
-from fedfuse.experiment.execute import Results, execute, free_folder
+from fedfuse.experiment import prepare as preparation
+from fedfuse.experiment.config import Experiment, MethodConfig
+from fedfuse.experiment.execute import execute
+from fedfuse.experiment.jobs import run_folder, run_jobs
 from fedfuse.experiment.ledger import FLAT, Ledger
 from fedfuse.experiment.prepare import prepare
+from fedfuse.experiment.results import Results
+from fedfuse.experiment.watch import Callback
 from fedfuse.server.loop import one_round
 from fedfuse.server.steps.prune import Prune
 from fedfuse.wire.files import load_model
@@ -75,7 +80,7 @@ def test_the_run_directory(tiny: Tiny, tmp_path: Path) -> None:
         f"{label}-{seed}.safetensors" for label in ("fedavg", "local") for seed in (0, 3)
     ]
     facts = load_model(tmp_path / "run" / "models" / "fedavg-3.safetensors")[1]
-    assert facts == {"method": "fedavg", "label": "fedavg", "seed": 3, "round": 2}
+    assert facts == {"method": "fedavg", "label": "fedavg", "seed": 3, "round": 2, "task": "classification"}
     assert results.rows[0]["experiment"] == "tiny"
     assert results.table().startswith("| method |")
 
@@ -103,7 +108,8 @@ def test_clients_are_scored_in_the_last_round_only(tiny: Tiny, tmp_path: Path) -
 
 def test_seconds_are_split_between_clients_and_server(tiny: Tiny, tmp_path: Path) -> None:
     for row in run(tiny("fedavg"), tmp_path / "run").rows:
-        assert row["train_seconds"] > row["server_seconds"] > 0
+        assert row["train_seconds"] > 0  # which of them takes longer depends on who else is at work here
+        assert row["server_seconds"] > 0
 
 
 @pytest.mark.parametrize("start", ["shared", "separate"])
@@ -297,7 +303,7 @@ def test_every_method_goes_on_after_a_crash_as_if_undisturbed(tiny: Tiny, tmp_pa
     assert outcome(tmp_path / "stopped") == outcome(tmp_path / "whole")
 
 
-class DiesAfter:
+class DiesAfter(Callback):
     """A watcher that ends the run when a round is on record."""
 
     def __init__(self, round_: int) -> None:
@@ -310,7 +316,7 @@ class DiesAfter:
     def client_done(self, client: str, seconds: float, remembered: bool) -> None:
         assert seconds >= 0
 
-    def round_done(self, label: str, seed: int, round_: int, accuracy: float | None) -> None:
+    def round_done(self, label: str, seed: int, round_: int, scores: Mapping[str, Any]) -> None:
         if round_ == self.round:
             raise Crash
 
@@ -374,7 +380,10 @@ def test_a_directory_with_a_run_is_not_written_over(tiny: Tiny, tmp_path: Path) 
     run(tiny(), tmp_path / "run")
     with pytest.raises(ConfigError, match="holds a run already; continue it with --resume or choose another --out"):
         run(tiny(), tmp_path / "run")
-    with pytest.raises(ConfigError, match="holds another run: local was"):
+    with pytest.raises(
+        ConfigError,
+        match=r"another run: local\.epochs was 1 and is now 2, local\.batch_size was 16 ",
+    ):
         run(tiny(local={"epochs": 2}), tmp_path / "run", resume=True)
     with pytest.raises(ConfigError, match="rounds was 2 and is now 1"):
         run(tiny(rounds=1), tmp_path / "run", resume=True)
@@ -413,8 +422,75 @@ def test_a_directory_that_cannot_be_made_stops_the_run_before_training(tiny: Tin
         run(tiny(), tmp_path / "file" / "run", watch=DiesAfter(1))
 
 
+def counted(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[tuple[Any, ...]]:
+    """The calls a function gets from here on."""
+    calls: list[tuple[Any, ...]] = []
+    real = getattr(owner, name)
+
+    def call(*given: Any, **options: Any) -> Any:
+        calls.append(given)
+        return real(*given, **options)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+def test_partition_recipes_and_checks_are_computed_once_per_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "study.toml").write_text("""
+seeds = [0, 1, 2]
+methods = [{ name = "fedavg" }, { name = "fedprox" }]
+data = { clients = 3, train_limit = 90, test_limit = 60 }
+model = { name = "mlp", hidden = [4] }
+""")
+    partitions = counted(monkeypatch, preparation, "partition")
+    made = counted(monkeypatch, MethodConfig, "recipe")
+    checked = counted(monkeypatch, Recipe, "check")
+    tried = counted(monkeypatch, preparation, "rehearse")
+    run_jobs(tmp_path / "study.toml", out=tmp_path / "run", workers=0, memo=False)
+    assert [given[3] for given in partitions] == [0, 1, 2]
+    assert [entry.name for entry, *_ in made] == ["fedavg", "fedprox"]
+    assert len(checked) == 2 * 3
+    assert len(tried) == 2
+
+
+def test_a_changed_method_is_run_again_alone(tiny: Tiny, tmp_path: Path) -> None:
+    said = {"name": "fedprox", "label": "pulled", "mu": 0.1}
+    before = run(tiny(methods=[{"name": "fedavg"}, said]), tmp_path / "run").rows
+    changed = tiny(methods=[{"name": "fedavg"}, said | {"mu": 3.0}])
+    watch = Started()
+    after = run(changed, tmp_path / "run", resume=True, watch=watch).rows
+    assert watch.begun == [("fedavg", 2), ("pulled", 0)]  # the first has all its rounds, the other none
+    assert after[:2] == before[:2]
+    run(changed, tmp_path / "whole")
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+    replaced = Ledger(tmp_path / "run" / "replaced.jsonl").lines()
+    assert [(line["label"], line["nll"]) for line in replaced] == [(row["label"], row["nll"]) for row in before[2:]]
+
+
+class Started(Callback):
+    """Notes which methods start, and how many rounds each has already."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, int]] = []
+
+    def method_started(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
+        self.begun.append((label, done))
+
+
+def test_a_method_that_was_taken_out_is_set_aside(tiny: Tiny, tmp_path: Path) -> None:
+    run(tiny("fedavg", "fednova"), tmp_path / "run")
+    assert {row["label"] for row in run(tiny("fednova"), tmp_path / "run", resume=True).rows} == {"fednova"}
+    assert {line["label"] for line in Ledger(tmp_path / "run" / "ledger.jsonl").lines()} == {"fednova"}
+    assert len(Ledger(tmp_path / "run" / "replaced.jsonl").lines()) == 2
+
+
 def test_free_folders_are_numbered(tmp_path: Path) -> None:
-    assert free_folder(tmp_path, "a b") == tmp_path / "a_b"
+    assert run_folder("a b", parent=tmp_path) == tmp_path / "a_b"
     for _ in range(2):
-        free_folder(tmp_path, "a b").mkdir()
-    assert free_folder(tmp_path, "a b") == tmp_path / "a_b-3"
+        run_folder("a b", parent=tmp_path).mkdir()
+    assert run_folder("a b", parent=tmp_path) == tmp_path / "a_b-3"
+    assert run_folder("a b", resume=True, parent=tmp_path) == tmp_path / "a_b-2"
+    with pytest.raises(ConfigError, match="there is no run called 'other' in .* to resume; name its directory"):
+        run_folder("other", resume=True, parent=tmp_path)

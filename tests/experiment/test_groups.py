@@ -13,9 +13,9 @@ import torch
 from fedfuse.core.model import Single
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.experiment.config import Experiment, load_experiment
-from fedfuse.experiment.evaluate import evaluate_files
 from fedfuse.experiment.execute import execute
 from fedfuse.experiment.prepare import prepare
+from fedfuse.federation.evaluate import Reading, evaluate_files
 from fedfuse.nets.mixture import Mixture
 from fedfuse.wire.files import load_model
 
@@ -68,7 +68,7 @@ def test_networks_of_every_depth_answer_together(tiny: Tiny, tmp_path: Path) -> 
     student, _ = load_model(tmp_path / "run" / "models" / "one-0.safetensors")
     assert isinstance(student, Single)
     assert student.spec.options["hidden"] == [4], "the experiment's own network"
-    again = evaluate_files([tmp_path / "run" / "models" / "ams-0.safetensors"], "digits", test_limit=60)
+    again, _ = evaluate_files([tmp_path / "run" / "models" / "ams-0.safetensors"], "digits", Reading(limit=60))
     assert next(iter(again.values()))["accuracy"] == results.rows[1]["accuracy"]
     assert results.rows[1]["facts"]["members"] == 5
     assert 0 <= results.rows[1]["facts"]["disturbance"] <= 1

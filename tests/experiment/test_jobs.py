@@ -23,8 +23,10 @@ def test_one_experiment_goes_to_a_folder_of_its_name(
     jobs = jobs_of(tiny_file(name="a study"))
     assert (jobs.name, jobs.folder) == ("a study", Path("runs/a_study"))
     assert [(job.folder, job.resume) for job in jobs.each] == [(Path("runs/a_study"), False)]
-    with pytest.raises(ConfigError, match="--resume needs the run directory"):
+    with pytest.raises(ConfigError, match="there is no run called 'tiny' in runs to resume"):
         jobs_of(tiny_file(), resume=True)
+    Path("runs/tiny").mkdir(parents=True)
+    assert jobs_of(tiny_file(), resume=True).folder == Path("runs/tiny")
 
 
 def test_a_sweep_goes_side_by_side_and_only_what_was_begun_goes_on(tiny_file: TinyFile, tmp_path: Path) -> None:

@@ -143,7 +143,8 @@ def test_an_interrupted_run_says_how_to_go_on_and_leaves_nobody_behind(file: Pat
     assert process.returncode == 1
     assert_all_gone(workers)
     assert "Traceback" not in said
-    [line] = said.splitlines()
+    *progress, line = said.splitlines()
+    assert all(text.startswith("a b: ") for text in progress)
     assert line.startswith("error: stopped; continue with: fedfuse run ")
     advice = shlex.split(line.partition("continue with: ")[2])
     resumed = [FEDFUSE, *advice[1:], "--no-page", "--workers", "0", "--no-memo"]

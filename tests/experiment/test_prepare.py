@@ -186,3 +186,16 @@ def test_inputs_from_elsewhere_are_seen_as_ours_are(tiny: Tiny, tmp_path: Path) 
     np.savez(tmp_path / "odd.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     with pytest.raises(ConfigError, match=r"judge\.ood: the inputs of .* are 3×8×8, expected 1×8×8 as here"):
         prepare(tiny(judge={"ood": str(tmp_path / "odd.npz")}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"clients_per_round": 50}, "clients_per_round is 50 and data.clients is 3; ask at most as many"),
+        ({"data": {"clients": 3, "train_limit": 99_999}}, "data.train_limit is 99,999 and digits has 1,438 such rows"),
+        ({"data": {"clients": 3, "test_limit": 99_999}}, "data.test_limit is 99,999 and digits has 359 such rows"),
+    ],
+)
+def test_nobody_can_take_more_than_there_is(tiny: Tiny, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        prepare(tiny(**changes)).check()

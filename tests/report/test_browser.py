@@ -120,6 +120,28 @@ def test_one_seed_is_shown_at_a_time(chromium: str, page: Path) -> None:
     assert shown == ["5"]
 
 
+def test_eight_columns_are_shown_and_others_can_be(chromium: str, page: Path) -> None:
+    told = ask(
+        chromium,
+        page,
+        """(() => {
+          const table = document.querySelector("table.choosable");
+          const shown = () => [...table.tHead.rows[0].cells].filter((cell) => !cell.hidden).length;
+          const before = shown();
+          const boxes = [...document.querySelector(".chooser").querySelectorAll("input")];
+          boxes.find((box) => !box.checked).click();
+          return { before, after: shown(), cells: [...table.tBodies[0].rows[0].cells].filter((c) => !c.hidden).length };
+        })()""",
+    )
+    assert told == {"before": 9, "after": 10, "cells": 10}  # the method, and eight
+
+
+def test_the_summary_fits_a_laptop(chromium: str, tmp_path: Path, make_run: Make) -> None:
+    page = write_page([make_run(tmp_path / "run", rounds=2)], tmp_path / "page.html")
+    box = "document.querySelector('table.summary').parentElement"
+    assert ask(chromium, page, f"{box}.scrollWidth <= {box}.clientWidth", 1280) is True
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 def test_nothing_is_wider_than_the_window(chromium: str, tmp_path: Path, make_run: Make, width: int) -> None:
     run = make_run(tmp_path / "run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,16 @@ from typing import Any
 import pytest
 
 from fedfuse.report import write_page
-from fedfuse.report.costs import effort, kept_channels, model_size, target_costs, target_in, traffic
+from fedfuse.report.costs import (
+    TargetCost,
+    effort,
+    kept_channels,
+    model_size,
+    target_costs,
+    target_in,
+    target_table,
+    traffic,
+)
 
 
 def row(seed: int, at: int, **more: Any) -> dict[str, Any]:
@@ -39,6 +49,23 @@ def test_a_size_is_drawn_where_it_changes() -> None:
     assert model_size({"wb": steady, "fedap": shrinks}, {"wb": 0, "fedap": 1}) is not None
 
 
+def test_sizes_that_differ_between_methods_and_never_change_are_no_curve() -> None:
+    groups = {"wb": [row(0, at, weights=200) for at in (1, 2)], "fedavg": [row(0, at, weights=100) for at in (1, 2)]}
+    assert model_size(groups, {"wb": 0, "fedavg": 1}) is None
+    whole = [row(0, 2, channels={"conv1": [6, 6]})]
+    assert kept_channels({"fedap": whole}) is None
+
+
+def test_costs_that_are_the_same_but_for_headers_are_not_drawn() -> None:
+    groups = {"a": [row(0, 1, accuracy=0.5, bytes_up=10_000)], "b": [row(0, 1, accuracy=0.6, bytes_up=10_002)]}
+    assert traffic(groups, {"a": 0, "b": 1}) is None
+    groups["c"] = [row(0, 1, accuracy=0.6, bytes_up=10_200)]
+    drawn = traffic(groups, {"a": 0, "b": 1, "c": 2})
+    assert drawn is not None
+    at = [float(x) for x in re.findall(r'd="M([\d.]+) [\d.]+V[\d.]+" class="bar', drawn.picture)]
+    assert 0 < max(at) - min(at) < 100  # 2 % of the bytes do not fill the 340 pixels of the axis
+
+
 def test_channels_are_shares_over_seeds() -> None:
     rows = [row(seed, 2, channels={"conv1": [3 + seed, 6], "conv2": [8, 16]}) for seed in (0, 1)]
     figure = kept_channels({"fedap": rows, "wb": [row(0, 2)]})
@@ -62,7 +89,14 @@ def test_seeds_that_never_got_there_are_told() -> None:
     (found,) = target_costs({"wb": rows}, 0.3)
     assert found.seeds == (1, 2)
     (never,) = target_costs({"wb": climbing(0, 0.001)}, 0.3)
-    assert never.cells == ("0 of 1", "–", "–", "–")
+    assert target_table([never])[1] == (("wb", ("0 of 1", "–", "–", "–")),)
+
+
+def test_what_the_target_cost_has_one_unit_per_column() -> None:
+    found = [TargetCost("a", (1, 1), 3.0, 9e9, 1_500_000), TargetCost("b", (1, 1), 3.0, 4e6, 2_000)]
+    heads, rows = target_table(found)
+    assert heads == ("seeds", "rounds", "clients' work, GFLOP", "sent, MB")
+    assert [cells[2:] for _, cells in rows] == [("9.00", "1.50"), ("0.00", "0.00")]
 
 
 def test_the_target_is_the_files_or_what_half_of_the_methods_reach() -> None:

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from fedfuse.report import plots
+from fedfuse.report import Run, plots
+from fedfuse.report.sweeps import Swept
 
 
 def row(seed: int, at: int, **values: object) -> dict[str, object]:
@@ -93,3 +94,34 @@ def test_per_class_accuracy_skips_what_is_missing() -> None:
     assert figure is not None
     assert "wb, cat: 60" in figure.picture
     assert "wb, dog: 20" in figure.picture
+
+
+def test_an_axis_is_not_zoomed_into_nothing() -> None:
+    rows = [row(0, at, accuracy=0.9 + 0.0001 * at) for at in (1, 2, 3)]
+    figure = plots.learning_curve({"wb": rows}, {"wb": 0}, "accuracy", "Accuracy")
+    assert figure is not None
+    curve = re.search(r'd="M([^"]*)" class="curve ink0"', figure.picture)
+    assert curve is not None
+    heights = [float(point.split()[1]) for point in curve[1].split("L")]
+    assert max(heights) - min(heights) < 5  # of 216 pixels
+
+
+def test_what_never_changes_is_not_drawn() -> None:
+    rows = [row(0, at, nll=0.0) for at in (1, 2, 3)]
+    assert plots.learning_curve({"wb": rows}, {"wb": 0}, "nll", "NLL") is None
+
+
+def test_a_sweep_is_drawn_against_its_key() -> None:
+    def run(accuracy: float) -> Run:
+        return Run("", "", {}, {}, tuple({"label": "wb", **row(seed, 1, accuracy=accuracy)} for seed in (0, 1)))
+
+    swept = Swept("data.partition.alpha", (10.0, 0.1, 1.0))
+    figure = plots.sweep_curve([run(0.9), run(0.3), run(0.6)], swept, {"wb": 0}, "accuracy", "Accuracy")
+    assert figure is not None
+    assert ">alpha</text>" in figure.picture
+    assert figure.note == "Logarithmic scale below."
+    curve = re.search(r'd="M([^"]*)" class="curve ink0"', figure.picture)
+    assert curve is not None
+    points = [[float(n) for n in point.split()] for point in curve[1].split("L")]
+    assert points == sorted(points)
+    assert points[1][0] - points[0][0] == pytest.approx(points[2][0] - points[1][0], abs=0.2)  # equal in decades

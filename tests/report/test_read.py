@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedfuse.errors import ConfigError
-from fedfuse.report.read import finite, read_run
+from fedfuse.report.read import find_runs, finite, read_run
 
 Make = Callable[..., Path]
 
@@ -87,3 +87,17 @@ def test_an_unreadable_configuration_costs_only_the_name(tmp_path: Path) -> None
 
 def test_only_finite_numbers_are_numbers() -> None:
     assert [finite(v) for v in (0.5, 3, None, True, "1", float("inf"), 10**400)] == [0.5, 3.0, *[None] * 5]
+
+
+def test_a_sweeps_folder_stands_for_its_runs(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    sweep = tmp_path / "runs" / "sweep"
+    for alpha in ("0.5", "10", "2"):
+        make_run(sweep / alpha)
+    alone = make_run(tmp_path / "runs" / "alone")
+    (sweep / "report.html").write_text("a page")
+    in_order = [sweep / "0.5", sweep / "2", sweep / "10"]
+    assert find_runs([sweep]) == in_order
+    assert find_runs(sorted(sweep.iterdir())) == [sweep / "0.5", sweep / "10", sweep / "2"]  # as the shell orders them
+    assert find_runs([alone, sweep, sweep / "2"]) == [alone, *in_order]
+    with pytest.raises(ConfigError, match="no run directory was given"):
+        find_runs([])

@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from fedfuse.report.scores import SummaryRow, summary
-from fedfuse.report.tables import grid, markdown, rich_table
+from fedfuse.report.sheet import markdown
+from fedfuse.report.tables import grid, rich_table
 
 
 def table(**accuracies: list[float]) -> list[SummaryRow]:
@@ -37,11 +38,11 @@ def printed(rows: list[SummaryRow], width: int) -> str:
 def marked(rows: list[SummaryRow], key: str) -> list[str]:
     layout = grid(rows)
     at = [heading.column.key for heading in layout.headings].index(key)
-    return [row.label for row, cells in layout.lines if cells[at].best]
+    return [row.label for row, cells in layout.lines if cells[at].mark == "best"]
 
 
 def test_the_best_is_the_highest_or_the_lowest() -> None:
-    rows = table(fedavg=[0.7, 0.72], wb=[0.8, 0.9])
+    rows = table(fedavg=[0.7, 0.72], wb=[0.8, 0.83])
     assert marked(rows, "accuracy") == ["wb"]
     assert marked(rows, "nll") == ["wb"]
 
@@ -78,10 +79,17 @@ def test_bytes_have_one_unit_per_column(size: float, unit: str, text: str) -> No
     assert str(layout.lines[0][1][0]) == text
 
 
+def test_bytes_up_and_down_share_a_unit_unless_one_would_vanish() -> None:
+    both = [{"method": "a", "seed": 0, "round": 1, "bytes_up": 900_000, "bytes_down": 4_000_000}]
+    assert [heading.text for heading in grid(summary(both)).headings] == ["sent up, MB", "sent down, MB"]
+    apart = [{"method": "a", "seed": 0, "round": 1, "bytes_up": 900, "bytes_down": 4_000_000}]
+    assert [heading.text for heading in grid(summary(apart)).headings] == ["sent up, B", "sent down, MB"]
+
+
 def test_the_terminal_keeps_the_most_telling_columns_whole() -> None:
-    rows = table(fedavg=[0.7, 0.72], wb=[0.8, 0.9])
+    rows = table(fedavg=[0.7, 0.72], wb=[0.8, 0.83])
     narrow, roomy = printed(rows, 34), printed(rows, 100)
-    assert "★ 85.0 ± 7.1" in narrow
+    assert "★ 81.5 ± 2.1" in narrow
     assert "…" not in narrow
     assert "NLL" not in narrow
     assert "NLL" in roomy
@@ -95,9 +103,9 @@ def test_a_label_is_text_not_markup() -> None:
 
 
 def test_markdown_is_bold_where_best_and_keeps_pipes() -> None:
-    assert markdown(table(**{"a|b": [0.7, 0.72], "wb": [0.8, 0.9]}), ["accuracy", "nll"]).splitlines() == [
+    assert markdown(table(**{"a|b": [0.7, 0.72], "wb": [0.8, 0.83]}), ["accuracy", "nll"]).splitlines() == [
         "| method | accuracy, % | NLL |",
         "|---|---:|---:|",
         "| a\\|b | 71.0 ± 1.4 | 0.290 ± 0.014 |",
-        "| wb | **85.0 ± 7.1** | **0.150 ± 0.071** |",
+        "| wb | **81.5 ± 2.1** | **0.185 ± 0.021** |",
     ]

@@ -74,7 +74,8 @@ class Namer:
 
 def _stands_alone(work: Work) -> bool:
     """Whether evidence can be brought later: the rate in force at the end must follow from the settings."""
-    return bool(work.evidence or work.memory) and (work.settings.max_steps is None or work.settings.decay is None)
+    alone = work.trains and bool(work.evidence or work.memory)
+    return alone and (work.settings.max_steps is None or work.settings.decay is None)
 
 
 def brief_digest(brief: Brief) -> bytes | None:

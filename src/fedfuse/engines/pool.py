@@ -63,14 +63,15 @@ class Pool:
 
     def __init__(self, workers: int | None = None) -> None:
         if workers is None:
-            workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            workers = count_cores()
         if not isinstance(workers, int) or isinstance(workers, bool) or workers < 0:
             raise ConfigError(f"workers is {workers!r}, expected a whole number ≥ 0; 0 trains in this process")
         self.workers = workers
         self._context = _context(warm=workers > 0)
         self._running: list[_Worker] = []
         self._row_files = RowFiles()
-        self._failed_starts = 0
+        self._failed_starts = 0  # in a row: a client's result sets it back, for then workers do start here
+        # also when nobody calls `close`: workers must not outlive a notebook's pool; it may not refer to `self`
         self._end = weakref.finalize(self, _end_workers, self._running, self._row_files, os.getpid())
 
     def __enter__(self) -> Self:
@@ -100,7 +101,7 @@ class Pool:
         self._check_open()
         return self._row_files.add(rows)
 
-    def run(self, waiting: deque[Task]) -> Iterator[tuple[Task, ClientResult]]:
+    def run(self, waiting: deque[WorkerTask]) -> Iterator[tuple[WorkerTask, ClientResult]]:
         """Do tasks in their order as workers come free, and give each back when it ends."""
         self._check_open()
         if any(worker.task for worker in self._running):
@@ -109,7 +110,7 @@ class Pool:
             while waiting or any(worker.task for worker in self._running):
                 self._assign_tasks(waiting)
                 yield from self._collect_results(waiting)
-        finally:
+        finally:  # the reader stopped early: who is still training would answer into the next exchange
             for worker in [w for w in self._running if w.task]:
                 self._remove(worker)
 
@@ -117,9 +118,10 @@ class Pool:
         if not self._end.alive:
             raise FuseError("this pool is closed; make a new one")
 
-    def _assign_tasks(self, waiting: deque[Task]) -> None:
+    def _assign_tasks(self, waiting: deque[WorkerTask]) -> None:
         """Give every idle worker a task, and start the workers that are missing."""
         idle = [worker for worker in self._running if not worker.task]
+        # no more than there is work for: each holds its own copy of the network, and costs a start
         for _ in range(min(self.workers - len(self._running), len(waiting) - len(idle))):
             self._running.append(_Worker.start(self._context))
             idle.append(self._running[-1])
@@ -131,7 +133,7 @@ class Pool:
                 self._discard_dead_worker(worker)
                 waiting.appendleft(task)
 
-    def _collect_results(self, waiting: deque[Task]) -> Iterator[tuple[Task, ClientResult]]:
+    def _collect_results(self, waiting: deque[WorkerTask]) -> Iterator[tuple[WorkerTask, ClientResult]]:
         """Wait until a worker sends something, and receive from all that did."""
         busy = {worker.wire: (worker, worker.task) for worker in self._running if worker.task}
         for wire in wait(list(busy)) if busy else []:  # it would wait for nobody for ever
@@ -145,7 +147,7 @@ class Pool:
                 self._assign_tasks(waiting)  # before the reader looks at the result: it may take its time
                 yield task, done
 
-    def _retry(self, worker: _Worker, task: Task, waiting: deque[Task]) -> ClientResult | None:
+    def _retry(self, worker: _Worker, task: WorkerTask, waiting: deque[WorkerTask]) -> ClientResult | None:
         """Try a dead worker's client once more in another worker, then give it up."""
         self._discard_dead_worker(worker)
         task.tries += worker.ready  # one that never woke up says nothing about the client
@@ -190,13 +192,15 @@ class PoolEngine:
         """Train the asked clients, the longest first; a client that fails is dropped with its reason."""
         mapped, sizes = self.pool.share_rows(self.population.rows), self.population.sizes()
         per_brief = OncePerBrief(brief, lambda own_brief: RoundInputs(work, own_brief, self.seed, mapped))
+        # the longest first, so that nobody begins a long task when the others are done; the cohort is sorted at the
+        # door, so the order in which clients end changes no bit
         order = sorted(asked, key=lambda client: (-sizes[client], client_order(client)))
         for task, done in self.pool.run(deque(self._task(c, per_brief.for_client(c), trained) for c in order)):
             yield local_engine.close_round(self, task.client, done)
 
-    def _task(self, client: str, inputs: RoundInputs, trained: FindTraining | None) -> Task:
+    def _task(self, client: str, inputs: RoundInputs, trained: FindTraining | None) -> WorkerTask:
         index = torch.as_tensor(self.population.index[client], dtype=torch.int64).numpy()
-        return Task(client, inputs, index, self.memories.get(client, {}), trained)
+        return WorkerTask(client, inputs, index, self.memories.get(client, {}), trained)
 
 
 @dataclass(slots=True)
@@ -226,7 +230,7 @@ class RoundInputs:
 
 
 @dataclass(slots=True)
-class Task:
+class WorkerTask:
     """One client's round, as a worker is asked for it."""
 
     client: str
@@ -248,7 +252,7 @@ class _Worker:
 
     process: BaseProcess
     wire: Connection
-    task: Task | None = None
+    task: WorkerTask | None = None
     inputs: RoundInputs | None = None
     ready: bool = False
 
@@ -261,8 +265,9 @@ class _Worker:
         theirs.close()  # so that the wire ends when the worker does
         return cls(process, ours)
 
-    def send(self, task: Task) -> None:
+    def send(self, task: WorkerTask) -> None:
         """Send a task, after its inputs if they differ from the last ones; raises OSError if the worker has died."""
+        # both before the first byte goes: what cannot be pickled must not leave the worker waiting for its other half
         fresh = b"" if self.inputs is task.inputs else task.inputs.to_bytes()
         turn = task.to_bytes()
         self.inputs, self.task = task.inputs, task
@@ -279,6 +284,7 @@ class _Worker:
         if "error" in facts:
             self.inputs = self.task = None
             raise USERS_FAULT[facts["error"]](facts["text"])
+        # beside the JSON, not in it: tensors are never parsed as text, and never unpickled
         payload, memory = self.wire.recv_bytes(), self.wire.recv_bytes()
         return ClientResult(None if facts["dropped"] else payload, memory, **facts)
 
@@ -290,8 +296,14 @@ class _Worker:
         self.wire.close()
 
 
+def count_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _context(warm: bool) -> ForkServerContext | SpawnContext:
     """How processes start: forked off one that has imported torch, where the system can."""
+    # never "fork": a copy of a process with threads can hang in a lock that one of them held
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import itertools
-import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -21,15 +19,17 @@ from pydantic import (
     model_validator,
 )
 
-from fedfuse.core.recipe import Recipe
-from fedfuse.core.registry import find_method
+from fedfuse.core.bounds import Bounds
+from fedfuse.core.catalogue import method_options
 from fedfuse.core.settings import LocalSettings, Settings, validate_settings
 from fedfuse.core.words import check_options, suggest
-from fedfuse.data import Iid, Scheme, ServerRowsConfig
+from fedfuse.data.schemes import Iid, Scheme, ServerRowsConfig
 from fedfuse.errors import ConfigError
+from fedfuse.experiment.keys import assign, file_name, sweep_cells
 from fedfuse.experiment.toml import to_toml
-from fedfuse.server.filters import with_filters
-from fedfuse.server.steps.disturb import with_disturbance
+
+if TYPE_CHECKING:  # they bring torch, and whoever misspelt a key need not wait for it
+    from fedfuse.core.recipe import Recipe
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 SCHEMES: Mapping[str, type[BaseModel]] = {s.model_fields["kind"].default: s for s in get_args(get_args(Scheme)[0])}
@@ -87,13 +87,18 @@ class GroupConfig(NameWithOptions):
 
 
 class MethodConfig(NameWithOptions):
-    """One method to run, perhaps behind an alignment and a guard, and another method after its first rounds."""
+    """One method to run, perhaps behind an alignment and a guard, and another method after its first rounds.
+
+    `refit = "head"` adds one exchange without training, in which the last layer is fitted in closed form; a table has
+    the options of the method `refit`.
+    """
 
     label: str | None = None
     align: NameWithOptions | None = None
     guard: NameWithOptions | None = None
     rounds: PositiveInt | None = None
     then: MethodConfig | None = None
+    refit: Literal["head"] | dict[str, Any] | None = None
 
     @field_validator("align", "guard", mode="before")
     @classmethod
@@ -107,14 +112,30 @@ class MethodConfig(NameWithOptions):
             raise ValueError(f"method {self.name!r}: `rounds` and `then` belong together: n rounds of it, then another")
         return self
 
-    def recipe(self) -> Recipe:
-        """The recipe it stands for."""
-        method = find_method(self.name)
-        check_options(f"method {self.name!r}", self.options, [*method.schema.model_fields, *type(self).model_fields])
-        recipe = method.recipe(**self.options)
+    def check_words(self) -> None:
+        """Refuse a method or an option that does not exist, at the cost of looking it up.
+
+        Raises:
+            ConfigError: with the nearest word that is known.
+        """
+        known = [*method_options(self.name), *type(self).model_fields]
+        check_options(f"method {self.name!r}", self.options, known)
+        if self.then is not None:
+            self.then.check_words()
+
+    def recipe(self, rounds: int = 1) -> Recipe:
+        """The recipe it stands for in a run of so many rounds."""
+        from fedfuse.core.registry import load_method
+        from fedfuse.server.filters import with_filters
+
+        self.check_words()
+        recipe = load_method(self.name).recipe(**self.options)
         recipe = with_filters(recipe, align=_as_table(self.align), guard=_as_table(self.guard))
         if self.then is not None and self.rounds is not None:
-            recipe = recipe.then(self.rounds, self.then.recipe())
+            recipe = recipe.then(self.rounds, self.then.recipe(rounds))
+        if self.refit is not None:
+            options = self.refit if isinstance(self.refit, dict) else {}
+            recipe = recipe.ending(rounds, load_method("refit").recipe(**options))
         return replace(recipe, label=self.label) if self.label else recipe
 
 
@@ -137,7 +158,9 @@ class ServerConfig(Settings):
     """What the server insists on: quorum, the largest num_examples, memory for updates in MiB."""
 
     quorum: Annotated[float, Field(ge=0, le=1)] = 0.5
-    examples_ratio: Annotated[float, Field(gt=1)] = 100.0
+    examples_ratio: Annotated[float, Field(gt=1)] = 10.0
+    bounds: Bounds = Bounds()
+    enrol: dict[str, PositiveInt] = Field(default_factory=dict)
     memory_mib: PositiveInt = 2048
 
 
@@ -145,6 +168,12 @@ class LocalConfig(LocalSettings):
     """Local training as a file says it: augmentations by name."""
 
     augment: tuple[str, ...] = ()
+
+    def settings(self) -> LocalSettings:
+        """The same for a client: with the augmentations themselves."""
+        from fedfuse.data import augmentation  # late: it brings torch
+
+        return LocalSettings(**self.model_dump() | {"augment": augmentation(self.augment) if self.augment else None})
 
 
 class Experiment(Settings):
@@ -158,6 +187,7 @@ class Experiment(Settings):
     name: str = "experiment"
     rounds: PositiveInt = 1
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
+    task: Literal["classification", "binary", "multilabel", "regression"] = "classification"
     clients_per_round: PositiveInt | None = None
     start: Literal["shared", "separate"] = "shared"
     select: Literal["last", "best-on-server"] = "last"
@@ -175,13 +205,22 @@ class Experiment(Settings):
             raise ValueError(f"the seeds {list(self.seeds)} repeat themselves")
         if not self.methods:
             raise ValueError("the experiment has no method; add a [[methods]] table with its name")
+        if self.select == "best-on-server" and self.task == "regression":
+            raise ValueError("select = 'best-on-server' chooses by accuracy, which regression has not; use 'last'")
         return self
 
     def recipes(self) -> dict[str, Recipe]:
         """Every method's recipe by its label, all checked."""
+        return dict(self._recipes)
+
+    @cached_property
+    def _recipes(self) -> dict[str, Recipe]:
+        from fedfuse.server.steps.disturb import with_disturbance
+
         by_label: dict[str, Recipe] = {}
         for entry in self.methods:
-            recipe = with_disturbance(entry.recipe()) if self.judge.disturbance else entry.recipe()
+            recipe = entry.recipe(self.rounds)
+            recipe = with_disturbance(recipe) if self.judge.disturbance else recipe
             if alike := [label for label in by_label if file_name(label) == file_name(recipe.label)]:
                 raise ConfigError(
                     f"two methods are labelled {alike[0]!r} and {recipe.label!r}, whose files would have one name; "
@@ -189,6 +228,12 @@ class Experiment(Settings):
                 )
             by_label[recipe.label] = recipe
         return by_label
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with changes; its recipes are made anew."""
+        copied = super().model_copy(update=update, deep=deep)
+        vars(copied).pop("_recipes", None)
+        return copied
 
     def to_toml(self) -> str:
         """The resolved experiment as a file that gives the same experiment."""
@@ -204,18 +249,40 @@ def load_experiments(path: Path, sets: Sequence[str] = ()) -> list[Experiment]:
     Raises:
         ConfigError: one sentence about the first thing that is wrong.
     """
+    return make_experiments({"name": path.stem} | read_values(path), sets)
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """What an experiment file says, unchecked.
+
+    Raises:
+        ConfigError: if it cannot be read, or is no TOML.
+    """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as why:
         raise ConfigError(f"cannot read the experiment {path}: {why.strerror or why}") from why
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as why:
         raise ConfigError(f"{path} is not a TOML file: {why}") from why
-    values.setdefault("name", path.stem)
+
+
+def make_experiments(said: Mapping[str, Any], sets: Sequence[str] = ()) -> list[Experiment]:
+    """The experiments that plain values stand for, all checked; the values are as a file would say them.
+
+    Raises:
+        ConfigError: one sentence about the first thing that is wrong.
+    """
+    values = copy.deepcopy(dict(said))
     for text in sets:
         assign(values, text)
-    cells = [_experiment(cell) for cell in _cells(values)]
+    values.setdefault("name", "experiment")
+    cells = [validate_settings(Experiment, cell) for cell in sweep_cells(values)]
+    for entry in (entry for cell in cells for entry in cell.methods):
+        entry.check_words()  # first, for recipes need torch
+    for cell in cells:
+        cell.recipes()
     if len({file_name(c.name) for c in cells}) < len(cells):
-        raise ConfigError(f"{path}: two cells of the sweep have the same name; let the values differ")
+        raise ConfigError(f"{values['name']}: two cells of the sweep have the same name; let the values differ")
     return cells
 
 
@@ -227,111 +294,5 @@ def load_experiment(path: Path, sets: Sequence[str] = ()) -> Experiment:
     return cells[0]
 
 
-def _experiment(values: Mapping[str, Any]) -> Experiment:
-    experiment = validate_settings(Experiment, values)
-    experiment.recipes()
-    return experiment
-
-
-def _cells(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every combination of the sweep's values, written into the rest of the file."""
-    sweep = dict(_flatten_keys(values.pop("sweep", {})))
-    if not all(key and isinstance(choices, list) and choices for key, choices in sweep.items()):
-        raise ConfigError("sweep must be a table of keys with a list of values each")
-    for choice in itertools.product(*sweep.values()):
-        cell = copy.deepcopy(values)
-        for key, value in zip(sweep, choice, strict=True):
-            set_at_path(cell, key, value, f"sweep.{key}")
-        words = [_name_part(value) for value in choice]
-        yield cell | {"name": "-".join([str(values["name"]), *words])}
-
-
-def _flatten_keys(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """A table's entries by dotted key, whether the user quoted the dots or not.
-
-    Example:
-        >>> dict(_flatten_keys({"data": {"clients": [5, 10]}, "local.epochs": [1]}))
-        {'data.clients': [5, 10], 'local.epochs': [1]}
-    """
-    if not isinstance(table, dict):
-        yield prefix.rstrip("."), table
-        return
-    for key, value in table.items():
-        yield from _flatten_keys(value, f"{prefix}{key}.")
-
-
-def _name_part(value: Any) -> str:
-    """A swept value as part of a name.
-
-    Example:
-        >>> _name_part({"kind": "dirichlet", "alpha": 0.1})
-        'dirichlet-0.1'
-    """
-    if isinstance(value, dict):
-        return "-".join(_name_part(v) for v in value.values())
-    if isinstance(value, list):
-        return "-".join(_name_part(v) for v in value)
-    return str(value)
-
-
-def file_name(label: str) -> str:
-    """A label as part of a file's name.
-
-    Example:
-        >>> file_name("fedprox(mu=0.1)")
-        'fedprox_mu_0.1'
-    """
-    name = re.sub(r"[^A-Za-z0-9.+-]+", "_", label).strip("_.")
-    if name and len(name) <= 100:
-        return name
-    return f"{name[:80]}{hashlib.sha256(label.encode()).hexdigest()[:12]}"
-
-
 def _as_table(given: NameWithOptions | None) -> dict[str, Any] | None:
     return None if given is None else {"name": given.name, **given.options}
-
-
-def assign(values: dict[str, Any], text: str) -> None:
-    """Put one `a.b=c` into the values; c is TOML, or else a plain word.
-
-    Example:
-        >>> values = {"methods": [{"name": "fedprox"}]}
-        >>> assign(values, "methods.0.mu=0.5")
-        >>> values
-        {'methods': [{'name': 'fedprox', 'mu': 0.5}]}
-    """
-    path, equals, given = text.partition("=")
-    if not equals or not path:
-        raise ConfigError(f"--set {text!r} is not of the form key.key=value")
-    try:
-        value = tomllib.loads(f"v = {given}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = given
-    set_at_path(values, path.strip(), value, f"--set {text!r}")
-
-
-def set_at_path(values: dict[str, Any], path: str, value: Any, text: str) -> None:
-    """Put a value at a dotted path; numbers are places in a list."""
-    *parents, leaf = path.split(".")
-    container: Any = values
-    for key in parents:
-        container = _descend(container, key, text)
-    if isinstance(container, list):
-        container[_index(leaf, container, text)] = value
-    else:
-        container[leaf] = value
-
-
-def _descend(container: Any, key: str, text: str) -> Any:
-    if isinstance(container, list):
-        return container[_index(key, container, text)]
-    found = container.setdefault(key, {})
-    if not isinstance(found, dict | list):
-        raise ConfigError(f"{text}: {key!r} is a value, not a table")
-    return found
-
-
-def _index(key: str, container: list[Any], text: str) -> int:
-    if not key.isdecimal() or int(key) >= len(container):
-        raise ConfigError(f"{text}: {key!r} is not a place in a list of {len(container)}")
-    return int(key)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import re
 import signal
-import tomllib
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedfuse.core.files import write_atomically
-from fedfuse.core.lock import hold_folder
+from fedfuse.core.about import About, distinct_names, versions
 from fedfuse.core.model import Apart, Model, Single
 from fedfuse.core.params import Params
 from fedfuse.core.recipe import Recipe
@@ -25,18 +20,19 @@ from fedfuse.core.threads import one_thread
 from fedfuse.engines.memo import Memo
 from fedfuse.engines.pool import Pool
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.config import Experiment, file_name
+from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.environment import environment
-from fedfuse.experiment.ledger import Ledger, plain, write_json, write_results
+from fedfuse.experiment.estimate import estimate_seconds
+from fedfuse.experiment.folder import RunFolder
+from fedfuse.experiment.given import GivenObjects
+from fedfuse.experiment.ledger import write_json
 from fedfuse.experiment.prepare import PreparedExperiment, Setting, prepare
-from fedfuse.experiment.resume import Checkpoints, same_run
-from fedfuse.experiment.watch import Quiet, Watcher
+from fedfuse.experiment.results import Results
+from fedfuse.experiment.resume import Checkpoints
+from fedfuse.experiment.watch import Callback, Watcher
 from fedfuse.nets.cost import density
-from fedfuse.report.tables import markdown, summary
 from fedfuse.server.loop import Record, run
 from fedfuse.wire.files import load_model, save_model
-
-_PARTIAL_FILE = re.compile(r"\..+\.[0-9a-f]{16}")  # a file that was being written; see `atomic`
 
 
 class EngineWithMemory(Engine, Protocol):
@@ -81,23 +77,6 @@ class _LocalBackend:
         return self.store.wrap(plain) if self.store else plain
 
 
-@dataclass(frozen=True, slots=True)
-class Results:
-    """What a run gives: its rows, and where its files are."""
-
-    name: str
-    folder: Path
-    rows: tuple[Mapping[str, Any], ...]
-
-    def table(self) -> str:
-        """Mean ± standard deviation over seeds, as a markdown table; of a sweep, one table per experiment."""
-        names = list(dict.fromkeys(row["experiment"] for row in self.rows))
-        if len(names) == 1:
-            return markdown(summary(self.rows))
-        each = {name: [row for row in self.rows if row["experiment"] == name] for name in names}
-        return "\n\n".join(f"### {name}\n\n{markdown(summary(rows))}" for name, rows in each.items())
-
-
 def execute(
     experiment: Experiment,
     out: Path,
@@ -106,6 +85,8 @@ def execute(
     workers: int | None = None,
     memo: Path | None = None,
     watch: Watcher | None = None,
+    given: GivenObjects | None = None,
+    announce: Callable[[Mapping[str, float]], None] | None = None,
 ) -> Results:
     """Run an experiment into a directory.
 
@@ -116,18 +97,22 @@ def execute(
         workers: worker processes; 0 trains in this one, by default there is one per core.
         memo: where trained updates are kept for reuse; None keeps none.
         watch: notified of progress, for a progress bar.
+        given: a network and data that came as objects.
+        announce: called before anything is trained with the seconds each method may take, by label.
 
     Raises:
         ConfigError: before any training, if the directory or the experiment cannot be used.
     """
-    prepared = prepare(experiment)
+    prepared = prepare(experiment, given=given)
     prepared.check()
     store = _open_memo(memo) if memo else None
-    folder = _RunFolder(out)
+    folder = RunFolder(out)
     with folder.lock():
         folder.open(experiment, resume)
         with one_thread(), _start_pool(workers) as pool:
-            return _run(folder, prepared, None, _LocalBackend(pool, store), watch or Quiet())
+            if announce is not None:
+                announce(estimate_seconds(prepared, pool.workers))
+            return _run(folder, prepared, None, _LocalBackend(pool, store), watch or Callback())
 
 
 def execute_with(
@@ -137,19 +122,20 @@ def execute_with(
     prepared = prepare(experiment)
     sites = backend.sites(prepared)
     prepared.check(sites)
-    folder = _RunFolder(out)
+    folder = RunFolder(out)
     with folder.lock():
         folder.open(experiment, resume)
         with one_thread():
-            return _run(folder, prepared, sites, backend, watch or Quiet())
+            return _run(folder, prepared, sites, backend, watch or Callback())
 
 
 def _run(
-    folder: _RunFolder, prepared: PreparedExperiment, sites: Mapping[str, int] | None, backend: Backend, watch: Watcher
+    folder: RunFolder, prepared: PreparedExperiment, sites: Mapping[str, int] | None, backend: Backend, watch: Watcher
 ) -> Results:
     """Every seed, every method."""
     experiment = prepared.experiment
     write_json(folder.path / "environment.json", environment(prepared.dataset, backend.workers))
+    watch.run_started(experiment.name, folder.path, experiment.model_dump(mode="json", exclude_none=True))
     for seed in experiment.seeds:
         setting = prepared.setting(seed, sites)
         if sites is None:
@@ -158,96 +144,16 @@ def _run(
             engine, saved = backend.engine(setting, label, recipe, watch), folder.checkpoints(label, seed)
             _MethodRun(folder, prepared, setting, label, recipe, engine, watch, saved).run_rounds()
             folder.publish(experiment)
+    watch.run_done()
     rows = ({"experiment": experiment.name, **line} for line in folder.ordered_lines(experiment))
     return Results(experiment.name, folder.path, tuple(rows))
-
-
-@dataclass(frozen=True, slots=True)
-class _RunFolder:
-    """A run directory and the names of what is in it."""
-
-    path: Path
-
-    @property
-    def ledger(self) -> Ledger:
-        return Ledger(self.path / "ledger.jsonl")
-
-    def lock(self) -> AbstractContextManager[None]:
-        """The directory, for this run alone."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as why:
-            raise ConfigError(f"cannot write {self.path}: {why.strerror or why}; choose another --out") from why
-        return hold_folder(self.path, wait=False)
-
-    def open(self, experiment: Experiment, resume: bool) -> None:
-        """Make the directory ready, or say why it cannot be used."""
-        config, text, rounds = self.path / "config.toml", experiment.to_toml(), experiment.rounds
-        if config.exists():
-            if not resume:
-                raise ConfigError(f"{self.path} holds a run already; continue it with --resume or choose another --out")
-            old = _read_toml(config)
-            if why := same_run(old, tomllib.loads(text)):
-                raise ConfigError(f"{self.path} holds another run: {why}; choose another --out")
-            rounds = int(old["rounds"])
-        elif self.ledger.path.exists() or (resume and self._has_files()):
-            raise ConfigError(f"{self.path} is not a run directory: it has no config.toml; choose another --out")
-        if resume:
-            self._remove_partial_files()
-        if rounds < experiment.rounds:
-            self._drop_round(rounds)
-        with write_atomically(config) as file:
-            file.write(text.encode())
-
-    def _has_files(self) -> bool:
-        """Whether anything is there but what a run killed at its very start left behind."""
-        return self.path.is_dir() and any(not _PARTIAL_FILE.fullmatch(path.name) for path in self.path.iterdir())
-
-    def _remove_partial_files(self) -> None:
-        """Remove what a killed run wrote by half."""
-        self.ledger.drop_partial_line()
-        for path in self.path.rglob(".*"):
-            if _PARTIAL_FILE.fullmatch(path.name):
-                path.unlink(missing_ok=True)
-
-    def _drop_round(self, last: int) -> None:
-        """A round that was the last one is scored differently, so it is done again when rounds are added."""
-        self.ledger.keep(lambda line: line["round"] != last)
-
-    def checkpoints(self, label: str, seed: int) -> Checkpoints:
-        """The checkpoints of one method on one seed."""
-        return Checkpoints(self.path / "checkpoints" / f"{file_name(label)}-{seed}")
-
-    def model(self, label: str, seed: int) -> Path:
-        """The file of the final model of one method on one seed."""
-        return self.path / "models" / f"{file_name(label)}-{seed}.safetensors"
-
-    def write_partition(self, prepared: PreparedExperiment, setting: Setting) -> None:
-        """Write which client holds how many rows of each class, for the report."""
-        path, classes = self.path / "partition.json", len(prepared.dataset.classes)
-        labels, parts = prepared.dataset.train.y, setting.partition
-        seeds = _seeds_in(path)
-        counts = dict(zip(parts.clients, parts.counts(labels, classes).tolist(), strict=True))
-        server = labels[parts.server].bincount(minlength=classes).tolist()
-        seeds[str(setting.seed)] = {"clients": counts, "server": server, **plain(parts.facts)}
-        write_json(path, {"classes": list(prepared.dataset.classes), "seeds": seeds})
-
-    def ordered_lines(self, experiment: Experiment) -> list[dict[str, Any]]:
-        """The ledger in the experiment's own order: method, seed, round."""
-        labels, seeds = list(experiment.recipes()), list(experiment.seeds)
-        known = [line for line in self.ledger.lines() if line["label"] in labels and line["seed"] in seeds]
-        return sorted(known, key=lambda r: (labels.index(r["label"]), seeds.index(r["seed"]), r["round"]))
-
-    def publish(self, experiment: Experiment) -> None:
-        """Bring results.json up to the ledger."""
-        write_results(self.path / "results.json", experiment.name, self.ordered_lines(experiment))
 
 
 @dataclass(frozen=True, slots=True)
 class _MethodRun:
     """One method on one seed, from the round it had reached to its last round."""
 
-    folder: _RunFolder
+    folder: RunFolder
     prepared: PreparedExperiment
     setting: Setting
     label: str
@@ -261,11 +167,12 @@ class _MethodRun:
         setting, seed = self.setting, self.setting.seed
         state = self._resume_state()
         asked = min(setting.plan.per_round or setting.bench.population, setting.bench.population)
-        self.watch.method_started(self.label, seed, state.round, setting.plan.rounds, asked)
-        for record in run(self.recipe, self.engine, setting.bench, setting.judge, state, setting.plan):
+        self.watch.method_started(self.label, seed, state.round, self.recipe.exchanges(setting.plan.rounds), asked)
+        plan = replace(setting.plan, checked=True)  # by `PreparedExperiment.check`, for all seeds before the first
+        bench = replace(setting.bench, progress=self.watch.server_progress)
+        for record in run(self.recipe, self.engine, bench, setting.judge, state, plan):
             state = record.state
-            self._record(record)
-            self.watch.round_done(self.label, seed, state.round, record.facts.get("accuracy"))
+            self.watch.round_done(self.label, seed, state.round, self._record(record))
         self._finish(state)
 
     def _resume_state(self) -> ServerState:
@@ -292,8 +199,8 @@ class _MethodRun:
     def _is_mine(self, line: Mapping[str, Any]) -> bool:
         return bool(line["label"] == self.label and line["seed"] == self.setting.seed)
 
-    def _record(self, record: Record) -> None:
-        """Ledger first, then the checkpoint: what the ledger has beyond a checkpoint is simply done again."""
+    def _record(self, record: Record) -> Mapping[str, Any]:
+        """Write the ledger's line, then the checkpoint: what the ledger has beyond it is simply done again."""
         line = {"method": self.recipe.name, "label": self.label, "seed": self.setting.seed, **record.facts}
         line |= _sizes(record.state)
         if self.prepared.experiment.select == "best-on-server":
@@ -301,6 +208,7 @@ class _MethodRun:
             self._keep_best(record.state, line["server_accuracy"])
         self.folder.ledger.append(line)
         self.checkpoints.save(record.state, self.engine.memories)
+        return line
 
     def _server_accuracy(self, model: Model) -> float:
         rows = self.setting.bench.need_rows("select = 'best-on-server'")
@@ -318,7 +226,7 @@ class _MethodRun:
     def _best_facts(self) -> Mapping[str, Any]:
         """What the best model's file says of it; nothing if there is none that can be read."""
         try:
-            return load_model(self._best_path(), self._trusted_factories())[1]
+            return load_model(self._best_path(), self._trusted_factories(), self.prepared.spec)[1]
         except ConfigError:
             return {}
 
@@ -328,12 +236,14 @@ class _MethodRun:
     def _finish(self, state: ServerState) -> None:
         """Save the chosen model; with `best-on-server`, mark the round it came from."""
         facts = {"method": self.recipe.name, "label": self.label, "seed": self.setting.seed, "round": state.round}
-        model = state.model
+        model, facts["task"] = state.model, self.prepared.experiment.task
         if self.prepared.experiment.select == "best-on-server":
-            model, best = load_model(self._best_path(), self._trusted_factories())
+            model, best = load_model(self._best_path(), self._trusted_factories(), self.prepared.spec)
             facts["round"] = best["round"]
             self._mark_selected(int(best["round"]))
-        save_model(model, self.folder.model(self.label, self.setting.seed), facts)
+        names = distinct_names(self.prepared.dataset.classes)
+        about = About(method=self.label, class_names=names, versions=versions())
+        save_model(model, self.folder.model(self.label, self.setting.seed), facts, about)
 
     def _mark_selected(self, chosen: int) -> None:
         for line in self.folder.ledger.lines():
@@ -361,15 +271,6 @@ def _start_pool(workers: int | None) -> Pool:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
-def free_folder(parent: Path, name: str) -> Path:
-    """The first of NAME, NAME-2, NAME-3, … that is not there yet."""
-    path, number = parent / file_name(name), 1
-    while path.exists():
-        number += 1
-        path = parent / f"{file_name(name)}-{number}"
-    return path
-
-
 def _sizes(state: ServerState) -> dict[str, Any]:
     """How large the model is: all its numbers, those no mask holds at zero, and the channels its layers have kept."""
     sizes = [(m, sum(t.numel() for t in m.posterior.mean.values())) for m in state.model.members]
@@ -383,18 +284,3 @@ def _channels(spec: Spec) -> dict[str, list[int]]:
     """Of each layer that was pruned, how many channels there are and were."""
     whole = replace(spec, surgery={}, kept={}).skeleton().state_dict()
     return {layer: [len(kept), len(whole[f"{layer}.weight"])] for layer, kept in spec.kept.items()}
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as why:
-        raise ConfigError(f"{path} cannot be read: {why}") from why
-
-
-def _seeds_in(path: Path) -> dict[str, Any]:
-    """The seeds in a partition.json; none if it is missing or damaged, because every seed writes its own again."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["seeds"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return {}

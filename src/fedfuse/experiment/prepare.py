@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,14 +21,16 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec, factory_of
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.words import check_options
-from fedfuse.data import Dataset, Iid, Partition, Standardize, augmentation, load, partition, standardize
+from fedfuse.data import Dataset, Iid, Partition, Scheme, Standardize, load, partition, standardize
 from fedfuse.engines.local import Population
-from fedfuse.errors import ConfigError, FuseError
+from fedfuse.errors import ConfigError, FuseError, error_text
 from fedfuse.experiment.config import Experiment, NameWithOptions
+from fedfuse.experiment.given import GivenObjects
 from fedfuse.experiment.rehearse import rehearse, some_rows
 from fedfuse.server.door.admit import Rules
 from fedfuse.server.judge import Judge
 from fedfuse.server.loop import RunPlan
+from fedfuse.tasks import Classification, task_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class PreparedExperiment:
-    """An experiment whose data, networks and recipes are built; `setting` adds what depends on the seed."""
+    """An experiment whose data, networks and recipes are built; `setting` adds what depends on the seed.
+
+    Of what depends on the seed the partition is kept: all seeds are checked before the first trains, and a partition is
+    row numbers only, where a whole setting may hold copies of rows and a network for every client.
+    """
 
     experiment: Experiment
     dataset: Dataset
@@ -56,6 +63,7 @@ class PreparedExperiment:
     inputs: InputForm
     unlabelled: torch.Tensor | None = None
     ood_inputs: torch.Tensor | None = None
+    _partitions: dict[tuple[int, bool], Partition] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def setting(self, seed: int, sites: Mapping[str, int] | None = None) -> Setting:
         """Everything one seed needs.
@@ -64,41 +72,81 @@ class PreparedExperiment:
             seed: which.
             sites: clients that hold rows of their own elsewhere, and how many; nothing is then partitioned here.
         """
-        data, classes = self.experiment.data, len(self.dataset.classes)
+        classes, task = len(self.dataset.classes), self.dataset.task
         train, test = self.dataset.train, self.dataset.test
-        parts = partition(
-            train.y,
-            data.partition if sites is None else Iid(),
-            data.clients if sites is None else 1,
-            seed,
-            server_fraction=data.server_fraction,
-            server_rows=data.server_rows,
-            validation_fraction=data.validation_fraction if sites is None else 0.0,
-        )
+        parts = self._partition(seed, sites is None)
         population = Population(train, parts.clients if sites is None else dict.fromkeys(sites, torch.arange(0)))
         server = train.take(parts.server) if len(parts.server) else None
-        bench = Bench(server, self.unlabelled, len(population.clients), classes, self.local, seed, self.inputs)
+        bench = Bench(
+            server,
+            self.unlabelled,
+            len(population.clients),
+            classes,
+            self.local,
+            seed,
+            self.inputs,
+            task,
+            self.dataset.features,
+        )
         held_out = {c: train.take(rows) for c, rows in parts.validation.items()}
         score = self.experiment.judge
-        judge = Judge(test, classes, score.bins, held_out, score.clients, ood_inputs=self.ood_inputs)
-        plan = self._plan(population.sizes() if sites is None else sites)
+        judge = Judge(test, classes, score.bins, held_out, score.clients, ood_inputs=self.ood_inputs, task=task)
+        plan = self._plan(population.sizes() if sites is None else sites, sites is not None)
         return Setting(seed, parts, population, bench, judge, self._start(seed, population), plan)
+
+    def _partition(self, seed: int, whole: bool) -> Partition:
+        """Who holds which rows on a seed; where sites hold rows of their own, only the server's share is drawn."""
+        if (seed, whole) not in self._partitions:
+            data = self.experiment.data
+            self._partitions[seed, whole] = partition(
+                self.dataset.labels(),
+                data.partition if whole else Iid(),
+                data.clients if whole else 1,
+                seed,
+                server_fraction=data.server_fraction,
+                server_rows=data.server_rows,
+                validation_fraction=data.validation_fraction if whole else 0.0,
+                owners=self.dataset.owners,
+            )
+        return self._partitions[seed, whole]
 
     def check(self, sites: Mapping[str, int] | None = None) -> None:
         """Everything that can be known before training, for every seed and method; each takes one step on two rows."""
         _check_device(self.local.device)
+        self._check_counts(sites is None)
         _check_equal_outputs({_check_fit(spec, self.dataset) for spec in {self.spec, *(s for _, _, s in self.groups)}})
         for seed in self.experiment.seeds:
             setting = self.setting(seed, sites)
             for recipe in self.recipes.values():
-                recipe.check(self.experiment.rounds, setting.bench, setting.start)
+                recipe.check(recipe.exchanges(self.experiment.rounds), setting.bench, setting.start)
         rows = some_rows(self.dataset, self.inputs)
         for recipe in self.recipes.values():
             self._check_networks(recipe)
-            brief = recipe.prepare_models(setting.start, setting.bench).brief(recipe.publishes, setting.bench.classes)
-            rehearse(recipe, brief, rows, self.local, self.experiment.rounds)
+            bench = setting.bench
+            brief = recipe.prepare_models(setting.start, bench).brief(recipe.publishes, bench.classes, bench.task)
+            rehearse(recipe, brief, rows, self.local, recipe.exchanges(self.experiment.rounds))
         if self.experiment.select == "best-on-server":
             setting.bench.need_rows("select = 'best-on-server'")
+
+    def _check_counts(self, whole: bool) -> None:
+        """Refuse to take more than there is; where sites hold the rows, nobody knows yet how many there are."""
+        data, asked = self.experiment.data, self.experiment.clients_per_round
+        if whole and asked is not None and asked > data.clients:
+            raise ConfigError(
+                f"clients_per_round is {asked} and data.clients is {data.clients}; ask at most as many, or leave "
+                "it out to ask everybody"
+            )
+        if "outline" in self.dataset.facts:
+            return
+        for key, limit, rows in (
+            ("train_limit", data.train_limit, self.dataset.train),
+            ("test_limit", data.test_limit, self.dataset.test),
+        ):
+            if limit is not None and limit > len(rows):
+                raise ConfigError(
+                    f"data.{key} is {limit:,} and {data.source} has {len(rows):,} such rows; take fewer, or leave "
+                    "it out to take them all"
+                )
 
     def _check_networks(self, recipe: Recipe) -> None:
         if self.experiment.start == "separate" and "start" in recipe.needs:
@@ -124,46 +172,49 @@ class PreparedExperiment:
                 starts[client] = Start(spec, Single.of(_build_network(spec, seed, *words), spec).posterior.mean)
         return ServerState(0, first, starts=starts)
 
-    def _plan(self, sizes: Mapping[str, int]) -> RunPlan:
+    def _plan(self, sizes: Mapping[str, int], elsewhere: bool) -> RunPlan:
+        """The plan of a run; a site elsewhere has as many rows as the file enrols it with, else as it says itself."""
         server = self.experiment.server
         named = frozenset[str]().union(*(s.factories for s in (self.spec, *(g for _, _, g in self.groups))))
-        rules = Rules(server.quorum, server.examples_ratio, server.memory_mib * 2**20, named)
-        return RunPlan(self.experiment.rounds, self.experiment.clients_per_round, rules, sizes)
+        rules = Rules(
+            server.quorum, server.examples_ratio, server.bounds, memory=server.memory_mib * 2**20, trusted=named
+        )
+        own_word = frozenset(sizes if elsewhere else ()) - server.enrol.keys()
+        enrolled = {client: server.enrol.get(client, size) if elsewhere else size for client, size in sizes.items()}
+        return RunPlan(self.experiment.rounds, self.experiment.clients_per_round, rules, enrolled, own_word)
 
 
-def prepare(experiment: Experiment, fetch: Callable[..., Dataset] | None = None) -> PreparedExperiment:
+def prepare(
+    experiment: Experiment, fetch: Callable[..., Dataset] | None = None, given: GivenObjects | None = None
+) -> PreparedExperiment:
     """Load the data and build what all seeds share.
 
     Args:
         experiment: what the file says.
         fetch: brings a source's rows, by default `load`; to check an experiment, `load_or_outline` is enough.
+        given: a network and data that came as objects, in the place of those the file names.
 
     Raises:
         ConfigError: or another sentence about what cannot be, before any training.
     """
-    data, fetch = experiment.data, fetch or load
-    dataset = fetch(data.source, train_limit=data.train_limit, test_limit=data.test_limit, options=data.options or None)
+    data, given = experiment.data, given or GivenObjects()
+    fetch = given.fetch if given.data is not None else fetch or load
+    task, options = task_named(experiment.task), data.options or None
+    dataset = fetch(data.source, train_limit=data.train_limit, test_limit=data.test_limit, options=options, task=task)
+    _check_scheme(data.partition, dataset)
     blank = "outline" in dataset.facts  # nothing to standardize by, and nothing to train on
     scale = standardize(dataset.train.x) if data.standardize and not blank else None
     if scale is not None:
-        dataset = Dataset(
-            dataset.name,
-            Rows(scale(dataset.train.x), dataset.train.y),
-            Rows(scale(dataset.test.x), dataset.test.y),
-            dataset.classes,
-            dataset.facts,
-        )
+        train, test = (Rows(scale(half.x), half.y) for half in (dataset.train, dataset.test))
+        dataset = replace(dataset, train=train, test=test)
     groups = tuple((g.first, g.every, spec_for(g, dataset)) for g in experiment.models)
-    names = experiment.local.augment
-    plain = experiment.local.model_dump() | {"augment": augmentation(names) if names else None}
-    local = LocalSettings(**plain)
     return PreparedExperiment(
         experiment,
         dataset,
         experiment.recipes(),
-        spec_for(experiment.model, dataset),
+        given.spec or spec_for(experiment.model, dataset),
         groups,
-        local,
+        experiment.local.settings(),
         _input_form(dataset, scale),
         _load_unlabelled(experiment, fetch, dataset, scale),
         _load_ood_inputs(experiment, fetch, dataset, scale),
@@ -212,7 +263,12 @@ def _match_inputs(x: torch.Tensor, whose: str, dataset: Dataset, scale: Standard
 
 
 def spec_for(model: NameWithOptions, dataset: Dataset) -> Spec:
-    """The network's spec, with what the data decide (classes, channels, size, inputs) filled in where it can be.
+    """The network's spec, with what the data decide filled in where it can be."""
+    return spec_with(model, dataset.train.x.shape[1:], dataset.task.outputs(len(dataset.classes)))
+
+
+def spec_with(model: NameWithOptions, shape: Sequence[int], outputs: int) -> Spec:
+    """The network's spec, with what is known of rows (classes, channels, size, inputs) filled in where it can be.
 
     `output` says which of a network's outputs are the logits, unless its factory has an option of that name.
     """
@@ -226,8 +282,7 @@ def spec_for(model: NameWithOptions, dataset: Dataset) -> Spec:
         output = given.pop("output", None)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         check_options(f"model {model.name!r}", given, list(parameters))
-    shape = dataset.train.x.shape[1:]
-    facts: dict[str, Any] = {"classes": len(dataset.classes), "inputs": shape.numel()}
+    facts: dict[str, Any] = {"classes": outputs, "inputs": math.prod(shape)}
     if len(shape) == 3:
         facts |= {"channels": shape[0], "size": shape[1]}
     fill = {k: v for k, v in facts.items() if k in parameters and k not in given}
@@ -241,7 +296,7 @@ def _import_factory(factory: str) -> Callable[..., object]:
         raise
     except Exception as why:  # a user's module may raise anything when it is imported
         raise ConfigError(
-            f"model {factory!r} cannot be imported ({_error_text(why)}); correct {factory.partition(':')[0]}"
+            f"model {factory!r} cannot be imported ({error_text(why)}); correct {factory.partition(':')[0]}"
         ) from why
 
 
@@ -254,7 +309,7 @@ def _check_device(device: str) -> None:
     try:
         torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError) as why:  # torch asserts that it was built with CUDA
-        raise ConfigError(f"local.device is {device!r}, which cannot be used here: {_error_text(why)}") from why
+        raise ConfigError(f"local.device is {device!r}, which cannot be used here: {error_text(why)}") from why
 
 
 def _check_equal_outputs(outputs: set[int]) -> None:
@@ -265,13 +320,25 @@ def _check_equal_outputs(outputs: set[int]) -> None:
 
 def _check_fit(spec: Spec, dataset: Dataset) -> int:
     """How many logits a network gives, after checking that they fit the data."""
-    out, classes = logits_in(_answer(spec, dataset.train.x[:2]), spec.factory), len(dataset.classes)
-    if tuple(out.shape) not in ((2, classes), (2, classes + 1)):  # open-set networks have one more: none of them
+    out, classes, task = logits_in(_answer(spec, dataset.train.x[:2]), spec.factory), len(dataset.classes), dataset.task
+    wanted = task.outputs(classes)
+    more = wanted + isinstance(task, Classification)  # open-set networks have one more: none of them
+    if tuple(out.shape) not in ((2, wanted), (2, more)):
+        why = f"{classes} classes" if isinstance(task, Classification) else f"the task {task.name}"
         raise ConfigError(
-            f"model {spec.factory!r} gives outputs of shape {tuple(out.shape)} for two rows, expected (2, {classes}): "
-            f"{dataset.name} has {classes} classes"
+            f"model {spec.factory!r} gives outputs of shape {tuple(out.shape)} for two rows, expected (2, {wanted}): "
+            f"{dataset.name} has {why}"
         )
     return int(out.shape[1])
+
+
+def _check_scheme(scheme: Scheme, dataset: Dataset) -> None:
+    """Say that rows without a class each cannot be dealt by class."""
+    if not dataset.has_labels and scheme.kind not in ("iid", "shares", "quantity", "natural"):
+        raise ConfigError(
+            f"partition: kind {scheme.kind!r} deals rows by their class and the task is {dataset.task.name}; "
+            "use iid, shares, quantity or natural"
+        )
 
 
 def _answer(spec: Spec, rows: torch.Tensor) -> object:
@@ -282,7 +349,7 @@ def _answer(spec: Spec, rows: torch.Tensor) -> object:
         raise
     except Exception as why:
         raise ConfigError(
-            f"model {spec.factory!r} cannot be built with {dict(spec.options)}: {_error_text(why)}"
+            f"model {spec.factory!r} cannot be built with {dict(spec.options)}: {error_text(why)}"
         ) from why
     try:
         with torch.no_grad():
@@ -291,9 +358,4 @@ def _answer(spec: Spec, rows: torch.Tensor) -> object:
         raise
     except Exception as why:
         shape = "×".join(map(str, rows.shape[1:]))
-        raise ConfigError(f"model {spec.factory!r} cannot read rows of shape {shape}: {_error_text(why)}") from why
-
-
-def _error_text(why: BaseException) -> str:
-    """An error's type and the first line of its message."""
-    return f"{type(why).__name__}: {str(why).strip().splitlines()[0] if str(why).strip() else 'no reason given'}"
+        raise ConfigError(f"model {spec.factory!r} cannot read rows of shape {shape}: {error_text(why)}") from why

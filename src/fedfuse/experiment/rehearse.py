@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -16,7 +18,7 @@ from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.threads import one_thread
 from fedfuse.data import Dataset
-from fedfuse.errors import ConfigError, FuseError, Refused
+from fedfuse.errors import ConfigError, FuseError, Refused, error_text
 from fedfuse.server.door.admit import Contract, admit
 from fedfuse.training.round import client_round
 
@@ -66,13 +68,26 @@ def _distinct_rounds(recipe: Recipe, brief: Brief, rounds: int) -> Iterator[tupl
             yield round_, now
 
 
+@contextmanager
+def without_remarks() -> Iterator[None]:
+    """Leave unsaid what clients remark about their rows: two rows taken for a trial are nobody's."""
+    logger = logging.getLogger("fedfuse")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def _take_step(recipe: Recipe, brief: Brief, work: Work, rows: Rows) -> None:
     who = f"model {brief.spec.factory!r} cannot train by {recipe.label or recipe.name!r}"
     try:
-        answer = client_round(work, brief, _WHO, rows)
-        if answer.memory:
-            answer = client_round(work, brief, _WHO, rows, memory=answer.memory)
-        admit(Envelope(_WHO, answer.payload), Contract.of(brief, recipe.evidence))
+        with without_remarks():
+            answer = client_round(work, brief, _WHO, rows)
+            if answer.memory:
+                answer = client_round(work, brief, _WHO, rows, memory=answer.memory)
+        admit(Envelope(_WHO, answer.payload), Contract.of(brief, recipe.evidence, trains=recipe.trains))
     except Refused as why:
         facts = why.facts()
         raise ConfigError(
@@ -81,5 +96,4 @@ def _take_step(recipe: Recipe, brief: Brief, work: Work, rows: Rows) -> None:
     except FuseError:
         raise
     except Exception as why:  # the user's own network and parts run in here
-        words = str(why).strip().splitlines()[0][:200] if str(why).strip() else "no reason given"
-        raise ConfigError(f"{who}: one step on two rows ends in {type(why).__name__}: {words}") from why
+        raise ConfigError(f"{who}: one step on two rows ends in {error_text(why)}") from why

@@ -17,6 +17,7 @@ from fedfuse.core.params import Params
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import ServerState
 from fedfuse.errors import ConfigError, FuseError
+from fedfuse.experiment.keys import changed_keys
 from fedfuse.wire.codec import encode, read, write
 from fedfuse.wire.files import load_model, save_model
 
@@ -62,17 +63,24 @@ class Checkpoints:
                 return self._load(round_, like, trusted)
         return None
 
+    def clear(self) -> None:
+        """Forget all of them: what comes next begins anew."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     def _load(self, round_: int, like: ServerState, trusted: Collection[str]) -> tuple[ServerState, dict[str, Params]]:
         round_folder, seal = self._round_folder(round_), self._seal(round_)
         for name, checksum in seal["files"].items():
             _check(round_folder / name, checksum)
-        model, _ = load_model(round_folder / "model.safetensors", trusted)
+        model, _ = load_model(round_folder / "model.safetensors", trusted, like.start.spec)
         memory = dict(read(round_folder / "memory.safetensors").tensors)
         found: dict[str, dict[str, Params]] = {"client": {}, "start": {}}
         for name, checksum in seal["parts"].items():
             kind, client = name.split("/", 1)
             found[kind][client] = self._part(checksum)
-        specs = {client: Spec.from_json(data, trusted) for client, data in seal["specs"].items()}
+        specs = {
+            client: Spec.from_json(data, trusted).with_prototype_of(like.start.spec)
+            for client, data in seal["specs"].items()
+        }
         starts = {client: Start(spec, found["start"][client]) for client, spec in specs.items()}
         return replace(like, round=round_, model=model, memory=memory, starts=starts), found["client"]
 
@@ -124,22 +132,19 @@ class Checkpoints:
         return sorted(int(name) for name in names if name.isdecimal())
 
 
-def same_run(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Why a run directory cannot be continued with this configuration, or None if it can.
+def conflicts(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What keeps a run directory from being continued with this configuration, each difference in words.
 
-    More rounds, seeds and methods may be added; everything else must be as it was.
+    More rounds and seeds may be asked for and methods may change: a changed one is run again, alone. Everything else
+    must be as it was, for it concerns every line of the ledger.
     """
     free = ("rounds", "seeds", "methods", "name")
-    for key in sorted(old.keys() | new.keys()):
-        if key not in free and old.get(key) != new.get(key):
-            return f"{key} was {_short(old.get(key))} and is now {_short(new.get(key))}"
-    for key in ("seeds", "methods"):
-        gone = [v for v in old.get(key, []) if v not in new.get(key, [])]
-        if gone:
-            return f"{key} no longer has {_short(gone[0])}"
+    bound = [{key: value for key, value in values.items() if key not in free} for values in (old, new)]
+    found = [f"{key} {words}" for key, words in changed_keys(*bound).items()]
+    found += [f"seeds no longer has {seed}" for seed in old.get("seeds", []) if seed not in new.get("seeds", [])]
     if old.get("rounds", 1) > new.get("rounds", 1):
-        return f"rounds was {old.get('rounds', 1)} and is now {new.get('rounds', 1)}"
-    return None
+        found.append(f"rounds was {old.get('rounds', 1)} and is now {new.get('rounds', 1)}")
+    return found
 
 
 def _check(path: Path, checksum: str) -> None:
@@ -153,8 +158,3 @@ def _checksum(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 100 else text[:99] + "…"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from fedfuse.report.heat import WIDTH
-from fedfuse.report.plots import Figure, Groups, Inks
+from fedfuse.report.plots import LEAST_SHARE, Figure, Groups, Inks, edges_of
 from fedfuse.report.read import Row, number, part
 from fedfuse.report.scores import MeanSd, last_rows, mean_sd
 from fedfuse.report.svg import drawing, ink, marker, scale_for, tag, wide, x_axis, y_axis
@@ -32,14 +32,15 @@ def answer_cost(groups: Groups, inks: Inks) -> Figure | None:
         return None
     log = wide(costs)
     x = scale_for(costs, 46, WIDTH - 14, log=log)
-    y = scale_for([edge for _, score in points.values() for edge in _edges(score)], 238, 22)
+    edges = [edge for _, score in points.values() for edge in edges_of(score)]
+    y = scale_for(edges, 238, 22, least=LEAST_SHARE)
     axes = (
         y_axis(y, 46, WIDTH - 8, "accuracy, %", {at: f"{100 * at:g}" for at in y.ticks()}),
         x_axis(x, 22, 238, "multiplications per input, % of all networks'", {at: f"{at:g}" for at in x.ticks()}),
     )
     marks = []
     for label, (cost, score) in points.items():
-        at, (low, high) = 100 * cost.mean, _edges(score)
+        at, (low, high) = 100 * cost.mean, edges_of(score)
         words = f"{label}: {100 * score.mean:.1f} % for {at:.3g} % of the work"
         marks += [
             tag("path", d=f"M{x(at):.1f} {y(low):.1f}V{y(high):.1f}", class_=f"bar {ink(inks[label])}"),
@@ -55,7 +56,3 @@ def _point(rows: Sequence[Row]) -> tuple[MeanSd, MeanSd] | None:
         mean_sd(number(r, "accuracy") for r in rows),
     )
     return (cost, score) if cost is not None and score is not None else None
-
-
-def _edges(value: MeanSd) -> tuple[float, float]:
-    return value.mean - (value.sd or 0.0), value.mean + (value.sd or 0.0)

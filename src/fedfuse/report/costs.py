@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -12,8 +11,9 @@ import numpy as np
 from markupsafe import Markup
 
 from fedfuse.report.heat import WIDTH, heat_map
-from fedfuse.report.plots import Figure, Groups, Inks, edges_of, learning_curve, tick_words
-from fedfuse.report.read import Row, finite, items, number, part
+from fedfuse.report.marks import SAME_COST
+from fedfuse.report.plots import LEAST_SHARE, Figure, Groups, Inks, edges_of, learning_curve, tick_words
+from fedfuse.report.read import Row, finite, items, number, part, settings_in
 from fedfuse.report.scores import MeanSd, last_rows, mean_sd
 from fedfuse.report.svg import drawing, ink, line, marker, scale_for, tag, wide, x_axis, y_axis
 from fedfuse.report.tables import byte_unit, flop_unit
@@ -43,51 +43,58 @@ class TargetCost:
     flops: float | None
     sent: float | None
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """The row as words."""
-        there, of = self.seeds
-        if self.rounds is None:
-            return (f"{there} of {of}", "–", "–", "–")
-        return (
-            f"{there} of {of}",
-            f"{self.rounds:.1f}",
-            _with_unit(self.flops, flop_unit),
-            _with_unit(self.sent, byte_unit),
+
+def target_table(found: Sequence[TargetCost]) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
+    """What the target cost as headings and rows of words, each column in one unit.
+
+    Example:
+        >>> target_table([TargetCost("wb", (1, 1), 3.0, 9e9, 1_500), TargetCost("x", (0, 1), None, None, None)])[0]
+        ('seeds', 'rounds', "clients' work, GFLOP", 'sent, kB')
+    """
+    flops, flop = flop_unit(max((cost.flops or 0.0 for cost in found), default=0.0))
+    sent, byte = byte_unit(max((cost.sent or 0.0 for cost in found), default=0.0))
+    rows = tuple(
+        (
+            cost.label,
+            (
+                f"{cost.seeds[0]} of {cost.seeds[1]}",
+                "–" if cost.rounds is None else f"{cost.rounds:.1f}",
+                "–" if cost.flops is None else f"{cost.flops / flops:,.2f}",
+                "–" if cost.sent is None else f"{cost.sent / sent:,.2f}",
+            ),
         )
-
-
-def _with_unit(value: float | None, unit_of: UnitOf) -> str:
-    if value is None:
-        return "–"
-    size, unit = unit_of(value)
-    return f"{value / size:.3g} {unit}"
+        for cost in found
+    )
+    return ("seeds", "rounds", f"clients' work, {flop}", f"sent, {byte}"), rows
 
 
 def traffic(groups: Groups, inks: Inks) -> Figure | None:
     """Accuracy against all bytes sent so far, both ways, round after round.
 
     Example:
-        >>> row = {"seed": 0, "round": 1, "accuracy": 0.8, "bytes_up": 1000, "bytes_down": 2000}
-        >>> "wb: 80.0 % for 3 kB" in traffic({"wb": [row]}, {"wb": 0}).picture
+        >>> row = {"seed": 0, "bytes_up": 500, "bytes_down": 1000}
+        >>> rows = [{**row, "round": at, "accuracy": 0.4 * at} for at in (1, 2)]
+        >>> "wb: 80.0 % for 3 kB" in traffic({"wb": rows}, {"wb": 0}).picture
         True
     """
-    paths = _paths(groups, ("bytes_up", "bytes_down"))
+    paths = spent_paths(groups, ("bytes_up", "bytes_down"))
     return _against(paths, inks, "Bytes against accuracy", "sent up and down by all clients", byte_unit)
 
 
 def effort(groups: Groups, inks: Inks) -> Figure | None:
-    """Accuracy against the FLOPs of all local training so far, round after round.
+    """Accuracy against the FLOPs of all clients so far, round after round.
 
     Example:
-        >>> row = {"seed": 0, "round": 1, "accuracy": 0.8, "flops": 5e9}
-        >>> "wb: 80.0 % for 5 GFLOP" in effort({"wb": [row]}, {"wb": 0}).picture
+        >>> rows = [{"seed": 0, "round": at, "accuracy": 0.4 * at, "flops": 2.5e9} for at in (1, 2)]
+        >>> "wb: 80.0 % for 5 GFLOP" in effort({"wb": rows}, {"wb": 0}).picture
         True
     """
-    return _against(_paths(groups, ("flops",)), inks, "FLOPs against accuracy", "local training", flop_unit)
+    words = "clients' training and evidence"
+    return _against(spent_paths(groups, ("flops",)), inks, "FLOPs against accuracy", words, flop_unit)
 
 
-def _paths(groups: Groups, keys: Sequence[str]) -> Paths:
+def spent_paths(groups: Groups, keys: Sequence[str]) -> Paths:
+    """Per label, round after round, what was spent so far and the accuracy then."""
     return {label: path for label, rows in groups.items() if (path := _path(rows, keys))}
 
 
@@ -107,12 +114,13 @@ def _path(rows: Sequence[Row], keys: Sequence[str]) -> list[tuple[float, MeanSd]
 def _against(paths: Paths, inks: Inks, title: str, words: str, unit_of: UnitOf) -> Figure | None:
     paths = {label: path for label, path in paths.items() if path[-1][0] > 0}
     spent = [at for path in paths.values() for at, _ in path]
-    if not spent:
+    if not spent or _tells_nothing(paths):
         return None
     log = wide(spent)
     size, unit = unit_of(max(spent))
-    x = scale_for([at / size for at in spent], 46, WIDTH - 14, log=log)
-    y = scale_for([edge for path in paths.values() for _, value in path for edge in edges_of(value)], 238, 22)
+    x = scale_for([at / size for at in spent], 46, WIDTH - 14, log=log, least=0.1 * max(spent) / size)
+    edges = [edge for path in paths.values() for _, value in path for edge in edges_of(value)]
+    y = scale_for(edges, 238, 22, least=LEAST_SHARE)
     parts = []
     for label, path in paths.items():
         points = [(x(at / size), y(value.mean)) for at, value in path]
@@ -131,6 +139,13 @@ def _against(paths: Paths, inks: Inks, title: str, words: str, unit_of: UnitOf) 
     return Figure(title, drawing(WIDTH, 274, title, *axes, *parts), note, tuple(paths))
 
 
+def _tells_nothing(paths: Paths) -> bool:
+    """Whether all methods spent the same, but for names in headers: then accuracy alone tells as much."""
+    ends = [path[-1][0] for path in paths.values()]
+    rounds = max(len(path) for path in paths.values())
+    return max(ends) <= (1 + SAME_COST) * min(ends) and (len(ends) > 1 or rounds == 1)
+
+
 def model_size(groups: Groups, inks: Inks) -> Figure | None:
     """How many weights the fused model has, round by round, where that ever changes.
 
@@ -139,10 +154,15 @@ def model_size(groups: Groups, inks: Inks) -> Figure | None:
         >>> model_size({"fedap": rows}, {"fedap": 0}).title
         'Weights of the model'
     """
-    sizes = {number(row, "weights") for rows in groups.values() for row in rows} - {None}
-    if len(sizes) < 2:
+    if not any(_changes_by_round(rows) for rows in groups.values()):
         return None
     return learning_curve(groups, inks, "weights", "Weights of the model")
+
+
+def _changes_by_round(rows: Sequence[Row]) -> bool:
+    """Whether one seed's model has more weights in one round than in another."""
+    seeds = {row["seed"] for row in rows}
+    return any(len({number(row, "weights") for row in rows if row["seed"] == seed} - {None}) > 1 for seed in seeds)
 
 
 def kept_channels(groups: Groups) -> Figure | None:
@@ -159,6 +179,8 @@ def kept_channels(groups: Groups) -> Figure | None:
     if not layers:
         return None
     shares = np.array([[_share([items(t, layer) for t in tables]) for layer in layers] for tables in found.values()])
+    if np.nanmin(shares, initial=1.0) == 1.0:
+        return None
     picture = heat_map("Channels kept", tuple(found), layers, shares, "percent")
     return Figure("Channels kept", picture, "Per cent of each layer's own, mean over seeds.")
 
@@ -178,10 +200,7 @@ def target_in(config: str, groups: Groups) -> float | None:
         >>> target_in("", {"a": [{"seed": 0, "round": 1, "accuracy": 0.62}], "b": [{"seed": 0, "round": 1}]})
         0.6
     """
-    try:
-        configured = finite(part(tomllib.loads(config), "judge").get("target"))
-    except tomllib.TOMLDecodeError:
-        configured = None
+    configured = finite(part(settings_in(config), "judge").get("target"))
     if configured is not None:
         return configured
     tops = sorted((max(s.mean for s in curves) for rows in groups.values() if (curves := _means(rows))), reverse=True)
@@ -211,8 +230,8 @@ def target_costs(groups: Groups, target: float) -> list[TargetCost]:
 
     Example:
         >>> rows = [{"seed": 0, "round": at, "accuracy": 0.2 * at, "flops": 3.0, "bytes_up": 1} for at in (1, 2, 3)]
-        >>> target_costs({"wb": rows}, 0.4)[0].cells
-        ('1 of 1', '3.0', '9 FLOP', '3 B')
+        >>> target_costs({"wb": rows}, 0.4)[0]
+        TargetCost(label='wb', seeds=(1, 1), rounds=3.0, flops=9.0, sent=3.0)
     """
     return [_target_cost(label, rows, target) for label, rows in groups.items()]
 

@@ -83,6 +83,16 @@ def tables(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Mapping[str,
     return found
 
 
+def fact_name(key: str) -> str:
+    """A fact's key as words.
+
+    Example:
+        >>> fact_name("damping.conv1_weight")
+        'damping · conv1 weight'
+    """
+    return key.replace("_", " ").replace(".", " · ")
+
+
 def fact_text(value: object) -> str:
     """A fact as text: long lists of numbers by their range.
 
@@ -106,7 +116,7 @@ def _facts_of(label: str, rows: Sequence[Row]) -> MethodFacts:
     last = last_rows(rows)
     flats = [flatten(part(row, "facts")) for row in last]
     names = list(dict.fromkeys(name for flat in flats for name in flat))
-    lines = [(name, _over_seeds([flat[name] for flat in flats if name in flat])) for name in names]
+    lines = [(fact_name(name), _over_seeds([flat[name] for flat in flats if name in flat])) for name in names]
     maps = [_draw_table(name, table, rows, last[0]) for name, table in tables(part(last[0], "facts")).items()]
     return MethodFacts(label, tuple(lines[:LIMIT]), max(0, len(lines) - LIMIT), tuple(maps))
 

@@ -1,6 +1,6 @@
 "use strict";
 
-// Everything is readable without this script: it only sorts tables, and shows one seed at a time.
+// Everything is readable without this script: it only sorts tables, chooses columns, and shows one seed at a time.
 document.documentElement.classList.add("scripted");
 
 const collator = new Intl.Collator("en", { numeric: true });
@@ -40,6 +40,28 @@ for (const table of document.querySelectorAll("table.sortable")) {
     button.addEventListener("click", () => sortBy(table, heading));
     heading.append(button);
   }
+}
+
+function showColumn(table, column, shown) {
+  for (const row of table.rows) row.cells[column].hidden = !shown;
+}
+
+for (const table of document.querySelectorAll("table.choosable")) {
+  const headings = Array.from(table.tHead.rows[0].cells).slice(1);
+  if (!headings.some((heading) => "extra" in heading.dataset)) continue;
+  const chooser = document.createElement("details");
+  const boxes = document.createElement("div");
+  chooser.className = "chooser";
+  chooser.append(Object.assign(document.createElement("summary"), { textContent: "Choose columns" }), boxes);
+  for (const heading of headings) {
+    const box = Object.assign(document.createElement("input"), { type: "checkbox", checked: !("extra" in heading.dataset) });
+    const label = document.createElement("label");
+    label.append(box, heading.dataset.name);
+    box.addEventListener("change", () => showColumn(table, heading.cellIndex, box.checked));
+    showColumn(table, heading.cellIndex, box.checked);
+    boxes.append(label);
+  }
+  table.parentElement.before(chooser);
 }
 
 for (const group of document.querySelectorAll(".pick")) {

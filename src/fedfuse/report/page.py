@@ -18,12 +18,13 @@ from markupsafe import Markup, escape
 from fedfuse.errors import ConfigError
 from fedfuse.report import costs, plots
 from fedfuse.report.answering import answer_cost
-from fedfuse.report.costs import TargetCost
-from fedfuse.report.facts import MethodFacts, fact_text, flatten, method_facts
+from fedfuse.report.facts import MethodFacts, fact_name, fact_text, flatten, method_facts
+from fedfuse.report.marks import EXPLAINED
 from fedfuse.report.plots import Figure, Groups, Inks
-from fedfuse.report.read import Row, Run, items, part, read_run
+from fedfuse.report.read import Row, Run, find_runs, items, part, read_run
 from fedfuse.report.scores import SummaryRow, best_first, by_label, summary
 from fedfuse.report.svg import drawing, legible, line, marker
+from fedfuse.report.sweeps import swept_key
 from fedfuse.report.tables import Cell, Grid, grid
 from fedfuse.report.verdict import cautions, overall, verdict
 
@@ -31,6 +32,39 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 CURVES = (("accuracy", "Accuracy"), ("nll", "Negative log-likelihood"), ("ece", "Calibration error"))
+
+FIRST = (
+    "accuracy",
+    "nll",
+    "ece",
+    "ood_auroc",
+    "mutual_information",
+    "own_accuracy_worst10",
+    "selected_accuracy",
+    "bytes_up",
+    "flops",
+    "train_seconds",
+    "server_seconds",
+    "own_accuracy_mean",
+    "client_accuracy_mean",
+    "bytes_down",
+)
+"""The summary's columns by how much they tell."""
+
+MOST = 8
+"""Columns of the summary that are shown at once; a reader may choose others."""
+
+COSTS = (
+    "bytes_up",
+    "bytes_down",
+    "flops",
+    "evidence_flops",
+    "train_seconds",
+    "server_seconds",
+    "diagnostic_seconds",
+    "trained",
+    "remembered",
+)
 
 SHOWN = 200
 """Refused and dropped clients listed per run; the ledger has them all."""
@@ -52,8 +86,9 @@ class Chapter:
     reliability: tuple[Figure, ...]
     fairness: tuple[Figure, ...]
     costs: tuple[Figure, ...]
+    cost_table: Grid
     target: float | None
-    reached: tuple[TargetCost, ...]
+    reached: tuple[tuple[str, ...], tuple[tuple[str, tuple[str, ...]], ...]] | None
     sizes: tuple[Figure, ...]
     reveals: tuple[tuple[str, tuple[str, ...] | None], ...]
     refused: tuple[Mapping[str, Any], ...]
@@ -71,7 +106,7 @@ def write_page(dirs: Sequence[Path], out: Path) -> Path:
     The page needs no network and no other file, and lets no script run but its own.
 
     Args:
-        dirs: run directories; one given twice is shown once.
+        dirs: run directories, or those of sweeps; one given twice is shown once.
         out: where the page goes; folders on the way are made.
 
     Example:
@@ -81,9 +116,7 @@ def write_page(dirs: Sequence[Path], out: Path) -> Path:
         >>> write_page([run], run / "report.html").name
         'report.html'
     """
-    paths = list({Path(directory).resolve(): Path(directory) for directory in dirs}.values())
-    if not paths:
-        raise ConfigError("no run directory was given, expected at least one that `fedfuse run` has written")
+    paths = find_runs(dirs)
     runs = _distinguish_names(paths, [read_run(path) for path in paths])
     return _write(Path(out), render(runs))
 
@@ -99,6 +132,8 @@ def render(runs: Sequence[Run]) -> str:
         chapters=chapters,
         overview=_overview(chapters, labels) if len(runs) > 1 else None,
         overall=_overall(chapters),
+        sweep=_sweep_figures(runs, inks),
+        first_columns=_first_columns,
         swatches={label: _swatch(at) for label, at in inks.items()},
         style=Markup(style),
         script=Markup(script),
@@ -119,7 +154,7 @@ def _chapter(run: Run, inks: Inks, anchor: str) -> Chapter:
         anchor=anchor,
         name=run.name,
         headline=_headline(run, table),
-        verdict=verdict(run.rows, table),
+        verdict=verdict(table),
         cautions=tuple(cautions(table)),
         table=_summary_grid(table),
         scores=_scores(ranked, inks),
@@ -128,8 +163,9 @@ def _chapter(run: Run, inks: Inks, anchor: str) -> Chapter:
         reliability=_figures(plots.reliability(label, rows, inks[label]) for label, rows in ranked.items()),
         fairness=_fairness(ranked, inks),
         costs=_figures([costs.traffic(ranked, inks), costs.effort(ranked, inks), answer_cost(ranked, inks)]),
+        cost_table=grid(table, COSTS),
         target=target,
-        reached=tuple(costs.target_costs(ranked, target)) if target is not None else (),
+        reached=None if target is None else costs.target_table(costs.target_costs(ranked, target)),
         sizes=_figures([costs.model_size(ranked, inks), costs.kept_channels(ranked)]),
         reveals=tuple((label, _declared_reveals(rows)) for label, rows in ranked.items()),
         refused=_incidents(run.rows, "refused"),
@@ -138,8 +174,22 @@ def _chapter(run: Run, inks: Inks, anchor: str) -> Chapter:
         best=best,
         classes=_figures([plots.per_class(ranked, classes), plots.confusion(groups[best], classes) if best else None]),
         config=run.config_text,
-        environment=tuple((name, fact_text(value)) for name, value in flatten(run.environment).items()),
+        environment=tuple((fact_name(name), fact_text(value)) for name, value in flatten(run.environment).items()),
     )
+
+
+def _first_columns(layout: Grid) -> set[str]:
+    """The columns of a summary that are shown before a reader chooses."""
+    recorded = [heading.column.key for heading in layout.headings]
+    return set([key for key in FIRST if key in recorded][:MOST])
+
+
+def _sweep_figures(runs: Sequence[Run], inks: Inks) -> tuple[Figure, ...]:
+    """Scores against the key that the runs differ in, where it is one with numbers."""
+    swept = swept_key(runs) if len(runs) > 1 else None
+    if swept is None:
+        return ()
+    return _figures(plots.sweep_curve(runs, swept, inks, key, title) for key, title in CURVES)
 
 
 def _figures(figures: Iterable[Figure | None]) -> tuple[Figure, ...]:
@@ -255,7 +305,7 @@ def _template() -> Template:
     environment = Environment(
         autoescape=True, finalize=_spell_out, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.globals["SHOWN"] = SHOWN
+    environment.globals |= {"SHOWN": SHOWN, "EXPLAINED": EXPLAINED}
     environment.globals["columns_for"] = _columns_for
     environment.filters |= {"breakable": _breakable, "unbroken": _keep_units_together}
     return environment.from_string(_file("page.html"))

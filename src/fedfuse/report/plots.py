@@ -10,9 +10,10 @@ import numpy as np
 from markupsafe import Markup
 
 from fedfuse.report.heat import WIDTH, heat_map
-from fedfuse.report.read import Row, finite, items, number, part
-from fedfuse.report.scores import MeanSd, last_rows, mean_sd
+from fedfuse.report.read import Row, Run, finite, items, number, part
+from fedfuse.report.scores import MeanSd, last_rows, mean_sd, summary
 from fedfuse.report.svg import Scale, band, drawing, ink, line, marker, scale_for, short, tag, wide, x_axis, y_axis
+from fedfuse.report.sweeps import Swept
 
 Groups = Mapping[str, Sequence[Row]]
 """Label → its rows, by round and seed."""
@@ -34,6 +35,11 @@ class Figure:
     legend: tuple[str, ...] = ()
 
 
+SHARES = ("accuracy", "ece")
+LEAST_SHARE = 0.04
+"""Axes of shares span at least so much, so that differences nobody would care about look as small as they are."""
+
+
 def learning_curve(groups: Groups, inks: Inks, key: str, title: str) -> Figure | None:
     """A score against the round: the mean over seeds, and mean ± one standard deviation.
 
@@ -42,30 +48,74 @@ def learning_curve(groups: Groups, inks: Inks, key: str, title: str) -> Figure |
         >>> learning_curve({"wb": rows}, {"wb": 0}, "accuracy", "Accuracy").legend
         ('wb',)
     """
-    curves = {label: _by_round(rows, key) for label, rows in groups.items()}
+    curves = {label: by_round(rows, key) for label, rows in groups.items()}
+    return curve_figure(curves, inks, title, XAxis("round", whole=True), share=key in SHARES)
+
+
+def sweep_curve(runs: Sequence[Run], swept: Swept, inks: Inks, key: str, title: str) -> Figure | None:
+    """A score of the last round against the key that a sweep varies: the mean over seeds, and one standard deviation.
+
+    Example:
+        >>> runs = [Run("", "", {}, {}, ({"label": "wb", "seed": 0, "round": 1, "accuracy": a},)) for a in (0.1, 0.9)]
+        >>> "wb, alpha 5: 0.9" in sweep_curve(runs, Swept("alpha", (1.0, 5.0)), {"wb": 0}, "accuracy", "").picture
+        True
+    """
+    curves = by_value(runs, swept, key)
+    log = min(swept.values) > 0 and wide(swept.values)
+    return curve_figure(curves, inks, title, XAxis(swept.title, log=log), share=key in SHARES)
+
+
+def by_value(runs: Sequence[Run], swept: Swept, key: str) -> dict[str, dict[float, MeanSd]]:
+    """Per label a score of the last round at every value of a swept key, in rising order."""
+    curves: dict[str, dict[float, MeanSd]] = {}
+    for at, run in sorted(zip(swept.values, runs, strict=True), key=lambda pair: pair[0]):
+        for row in summary(run.rows):
+            if key in row.values:
+                curves.setdefault(row.label, {})[at] = row.values[key]
+    return curves
+
+
+@dataclass(frozen=True, slots=True)
+class XAxis:
+    """What a curve runs along: its title, whether only whole numbers are meant, and whether it is logarithmic."""
+
+    title: str
+    whole: bool = False
+    log: bool = False
+
+    def ticks(self, scale: Scale) -> dict[float, str]:
+        """Where numbers stand below it."""
+        return {at: f"{at:g}" for at in scale.ticks(8 if self.whole else 6) if float(at).is_integer() or not self.whole}
+
+
+def curve_figure(
+    curves: Mapping[str, Mapping[float, MeanSd]], inks: Inks, title: str, along: XAxis, share: bool
+) -> Figure | None:
+    """Curves of means with bands of one standard deviation; nothing where there is one point, or where all is flat."""
     points = [(at, value) for curve in curves.values() for at, value in curve.items()]
-    if len({at for at, _ in points}) < 2:
-        return None
-    share = key in ("accuracy", "ece")
-    edges = [edge for _, value in points for edge in edges_of(value)]
     means = [value.mean for _, value in points]
+    if len({at for at, _ in points}) < 2 or max(means) - min(means) <= 1e-9 * max(map(abs, means)):
+        return None
+    edges = [edge for _, value in points for edge in edges_of(value)]
     log = not share and wide(means)
-    x = scale_for([float(at) for at, _ in points], 46, WIDTH - 8, pad=0.02)
-    y = scale_for([edge for edge in edges if edge > 0] if log else edges, 238, 22, log=log)
+    x = scale_for([at for at, _ in points], 46, WIDTH - 8, log=along.log, pad=0.02)
+    held = [edge for edge in edges if edge > 0] if log else edges
+    y = scale_for(held, 238, 22, log=log, least=LEAST_SHARE if share else 0.05 * max(map(abs, means)))
+    notes = ["Logarithmic scale."] * log + ["Logarithmic scale below."] * x.log
     return Figure(
         title,
         drawing(
             WIDTH,
             274,
-            f"{title} by round",
+            f"{title} by {along.title}",
             y_axis(y, 46, WIDTH - 8, "%" if share else "", tick_words(y, share)),
-            x_axis(x, 22, 238, "round", {at: f"{at:g}" for at in x.ticks(8) if float(at).is_integer()}),
+            x_axis(x, 22, 238, along.title, along.ticks(x)),
             *(_shade(curve, x, y, inks[label]) for label, curve in curves.items()),
             *(line(_path(curve, x, y), inks[label]) for label, curve in curves.items() if curve),
-            *(_end(label, curve, x, y, inks[label]) for label, curve in curves.items() if curve),
+            *(_marks(label, curve, x, y, inks[label], along) for label, curve in curves.items() if curve),
         ),
-        "Logarithmic scale." if log else "",
-        tuple(groups),
+        " ".join(notes),
+        tuple(label for label, curve in curves.items() if curve),
     )
 
 
@@ -116,7 +166,7 @@ def reliability(label: str, rows: Sequence[Row], index: int) -> Figure | None:
         >>> "says 90 %, is right 70 % of 50 rows" in reliability("wb", [{"round": 1, "reliability": bins}], 0).picture
         True
     """
-    bins = _pooled_bins(last_rows(rows))
+    bins = pooled_bins(last_rows(rows))
     if not bins:
         return None
     x, y = Scale(0, 1, 30, 190), Scale(0, 1, 168, 8)
@@ -209,7 +259,8 @@ def class_names(classes: Sequence[str], size: int) -> list[str]:
     return list(classes) if len(classes) == size else [str(k) for k in range(size)]
 
 
-def _by_round(rows: Sequence[Row], key: str) -> dict[int, MeanSd]:
+def by_round(rows: Sequence[Row], key: str) -> dict[float, MeanSd]:
+    """A score's mean and standard deviation over seeds, round by round."""
     rounds = sorted({row["round"] for row in rows})
     found = {at: mean_sd(number(row, key) for row in rows if row["round"] == at) for at in rounds}
     return {at: value for at, value in found.items() if value is not None}
@@ -225,11 +276,11 @@ def tick_words(scale: Scale, share: bool) -> dict[float, str]:
     return {at: f"{100 * at:g}" if share else f"{at:g}" for at in scale.ticks()}
 
 
-def _path(curve: Mapping[int, MeanSd], x: Scale, y: Scale) -> list[tuple[float, float]]:
+def _path(curve: Mapping[float, MeanSd], x: Scale, y: Scale) -> list[tuple[float, float]]:
     return [(x(at), y(value.mean)) for at, value in curve.items()]
 
 
-def _shade(curve: Mapping[int, MeanSd], x: Scale, y: Scale, index: int) -> Markup:
+def _shade(curve: Mapping[float, MeanSd], x: Scale, y: Scale, index: int) -> Markup:
     """The band between mean - sd and mean + sd, cut at the scale's foot where the logarithm ends."""
     edges = [(x(at), *edges_of(value)) for at, value in curve.items() if value.sd is not None]
     if not edges:
@@ -238,9 +289,14 @@ def _shade(curve: Mapping[int, MeanSd], x: Scale, y: Scale, index: int) -> Marku
     return band(upper, [(at, y(max(low, y.low))) for at, low, _ in edges], index)
 
 
-def _end(label: str, curve: Mapping[int, MeanSd], x: Scale, y: Scale, index: int) -> Markup:
-    at, value = list(curve.items())[-1]
-    return marker(index, x(at), y(value.mean), 4.0, f"{label}, round {at}: {value.mean:.4g}")
+def _marks(label: str, curve: Mapping[float, MeanSd], x: Scale, y: Scale, index: int, along: XAxis) -> Markup:
+    """The method's mark at the last round, or at every value of a swept key."""
+    points = list(curve.items())
+    marked = points[-1:] if along.whole else points
+    return Markup("").join(
+        marker(index, x(at), y(value.mean), 4.0, f"{label}, {along.title} {at:g}: {value.mean:.4g}")
+        for at, value in marked
+    )
 
 
 def _strips(title: str, dots: Mapping[str, list[tuple[str, float]]], inks: Inks, note: str) -> Figure | None:
@@ -250,7 +306,7 @@ def _strips(title: str, dots: Mapping[str, list[tuple[str, float]]], inks: Inks,
         return None
     means = {label: mean_sd(score for _, score in marks) for label, marks in dots.items()}
     values = [score for marks in dots.values() for _, score in marks]
-    x = scale_for(values, 10, WIDTH - 10)
+    x = scale_for(values, 10, WIDTH - 10, least=LEAST_SHARE)
     if min(values) >= 0.0 and max(values) <= 1.0:  # room beyond 0 and 100 % would suggest there is some
         x = Scale(max(0.0, x.low), min(1.0, x.high), x.start, x.stop)
     bottom = 6 + 50 * len(dots)
@@ -297,7 +353,7 @@ def _mean_bar(value: MeanSd | None, x: Scale, y: float, index: int) -> Markup:
     return reach + tag("path", d=f"M{x(value.mean):.1f} {y - 11:.1f}v22", class_=f"mean {ink(index)}")
 
 
-def _pooled_bins(rows: Sequence[Row]) -> list[tuple[float, float, float]]:
+def pooled_bins(rows: Sequence[Row]) -> list[tuple[float, float, float]]:
     """(confidence, accuracy, count) of each bin that holds rows, pooled over seeds by count."""
     sums: dict[int, tuple[float, float, float]] = {}
     for row in rows:

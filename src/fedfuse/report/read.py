@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,41 @@ def read_run(directory: Path) -> Run:
         partition=_read_object(directory / "partition.json"),
         rows=rows,
     )
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """The run directories that paths stand for: a sweep's folder stands for every run in it, a page for none.
+
+    So `runs/*` and `runs/sweep/*` mean what one would think. A directory given twice counts once.
+
+    Raises:
+        ConfigError: for a path that is neither, and where no run is found at all.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> for name in ("alpha-10", "alpha-2"):
+        ...     (folder / name).mkdir()
+        ...     _ = (folder / name / "ledger.jsonl").write_text("")
+        >>> [path.name for path in find_runs([folder])]
+        ['alpha-2', 'alpha-10']
+    """
+    found: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        if path.is_file() and path.suffix == ".html":
+            continue
+        inside = sorted((ledger.parent for ledger in path.glob("*/ledger.jsonl")), key=_natural)
+        is_sweep = inside and not (path / "ledger.jsonl").exists()
+        found |= {run.resolve(): run for run in (inside if is_sweep else [path])}
+    if not found:
+        raise ConfigError("no run directory was given, expected at least one that `fedfuse run` has written")
+    return list(found.values())
+
+
+def _natural(path: Path) -> list[tuple[float, str]]:
+    """Sort key that puts alpha-2 before alpha-10, and 0.5 before 10."""
+    words = re.split(r"(\d+(?:\.\d+)?)", path.name)
+    return [(float(word), "") if at % 2 else (-1.0, word) for at, word in enumerate(words)]
 
 
 def number(row: Row, key: str) -> float | None:
@@ -174,8 +210,18 @@ def _read_object(path: Path) -> Mapping[str, Any]:
 
 
 def _name_in(config: str) -> str | None:
-    try:
-        name = tomllib.loads(config).get("name")
-    except tomllib.TOMLDecodeError:
-        return None
+    name = settings_in(config).get("name")
     return name if isinstance(name, str) and name else None
+
+
+def settings_in(config: str) -> Mapping[str, Any]:
+    """A configuration's settings, none where it cannot be read.
+
+    Example:
+        >>> settings_in("rounds = 3"), settings_in("rounds = ")
+        ({'rounds': 3}, {})
+    """
+    try:
+        return tomllib.loads(config)
+    except tomllib.TOMLDecodeError:
+        return {}

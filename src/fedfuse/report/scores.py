@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fedfuse.report.read import Row, number
@@ -64,9 +64,11 @@ COLUMNS = (
     ),
     Column("bytes_up", "sent up", "bytes", "low", "Bytes from clients to server, over all rounds."),
     Column("bytes_down", "sent down", "bytes", "low", "Bytes from server to clients, over all rounds."),
-    Column("flops", "local work", "flops", "low", "Floating point operations of local training, over all rounds."),
-    Column("train_seconds", "training", "seconds", "", "Seconds of local training, over all rounds."),
-    Column("server_seconds", "server", "seconds", "", "Seconds at the server, over all rounds."),
+    Column("flops", "clients' work", "flops", "low", "FLOPs of local training and evidence, over all rounds."),
+    Column("evidence_flops", "of it evidence", "flops", "", "FLOPs of what clients send beside their weights."),
+    Column("train_seconds", "clients", "seconds", "", "Seconds until all clients had answered, over all rounds."),
+    Column("server_seconds", "server", "seconds", "", "Seconds of fusing and of the server's steps, over all rounds."),
+    Column("diagnostic_seconds", "diagnostics", "seconds", "", "Seconds at the server of what is only noted."),
     Column("trained", "trained", "count", "", "Client trainings done for this method, over all rounds."),
     Column("remembered", "remembered", "count", "", "Client trainings taken from memory, over all rounds."),
     Column("parameters", "size", "count", "", "Parameters of the fused model after the last round."),
@@ -93,6 +95,7 @@ class SummaryRow:
         seeds: those that reached it, and are counted.
         behind: the last round of each seed that has not reached it, and is not counted.
         values: per column the mean and standard deviation over seeds, without columns the run did not record.
+        by_seed: per column the value of each seed that has one.
     """
 
     label: str
@@ -101,6 +104,7 @@ class SummaryRow:
     seeds: tuple[int, ...]
     behind: Mapping[int, int]
     values: Mapping[str, MeanSd]
+    by_seed: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
 
 def mean_sd(values: Iterable[float | None]) -> MeanSd | None:
@@ -163,19 +167,21 @@ def _summarize_label(label: str, group: list[Row]) -> SummaryRow:
     last = last_rows(group)
     seeds = tuple(row["seed"] for row in last)
     reached = {row["seed"]: row["round"] for row in group}  # rounds rise, so the last one stays
-    values = {column.key: mean_sd(_per_seed(column, group, seeds)) for column in COLUMNS}
+    by_seed = {column.key: found for column in COLUMNS if (found := _per_seed(column, group, seeds))}
     return SummaryRow(
         label=label,
         method=last[0].get("method") or label,
         round=last[0]["round"],
         seeds=seeds,
         behind={seed: at for seed, at in sorted(reached.items()) if seed not in seeds},
-        values={key: value for key, value in values.items() if value is not None},
+        values={key: value for key, found in by_seed.items() if (value := mean_sd(found.values())) is not None},
+        by_seed=by_seed,
     )
 
 
-def _per_seed(column: Column, group: list[Row], seeds: tuple[int, ...]) -> list[float | None]:
-    return [_of_seed(column, [row for row in group if row["seed"] == seed]) for seed in seeds]
+def _per_seed(column: Column, group: list[Row], seeds: tuple[int, ...]) -> dict[int, float]:
+    found = {seed: _of_seed(column, [row for row in group if row["seed"] == seed]) for seed in seeds}
+    return {seed: value for seed, value in found.items() if value is not None}
 
 
 def _of_seed(column: Column, rows: list[Row]) -> float | None:

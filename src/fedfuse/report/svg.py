@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup, escape
 
-COLOURS = 8
-"""Method colours in page.css; further methods reuse them with another dash."""
+from fedfuse.report.looks import Shape, look
 
 
 def legible(text: str) -> str:
@@ -99,18 +98,31 @@ class Scale:
         return [round(k * step, 12) for k in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def scale_for(values: Sequence[float], start: float, stop: float, log: bool = False, pad: float = 0.06) -> Scale:
+def scale_for(
+    values: Sequence[float], start: float, stop: float, log: bool = False, pad: float = 0.06, least: float = 0.0
+) -> Scale:
     """A scale that holds all values with a little room on both sides.
+
+    Args:
+        values: what it must hold.
+        start: the pixel of its low end.
+        stop: the pixel of its high end.
+        log: logarithmic, if all values are positive.
+        pad: room on each side, as a share of what the values span.
+        least: it spans at least so much, so that what hardly differs does not seem to.
 
     Example:
         >>> scale_for([0.0, 1.0], 0, 100, pad=0.0)
         Scale(low=0.0, high=1.0, start=0, stop=100, log=False)
+        >>> scale_for([0.7001, 0.7003], 0, 100, least=0.04).high
+        0.7202
     """
     low, high = min(values), max(values)
     if log and low > 0:
         room = (high / low) ** pad if high > low * (1 + 1e-9) else 2.0  # logarithms tell nearer ones not apart
         return Scale(low / room, high * room, start, stop, log=True)
     room = pad * (high - low) or (0.0 if high > low else max(abs(low) * 0.1, 0.01))
+    room = max(room, (least - (high - low)) / 2)
     return Scale(low - room, high + room, start, stop)
 
 
@@ -133,32 +145,38 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 def ink(index: int) -> str:
     """The class that gives a method its colour."""
-    return f"ink{index % COLOURS}"
-
-
-def dash(index: int) -> str | None:
-    """The stroke pattern of a method: plain for the first eight."""
-    return (None, "5 3", "1.5 2.5", "8 3 2 3")[index // COLOURS % 4]
+    return f"ink{look(index).colour}"
 
 
 def marker(index: int, x: float, y: float, r: float = 4.0, title: object = None) -> Markup:
     """A method's mark: its shape tells it apart where its colour does not."""
-    a, b, c = r * 1.3, r * 0.9, r * 1.15
-    shapes = (
-        f"M{x - r:.1f} {y:.1f}a{r} {r} 0 1 0 {2 * r} 0a{r} {r} 0 1 0 {-2 * r} 0z",
-        f"M{x - b:.1f} {y - b:.1f}h{2 * b:.1f}v{2 * b:.1f}h{-2 * b:.1f}z",
-        f"M{x:.1f} {y - r * 1.2:.1f}l{c:.1f} {r * 2:.1f}h{-2 * c:.1f}z",
-        f"M{x:.1f} {y - a:.1f}l{a:.1f} {a:.1f}l{-a:.1f} {a:.1f}l{-a:.1f} {-a:.1f}z",
-        f"M{x:.1f} {y + r * 1.2:.1f}l{c:.1f} {-r * 2:.1f}h{-2 * c:.1f}z",
-    )
     inside = (tag("title", title),) if title is not None else ()
-    return tag("path", *inside, d=shapes[index % len(shapes)], class_=f"mark {ink(index)}")
+    return tag("path", *inside, d=_outline(look(index).shape, x, y, r), class_=f"mark {ink(index)}")
+
+
+def _outline(shape: Shape, x: float, y: float, r: float) -> str:
+    a, b, c, t = r * 1.3, r * 0.9, r * 1.15, r * 0.42
+    outlines: dict[Shape, str] = {
+        "circle": f"M{x - r:.1f} {y:.1f}a{r} {r} 0 1 0 {2 * r} 0a{r} {r} 0 1 0 {-2 * r} 0z",
+        "square": f"M{x - b:.1f} {y - b:.1f}h{2 * b:.1f}v{2 * b:.1f}h{-2 * b:.1f}z",
+        "up": f"M{x:.1f} {y - r * 1.2:.1f}l{c:.1f} {r * 2:.1f}h{-2 * c:.1f}z",
+        "diamond": f"M{x:.1f} {y - a:.1f}l{a:.1f} {a:.1f}l{-a:.1f} {a:.1f}l{-a:.1f} {-a:.1f}z",
+        "down": f"M{x:.1f} {y + r * 1.2:.1f}l{c:.1f} {-r * 2:.1f}h{-2 * c:.1f}z",
+        "plus": f"M{x - t:.1f} {y - a:.1f}h{2 * t:.1f}V{y - t:.1f}H{x + a:.1f}v{2 * t:.1f}H{x + t:.1f}V{y + a:.1f}"
+        f"h{-2 * t:.1f}V{y + t:.1f}H{x - a:.1f}v{-2 * t:.1f}H{x - t:.1f}z",
+    }
+    return outlines[shape]
 
 
 def line(points: Sequence[tuple[float, float]], index: int) -> Markup:
     """A method's curve."""
     d = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    return tag("path", d=d, class_=f"curve {ink(index)}", stroke_dasharray=dash(index))
+    return tag(
+        "path",
+        d=d,
+        class_=f"curve {ink(index)}",
+        stroke_dasharray=" ".join(f"{part:g}" for part in look(index).dash) or None,
+    )
 
 
 def band(upper: Sequence[tuple[float, float]], lower: Sequence[tuple[float, float]], index: int) -> Markup:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from fedfuse.report.marks import EXPLAINED, SAME_COST, Mark, marks_of
 from fedfuse.report.scores import COLUMNS, Column, Kind, MeanSd, SummaryRow, summary
+from fedfuse.report.stats import half_width
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Cell", "Grid", "Heading", "SummaryRow", "byte_unit", "grid", "markdown", "rich_table", "summary"]
+__all__ = ["Cell", "Grid", "Heading", "Spread", "SummaryRow", "byte_unit", "grid", "rich_table", "summary"]
+
+Spread: TypeAlias = Literal["sd", "interval"]
 
 TERMINAL = (
     "accuracy",
@@ -35,6 +39,9 @@ TERMINAL = (
 GAP = 2
 """Characters between the terminal's columns."""
 
+STARS: Mapping[Mark, str] = {"best": "★", "tie": "☆", "": ""}
+_STYLES: Mapping[Mark, str] = {"best": "bold", "tie": "", "": ""}
+
 
 @dataclass(frozen=True, slots=True)
 class Heading:
@@ -57,7 +64,7 @@ class Cell:
     sd: str = ""
     of: str = ""
     value: float | None = None
-    best: bool = False
+    mark: Mark = ""
 
     def __str__(self) -> str:
         return " ".join(word for word in (self.mean, self.sd, self.of) if word)
@@ -71,8 +78,13 @@ class Grid:
     lines: tuple[tuple[SummaryRow, tuple[Cell, ...]], ...]
 
 
-def grid(table: Sequence[SummaryRow], keys: Sequence[str] | None = None) -> Grid:
-    """Lay a summary out: columns nobody recorded are dropped, the best of each column is marked.
+def grid(table: Sequence[SummaryRow], keys: Sequence[str] | None = None, spread: Spread = "sd") -> Grid:
+    """Lay a summary out: columns nobody recorded are dropped, the best of each column and its ties are marked.
+
+    Args:
+        table: the summary.
+        keys: the columns, in this order; by default all.
+        spread: what stands behind ±: the standard deviation, or half of the 95 % interval of the mean.
 
     Example:
         >>> rows = [{"method": "wb", "seed": s, "round": 1, "accuracy": 0.7 + 0.2 * s} for s in (0, 1)]
@@ -82,46 +94,57 @@ def grid(table: Sequence[SummaryRow], keys: Sequence[str] | None = None) -> Grid
     known = {column.key: column for column in COLUMNS}
     columns = [known[key] for key in keys] if keys is not None else list(COLUMNS)
     columns = [column for column in columns if any(column.key in row.values for row in table)]
-    layout = [_lay_out_column(column, table) for column in columns]
+    layout = [_lay_out_column(column, _kin(column, columns), table, spread) for column in columns]
     lines = tuple((row, tuple(cells[at] for _, cells in layout)) for at, row in enumerate(table))
     return Grid(tuple(heading for heading, _ in layout), lines)
 
 
-def _lay_out_column(column: Column, table: Sequence[SummaryRow]) -> tuple[Heading, list[Cell]]:
+def _kin(column: Column, columns: Sequence[Column]) -> list[str]:
+    """The columns that share a unit: bytes up and down would mislead in two."""
+    return [other.key for other in columns if other.kind == column.kind]
+
+
+def _lay_out_column(
+    column: Column, kin: Sequence[str], table: Sequence[SummaryRow], spread: Spread
+) -> tuple[Heading, list[Cell]]:
     statistics = [row.values.get(column.key) for row in table]
-    factor, decimals, unit = _scale(column.kind, [value.mean for value in statistics if value])
+    factor, decimals, unit = _scale_with_kin(column, kin, table)
     shown = [None if value is None else round(value.mean / factor, decimals) for value in statistics]
-    best = _best(column, [value for value in shown if value is not None])
-    deviations = [_deviation(value, column.kind, factor, decimals) for value in statistics]
-    width = max(map(len, deviations))
+    marks = marks_of(column, table, decimals=decimals, factor=factor)
+    spreads = [_spread_text(value, column.kind, factor, decimals, spread) for value in statistics]
+    width = max(map(len, spreads))
     cells = [
         Cell("–")
         if value is None or figure is None
         else Cell(
             mean=f"{figure:,.{decimals}f}",
-            sd=("± " + deviation.rjust(width)) if deviation else " " * (width + 2 if width else 0),
+            sd=("± " + text.rjust(width)) if text else " " * (width + 2 if width else 0),
             of=f"({value.n} of {len(row.seeds)} seeds)" if value.n < len(row.seeds) else "",
             value=value.mean,
-            best=figure == best,
+            mark=mark,
         )
-        for row, value, figure, deviation in zip(table, statistics, shown, deviations, strict=True)
+        for row, value, figure, text, mark in zip(table, statistics, shown, spreads, marks, strict=True)
     ]
     return Heading(column, unit), cells
 
 
-def _best(column: Column, shown: Sequence[float]) -> float | None:
-    """The best printed number: ties share the mark, and where all are equal none deserves it."""
-    if not column.better or len(set(shown)) < 2:
-        return None
-    return max(shown) if column.better == "high" else min(shown)
-
-
-def _deviation(value: MeanSd | None, kind: Kind, factor: float, decimals: int) -> str:
-    """The printed deviation; a cost whose deviation prints as zero does without."""
+def _spread_text(value: MeanSd | None, kind: Kind, factor: float, decimals: int, spread: Spread) -> str:
+    """The number behind ±; a cost does without whose spread prints as zero or is what names and headers differ by."""
     if value is None or value.sd is None:
         return ""
-    visible = round(value.sd / factor, decimals) > 0 or kind in ("share", "number")
-    return f"{value.sd / factor:,.{decimals}f}" if visible else ""
+    width = value.sd if spread == "sd" else half_width(value.sd, value.n)
+    noise = SAME_COST * abs(value.mean) if kind in ("bytes", "flops") else 0.0
+    visible = (width > noise and round(width / factor, decimals) > 0) or kind in ("share", "number")
+    return f"{width / factor:,.{decimals}f}" if visible else ""
+
+
+def _scale_with_kin(column: Column, kin: Sequence[str], table: Sequence[SummaryRow]) -> tuple[float, int, str]:
+    """The scale of all columns of a kind, unless this column's numbers would vanish in it."""
+    own = [row.values[column.key].mean for row in table if column.key in row.values]
+    if column.kind not in ("bytes", "flops"):
+        return _scale(column.kind, own)
+    shared = _scale(column.kind, [row.values[key].mean for row in table for key in kin if key in row.values])
+    return shared if max(map(abs, own), default=0.0) >= 0.1 * shared[0] else _scale(column.kind, own)
 
 
 def _scale(kind: Kind, means: Sequence[float]) -> tuple[float, int, str]:
@@ -162,7 +185,7 @@ def flop_unit(largest: float) -> tuple[float, str]:
 
 
 def rich_table(table: Sequence[SummaryRow], title: str | None = None, width: int | None = None) -> Table:
-    """The summary for a terminal, the best of each column bold and starred.
+    """The summary for a terminal, the best of each column bold and starred, its ties with an open star.
 
     With a `width`, the least telling columns are left out until the rest fits.
 
@@ -191,7 +214,7 @@ def rich_table(table: Sequence[SummaryRow], title: str | None = None, width: int
     for at in kept:
         drawn.add_column(Text(_stacked_title(layout.headings[at])), justify="right", no_wrap=True)
     for row, cells in layout.lines:
-        drawn.add_row(Text(row.label), *(Text(_cell_text(cells[at]), "bold" if cells[at].best else "") for at in kept))
+        drawn.add_row(Text(row.label), *(Text(_cell_text(cells[at]), _STYLES[cells[at].mark]) for at in kept))
     return drawn
 
 
@@ -201,7 +224,7 @@ def _stacked_title(heading: Heading) -> str:
 
 
 def _cell_text(cell: Cell) -> str:
-    return f"★ {cell}" if cell.best else str(cell)
+    return f"{STARS[cell.mark]} {cell}" if cell.mark else str(cell)
 
 
 def _fitting_columns(layout: Grid, width: int | None) -> list[int]:
@@ -217,34 +240,9 @@ def _fitting_columns(layout: Grid, width: int | None) -> list[int]:
 
 
 def _seeds_line(table: Sequence[SummaryRow]) -> str | None:
-    """How many seeds the means are over, when there are any to speak of."""
+    """How many seeds the means are over and what the stars say, when there are any to speak of."""
     counts = sorted({len(row.seeds) for row in table})
     if not counts or counts == [1]:
         return None
-    return f"mean ± standard deviation over {'–'.join(str(n) for n in {counts[0]: 0, counts[-1]: 0})} seeds"
-
-
-def markdown(table: Sequence[SummaryRow], keys: Sequence[str] = TERMINAL[:5]) -> str:
-    r"""The summary as a Markdown table, the best of each column bold.
-
-    Example:
-        >>> scores = {"fedavg": 0.7, "wb": 0.8}
-        >>> rows = [{"method": m, "seed": 0, "round": 1, "accuracy": a} for m, a in scores.items()]
-        >>> print(markdown(summary(rows)))
-        | method | accuracy, % |
-        |---|---:|
-        | fedavg | 70.0 |
-        | wb | **80.0** |
-    """
-    layout = grid(table, keys)
-    head = ["method", *(heading.text for heading in layout.headings)]
-    lines = [_markdown_line(head), "|---|" + "---:|" * len(layout.headings)]
-    for row, cells in layout.lines:
-        texts = (" ".join(str(cell).split()) for cell in cells)
-        words = (f"**{text}**" if cell.best else text for text, cell in zip(texts, cells, strict=True))
-        lines.append(_markdown_line([row.label.replace("|", "\\|"), *words]))
-    return "\n".join(lines)
-
-
-def _markdown_line(words: Iterable[str]) -> str:
-    return f"| {' | '.join(words)} |"
+    seeds = "–".join(str(n) for n in {counts[0]: 0, counts[-1]: 0})
+    return f"mean ± standard deviation over {seeds} seeds\n★ best, ☆ {EXPLAINED}"

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedfuse.report.read import Row, number
-from fedfuse.report.scores import MeanSd, SummaryRow, best_first, by_label, last_rows
+from fedfuse.report.scores import MeanSd, SummaryRow, best_first
+from fedfuse.report.stats import LEVEL, paired_difference
 
 
-def verdict(rows: Sequence[Row], table: Sequence[SummaryRow]) -> str:
-    """Which method is best at the last round, by how much, and whether the intervals mean ± sd overlap.
+def verdict(table: Sequence[SummaryRow]) -> str:
+    """Which method is best at the last round, by how much, and whether the seeds tell it from the second.
 
     Example:
         >>> from fedfuse.report.scores import summary
         >>> scores = {"fedavg": 0.7, "wb": 0.8}
         >>> rows = [{"method": m, "seed": 0, "round": 1, "accuracy": a} for m, a in scores.items()]
-        >>> verdict(rows, summary(rows))
+        >>> verdict(summary(rows))
         'wb is best: 80.0 % accuracy, 10.0 points ahead of fedavg (70.0 %). One seed says nothing of chance.'
     """
     scored = [row for row in best_first(table) if "accuracy" in row.values]
@@ -33,7 +33,7 @@ def verdict(rows: Sequence[Row], table: Sequence[SummaryRow]) -> str:
         f"{first.label} is best: {_percent(one)} accuracy{_scope_text(first)}, "
         f"{ahead:.1f} points ahead of {second.label} ({_percent(two)})."
     )
-    return f"{lead} {_overlap_text(rows, first, second)}"
+    return f"{lead} {_difference_text(first, second)}"
 
 
 def cautions(table: Sequence[SummaryRow]) -> list[str]:
@@ -74,24 +74,29 @@ def overall(leaders: Mapping[str, str]) -> str:
     return f"{top} is best in {count} of {len(leaders)} runs" + "".join(f", {who} in {n}" for who, n in rest) + "."
 
 
-def _overlap_text(rows: Sequence[Row], first: SummaryRow, second: SummaryRow) -> str:
-    """Whether mean ± sd overlap, and on how many shared seeds the first is ahead."""
-    one, two = first.values["accuracy"], second.values["accuracy"]
-    if one.sd is None or two.sd is None:
+def _difference_text(first: SummaryRow, second: SummaryRow) -> str:
+    """What the seeds they share say of their difference."""
+    found = paired_difference(*(row.by_seed.get("accuracy", {}) for row in (first, second)))
+    if found is None:
+        return "They share no seed, so the difference is not tested."
+    if found.low is None or found.high is None or found.p is None:
         return "One seed says nothing of chance."
-    if one.mean - two.mean <= one.sd + two.sd:
-        words = "Their intervals (± one standard deviation) overlap, so this may be chance"
-    else:
-        words = "Their intervals (± one standard deviation) do not overlap"
-    ours, theirs = _accuracies(rows, first), _accuracies(rows, second)
-    shared = ours.keys() & theirs.keys()
-    wins = sum(ours[seed] > theirs[seed] for seed in shared)
-    return f"{words}; it is ahead on {wins} of {len(shared)} seeds." if shared else f"{words}."
+    words = "More than chance" if found.p < LEVEL else "This may be chance"
+    ends = f"{100 * found.low:.1f} to {100 * found.high:.1f} points"
+    return (
+        f"{words}: over {found.n} shared seeds the difference is {ends} (95 % interval, {p_text(found.p)} by a paired "
+        f"t-test); it is ahead on {found.ahead} of them."
+    )
 
 
-def _accuracies(rows: Sequence[Row], row: SummaryRow) -> dict[int, float]:
-    last = last_rows(by_label(rows)[row.label])
-    return {line["seed"]: score for line in last if (score := number(line, "accuracy")) is not None}
+def p_text(p: float) -> str:
+    """A p-value as it is printed.
+
+    Example:
+        >>> p_text(0.0432), p_text(1e-9)
+        ('p = 0.043', 'p < 0.001')
+    """
+    return f"p = {p:.2g}" if p >= 0.001 else "p < 0.001"
 
 
 def _percent(value: MeanSd) -> str:

@@ -1,0 +1,124 @@
+"""How long an experiment will take, before anything is trained: a few timed steps of every client's work, scaled up."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from fedfuse.core.messages import Brief
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.rng import seeded
+from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
+from fedfuse.core.settings import LocalSettings
+from fedfuse.core.threads import one_thread
+from fedfuse.engines.pool import count_cores
+from fedfuse.experiment.prepare import PreparedExperiment, Setting
+from fedfuse.experiment.rehearse import some_rows, without_remarks
+from fedfuse.training.round import client_round
+
+_WHO = "estimate"
+_STEPS = 3  # of the longer of two timed rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast clients work by a method, measured on one batch.
+
+    Attributes:
+        step: seconds a step takes.
+        rest: seconds a round takes beside its steps, evidence included.
+        batch: rows in a step.
+    """
+
+    step: float
+    rest: float
+    batch: int
+
+    def round_seconds(self, rows: int, local: LocalSettings, evidence: bool) -> float:
+        """Seconds a client's round takes; evidence looks at every row, so it grows with them.
+
+        Example:
+            >>> Pace(step=0.5, rest=1.0, batch=10).round_seconds(40, LocalSettings(epochs=2, batch_size=10), False)
+            5.0
+        """
+        steps = local.epochs * math.ceil(rows / local.batch_size)
+        steps = min(steps, local.max_steps) if local.max_steps else steps
+        return steps * self.step + self.rest * (max(1.0, rows / self.batch) if evidence else 1.0)
+
+
+def estimate_seconds(
+    prepared: PreparedExperiment, workers: int | None = 1, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
+    """Seconds each method will take over all rounds and seeds, by label.
+
+    Clients' rounds are timed on one batch, with the method's own objective and evidence, and scaled by rows, epochs
+    and rounds; long server steps by the examples they say they will pass through a network; scores by test rows.
+    Where there is one round, clients that work alike for several methods are counted once, for they are remembered.
+    Whatever else a method does is left out, so take it for an order of magnitude.
+
+    Args:
+        prepared: the experiment.
+        workers: processes that train at a time; None for one per core.
+        clock: tells the time, in seconds.
+    """
+    experiment, at_a_time = prepared.experiment, max(1, count_cores() if workers is None else workers)
+    setting = prepared.setting(experiment.seeds[0])
+    paces: dict[str, Pace] = {}
+    counted: set[str] = set()
+    found: dict[str, float] = {}
+    for label, recipe in prepared.recipes.items():
+        work = recipe.work(prepared.local)
+        key = work.key or label
+        if key not in paces:
+            paces[key] = _measure(recipe, prepared, setting, clock)
+        trained = key in counted and experiment.rounds == 1
+        counted.add(key)
+        each = (0.0 if trained else _training(paces[key], recipe, prepared, setting) / at_a_time) + _serving(
+            paces[key], recipe, prepared, setting
+        )
+        found[label] = each * experiment.rounds * len(experiment.seeds)
+    return found
+
+
+def _training(pace: Pace, recipe: Recipe, prepared: PreparedExperiment, setting: Setting) -> float:
+    """Seconds of one round's clients, one after another."""
+    sizes: Mapping[str, int] = setting.population.sizes()
+    asked = min(setting.plan.per_round or len(sizes), len(sizes)) / max(1, len(sizes))
+    return asked * sum(pace.round_seconds(n, prepared.local, bool(recipe.evidence)) for n in sizes.values())
+
+
+def _serving(pace: Pace, recipe: Recipe, prepared: PreparedExperiment, setting: Setting) -> float:
+    """Seconds of the server's in a round: its long steps, and the scores, which are a third of a step per row."""
+    clients = min(setting.plan.per_round or setting.bench.population, setting.bench.population)
+    passes = sum(part.passes(clients, setting.bench) for part in (recipe.aggregate, *recipe.steps))
+    return (passes + len(prepared.dataset.test) / 3) * pace.step / pace.batch
+
+
+def _measure(recipe: Recipe, prepared: PreparedExperiment, setting: Setting, clock: Callable[[], float]) -> Pace:
+    """Time two rounds of one client on one batch; their difference is the steps'."""
+    batch = min(prepared.local.batch_size, max(setting.population.sizes().values(), default=1))
+    rows = _some_batch(prepared, batch)
+    brief = recipe.prepare_models(setting.start, setting.bench).brief(recipe.publishes, setting.bench.classes)
+    # the first is not counted: it loads compiled code and fills caches, once for all rounds
+    _, short, long = (_seconds(recipe, brief, rows, prepared.local, epochs, clock) for epochs in (1, 1, _STEPS))
+    step = max(long - short, 0.0) / (_STEPS - 1)
+    return Pace(step or short, max(short - step, 0.0), len(rows))
+
+
+def _some_batch(prepared: PreparedExperiment, batch: int) -> Rows:
+    rows = some_rows(prepared.dataset, prepared.inputs)
+    return rows.take([i % len(rows) for i in range(batch)])
+
+
+def _seconds(
+    recipe: Recipe, brief: Brief, rows: Rows, local: LocalSettings, epochs: int, clock: Callable[[], float]
+) -> float:
+    settings = local.model_copy(update={"epochs": epochs, "max_steps": None, "drop_last": False})
+    work: Work = recipe.work(settings)
+    with one_thread(), without_remarks(), seeded(0, _WHO):
+        begin = clock()
+        client_round(work, brief.to(_WHO), _WHO, rows)
+        return clock() - begin

@@ -1,0 +1,364 @@
+"""Figures for papers, as PDF, SVG or PNG: one column wide, told apart without colour, fonts embedded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedfuse.errors import ConfigError
+from fedfuse.report.costs import spent_paths
+from fedfuse.report.looks import COLOURS, look
+from fedfuse.report.plots import SHARES, Groups, by_round, by_value, class_names, pooled_bins
+from fedfuse.report.read import Run, finite, items, number, part
+from fedfuse.report.scores import COLUMNS, MeanSd, by_label, last_rows, mean_sd, summary
+from fedfuse.report.svg import legible, short, wide
+from fedfuse.report.sweeps import run_titles, swept_key
+from fedfuse.report.tables import byte_unit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MARKERS = {"circle": "o", "square": "s", "up": "^", "diamond": "D", "down": "v", "plus": "P"}
+ENDINGS = (".pdf", ".svg", ".png")
+STYLE = {
+    "font.size": 8,
+    "axes.labelsize": 8,
+    "axes.titlesize": 8,
+    "legend.fontsize": 7,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.5,
+    "lines.linewidth": 1.3,
+    "pdf.fonttype": 42,  # as text and not as curves: publishers ask for it
+    "svg.fonttype": "none",
+    "svg.hashsalt": "fedfuse",  # the same ledger, the same bytes
+    "savefig.dpi": 300,
+    "text.parse_math": False,  # a label is text, whatever it says
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """What to draw of which runs.
+
+    Attributes:
+        runs: what they left.
+        score: the key of the score on the axis.
+        rows: labels to draw, all by default.
+        width: inches; 3.35 is a column of most conferences.
+        seed: whose partition.
+    """
+
+    runs: Sequence[Run]
+    score: str = "accuracy"
+    rows: tuple[str, ...] = ()
+    width: float = 3.35
+    seed: int | None = None
+
+    @property
+    def run(self) -> Run:
+        """The one run, for what shows one.
+
+        Raises:
+            ConfigError: if there are several.
+        """
+        if len(self.runs) > 1:
+            raise ConfigError(f"this kind shows one run and {len(self.runs)} were given; choose one of them")
+        return self.runs[0]
+
+    @property
+    def groups(self) -> Groups:
+        """The one run's rows by label."""
+        return {label: rows for label, rows in by_label(self.run.rows).items() if self.shows(label)}
+
+    @property
+    def indices(self) -> dict[str, int]:
+        """Each label's look, the same whichever rows are chosen."""
+        return {label: at for at, label in enumerate(dict.fromkeys(r["label"] for run in self.runs for r in run.rows))}
+
+    @property
+    def axis(self) -> str:
+        """The score's name with its unit."""
+        title = next((column.title for column in COLUMNS if column.key == self.score), self.score.replace("_", " "))
+        return f"{title} (%)" if self.factor == 100 else title
+
+    @property
+    def factor(self) -> float:
+        """100 for shares, which are drawn in per cent."""
+        kinds = {column.key: column.kind for column in COLUMNS}
+        return 100.0 if kinds.get(self.score) == "share" or self.score in SHARES else 1.0
+
+    def shows(self, label: str) -> bool:
+        """Whether a method is wanted."""
+        return not self.rows or label in self.rows
+
+
+def save_figure(kind: str, plot: Plot, out: Path) -> Path:
+    """Draw a kind of figure into a file, whose ending says its format.
+
+    Raises:
+        ConfigError: if there is no such kind or format, or nothing to draw.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"--kind is {kind!r}, expected one of {', '.join(KINDS)}")
+    with paper_style() as figure:
+        KINDS[kind](figure, plot)
+        return save_to(figure, out)
+
+
+@contextmanager
+def paper_style() -> Iterator[Figure]:
+    """An empty figure in the style of all."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+        yield Figure(layout="constrained")
+
+
+def save_to(figure: Figure, out: Path) -> Path:
+    """Write a figure, the same bytes for the same figure."""
+    if out.suffix not in ENDINGS:
+        raise ConfigError(f"{out} ends with {out.suffix or 'nothing'!r}, expected one of {', '.join(ENDINGS)}")
+    dates: dict[str, dict[str, Any]] = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}, ".png": {}}
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, metadata=dates[out.suffix])
+    except OSError as why:
+        raise ConfigError(f"{out} cannot be written ({why.strerror}), expected a place for the figure") from why
+    return out
+
+
+def _look(index: int) -> dict[str, Any]:
+    """How matplotlib draws a method's curve."""
+    found = look(index)
+    dash = (0, tuple(length / 2 for length in found.dash)) if found.dash else "-"
+    return {"color": COLOURS[found.colour], "linestyle": dash, "marker": MARKERS[found.shape], "markersize": 3.6}
+
+
+def _axes(figure: Figure, plot: Plot, labels: Sequence[str], ratio: float = 0.68) -> Axes:
+    """One pair of axes with room for the legend below them."""
+    columns = _legend_columns(labels, plot.width)
+    lines = math.ceil(len(labels) / columns)
+    figure.set_size_inches(plot.width, plot.width * ratio + 0.14 * lines + 0.1)
+    return figure.subplots()
+
+
+def _legend_columns(labels: Sequence[str], width: float) -> int:
+    longest = max(len(short(label, 28)) for label in labels)
+    return max(1, min(len(labels), int(width / (0.055 * longest + 0.42))))
+
+
+def _legend(figure: Figure, axes: Axes, plot: Plot) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    columns = _legend_columns(labels, plot.width)
+    figure.legend(
+        handles,
+        [short(legible(label), 28) for label in labels],
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        handlelength=2.6,
+        columnspacing=1.0,
+        labelspacing=0.25,
+    )
+
+
+def _need(found: Mapping[str, Any], words: str) -> None:
+    if not found:
+        raise ConfigError(f"there is nothing to draw: {words}")
+
+
+def _draw_bands(axes: Axes, curves: Mapping[str, Mapping[float, MeanSd]], plot: Plot, every: int = 1) -> None:
+    for label, curve in curves.items():
+        at = np.array(list(curve))
+        mean = plot.factor * np.array([value.mean for value in curve.values()])
+        sd = plot.factor * np.array([value.sd or 0.0 for value in curve.values()])
+        style = _look(plot.indices[label])
+        axes.plot(at, mean, label=label, markevery=every, **style)
+        axes.fill_between(at, mean - sd, mean + sd, color=style["color"], alpha=0.13, linewidth=0)
+    _widen(axes, plot.factor)
+
+
+def _widen(axes: Axes, factor: float) -> None:
+    """An axis of shares spans four points at least, and stays within 0 and 100 %."""
+    low, high = axes.get_ylim()
+    if factor != 100:
+        return
+    room = max(0.0, 4.0 - (high - low)) / 2
+    axes.set_ylim(max(0.0, low - room) if low >= -5 else low, min(100.0, high + room) if high <= 110 else high)
+
+
+def draw_curve(figure: Figure, plot: Plot) -> None:
+    """A score against the round: mean over seeds, and one standard deviation."""
+    curves = {label: curve for label, rows in plot.groups.items() if (curve := by_round(rows, plot.score))}
+    curves = {label: curve for label, curve in curves.items() if len(curve) > 1}
+    _need(curves, f"no method of this run has {plot.score} in two rounds; --kind sweep or heat shows one round")
+    from matplotlib.ticker import MaxNLocator
+
+    axes = _axes(figure, plot, list(curves))
+    rounds = max(len(curve) for curve in curves.values())
+    _draw_bands(axes, curves, plot, every=max(1, rounds // 8))
+    axes.set(xlabel="round", ylabel=plot.axis)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend(figure, axes, plot)
+
+
+def draw_sweep(figure: Figure, plot: Plot) -> None:
+    """A score of the last round against the one key with numbers that the runs differ in."""
+    swept = swept_key(plot.runs)
+    if swept is None:
+        raise ConfigError("these runs do not differ in one key with numbers alone, expected those of a sweep over one")
+    curves = {label: c for label, c in by_value(plot.runs, swept, plot.score).items() if plot.shows(label)}
+    _need(curves, f"no run has {plot.score}")
+    axes = _axes(figure, plot, list(curves))
+    if min(swept.values) > 0 and wide(swept.values):
+        axes.set_xscale("log")
+    _draw_bands(axes, curves, plot)
+    axes.set(xlabel=swept.title, ylabel=plot.axis)
+    _legend(figure, axes, plot)
+
+
+def draw_bytes(figure: Figure, plot: Plot) -> None:
+    """Accuracy against the bytes sent so far, both ways, round after round."""
+    paths = {label: path for label, path in spent_paths(plot.groups, ("bytes_up", "bytes_down")).items() if path[-1][0]}
+    _need(paths, "no method of this run has accuracy and bytes")
+    spent = [at for path in paths.values() for at, _ in path]
+    size, unit = byte_unit(max(spent))
+    axes = _axes(figure, plot, list(paths))
+    for label, path in paths.items():
+        style = _look(plot.indices[label])
+        x, y = [at / size for at, _ in path], [100 * value.mean for _, value in path]
+        axes.plot(x, y, label=label, markevery=[len(x) - 1], **style)
+        axes.errorbar(x[-1], y[-1], 100 * (path[-1][1].sd or 0.0), color=style["color"], linewidth=0.8, capsize=2)
+    if wide(spent):
+        axes.set_xscale("log")
+    axes.set(xlabel=f"sent up and down ({unit})", ylabel="accuracy (%)")
+    _legend(figure, axes, plot)
+
+
+def draw_reliability(figure: Figure, plot: Plot) -> None:
+    """How often each model is right when it says so, one square per method."""
+    found = {label: bins for label, rows in plot.groups.items() if (bins := pooled_bins(last_rows(rows)))}
+    _need(found, "this run recorded no reliability")
+    across = min(len(found), max(1, round(plot.width / 1.15)))
+    down = math.ceil(len(found) / across)
+    figure.set_size_inches(plot.width, plot.width / across * down + 0.25 * down)
+    grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    for axes, (label, bins) in zip(grid.flat, found.items(), strict=False):
+        said, right, _ = (np.array(column) for column in zip(*bins, strict=True))
+        colour = COLOURS[look(plot.indices[label]).colour]
+        axes.bar(said, right, 0.06, color=colour, alpha=0.85, linewidth=0)
+        axes.bar(said, said - right, 0.06, bottom=right, color=colour, alpha=0.22, linewidth=0)
+        axes.plot([0, 1], [0, 1], color="#333333", linewidth=0.7, linestyle=(0, (4, 3)))
+        ece = mean_sd(number(row, "ece") for row in last_rows(plot.groups[label]))
+        words = "" if ece is None else f"\nECE {100 * ece.mean:.1f} %"
+        axes.set_title(short(legible(label), 18) + words, fontsize=7)
+        axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
+    for axes in grid.flat[len(found) :]:
+        axes.set_axis_off()
+    figure.supxlabel("confidence", fontsize=8)
+    figure.supylabel("accuracy", fontsize=8)
+
+
+def draw_partition(figure: Figure, plot: Plot) -> None:
+    """Rows of each class at each client: the area of a disc is the number of rows."""
+    seeds = part(plot.run.partition, "seeds")
+    chosen = str(plot.seed) if plot.seed is not None else next(iter(seeds), "")
+    if chosen not in seeds:
+        has = ", ".join(seeds) or "none"
+        raise ConfigError(f"{plot.run.name} has no partition of seed {chosen or 'any'}; it has those of {has}")
+    clients = part(part(seeds, chosen), "clients")
+    counts = np.array([[finite(n) or 0.0 for n in items(clients, name)] for name in clients])
+    classes = class_names([str(name) for name in items(plot.run.partition, "classes")], counts.shape[1])
+    _need(clients, "this run recorded no partition")
+    step = plot.width * 0.8 / max(len(clients), len(classes) * 1.2)
+    figure.set_size_inches(plot.width, min(9.0, max(1.6, step * len(classes) + 0.7)))
+    axes = figure.subplots()
+    x, y = np.meshgrid(np.arange(len(clients)), np.arange(len(classes)), indexing="ij")
+    side = 72 * step * 0.95  # points
+    axes.scatter(x, y, s=(side**2) * counts / counts.max(), color=COLOURS[0], linewidth=0, clip_on=False)
+    names = [short(legible(name), 12) for name in clients]
+    shown = range(len(names)) if len(names) <= 15 else range(0, len(names), math.ceil(len(names) / 10))
+    axes.set_xticks(list(shown), [names[at] for at in shown], **_tick_style(names))
+    axes.set_yticks(range(len(classes)), [short(legible(name), 14) for name in classes])
+    axes.set(xlim=(-0.6, len(clients) - 0.4), ylim=(len(classes) - 0.4, -0.6), xlabel="client", ylabel="class")
+
+
+def draw_heat(figure: Figure, plot: Plot) -> None:
+    """Of one run the accuracy of each method on each class; of several each method's score in each run."""
+    if len(plot.runs) == 1:
+        found = {label: _class_accuracy(rows) for label, rows in plot.groups.items()}
+        found = {label: row for label, row in found.items() if row}
+        _need(found, "this run recorded no accuracy per class")
+        width = max(map(len, found.values()))
+        columns = class_names([str(name) for name in items(plot.run.partition, "classes")], width)
+        values = 100 * np.array([row + [math.nan] * (width - len(row)) for row in found.values()])
+        words = "accuracy (%)"
+    else:
+        columns, words = run_titles(plot.runs), plot.axis
+        tables = [{row.label: row.values for row in summary(run.rows)} for run in plot.runs]
+        found = {label: [_mean_in(t, label, plot.score) for t in tables] for label in plot.indices if plot.shows(label)}
+        _need({key: row for key, row in found.items() if not all(map(math.isnan, row))}, f"no run has {plot.score}")
+        values = plot.factor * np.array(list(found.values()))
+    _draw_cells(figure, plot, list(found), columns, values, words)
+
+
+def _mean_in(table: Mapping[str, Mapping[str, MeanSd]], label: str, score: str) -> float:
+    value = table.get(label, {}).get(score)
+    return math.nan if value is None else value.mean
+
+
+def _class_accuracy(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Mean over seeds for each class."""
+    lists = [items(row, "per_class") for row in last_rows(rows)]
+    size = max(map(len, lists), default=0)
+    means = [mean_sd(finite(scores[at]) for scores in lists if at < len(scores)) for at in range(size)]
+    return [math.nan if value is None else value.mean for value in means]
+
+
+def _draw_cells(
+    figure: Figure, plot: Plot, rows: Sequence[str], columns: Sequence[str], values: np.ndarray, words: str
+) -> None:
+    figure.set_size_inches(plot.width, min(9.0, 0.2 * len(rows) + 0.95))
+    axes = figure.subplots()
+    image = axes.imshow(values, cmap="cividis", aspect="auto")
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    size = min(7.0, 72 * plot.width * 0.62 / len(columns) / 2.6)
+    for (i, j), value in np.ndenumerate(values):
+        if size >= 4 and not math.isnan(value):
+            bright = (value - low) / ((high - low) or 1.0) > 0.55
+            text = f"{value:.0f}" if high > 10 else f"{value:.2f}"
+            axes.text(j, i, text, ha="center", va="center", fontsize=size, color="black" if bright else "white")
+    axes.set_xticks(range(len(columns)), [short(legible(name), 16) for name in columns], **_tick_style(columns))
+    axes.set_yticks(range(len(rows)), [short(legible(name), 24) for name in rows])
+    axes.grid(visible=False)
+    figure.colorbar(image, ax=axes, label=words, pad=0.02)
+
+
+def _tick_style(names: Sequence[str]) -> dict[str, Any]:
+    """How names stand below an axis: those that are longer than numbers lean."""
+    return {"rotation": 35, "ha": "right"} if max(map(len, names)) > 3 else {}
+
+
+KINDS: Mapping[str, Callable[[Figure, Plot], None]] = {
+    "curve": draw_curve,
+    "sweep": draw_sweep,
+    "bytes": draw_bytes,
+    "reliability": draw_reliability,
+    "partition": draw_partition,
+    "heat": draw_heat,
+}

@@ -1,0 +1,73 @@
+"""How long a run will take: by a clock of the test's own, and by the work that long steps say they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fedfuse.core.rows import Rows
+from fedfuse.core.settings import LocalSettings
+from fedfuse.core.state import Bench
+from fedfuse.experiment import estimate
+from fedfuse.experiment.config import Experiment
+from fedfuse.experiment.estimate import Pace, estimate_seconds
+from fedfuse.experiment.prepare import prepare
+from fedfuse.server.steps.distill import Distill
+from fedfuse.server.steps.distillation_inputs import ServerInputs
+from fedfuse.server.steps.synthesize import Generate, Impressions
+
+Tiny = Callable[..., Experiment]
+
+
+@pytest.fixture
+def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step takes a second, every round another, whatever this machine does."""
+    monkeypatch.setattr(estimate, "_seconds", lambda recipe, brief, rows, local, epochs, clock: 1.0 + epochs)
+
+
+@pytest.mark.usefixtures("_steady")
+def test_training_is_scaled_by_rows_epochs_rounds_and_seeds(tiny: Tiny) -> None:
+    local = {"batch_size": 10, "epochs": 3}
+    data = {"clients": 3, "train_limit": 90, "test_limit": 30}
+    prepared = prepare(tiny("fedavg", rounds=2, seeds=[0, 1], local=local, data=data))
+    sizes = prepared.setting(0).population.sizes().values()
+    training = sum(3 * -(-n // 10) * 1.0 + 1.0 for n in sizes)
+    assert estimate_seconds(prepared) == {"fedavg": pytest.approx(4 * (training + 30 / 3 / 10))}
+    assert estimate_seconds(prepared, workers=2)["fedavg"] == pytest.approx(4 * (training / 2 + 1))
+
+
+@pytest.mark.usefixtures("_steady")
+def test_one_training_serves_every_rule_of_one_round(tiny: Tiny) -> None:
+    once = estimate_seconds(prepare(tiny("fedavg", "fednova", rounds=1)))
+    assert once["fednova"] < once["fedavg"]
+    twice = estimate_seconds(prepare(tiny("fedavg", "fednova", rounds=2)))
+    assert twice["fednova"] == twice["fedavg"]
+
+
+@pytest.mark.usefixtures("_steady")
+def test_a_long_step_of_the_server_dominates(tiny: Tiny) -> None:
+    found = estimate_seconds(prepare(tiny("fedavg", "dense", rounds=1)))
+    assert found["dense"] > 100 * found["fedavg"]
+
+
+def test_a_real_step_is_timed(tiny: Tiny) -> None:
+    found = estimate_seconds(prepare(tiny("fedavg", "fedlpa")))
+    assert all(0 < seconds < 600 for seconds in found.values())
+
+
+def test_few_steps_may_be_asked_for() -> None:
+    pace = Pace(step=1.0, rest=2.0, batch=10)
+    assert pace.round_seconds(100, LocalSettings(epochs=5, batch_size=10, max_steps=7), evidence=False) == 9.0
+    assert pace.round_seconds(100, LocalSettings(epochs=1, batch_size=10), evidence=True) == 10 + 2 * 10
+
+
+def test_long_steps_say_what_they_do() -> None:
+    rows = Rows(torch.zeros(20, 4), torch.arange(20) % 2)
+    bench = Bench(rows=rows, population=5, classes=2)
+    assert Distill(ServerInputs(), epochs=3).passes(5, bench) == 60
+    assert Distill(Impressions(count=100, steps=7), epochs=3).passes(5, bench) == 700 + 300
+    assert Distill(Impressions(count=100, steps=7, of="teacher"), epochs=3).passes(5, bench) == 5 * 700 + 300
+    made = Distill(Generate(batch=8, steps=2), epochs=4).passes(5, bench)
+    assert made == 4 * 2 * 8 * 6 + 8 * (1 + 2 + 3 + 4)

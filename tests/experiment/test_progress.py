@@ -1,0 +1,109 @@
+"""Progress as a log, a notebook and a terminal show it, by a clock of the test's own."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from fedfuse.experiment.progress import Bars, Text, in_notebook, lines, show_progress
+
+
+class Clock:
+    """A clock that goes when it is told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def told(clock: Clock, **options: object) -> tuple[Text, list[str]]:
+    shown: list[str] = []
+    return Text(4, "study", shown.append, clock=clock, **options), shown  # type: ignore[arg-type]
+
+
+def test_a_line_now_and_then_with_what_is_left(clock: Clock) -> None:
+    text, shown = told(clock)
+    text.run_started("study", Path("runs/study"), {})
+    text.method_started("fedavg", 0, 0, 2, 5)
+    for clock.now in (3.0, 6.0, 9.0):  # type: ignore[assignment]
+        text.client_done("a", 3.0, remembered=False)
+    clock.now = 30.0
+    text.round_done("fedavg", 0, 1, {"accuracy": 0.5})
+    clock.now = 35.0
+    text.client_done("a", 3.0, remembered=False)
+    clock.now = 45.0
+    text.client_done("b", 3.0, remembered=False)
+    clock.now = 60.0
+    text.server_progress("distilling, epoch", 3, 200)
+    assert shown == [
+        "study: 4 runs of a method on a seed, into runs/study",
+        "study: run 1 of 4, fedavg, seed 0, round 1 of 2, accuracy 50.00%, about 4 min left",
+        "study: run 1 of 4, fedavg, seed 0, round 2 of 2, client 2 of 5, accuracy 50.00%, about 5 min left",
+        "study: run 1 of 4, fedavg, seed 0, round 2 of 2, distilling, epoch 3 of 200, accuracy 50.00%, "
+        "about 7 min left",
+    ]
+
+
+def test_what_was_done_before_does_not_make_the_rest_look_quick(clock: Clock) -> None:
+    text, shown = told(clock)
+    text.method_started("fedavg", 0, 2, 2, 5)  # both rounds were done before
+    text.method_started("fedavg", 1, 0, 2, 5)
+    clock.now = 60.0
+    text.round_done("fedavg", 1, 1, {})
+    assert shown[-1].endswith("round 1 of 2, about 5 min left")  # a minute for each of the five rounds to come
+
+
+def test_every_round_and_nothing_else(clock: Clock) -> None:
+    text, shown = told(clock, seconds=0.0, rounds_only=True)
+    text.method_started("fedavg", 0, 0, 1, 2)
+    text.client_done("a", 1.0, remembered=False)
+    text.server_progress("distilling, epoch", 1, 2)
+    text.round_done("fedavg", 0, 1, {"accuracy": 0.25})
+    assert [line.partition(", about")[0] for line in shown] == [
+        "study: run 1 of 4, fedavg, seed 0, round 1 of 1, accuracy 25.00%"
+    ]
+
+
+def test_lines_go_to_the_stream_they_are_given() -> None:
+    stream = io.StringIO()
+    lines(1, "study", stream).run_started("study", Path("here"), {})
+    assert stream.getvalue() == "study: one run of a method on a seed, into here\n"
+
+
+def test_a_notebook_gets_one_line_that_changes_and_no_widget(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel = type("ZMQInteractiveShell", (), {})()
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: kernel))  # type: ignore[arg-type]
+    assert in_notebook()
+    monkeypatch.setattr("fedfuse.experiment.progress._BAR_SECONDS", 0.0)
+    with show_progress(2, "study") as watch:
+        watch.method_started("fedavg", 0, 0, 2, 1)
+        watch.round_done("fedavg", 0, 1, {"accuracy": 0.5})
+        watch.round_done("fedavg", 0, 2, {"accuracy": 0.75})
+    drawn = capsys.readouterr().out
+    assert drawn.count("\n") == 1
+    assert drawn.split("\r")[-1].startswith("█" * 12 + "░" * 12 + " study: run 1 of 2, fedavg, seed 0, round 2 of 2")
+
+
+def test_a_terminal_shows_the_servers_step_while_it_lasts() -> None:
+    screen = io.StringIO()
+    with show_progress(1, "study", Console(file=screen, force_terminal=True, width=120)) as bars:
+        assert isinstance(bars, Bars)
+        bars.method_started("dense", 0, 0, 1, 2)
+        bars.server_progress("distilling, epoch", 3, 200)
+        bars._progress.refresh()
+        assert "3/200" in screen.getvalue()
+        bars.server_progress("distilling, epoch", 200, 200)
+    assert not in_notebook()
