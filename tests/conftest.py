@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from fedfuse.core import registry
 from fedfuse.core.folders import cache_folder
 
 torch.set_num_threads(1)
@@ -32,6 +34,14 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
         connect(self, address)  # type: ignore[arg-type]
 
     monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture(autouse=True)
+def _registry() -> Iterator[None]:
+    """Methods of a test's own are gone with it."""
+    yield
+    for name in [n for n, m in registry._METHODS.items() if not m.make.__module__.startswith("fedfuse.")]:
+        del registry._METHODS[name]
 
 
 @pytest.fixture

@@ -101,7 +101,8 @@ def test_a_fused_file_opens_with_plain_safetensors_in_the_users_own_model(tmp_pa
 def test_an_update_says_what_it_reveals_and_gives_its_weights(files: list[Path]) -> None:
     header = read(files[0]).header
     assert header["reveals"] == [
-        "second moments of every layer's inputs and gradients, averaged over the client's rows"
+        "second moments of every layer's inputs and gradients, and the mean input of every layer with a bias, averaged "
+        "over the client's rows; the last layer's tell which classes it has, an embedding's how often each token occurs"
     ]
     assert (header["client"], header["method"], header["classes"]) == ("site-0", "fedlpa", 3)
     assert update(0, "fedavg").reveals == ()
@@ -259,7 +260,7 @@ FAULTS = {
     no_layer: ("head.weight", "missing"),
     other_network: ("head.weight", "5×48 float32"),
     other_spec: ("spec", "resnet18"),
-    other_start: ("start", "0123456789abcdef"),
+    other_start: ("start", "another one than most began with"),
     odd_round: ("round", "deep"),
     infinite_weight: ("head.weight", "not finite"),
     escape_code: ("'\\x1b[31mred'", "1 float32"),
@@ -308,10 +309,13 @@ def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> No
 
 
 def test_a_guard_can_stand_before_any_method(files: list[Path]) -> None:
-    tampered(files[0], lambda tensors, _: tensors["head.weight"].mul_(50.0))
     paths = [*files, *files[1:]]
+    tampered(files[0], lambda tensors, _: tensors["head.weight"].mul_(1.5))
     fused = fedfuse.fuse(paths, "fedlpa", model=net(), guard="krum", start=net(0).state_dict())
     assert fused.facts["guard_dropped"] == ["site-0"]
+    tampered(files[0], lambda tensors, _: tensors["head.weight"].mul_(1e6))
+    fused = fedfuse.fuse(paths, "fedlpa", model=net(), guard="krum", start=net(0).state_dict())
+    assert [r["client"] for r in fused.refused] == ["site-0"], "so long a move is not even let in"
 
 
 def test_a_mixture_answers_saves_and_has_no_single_weights(tmp_path: Path) -> None:

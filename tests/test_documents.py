@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +18,16 @@ from torch import Tensor, nn
 
 import fedfuse
 from fedfuse import cli
+from fedfuse.core.catalogue import FAMILIES
+from fedfuse.core.registry import all_methods
 from fedfuse.data import load
-from fedfuse.extend import ALL_LAWS, forget_method
+from fedfuse.extend import ALL_LAWS, Mean, Recipe, forget_method, method
+from fedfuse.server.align.alignment import ALIGNMENTS
+from fedfuse.server.robust import GUARDS
 from fedfuse.testing import check_method
+
+sys.path.insert(0, str(Path(__file__).parent))
+from marks import between, write_between
 
 ROOT = Path(__file__).resolve().parents[1]
 Typed = Callable[[str], int]
@@ -74,7 +82,8 @@ def test_readmes_three_sites_exchange_one_file_each(typed: Typed, tmp_path: Path
     lines = list(commands(journey))
     update = next(line for line in lines if " update " in line)
     others = [update.replace("patients-a", f"patients-{s}").replace("a.safetensors", f"{s}.safetensors") for s in "bc"]
-    for line in (update, *others, *lines[1:]):
+    at = lines.index(update)
+    for line in (*lines[: at + 1], *others, *lines[at + 1 :]):
         assert typed(line) == 0, line
     assert (tmp_path / "global.safetensors").is_file()
 
@@ -155,6 +164,68 @@ def test_the_quick_starts_mistake_is_explained(
     assert said in capsys.readouterr().err
 
 
+def run_document(name: str, typed: Typed, folder: Path, known: dict[str, object]) -> None:
+    """Do what a document says, from top to bottom: its experiment, its commands, its programs."""
+    for language, text in blocks(name):
+        if language == "toml":
+            (folder / "study.toml").write_text(text)
+        elif language == "python":
+            exec(compile(text, name, "exec"), known)
+        else:
+            for line in commands(text):
+                assert typed(line) == 0, line
+
+
+def table_words(table: str) -> list[str]:
+    """A Markdown table's headings and the names of its rows."""
+    head, _, *rows = table.splitlines()
+    return [head, *(row.split("|")[1].strip() for row in rows)]
+
+
+def table_means(table: str) -> list[float]:
+    """A Markdown table's numbers without what stands behind ±."""
+    return [float(n) for row in table.splitlines()[2:] for n in re.findall(r"\| \**(\d[\d.]*)", row)]
+
+
+@pytest.mark.slow
+def test_the_tutorial_that_compares_methods(typed: Typed, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_document("docs/tutorials/compare.md", typed, tmp_path, {})
+    capsys.readouterr()
+    assert typed("fedfuse table runs/study --columns accuracy,nll,ece,bytes_up") == 0
+    told, text = capsys.readouterr().out.strip(), (ROOT / "docs/tutorials/compare.md").read_text(encoding="utf-8")
+    written = text[text.index("| method |") :].partition("\n\n")[0]
+    assert table_words(written) == table_words(told)
+    assert table_means(written) == pytest.approx(
+        table_means(told), rel=0.05, abs=3.0
+    )  # other processors round otherwise
+    assert (tmp_path / "table.tex").read_text().count(r"\\") == 5
+    assert (tmp_path / "sweep.pdf").read_bytes().startswith(b"%PDF")
+
+
+@pytest.mark.slow
+def test_the_tutorial_of_three_sites(typed: Typed, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known: dict[str, object] = {}
+    run_document("docs/tutorials/three-sites.md", typed, tmp_path, known)
+    told = dict(re.findall(r"^(fedavg|fedlpa) (\d+)%$", capsys.readouterr().out, re.MULTILINE))
+    text = " ".join((ROOT / "docs/tutorials/three-sites.md").read_text(encoding="utf-8").split())
+    found = re.search(r"FedLPA knows (\d+) % of the test digits, the plain mean of the weights (\d+) %", text)
+    assert found is not None
+    assert [int(n) for n in found.groups()] == pytest.approx([int(told["fedlpa"]), int(told["fedavg"])], abs=3)
+
+
+@pytest.mark.flower
+def test_the_tutorial_of_a_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of their own, for Flower's engine leaves some behind in ours."""
+    monkeypatch.chdir(tmp_path)
+
+    def typed(line: str) -> int:
+        command = [sys.executable, "-m", "fedfuse", *shlex.split(line)[1:]]
+        return subprocess.run(command, capture_output=True, timeout=200, check=False).returncode
+
+    run_document("docs/tutorials/federation.md", typed, tmp_path, {})
+    assert (tmp_path / "app" / "pyproject.toml").is_file()
+
+
 def test_a_method_is_added_as_the_document_says(monkeypatch: pytest.MonkeyPatch) -> None:
     known: dict[str, object] = {"__name__": "my_package"}
     try:
@@ -168,8 +239,51 @@ def test_a_method_is_added_as_the_document_says(monkeypatch: pytest.MonkeyPatch)
             forget_method(name)
 
 
-def test_readmes_table_names_every_method_and_no_other() -> None:
-    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Methods")[2].partition("\n## ")[0]
-    rows = [line for line in table.splitlines() if line.startswith("|")]
-    named = {word for row in rows for word in re.findall(r"`(\w+)`", row.split("|")[2])}
-    assert named == set(fedfuse.list_methods())
+def methods_table() -> str:
+    """README's table of methods: one row per family, and what any method can be put behind."""
+    every = all_methods().values()
+    rows = {words: [m.name for m in every if m.family == family] for family, words in FAMILIES.items()}
+    cells = {words: " ".join(f"`{name}`" for name in names) for words, names in rows.items() if names}
+    ways, guards = (" ".join(f'`"{name}"`' for name in known) for known in (ALIGNMENTS, GUARDS))
+    cells |= {"after hidden units are aligned": f"any of them with `align =` {ways}"}
+    cells |= {"behind a robust filter": f"any of them with `guard =` {guards}"}
+    lines = ["| where the mean is taken | methods |", "|---|---|", *(f"| {w} | {cell} |" for w, cell in cells.items())]
+    return "\n".join(lines)
+
+
+def test_readmes_table_is_what_the_methods_say_of_themselves() -> None:
+    written = between((ROOT / "README.md").read_text(encoding="utf-8"), "methods")
+    assert written == methods_table(), "write it anew: make catalogue"
+    assert set(re.findall(r"`(\w+)`", written)) == set(fedfuse.list_methods())
+
+
+@pytest.mark.slow
+def test_readmes_first_table_is_what_the_demo_prints(tmp_path: Path) -> None:
+    """To the last method and column; numbers within what processors differ."""
+    run = [sys.executable, "-m", "fedfuse", "demo", "--out", str(tmp_path / "run"), "--workers", "1"]
+    subprocess.run(run, check=True, capture_output=True)
+    table = [sys.executable, "-m", "fedfuse", "table", str(tmp_path / "run"), "--format", "md"]
+    printed = subprocess.run(table, check=True, capture_output=True, text=True).stdout.strip().splitlines()
+    shown = between((ROOT / "README.md").read_text(encoding="utf-8"), "demo").splitlines()
+    assert shown[:2] == printed[:2]
+    cells = [[row.replace("*", "").split("|")[1:3] for row in rows[2:]] for rows in (shown, printed)]
+    assert [name for name, _ in cells[0]] == [name for name, _ in cells[1]]
+    accuracies = [[float(cell.partition("±")[0]) for _, cell in rows] for rows in cells]
+    assert accuracies[0] == pytest.approx(accuracies[1], abs=3)
+
+
+def test_a_method_of_another_family_appears_in_the_table_by_itself() -> None:
+    @method("my_statistic", family="statistics")
+    def my_statistic() -> Recipe:
+        """The mean."""
+        return Recipe(aggregate=Mean())
+
+    try:
+        (row,) = (line for line in methods_table().splitlines() if "`my_statistic`" in line)
+        assert row.startswith("| of sufficient statistics |")
+    finally:
+        forget_method("my_statistic")
+
+
+if __name__ == "__main__":
+    write_between(ROOT / "README.md", {"methods": f"\n{methods_table()}\n"})

@@ -64,7 +64,7 @@ def test_results_of_a_run_can_be_loaded_again(tmp_path: pytest.TempPathFactory) 
     run = fedfuse.run(file, out=tmp_path / "run", workers=0, memo=False)  # type: ignore[operator]
     again = fedfuse.load(tmp_path / "run")  # type: ignore[operator]
     assert again.table() == run.table()
-    with pytest.raises(fedfuse.ConfigError, match="holds no run"):
+    with pytest.raises(fedfuse.ConfigError, match="is not a directory, expected one that `fedfuse run` has written"):
         fedfuse.load(tmp_path / "nowhere")  # type: ignore[operator]
 
 

@@ -12,27 +12,25 @@ Example:
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
+from fedfuse.core.lazy import lazy_names
+
 if TYPE_CHECKING:
-    from fedfuse.api import Fused, Update, fuse, list_methods, load, local_update, recipe, run
+    from fedfuse.api import Fused, Update, fuse, list_methods, list_models, load, local_update, recipe, run
     from fedfuse.core.recipe import Recipe
     from fedfuse.core.rows import Rows
     from fedfuse.core.spec import Spec
     from fedfuse.errors import ConfigError, FuseError, NotConverged, QuorumLost, RecipeError, Refused
 
 _HOMES = {
-    **dict.fromkeys(
-        ("Fused", "Update", "fuse", "list_methods", "load", "local_update", "recipe", "run"), "fedfuse.api"
-    ),
-    **dict.fromkeys(
-        ("ConfigError", "FuseError", "NotConverged", "QuorumLost", "RecipeError", "Refused"), "fedfuse.errors"
-    ),
-    "Recipe": "fedfuse.core.recipe",
-    "Rows": "fedfuse.core.rows",
-    "Spec": "fedfuse.core.spec",
+    "fedfuse.api": ("Fused", "Update", "fuse", "list_methods", "list_models", "load", "local_update", "recipe", "run"),
+    "fedfuse.core.recipe": ("Recipe",),
+    "fedfuse.core.rows": ("Rows",),
+    "fedfuse.core.spec": ("Spec",),
+    "fedfuse.errors": ("ConfigError", "FuseError", "NotConverged", "QuorumLost", "RecipeError", "Refused"),
 }
+_find = lazy_names(globals(), _HOMES)
 
 __all__ = [
     "ConfigError",
@@ -49,6 +47,7 @@ __all__ = [
     "__version__",
     "fuse",
     "list_methods",
+    "list_models",
     "load",
     "local_update",
     "recipe",
@@ -61,11 +60,7 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("fedfuse")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'fedfuse' has no attribute {name!r}")
-    found = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = found
-    return found
+    return _find(name)
 
 
 def __dir__() -> list[str]:

@@ -63,6 +63,19 @@ class NotConverged(FuseError):
     """A solver stopped before it reached its tolerance."""
 
 
+def error_text(why: BaseException) -> str:
+    """Somebody else's error as part of a sentence of ours: its type and the first line of what it says.
+
+    Example:
+        >>> error_text(RuntimeError("shapes differ"))
+        'RuntimeError: shapes differ'
+        >>> error_text(MemoryError())
+        'MemoryError: no reason given'
+    """
+    lines = str(why).strip().splitlines()
+    return f"{type(why).__name__}: {lines[0][:200] if lines else 'no reason given'}"
+
+
 def _short(value: object, limit: int = 120) -> str:
     """A value as text that cannot flood a log, whatever a client put in it."""
     text = value if isinstance(value, str) else repr(value)

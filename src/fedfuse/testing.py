@@ -105,7 +105,7 @@ def _trial(recipe: Recipe, spec: Spec) -> _Trial | None:
         brief = state.brief(recipe.publishes, _CLASSES)
         replies = [client_round(recipe.work(local), brief, c, _rows(i, 11 + 4 * i)) for i, c in enumerate(asked)]
         envelopes = [Envelope(client, reply.payload) for client, reply in zip(asked, replies, strict=True)]
-        admission = admit_all(envelopes, brief, recipe.evidence, asked, training=local)
+        admission = admit_all(envelopes, brief, recipe.evidence, asked, training=local, trains=recipe.trains)
         trial = _Trial(recipe, admission.cohort, state, bench)
         trial.fuse()
     except (RecipeError, ConfigError):

@@ -35,7 +35,7 @@ def test_the_whole_fisher_has_the_diagonal_we_send(net: tuple[torch.nn.Module, S
     module, spec = net
     rows = digits(7)
     full, diagonal = posteriors.full_fisher(module, spec, rows), diagonal_fisher(module, rows)
-    expected = torch.cat([block.layer.matrix(diagonal).flatten() for block in blocks_of(spec)])
+    expected = torch.cat([block.matrices(diagonal).flatten() for block in blocks_of(spec)])
     assert full.shape == (340, 340)
     assert torch.allclose(full.diagonal(), expected, rtol=1e-10)
 

@@ -20,13 +20,14 @@ from flwr.app import Context, RecordDict
 from fedfuse.data import load
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.experiment.config import Experiment
-from fedfuse.experiment.execute import Results, execute
+from fedfuse.experiment.execute import execute
 from fedfuse.experiment.ledger import Ledger
+from fedfuse.experiment.results import Results
 from fedfuse.flower.run import ExperimentServer
 from fedfuse.flower.site import FileSite, site_app
 
 Tiny = Callable[..., Experiment]
-TIMES = ("train_seconds", "server_seconds")
+TIMES = ("train_seconds", "server_seconds", "diagnostic_seconds")
 
 
 @pytest.fixture
@@ -69,6 +70,21 @@ def test_the_run_directory_is_the_one_of_fedfuse_run(tiny: Tiny, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("_simulation")
+def test_every_round_is_a_line_of_the_servers_output(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tiny("fedavg", seeds=[0]), tmp_path)
+    results = conduct(grid_of(site_app(path), 3), path, tmp_path / "run")
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"tiny: one run of a method on a seed, into {tmp_path / 'run'}"
+    assert len(said) == 3
+    for row, line in zip(results.rows, said[1:], strict=True):
+        assert line.startswith(
+            f"tiny: run 1 of 1, fedavg, seed 0, round {row['round']} of 2, accuracy {row['accuracy']:.2%}"
+        )
+
+
+@pytest.mark.usefixtures("_simulation")
 def test_a_server_that_starts_again_goes_on_where_it_stopped(tiny: Tiny, tmp_path: Path) -> None:
     path = written(tiny(rounds=1), tmp_path)
     grid = grid_of(site_app(path), 3)
@@ -104,13 +120,13 @@ def deployed(path: Path, files: dict[str, Path], registered: bool = True) -> Fak
 def test_sites_train_on_their_own_rows_and_the_partition_is_theirs(tiny: Tiny, tmp_path: Path) -> None:
     experiment = tiny(data={"clients": 3, "train_limit": 90, "test_limit": 60})
     path = written(experiment, tmp_path)
-    files = site_files(tmp_path, {"north": 40, "east": 25, "south": 70})
+    files = site_files(tmp_path, {"north": 40, "east": 25, "south": 60})
     results = conduct(deployed(path, files), path, tmp_path / "run")
     clients = results.rows[-1]["clients"]
     assert {name: told["num_examples"] for name, told in clients.items()} == {
         "east": 25.0,
         "north": 40.0,
-        "south": 70.0,
+        "south": 60.0,
     }
     assert not (tmp_path / "run" / "partition.json").exists()  # nobody knows who holds which labels
     again = conduct(deployed(path, dict(reversed(files.items())), registered=False), path, tmp_path / "again")
@@ -149,7 +165,7 @@ def test_a_sites_data_may_be_named_by_its_environment(
     ("changes", "why"),
     [
         ({"x": torch.rand(8, 3)}, "RuntimeError"),
-        ({"y": torch.full((8,), 12)}, "has the label 12 and the federation has 10 classes"),
+        ({"y": torch.full((8,), 12)}, "labels run from 12 to 12, expected 0 to 9"),
     ],
 )
 def test_rows_that_do_not_fit_drop_their_site_alone(

@@ -18,7 +18,7 @@ from fedfuse.experiment.execute import execute
 from fedfuse.server.steps.prune import Prune
 
 pytestmark = pytest.mark.flower
-TIMES = ("train_seconds", "server_seconds")
+TIMES = ("train_seconds", "server_seconds", "diagnostic_seconds")
 HEAD = """
 name = "all"
 rounds = {rounds}

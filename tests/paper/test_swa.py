@@ -61,7 +61,8 @@ def trained(shares: tuple[float, ...], seed: int) -> Trained:
     setting, recipe = prepared.setting(seed), prepared.recipes["swa"]
     engine, brief = InProcess(setting.population), setting.start.brief(())
     answers = engine.exchange(brief, recipe.work(setting.bench.local), engine.clients)
-    return Trained(setting, admit_all(answers, brief, recipe.evidence, engine.clients))
+    enrolled = setting.population.sizes()
+    return Trained(setting, admit_all(answers, brief, recipe.evidence, engine.clients, enrolled=enrolled))
 
 
 def renyi_weights(clients: Trained) -> list[list[float]]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.config import Experiment, file_name
+from fedfuse.experiment.config import Experiment
+from fedfuse.experiment.keys import file_name
 from fedfuse.experiment.toml import to_toml
 from fedfuse.flower.version import TESTED
 

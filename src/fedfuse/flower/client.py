@@ -103,11 +103,8 @@ def _train_reply(
     if BRIEF not in content.config_records:
         raise ConfigError("the server sent a plain model; let it say FuseStrategy(…, clients='fedfuse')")
     now, brief, order = _receive_brief(content, model, recipe)
-    if len(rows) and brief.classes and int(rows.y.max()) >= brief.classes:
-        raise ConfigError(
-            f"this client has the label {int(rows.y.max())} and the federation has {brief.classes} classes, counted "
-            "from 0; number its labels as the others do"
-        )
+    if flaw := brief.task.flaw(rows.y, brief.classes):
+        raise ConfigError(f"this client's {flaw} (task {brief.task.name}); number its targets as the others do")
     check_work(now.work(LocalSettings()), order)  # the settings travel apart from the work
     return client_reply(now.work(_agree_on_settings(order, settings)), brief, order, rows, context)
 
@@ -127,7 +124,7 @@ def _receive_brief(content: RecordDict, model: Network, recipe: Recipe | None) -
     """The recipe in force, the brief with this client's own network in it, and the order."""
     brief, order = read_brief(content, None)  # its spec is compared with our own network's, and not built
     now = (recipe or _recipe_from_order(order)).at(brief.round)
-    return now, replace(brief, spec=own_network(model, brief.spec, now.prepare_model, brief.classes)), order
+    return now, replace(brief, spec=own_network(model, brief.spec, now.prepare_model, brief.classes, brief.task)), order
 
 
 def _recipe_from_order(order: Order) -> Recipe:

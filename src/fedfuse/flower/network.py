@@ -14,6 +14,7 @@ from fedfuse.core.rng import seeded
 from fedfuse.core.seams import ModelPreparation
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
+from fedfuse.tasks import CLASSIFICATION, Task
 
 Network: TypeAlias = "nn.Module | Spec | Callable[[], nn.Module]"
 
@@ -40,7 +41,9 @@ def _spec_from_factory(factory: Callable[[], nn.Module]) -> Spec:
     return Spec.of(module)
 
 
-def own_network(network: Network, asked: Spec, prepare_model: ModelPreparation, classes: int) -> Spec:
+def own_network(
+    network: Network, asked: Spec, prepare_model: ModelPreparation, classes: int, task: Task = CLASSIFICATION
+) -> Spec:
     """The network the server asks for, made of the one given here.
 
     Raises:
@@ -56,7 +59,7 @@ def own_network(network: Network, asked: Spec, prepare_model: ModelPreparation, 
     own = spec_of(network)
     if asked.factories != own.factories:
         with seeded(0, "network"):
-            own = prepare_model(Single.of(own.build(), own), classes, 0).spec
+            own = prepare_model(Single.of(own.build(), own), classes, 0, task).spec
     if asked.factories != own.factories:
         theirs, ours = (" in ".join(sorted(spec.factories)) for spec in (asked, own))
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import all_methods, find_method
-from fedfuse.core.seams import AsChosen, ClientsOnly, CrossEntropy, Free, NothingBefore, OwnRows
+from fedfuse.core.seams import AsChosen, ClientsOnly, Free, NothingBefore, OwnRows, TaskLoss
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.layerwise import MatchedLayers
@@ -73,7 +73,9 @@ def _obstacles(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def _asked_of_clients(recipe: Recipe) -> Iterator[str]:
     """What clients would have to do beyond training the network they are sent."""
-    if type(recipe.objective) is not CrossEntropy:
+    if not recipe.trains:
+        yield "asks clients not to train in a round"
+    if type(recipe.objective) is not TaskLoss:
         yield f"gives clients an objective of its own ({_kind(recipe.objective)})"
     if type(recipe.view) is not OwnRows:
         yield f"gives clients a view of their rows ({_kind(recipe.view)})"

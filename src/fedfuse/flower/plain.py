@@ -58,10 +58,7 @@ def steps_by(local: LocalSettings, num_examples: float) -> int:
         >>> steps_by(LocalSettings(epochs=3, batch_size=32), 100)
         12
     """
-    if not 0 < num_examples < _MANY:
-        return 0
-    batches = num_examples // local.batch_size if local.drop_last else math.ceil(num_examples / local.batch_size)
-    return min(local.epochs * int(batches), local.max_steps or _MANY)
+    return local.steps_for(num_examples) if 0 < num_examples < _MANY else 0
 
 
 def average_numbers(

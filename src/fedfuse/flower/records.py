@@ -26,6 +26,7 @@ from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.flower.version import need_flower
+from fedfuse.tasks import CLASSIFICATION, task_header, task_named
 from fedfuse.wire.codec import Malformed, decode
 from fedfuse.wire.messages import VERSION
 
@@ -164,6 +165,7 @@ class BriefRecords:
                 "name it as package.module:Class, importable at every site"
             )
         words = {"version": VERSION, "round": brief.round, "classes": brief.classes, "spec": brief.spec.to_text()}
+        words |= task_header(brief.task)
         return cls(to_arrays(brief.params), to_arrays(brief.memory), words)
 
     def to(self, order: Order) -> RecordDict:
@@ -193,8 +195,9 @@ def read_brief(content: RecordDict, trusted: Collection[str] | None = ()) -> tup
     spec = Spec.from_json(value, _named_in(value) if trusted is None else trusted)
     params, memory = (to_tensors(content.array_records.get(key, {})) for key in (PARAMS, MEMORY))
     more = {key: str(words.get(key, "")) for key in ("method", "local")}
+    task = task_named(words.get("task", CLASSIFICATION.name))
     order = Order(words["label"], words["seed"], words["client"], words["work"], **more)
-    return Brief(words["round"], spec, params, memory, classes=words["classes"]), order
+    return Brief(words["round"], spec, params, memory, classes=words["classes"], task=task), order
 
 
 def _named_in(spec: Any) -> frozenset[str]:

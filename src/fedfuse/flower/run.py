@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,8 +21,10 @@ from fedfuse.core.terms import Terms
 from fedfuse.data import client_ids
 from fedfuse.errors import ConfigError, FuseError
 from fedfuse.experiment.config import Experiment, load_experiment
-from fedfuse.experiment.execute import Results, execute_with
+from fedfuse.experiment.execute import execute_with
 from fedfuse.experiment.prepare import PreparedExperiment, Setting
+from fedfuse.experiment.progress import lines
+from fedfuse.experiment.results import Results
 from fedfuse.experiment.watch import Watcher
 from fedfuse.flower.engine import Federation, FlowerEngine
 from fedfuse.flower.records import fingerprint
@@ -93,7 +96,7 @@ def _check_work(label: str, recipe: Recipe, setting: Setting) -> None:
     bench: Bench = setting.bench
     probe, work = _Probe(setting.population.clients), recipe.work(bench.local)
     recipe.check(1, bench)
-    brief = recipe.prepare_models(setting.start, bench).brief(recipe.publishes, bench.classes)
+    brief = recipe.prepare_models(setting.start, bench).brief(recipe.publishes, bench.classes, bench.task)
     list(recipe.roster(probe, bench).exchange(brief, work, ()))
     fingerprint(work)
     if any(seen != work for seen in probe.seen):
@@ -133,10 +136,11 @@ class ExperimentServer:
         clients, wait = experiment.data.clients, float(run_config.get("wait", DEADLINE))
         quorum, names = experiment.server.quorum, client_ids(clients)
         self.federation = Federation(grid, clients, quorum, deadline, wait, names)
+        # every round is a line of the server's output, which `flwr run --stream` brings to whoever started it
+        runs = len(experiment.methods) * len(experiment.seeds)
+        watch = self.watch or lines(runs, experiment.name, sys.stdout, seconds=0.0, rounds_only=True)
         try:
-            self.results = execute_with(
-                experiment, out, FlowerBackend(self.federation), resume=resume, watch=self.watch
-            )
+            self.results = execute_with(experiment, out, FlowerBackend(self.federation), resume=resume, watch=watch)
         except FuseError as why:
             _log.error("%s", why)
             raise

@@ -20,15 +20,15 @@ from fedfuse.core.messages import Brief
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
-from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.data import augmentation, load
+from fedfuse.data import load
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment, load_experiment
 from fedfuse.experiment.prepare import Setting, prepare
 from fedfuse.flower.client import check_work, client_reply, reply_with
 from fedfuse.flower.engine import ENROL, SITE
 from fedfuse.flower.records import Order, read_brief
+from fedfuse.tasks import task_named
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict  # isort: skip - after records has checked
 from flwr.clientapp import ClientApp  # isort: skip
@@ -128,11 +128,8 @@ class FileSite:
             _partition_id(context)
             return _setting(self.path, order.seed).population.rows_of(order.client)
         rows = _own_rows(self.path, source)
-        if len(rows) and int(rows.y.max()) >= brief.classes:
-            raise ConfigError(
-                f"{source} has the label {int(rows.y.max())} and the federation has {brief.classes} classes, counted "
-                "from 0; number this site's labels as the others do"
-            )
+        if flaw := brief.task.flaw(rows.y, brief.classes):
+            raise ConfigError(f"{source}: {flaw} (task {brief.task.name}); number this site's targets as the others do")
         return rows
 
     def work(self, order: Order, round_: int) -> Work:
@@ -140,7 +137,7 @@ class FileSite:
         recipes = _recipes(self.path)
         if order.label not in recipes:
             raise ConfigError(f"this site's experiment has no method {order.label!r}; it has {', '.join(recipes)}")
-        return recipes[order.label].at(round_).work(_local(_experiment(self.path)))
+        return recipes[order.label].at(round_).work(_experiment(self.path).local.settings())
 
 
 def _source(context: Context) -> str:
@@ -178,12 +175,7 @@ def _setting(path: Path, seed: int) -> Setting:
 @lru_cache(maxsize=2)
 def _own_rows(path: Path, source: str) -> Rows:
     options = _experiment(path).data.options if Path(source).is_dir() else {}
-    rows = load(source, options=options or None).train
+    rows = load(source, options=options or None, task=task_named(_experiment(path).task)).train
     if not len(rows):
         raise ConfigError(f"{source} has no training rows; point this site to its data")
     return rows
-
-
-def _local(experiment: Experiment) -> LocalSettings:
-    names = experiment.local.augment
-    return LocalSettings(**experiment.local.model_dump() | {"augment": augmentation(names) if names else None})

@@ -41,7 +41,7 @@ from fedfuse.server.door.admit import Admission, Rules, admit_all
 from fedfuse.server.door.files import first_difference
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
 from fedfuse.server.loop import check_quorum, choose_clients
-from fedfuse.server.round import fuse_round
+from fedfuse.server.sound import fuse_admitted
 from fedfuse.wire.codec import forms_of
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict  # isort: skip
@@ -127,7 +127,11 @@ class FuseStrategy(Strategy):
         self.clients, self.local = clients, _known_settings(local, bench)
         _check_shares(fraction_train=fraction_train, fraction_evaluate=fraction_evaluate, quorum=quorum)
         self.fractions = {MessageType.TRAIN: fraction_train, MessageType.EVALUATE: fraction_evaluate}
-        self.available, self.rules, self.bench = min_available_nodes, Rules(quorum=quorum), bench or Bench()
+        self.available, self.rules, self.bench = (
+            min_available_nodes,
+            Rules(quorum=quorum, told_steps=False),
+            bench or Bench(),
+        )
         if self.local is not None:
             self.bench = replace(self.bench, local=self.local)
         self._check()
@@ -200,7 +204,8 @@ class FuseStrategy(Strategy):
         state = now.begin_round(before, bench)
         self._state = state
         self._arrays = arrays if state.model is before.model else to_arrays(state.single.posterior.mean)
-        brief, asked = state.brief(now.publishes, bench.classes), self._choose(MessageType.TRAIN, server_round, nodes)
+        asked = self._choose(MessageType.TRAIN, server_round, nodes)
+        brief = state.brief(now.publishes, bench.classes, bench.task)
         self._task = _RoundTask(now, bench, state, brief, nodes, asked)
         config["server-round"] = server_round
         return list(self._train_messages(self._task, arrays, config))
@@ -215,8 +220,9 @@ class FuseStrategy(Strategy):
         numbers = dict[str, dict[str, float]]()
         self._inbox = Inbox(INBOX_BYTES)
         envelopes = (self._envelope(reply, task, numbers) for reply in replies)
+        recipe, asked = task.recipe, task.asked
         self.admission = seen = admit_all(
-            envelopes, task.brief, task.recipe.evidence, task.asked, self.rules, training=self.local
+            envelopes, task.brief, recipe.evidence, asked, self.rules, training=self.local, trains=recipe.trains
         )
         left_out = len(task.asked) - len(seen.cohort)
         for entry in seen.refused:
@@ -225,9 +231,11 @@ class FuseStrategy(Strategy):
             _log.warning("round %s: %s: %s", server_round, entry["client"], entry["reason"])
         try:
             check_quorum(seen, task.asked, self.rules.quorum, server_round - 1)
+            after = fuse_admitted(task.recipe, seen, task.state, task.bench)
+            check_quorum(seen, task.asked, self.rules.quorum, server_round - 1)
         except QuorumLost as why:
             return self._arrays, self._count_loss(why, left_out)
-        self._state = after = fuse_round(task.recipe, seen.cohort, task.state, task.bench)
+        self._state = after
         self._check_shape(task)
         self.rounds_fused += 1
         self._arrays = to_arrays(after.single.posterior.mean)
@@ -326,7 +334,8 @@ class FuseStrategy(Strategy):
         if self.clients == "plain":
             return RecordDict({"arrays": arrays, CONFIG: config})
         now, state = self.recipe.at(server_round - 1), self._state or self._state_before(server_round, arrays)
-        brief = Brief(server_round - 1, _nameable(state.single.spec), {}, classes=self._bench(state).classes)
+        spec, bench = _nameable(state.single.spec), self._bench(state)
+        brief = Brief(server_round - 1, spec, {}, classes=bench.classes, task=bench.task)
         content = replace(BriefRecords.of(brief), params=arrays).to(self._order(now, name))
         content[CONFIG] = config
         return content
