@@ -5,16 +5,17 @@ PIP := $(PY) -m pip --disable-pip-version-check install --quiet -c constraints.t
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-all lint types catalogue bench format clean
+.PHONY: demo test test-all lint types catalogue docs bench format clean
 
 demo: $(VENV)/.core
 	$(VENV)/bin/fedfuse demo
 
 test: lint types
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2
 
 test-all: $(VENV)/.dev
-	$(PY) -m pytest -m "paper or flower or browser or slow"
+	$(PY) -m pytest -n 2 -m "(paper or browser or slow) and not flower"
+	$(PY) -m pytest -m flower  # each starts processes and ports of its own: one at a time
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
@@ -29,6 +30,11 @@ format: $(VENV)/.dev
 
 catalogue: $(VENV)/.dev
 	$(PY) -c "from fedfuse.core.catalogue import write_catalogue; write_catalogue()"
+	$(PY) tests/test_documents.py
+
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@echo "open build/site/index.html"
 
 bench: $(VENV)/.dev
 	for file in benchmarks/*.py; do echo "== $$file"; $(PY) $$file || exit 1; done
@@ -40,7 +46,7 @@ $(VENV)/.core: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.core
-	$(PIP) --no-build-isolation -e '.[dev,fast,flower,match]'
+	$(PIP) --no-build-isolation -e '.[dev,docs,export,fast,flower,loggers,match,tables]'
 	touch $@
 
 clean:

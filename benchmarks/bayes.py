@@ -23,7 +23,7 @@ from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.rng import seeded
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import CrossEntropy, Work
+from fedfuse.core.seams import TaskLoss, Work
 from fedfuse.core.settings import LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState
@@ -71,7 +71,7 @@ def steps(last: int) -> Callable[[], None]:
     """Some training steps of LeNet with so many Bayesian layers."""
     draw = torch.Generator().manual_seed(0)
     rows = Rows(torch.randn(64 * STEPS, 1, 28, 28, generator=draw), torch.randint(10, (64 * STEPS,), generator=draw))
-    work = Work(LocalSettings(optimizer=Optimizer(momentum=0.9)), Elbo() if last else CrossEntropy())
+    work = Work(LocalSettings(optimizer=Optimizer(momentum=0.9)), Elbo() if last else TaskLoss())
     first = start(LENET, last)
     module = first.spec.build().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     brief = ServerState(0, first).brief((), 10)

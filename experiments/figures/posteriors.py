@@ -55,7 +55,7 @@ def full_fisher(module: nn.Module, spec: Spec, rows: Rows) -> Tensor:
         params = dict(module.named_parameters())
         grads = torch.autograd.grad(F.cross_entropy(module(x[None]), y[None]), list(params.values()))
         named = dict(zip(params, grads, strict=True))
-        flat = torch.cat([block.layer.matrix(named).flatten() for block in blocks_of(spec)])
+        flat = torch.cat([block.matrices(named).flatten() for block in blocks_of(spec)])
         total = total + torch.outer(flat, flat) / len(rows)
     return total
 
@@ -63,7 +63,7 @@ def full_fisher(module: nn.Module, spec: Spec, rows: Rows) -> Tensor:
 def kronecker_fisher(module: nn.Module, spec: Spec, rows: Rows) -> list[Tensor]:
     """Each layer's block as the Kronecker product of its two factors."""
     found = kronecker_factors(module, blocks_of(spec), rows)
-    return [torch.kron(found[b.layer.name][1][0], found[b.layer.name][0][0]) for b in blocks_of(spec)]
+    return [torch.kron(found[b.name][1][0], found[b.name][0][0]) for b in blocks_of(spec)]
 
 
 @figure("fedlpa-fisher", paper="FedLPA, Figure 3")
