@@ -46,7 +46,7 @@ $(VENV)/.core: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.core
-	$(PIP) --no-build-isolation -e '.[dev,docs,export,fast,flower,loggers,match,tables]'
+	$(PIP) --no-build-isolation -e '.[dev,docs,export,fast,flower,loggers,match,tables,transformers]'
 	touch $@
 
 clean:
