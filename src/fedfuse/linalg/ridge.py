@@ -10,6 +10,7 @@ Sums of parts add to the sums of the whole, so the answer does not depend on how
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fedfuse.errors import ConfigError
-from fedfuse.linalg.psd import add_diagonal, solve, symmetrize
+from fedfuse.linalg.psd import add_diagonal, inverse, solve, symmetrize
+from fedfuse.linalg.subspace import reciprocal, times
 
 Rule: TypeAlias = Literal["gcv", "evidence"]
 
@@ -174,6 +176,38 @@ def solve_ridge(sums: Sums, penalty: float) -> Tensor:
     if penalty <= 0:
         return RidgePath.of(sums).weights(0.0)
     return solve(add_diagonal(sums.gram, penalty), sums.cross, what="the sums of features")
+
+
+def regression_mean(layers: Iterable[Tensor], moments: Iterable[Tensor], shares: Iterable[float]) -> Tensor:
+    """The layer whose answers are nearest to everybody's on their own inputs: argmin Σ f_k ‖(M − M_k) X_k‖².
+
+    With A_k = X_k X_kᵀ it is the regression M = (Σ f_k M_k A_k)(Σ f_k A_k)⁻¹ of all layers' answers on all inputs.
+    Inputs that nobody has seen keep the plain mean Σ f_k M_k. Features are brought to one scale before the solve.
+
+    Args:
+        layers: each client's M_k, (out × in).
+        moments: each client's symmetric A_k, (in × in), or the vector of a diagonal one.
+        shares: each client's f_k; they sum to 1.
+
+    Returns:
+        The matrix, float64.
+
+    Example:
+        >>> M = [torch.tensor([[0.0, 0.0]]), torch.tensor([[4.0, 4.0]])]
+        >>> regression_mean(M, [torch.diag(torch.tensor([1.0, 0.0])), torch.eye(2)], [0.5, 0.5]).tolist()
+        [[2.0, 4.0]]
+    """
+    plain = pull = total = torch.zeros((), dtype=torch.float64)
+    for f, M, A in zip(shares, layers, moments, strict=True):
+        M, A = M.double(), A.double()
+        plain, pull, total = plain + f * M, pull + f * times(M, A), total + f * A
+    gap = pull - times(plain, total)
+    if total.ndim == 1:
+        return plain + gap * reciprocal(total)
+    scale = reciprocal(total.diagonal().clamp(min=0).sqrt())
+    even = total * scale * scale[:, None]
+    even.diagonal().copy_(torch.ones_like(scale))
+    return plain + (gap * scale) @ inverse(even) * scale
 
 
 def gaussian_classes(sums: Sums, penalty: float) -> Tensor:

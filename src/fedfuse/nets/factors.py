@@ -39,10 +39,12 @@ class Packing:
         rank: how many leading eigenpairs of a factor; None for all of it. A factor whose triangle is no larger than its
             eigenpairs goes as the triangle.
         half: whether eigenvectors go in float16.
+        outputs: whether output factors are matrices; else they are diagonal, as the identity is.
     """
 
     rank: int | None = None
     half: bool = False
+    outputs: bool = True
 
     def forms(self, block: Block, forms: Mapping[str, Form]) -> dict[str, Form]:
         """What one block's factors look like."""
@@ -50,7 +52,7 @@ class Packing:
         many = (block.groups,) if block.groups > 1 else ()
         for side, size in zip(SIDES, block.sizes(forms), strict=True):
             path = f"kron/{block.name}/{side}"
-            if side == "in" and block.has_diagonal_inputs:
+            if block.has_diagonal_inputs if side == "in" else not self.outputs:
                 wanted[f"{path}/diagonal"] = Form((*many, size), torch.float32)
             elif self._is_low(size) and self.rank is not None:
                 wanted[f"{path}/vectors"] = Form((*many, size, self.rank), self._narrow)
@@ -101,6 +103,31 @@ def layers_in(notes: Params) -> tuple[str, ...]:
     """
     split = (name.split("/") for name in notes)
     return tuple(dict.fromkeys(parts[1] for parts in split if parts[0] == "kron" and len(parts) > 2))
+
+
+@dataclass(frozen=True, slots=True)
+class _UnpackedFactors(Mapping[str, Factors]):
+    """Factors by layer, unpacked at every access and not kept."""
+
+    notes: Params
+    layers: tuple[str, ...]
+
+    def __getitem__(self, layer: str) -> Factors:
+        A, B = (read_factor(self.notes, f"kron/{layer}/{side}") for side in SIDES)
+        if A is None or B is None:
+            raise KeyError(layer)
+        return A, B
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+def factors_in(notes: Params) -> Mapping[str, Factors]:
+    """Both factors of every layer that has them in these notes, fetched and unpacked when asked for."""
+    return _UnpackedFactors(notes, layers_in(notes))
 
 
 def read_factor(notes: Params, path: str) -> Factor | None:

@@ -40,7 +40,7 @@ from fedfuse.core.seams import PlainEvidence
 from fedfuse.core.state import Local
 from fedfuse.nets.blocks import Block, Factors, Which, blocks_of
 from fedfuse.nets.cost import layer_costs
-from fedfuse.nets.factors import SIDES, Packing, find_flaw, layers_in, mean_eigenvalue_of, read_factor
+from fedfuse.nets.factors import SIDES, Packing, factors_in, find_flaw, layers_in, mean_eigenvalue_of
 from fedfuse.tasks import CLASSIFICATION, Task
 from fedfuse.wire.codec import forms_of
 
@@ -191,7 +191,26 @@ def _remove_mean(A: Tensor, one: bool) -> Tensor:
     return centred if one else centred[:, :-1, :-1]
 
 
-def _even_out(factor: Factor) -> Factor:
+def too_few_rows(local: Local, min_rows: int | None) -> bool:
+    """Whether a client has so few rows that its factors would tell of single ones, which it is told then.
+
+    Args:
+        local: the client.
+        min_rows: how many are enough; by default twice the batch it trains with.
+    """
+    least = 2 * local.settings.batch_size if min_rows is None else min_rows
+    if len(local.rows) < least:
+        _log.warning(
+            "%s has %d rows, and factors of fewer than %d would tell of single ones: it sends their size alone "
+            "(min_rows sets the number)",
+            local.client,
+            len(local.rows),
+            least,
+        )
+    return len(local.rows) < least
+
+
+def even_out(factor: Factor) -> Factor:
     """The multiple of the identity with the same trace, of each matrix of a stack: it tells no direction."""
     if isinstance(factor, LowRank):
         return LowRank.diagonal(factor.rest.mean(-1, keepdim=True).expand_as(factor.rest))
@@ -204,26 +223,6 @@ def _mask_padding(call: LayerCall, grad: Tensor) -> Tensor:
     if isinstance(call.module, nn.Embedding) and call.module.padding_idx is not None:
         return grad * (call.x != call.module.padding_idx)[..., None]
     return grad
-
-
-@dataclass(frozen=True, slots=True)
-class _UnpackedFactors(Mapping[str, Factors]):
-    """Factors by layer, unpacked at every access and not kept."""
-
-    notes: Params
-    layers: tuple[str, ...]
-
-    def __getitem__(self, layer: str) -> Factors:
-        A, B = (read_factor(self.notes, f"kron/{layer}/{side}") for side in SIDES)
-        if A is None or B is None:
-            raise KeyError(layer)
-        return A, B
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layers)
-
-    def __len__(self) -> int:
-        return len(self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,15 +285,8 @@ class KroneckerFactors(PlainEvidence):
             generator=local.stream("fisher"),
             task=local.task,
         )
-        if len(local.rows) < (least := 2 * local.settings.batch_size if self.min_rows is None else self.min_rows):
-            _log.warning(
-                "%s has %d rows, and factors of fewer than %d would tell of single ones: it sends their size alone "
-                "(min_rows sets the number)",
-                local.client,
-                len(local.rows),
-                least,
-            )
-            factors = {layer: (_even_out(A), _even_out(B)) for layer, (A, B) in factors.items()}
+        if too_few_rows(local, self.min_rows):
+            factors = {layer: (even_out(A), even_out(B)) for layer, (A, B) in factors.items()}
         notes: dict[str, Tensor] = {}
         for block in blocks:
             notes |= self.packing.notes(block, factors[block.name])
@@ -329,7 +321,7 @@ class KroneckerFactors(PlainEvidence):
 
     def geometry(self, notes: Params) -> Geometry | None:
         """Raw Kronecker factors per layer, fetched and unpacked when asked for."""
-        return Kron(_UnpackedFactors(notes, layers_in(notes)))
+        return Kron(factors_in(notes))
 
     def influence(self, notes: Params) -> Mapping[str, float]:
         """The mean eigenvalue of every factor; what damping adds to it differs by decades between honest clients."""

@@ -112,7 +112,7 @@ class NaturalKron(ServerPart):
         first = cohort.updates[0].posterior.mean
         mean: dict[str, Tensor] = {}
         solutions: dict[str, list[Solution]] = {}
-        for block in self._known_blocks(cohort):
+        for block in known_blocks(cohort):
             if any(_informs(u, block) for u in cohort):
                 found = [self._solve(cohort, block, group) for group in range(block.groups)]
                 mean |= block.split(torch.stack([s.x for s in found]), {n: first[n] for n in block.tensors})
@@ -122,15 +122,9 @@ class NaturalKron(ServerPart):
         fused = state.fused({n: mean[n] for n in cohort.names}, spec=spec)
         return fused.noting(averaged=averaged, **self._chosen_damping(cohort), **_solver_facts(solutions))
 
-    def _known_blocks(self, cohort: Cohort) -> Sequence[Block]:
-        """The blocks that factors were asked for; where nobody sent any, all of them."""
-        everything = blocks_of(cohort.updates[0].spec)
-        sent = [name for u in cohort if isinstance(u.posterior.geometry, Kron) for name in u.posterior.geometry.factors]
-        return [block for block in everything if block.name in set(sent)] if sent else everything
-
     def _solve(self, cohort: Cohort, block: Block, group: int) -> Solution:
-        weights = cohort.weights if self.shares == "examples" else torch.ones(len(cohort), dtype=torch.float64)
-        beliefs = self._scale_factors([_belief(u, block, group) for u in cohort], (weights / weights.sum()).tolist())
+        weights = shares_of(cohort, self.shares)
+        beliefs = self._scale_factors([_belief(u, block, group) for u in cohort], weights.tolist())
         damped = [damp(b.A, b.B, *self._damping_of(b.update)) for b in beliefs]
         return natural_mean(
             [b.M for b in beliefs],
@@ -181,6 +175,18 @@ class ShareFactors(ServerPart):
             A, B = (mean_factor(list(side), cohort.weights.tolist()) for side in zip(*pairs, strict=True))
             means |= Packing().notes(block, (as_stack(A), as_stack(B)))
         return replace(state, memory={**state.memory, **means})
+
+
+def shares_of(cohort: Cohort, shares: Shares) -> Tensor:
+    """How much every client counts, float64."""
+    return cohort.weights if shares == "examples" else torch.full_like(cohort.weights, 1 / len(cohort))
+
+
+def known_blocks(cohort: Cohort) -> Sequence[Block]:
+    """The blocks that factors were asked for; where nobody sent any, all of them."""
+    everything = blocks_of(cohort.updates[0].spec)
+    sent = {name for u in cohort if isinstance(u.posterior.geometry, Kron) for name in u.posterior.geometry.factors}
+    return [block for block in everything if block.name in sent] if sent else everything
 
 
 def factors_of(update: ClientUpdate, block: Block) -> Factors:

@@ -1,0 +1,87 @@
+"""RegMean's fusion: the layers whose answers are nearest to the clients' own on the clients' own inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedfuse.core.factor import Factor, as_stack
+from fedfuse.core.messages import ClientUpdate, Cohort
+from fedfuse.core.seams import ServerPart
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.errors import RecipeError
+from fedfuse.linalg.ridge import regression_mean
+from fedfuse.linalg.subspace import written
+from fedfuse.nets.blocks import Block
+from fedfuse.server.aggregate.mean import ALL_LAWS, mean_by_examples
+from fedfuse.server.aggregate.natural import Shares, factors_of, known_blocks, shares_of
+
+
+@dataclass(frozen=True, slots=True)
+class RegressionMean(ServerPart):
+    """M = (Σ f_k M_k Ã_k)(Σ f_k Ã_k)⁻¹ for every layer M = [W | b], where Ã_k = α A_k + (1 − α) diag(A_k).
+
+    It is the equation Σ f_k B_k (M − M_k) A_k = 0 with B_k = I, which has a closed form. Shrinking the off-diagonals by
+    α keeps every system well conditioned: at 1 − α or more of its diagonal. Tensors without an input factor, and layers
+    that no client's factors inform, take the weighted mean and are named in the facts. Only input factors are read, so
+    factors sent for FedLPA will do.
+
+    Attributes:
+        alpha: what off-diagonals are multiplied by; 1 leaves them, 0 is a mean weighed by the inputs' squares.
+        shares: f_k by "examples", or "uniform".
+    """
+
+    alpha: float = 0.9
+    shares: Shares = "examples"
+    needs: ClassVar[frozenset[str]] = frozenset({"kron"})
+    laws: ClassVar[frozenset[str]] = ALL_LAWS
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise RecipeError(f"fusing by input moments: alpha is {self.alpha}, expected a number from 0 to 1")
+
+    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
+        """Solve layer by layer; the facts name what was averaged."""
+        first = cohort.updates[0]
+        mean: dict[str, Tensor] = {}
+        for block in known_blocks(cohort):
+            if block.kind != "norm" and any(bool(factors_of(u, block)[0].any()) for u in cohort):
+                mean |= self.fuse_block(cohort, block)
+        averaged = [n for n in cohort.names if n not in mean]
+        mean |= {n: mean_by_examples(cohort, n) for n in averaged}
+        return state.fused({n: mean[n] for n in cohort.names}, spec=first.spec).noting(averaged=averaged)
+
+    def fuse_block(self, cohort: Cohort, block: Block) -> dict[str, Tensor]:
+        """One layer's fused tensors."""
+        shares = shares_of(cohort, self.shares).tolist()
+        fused = [
+            regression_mean(
+                [block.matrices(u.posterior.mean)[group] for u in cohort],
+                (self._moments(u, block, group) for u in cohort),
+                shares,
+            )
+            for group in range(block.groups)
+        ]
+        like = cohort.updates[0].posterior.mean
+        return block.split(torch.stack(fused), {n: like[n] for n in block.tensors})
+
+    def _moments(self, update: ClientUpdate, block: Block, group: int) -> Tensor:
+        return shrink_moments(as_stack(factors_of(update, block)[0])[group], self.alpha)
+
+
+def shrink_moments(factor: Factor, alpha: float) -> Tensor:
+    """α A + (1 − α) diag(A), float64; a diagonal one stays a vector.
+
+    Example:
+        >>> shrink_moments(torch.tensor([[2.0, 1.0], [1.0, 2.0]]), 0.5).tolist()
+        [[2.0, 0.5], [0.5, 2.0]]
+    """
+    A = written(factor)
+    if A.ndim == 1:
+        return A
+    shrunk = A * alpha
+    shrunk.diagonal().copy_(A.diagonal())
+    return shrunk
