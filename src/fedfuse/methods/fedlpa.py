@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
@@ -12,10 +13,11 @@ from fedfuse.client.evidence.variance import Fisher
 from fedfuse.client.memory import KeepFactors
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
-from fedfuse.core.seams import TaskLoss
+from fedfuse.core.seams import Aggregator, TaskLoss
 from fedfuse.errors import RecipeError
 from fedfuse.linalg.kron import Solver
 from fedfuse.nets.blocks import Which
+from fedfuse.server.aggregate.early import Begin, BestStep, Early, EarlyStopped
 from fedfuse.server.aggregate.natural import Balance, NaturalKron, Scale, ShareFactors, Shares
 
 
@@ -24,7 +26,7 @@ def fedlpa(
     damping: PositiveFloat | Literal["evidence"] | None = None,
     scale: Scale | None = None,
     pi: Balance | None = None,
-    solver: Solver = "exact",
+    solver: Solver | Early = "exact",
     fisher: Fisher = "empirical",
     shares: Shares = "examples",
     rank: PositiveInt | None = None,
@@ -36,6 +38,7 @@ def fedlpa(
     eta: NonNegativeFloat = 0.0,
     tol: PositiveFloat = 1e-8,
     max_iters: PositiveInt | None = None,
+    begin: Begin = "mean",
 ) -> Recipe:
     """Fuse layer-wise Laplace posteriors: each client's weights count most where its own rows determine them.
 
@@ -49,7 +52,8 @@ def fedlpa(
             root, and none where clients choose the damping.
         pi: how λ is split between the factors: one, trace, frobenius, or evidence; by default trace, and evidence
             where the damping is.
-        solver: exact (conjugate gradients), expectation (the closed approximation) or gradient (the released steps).
+        solver: exact (conjugate gradients), expectation (the closed approximation), gradient (the released steps),
+            early (MaTS: conjugate gradients that stop early) or adam (FedFisher: the best step on the server's rows).
         fisher: empirical (the rows' own labels) or sampled (labels drawn from the network).
         shares: a client counts by its examples (as released), or uniform (as the paper's equations have it).
         rank: send so many leading eigenpairs of each factor and one number for the rest, instead of all of it.
@@ -60,7 +64,8 @@ def fedlpa(
         min_rows: a client with fewer rows sends no directions, only sizes; by default twice the batch it trains with.
         eta: from the second round on, the weight of the pull towards the common posterior.
         tol: relative residual the exact solver must reach.
-        max_iters: its limit (1000), or the gradient's number of steps (10000).
+        max_iters: its limit (1000), or the number of steps: 10000 of gradient, 100 of early, 2000 of adam.
+        begin: where early and adam begin: mean, regmean (the same equation with B = I) or tasks (task arithmetic).
     """
     by_rows = damping == "evidence"
     split: Balance = pi or ("evidence" if by_rows else "trace")
@@ -76,7 +81,20 @@ def fedlpa(
         objective=PosteriorPull(eta) if pulled else TaskLoss(),
         evidence=(evidence,),
         memory=(KeepFactors(),) if pulled else (),
-        aggregate=NaturalKron(lam, split, solver, tol, max_iters, scaled, shares),
+        aggregate=_solver(solver, begin, NaturalKron(lam, split, "exact", tol, max_iters, scaled, shares)),
         steps=(ShareFactors(),) if pulled else (),
         publishes=("kron",) if pulled else (),
     )
+
+
+def _solver(solver: Solver | Early, begin: Begin, equation: NaturalKron) -> Aggregator:
+    if solver == "early":
+        return EarlyStopped(equation, begin, equation.max_iters or 100)
+    if solver == "adam":
+        return BestStep(equation, begin, equation.max_iters or 2000)
+    if begin != "mean":
+        raise RecipeError(
+            f"fedlpa: begin is {begin!r}, and the solver {solver!r} ends at the same weights wherever it begins; set "
+            "solver to early or adam"
+        )
+    return replace(equation, solver=solver)

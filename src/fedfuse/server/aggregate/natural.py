@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -50,6 +50,24 @@ class _Belief(NamedTuple):
             return self
         root = math.sqrt(scale)
         return self._replace(A=self.A * (root / mean_eigenvalue(self.A)), B=self.B * (root / mean_eigenvalue(self.B)))
+
+
+class Equation(NamedTuple):
+    """Σ f_k B_k (M − M_k) A_k = 0 for one layer.
+
+    Attributes:
+        layers: the clients' M_k.
+        inputs: their A_k, damped.
+        outputs: their B_k, damped.
+        shares: their f_k.
+        what: the layer's name, for errors.
+    """
+
+    layers: list[Tensor]
+    inputs: list[Factor]
+    outputs: list[Factor]
+    shares: Tensor
+    what: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,34 +126,29 @@ class NaturalKron(ServerPart):
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
         """Solve layer by layer; the facts say how many iterations each took and what residual is left."""
-        spec = cohort.updates[0].spec
-        first = cohort.updates[0].posterior.mean
-        mean: dict[str, Tensor] = {}
         solutions: dict[str, list[Solution]] = {}
-        for block in known_blocks(cohort):
-            if any(_informs(u, block) for u in cohort):
-                found = [self._solve(cohort, block, group) for group in range(block.groups)]
-                mean |= block.split(torch.stack([s.x for s in found]), {n: first[n] for n in block.tensors})
-                solutions[block.name] = found
-        averaged = [n for n in cohort.names if n not in mean]
-        mean |= {n: mean_by_examples(cohort, n) for n in averaged}
-        fused = state.fused({n: mean[n] for n in cohort.names}, spec=spec)
-        return fused.noting(averaged=averaged, **self._chosen_damping(cohort), **_solver_facts(solutions))
+        mean: dict[str, Tensor] = {}
+        for block in informed_blocks(cohort):
+            solutions[block.name] = [self._solve(cohort, block, group) for group in range(block.groups)]
+            mean |= split_solutions(cohort, block, [s.x for s in solutions[block.name]])
+        return with_the_rest_averaged(cohort, state, mean).noting(**self.facts(cohort, solutions))
 
-    def _solve(self, cohort: Cohort, block: Block, group: int) -> Solution:
+    def facts(self, cohort: Cohort, solutions: Mapping[str, Sequence[Solution]]) -> dict[str, Any]:
+        """What a reader should know: the dampings that clients chose, iterations, and what residual is left."""
+        return {**self._chosen_damping(cohort), **_solver_facts(solutions)}
+
+    def equation(self, cohort: Cohort, block: Block, group: int) -> Equation:
+        """One layer's equation, its factors scaled and damped."""
         weights = shares_of(cohort, self.shares)
         beliefs = self._scale_factors([_belief(u, block, group) for u in cohort], weights.tolist())
         damped = [damp(b.A, b.B, *self._damping_of(b.update)) for b in beliefs]
-        return natural_mean(
-            [b.M for b in beliefs],
-            [A for A, _ in damped],
-            [B for _, B in damped],
-            weights,
-            solver=self.solver,
-            tol=self.tol,
-            max_iters=self.max_iters,
-            what=f"layer {block.name}" + (f", group {group}" if block.groups > 1 else ""),
-        )
+        what = f"layer {block.name}" + (f", group {group}" if block.groups > 1 else "")
+        return Equation([b.M for b in beliefs], [A for A, _ in damped], [B for _, B in damped], weights, what)
+
+    def _solve(self, cohort: Cohort, block: Block, group: int) -> Solution:
+        layers, inputs, outputs, weights, what = self.equation(cohort, block, group)
+        options = {"solver": self.solver, "tol": self.tol, "max_iters": self.max_iters}
+        return natural_mean(layers, inputs, outputs, weights, what=what, **options)  # type: ignore[arg-type]
 
     def _scale_factors(self, beliefs: Sequence[_Belief], shares: Sequence[float]) -> list[_Belief]:
         """The beliefs with their factors scaled; what is zero stays zero."""
@@ -189,6 +202,24 @@ def known_blocks(cohort: Cohort) -> Sequence[Block]:
     return [block for block in everything if block.name in sent] if sent else everything
 
 
+def informed_blocks(cohort: Cohort) -> Iterator[Block]:
+    """The blocks of which some client's factors say anything."""
+    return (block for block in known_blocks(cohort) if any(_informs(u, block) for u in cohort))
+
+
+def split_solutions(cohort: Cohort, block: Block, found: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The tensors of a layer whose matrices, one per group, were found."""
+    like = cohort.updates[0].posterior.mean
+    return block.split(torch.stack(list(found)), {n: like[n] for n in block.tensors})
+
+
+def with_the_rest_averaged(cohort: Cohort, state: ServerState, mean: Mapping[str, Tensor]) -> ServerState:
+    """The state fused from some tensors and the weighted mean of all others, which the facts name."""
+    averaged = [n for n in cohort.names if n not in mean]
+    whole = {**mean, **{n: mean_by_examples(cohort, n) for n in averaged}}
+    return state.fused({n: whole[n] for n in cohort.names}, spec=cohort.updates[0].spec).noting(averaged=averaged)
+
+
 def factors_of(update: ClientUpdate, block: Block) -> Factors:
     """A client's raw factors of one layer."""
     geometry = update.posterior.geometry
@@ -210,7 +241,7 @@ def _informs(update: ClientUpdate, block: Block) -> bool:
     return any(bool(factor.any()) for factor in factors_of(update, block))
 
 
-def _solver_facts(solutions: dict[str, list[Solution]]) -> dict[str, dict[str, float]]:
+def _solver_facts(solutions: Mapping[str, Sequence[Solution]]) -> dict[str, dict[str, float]]:
     """Iterations and the largest residual by layer."""
     return {
         "iterations": {layer: sum(s.iterations for s in found) for layer, found in solutions.items()},

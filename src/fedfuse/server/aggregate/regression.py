@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from fedfuse.core.factor import Factor, as_stack
@@ -16,8 +15,15 @@ from fedfuse.errors import RecipeError
 from fedfuse.linalg.ridge import regression_mean
 from fedfuse.linalg.subspace import written
 from fedfuse.nets.blocks import Block
-from fedfuse.server.aggregate.mean import ALL_LAWS, mean_by_examples
-from fedfuse.server.aggregate.natural import Shares, factors_of, known_blocks, shares_of
+from fedfuse.server.aggregate.mean import ALL_LAWS
+from fedfuse.server.aggregate.natural import (
+    Shares,
+    factors_of,
+    known_blocks,
+    shares_of,
+    split_solutions,
+    with_the_rest_averaged,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +51,11 @@ class RegressionMean(ServerPart):
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
         """Solve layer by layer; the facts name what was averaged."""
-        first = cohort.updates[0]
         mean: dict[str, Tensor] = {}
         for block in known_blocks(cohort):
             if block.kind != "norm" and any(bool(factors_of(u, block)[0].any()) for u in cohort):
                 mean |= self.fuse_block(cohort, block)
-        averaged = [n for n in cohort.names if n not in mean]
-        mean |= {n: mean_by_examples(cohort, n) for n in averaged}
-        return state.fused({n: mean[n] for n in cohort.names}, spec=first.spec).noting(averaged=averaged)
+        return with_the_rest_averaged(cohort, state, mean)
 
     def fuse_block(self, cohort: Cohort, block: Block) -> dict[str, Tensor]:
         """One layer's fused tensors."""
@@ -65,8 +68,7 @@ class RegressionMean(ServerPart):
             )
             for group in range(block.groups)
         ]
-        like = cohort.updates[0].posterior.mean
-        return block.split(torch.stack(fused), {n: like[n] for n in block.tensors})
+        return split_solutions(cohort, block, fused)
 
     def _moments(self, update: ClientUpdate, block: Block, group: int) -> Tensor:
         return shrink_moments(as_stack(factors_of(update, block)[0])[group], self.alpha)
