@@ -85,12 +85,16 @@ def conjugate_gradient(
         if residual > tol and (done >= max_iters or residual > before / 2):
             if not strict or _norm(gap) <= tol * _norm(b):
                 break
-            advice = "allow more iterations" if done >= max_iters else "rounding allows no better: raise the tolerance"
-            raise NotConverged(
-                f"{what}: conjugate gradients stopped at a relative residual of {residual:.1e} after {done} "
-                f"iterations, expected {tol:.1e}; {advice}, or damp the system"
-            )
+            raise _not_converged(what, residual, tol, done, done >= max_iters)
     return Solution(x, done, residual)
+
+
+def _not_converged(what: str, residual: float, tol: float, done: int, spent: bool) -> NotConverged:
+    advice = "allow more iterations" if spent else "rounding allows no better: raise the tolerance"
+    return NotConverged(
+        f"{what}: conjugate gradients stopped at a relative residual of {residual:.1e} after {done} "
+        f"iterations, expected {tol:.1e}; {advice}, or damp the system"
+    )
 
 
 @dataclass(frozen=True, slots=True)
