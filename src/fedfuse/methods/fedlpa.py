@@ -18,7 +18,7 @@ from fedfuse.errors import RecipeError
 from fedfuse.linalg.kron import Solver
 from fedfuse.nets.blocks import Which
 from fedfuse.server.aggregate.early import Begin, BestStep, Early, EarlyStopped
-from fedfuse.server.aggregate.natural import Balance, NaturalKron, Scale, ShareFactors, Shares
+from fedfuse.server.aggregate.natural import Balance, Damping, NaturalKron, Scale, ShareFactors, Shares
 
 
 @method("fedlpa", paper="arXiv:2310.00339", family="posterior")
@@ -67,24 +67,28 @@ def fedlpa(
         max_iters: its limit (1000), or the number of steps: 10000 of gradient, 100 of early, 2000 of adam.
         begin: where early and adam begin: mean, regmean (the same equation with B = I) or tasks (task arithmetic).
     """
-    by_rows = damping == "evidence"
-    split: Balance = pi or ("evidence" if by_rows else "trace")
-    scaled: Scale = scale or ("none" if by_rows else "root")
-    lam = damping if damping is not None else 1e-3 if scaled == "none" else 1e-1
+    by_rows, pulled = damping == "evidence", eta > 0
+    equation = replace(_equation(damping, scale, pi), tol=tol, max_iters=max_iters, shares=shares)
     if half and rank is None:
         raise RecipeError("fedlpa: half stores eigenvectors in half precision and there are none; set rank, say to 8")
     evidence = KroneckerFactors(
         fisher, by_rows, rank=rank, half=half, sharing=sharing, layers=layers, centred=centred, min_rows=min_rows
     )
-    pulled = eta > 0
     return Recipe(
         objective=PosteriorPull(eta) if pulled else TaskLoss(),
         evidence=(evidence,),
         memory=(KeepFactors(),) if pulled else (),
-        aggregate=_solver(solver, begin, NaturalKron(lam, split, "exact", tol, max_iters, scaled, shares)),
+        aggregate=_solver(solver, begin, equation),
         steps=(ShareFactors(),) if pulled else (),
         publishes=("kron",) if pulled else (),
     )
+
+
+def _equation(damping: Damping | None, scale: Scale | None, pi: Balance | None) -> NaturalKron:
+    by_rows = damping == "evidence"
+    scaled: Scale = scale or ("none" if by_rows else "root")
+    lam = damping if damping is not None else 1e-3 if scaled == "none" else 1e-1
+    return NaturalKron(lam, pi or ("evidence" if by_rows else "trace"), scale=scaled)
 
 
 def _solver(solver: Solver | Early, begin: Begin, equation: NaturalKron) -> Aggregator:
