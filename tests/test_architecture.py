@@ -65,7 +65,7 @@ DYNAMIC = {"core/spec.py": {"fedfuse.models"}, "core/registry.py": {"fedfuse.met
 
 METHOD_NAMES = (
     "fedavg|fedprox|fednova|scaffold|moon|swa|ams|fedlpa|pfnm|fedma|otfusion|gamf|dense|fedov|feddu|fedap|fedduap|"
-    "hrank|prunefl|imc|data_sharing|hybrid_fl|rklb|eaa|gaa|aalv|wb"
+    "hrank|prunefl|imc|data_sharing|hybrid_fl|rklb|eaa|gaa|aalv|wb|task_arithmetic|ties|dare|slerp|model_stock|iso"
 )
 
 BANNED = {

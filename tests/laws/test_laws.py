@@ -38,6 +38,7 @@ from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.nets.mixture import Mixture
 from fedfuse.server.aggregate.mean import ALL_LAWS, Mean
 from fedfuse.server.door.admit import admit_all
+from fedfuse.server.parts import PartedRound
 from fedfuse.server.robust import GUARDS
 from fedfuse.server.round import filter_cohort
 from fedfuse.training.round import client_round
@@ -283,6 +284,20 @@ def test_the_same_seed_gives_the_same_bytes(name: str, network: str) -> None:
     first = {n: t.clone() for n, t in it.fuse().items()}
     torch.rand(7)  # wherever the global generator stands
     assert same(it.fuse(), first)
+
+
+def tensorwise() -> pytest.MarkDecorator:
+    """Every case that fuses a tensor by that tensor alone, on every network."""
+    who = [(n, net) for n, recipe in cases().items() if recipe.tensorwise for net in NETWORKS]
+    return pytest.mark.parametrize(("name", "network"), who, ids=[f"{n}, {net}" for n, net in who])
+
+
+@tensorwise()
+def test_a_round_in_parts_gives_the_bytes_of_the_whole(name: str, network: str) -> None:
+    it = trial(name, network)
+    assert it is not None
+    parts = PartedRound(it.recipe, it.cohort, it.state, it.bench)
+    assert same(dict(parts.result().posterior.mean), it.fuse())
 
 
 @pytest.mark.parametrize("name", cases())

@@ -112,6 +112,12 @@ class Recipe:
         return not filtered and all(part.only_sums for part in self._parts)
 
     @property
+    def tensorwise(self) -> bool:
+        """Whether what becomes of a tensor depends on that tensor alone, so that a model can be fused in parts."""
+        guarded = self.guard is None or self.guard.tensorwise
+        return self.align is None and guarded and all(part.tensorwise for part in self._parts)
+
+    @property
     def _parts(self) -> tuple[Aggregator | ServerStep, ...]:
         return (self.aggregate, *self.steps)
 

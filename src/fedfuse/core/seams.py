@@ -32,7 +32,6 @@ class Objective(Protocol):
 
     def __call__(self, local: Local, batch: Batch) -> Tensor:
         """The scalar loss of one batch."""
-        ...
 
 
 class View(Protocol):
@@ -40,7 +39,6 @@ class View(Protocol):
 
     def __call__(self, rows: Rows, brief: Brief) -> Rows:
         """The rows to train on, given its own."""
-        ...
 
 
 class Project(Protocol):
@@ -48,7 +46,6 @@ class Project(Protocol):
 
     def __call__(self, name: str, value: Tensor, brief: Brief) -> Tensor:
         """The nearest allowed value."""
-        ...
 
 
 class Evidence(Protocol):
@@ -57,28 +54,22 @@ class Evidence(Protocol):
     @property
     def name(self) -> str:
         """The first part of every note's name; what aggregators and steps list in `needs`."""
-        ...
 
     @property
     def reveals(self) -> str:
         """What leaves the client, in plain words; empty if nothing does."""
-        ...
 
     def __call__(self, local: Local) -> Params:
         """The notes of a trained client, named "name/…"."""
-        ...
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
         """The notes the door lets through, with their forms."""
-        ...
 
     def check(self, notes: Params, num_examples: float) -> Flaw | None:
         """What is wrong with the values of well-formed notes, if anything."""
-        ...
 
     def geometry(self, notes: Params) -> Geometry | None:
         """The posterior's geometry, if these notes describe one."""
-        ...
 
     def influence(self, notes: Params) -> Mapping[str, float]:
         """What in these notes scales the client's say in the fused model, by name: numbers ≥ 0 on a log scale.
@@ -86,12 +77,10 @@ class Evidence(Protocol):
         The door compares each with the other clients' (`server/door/bounds.py`): twice the number, twice the say. A
         name is a note's, or the first part of several notes' names: multiplying those weakens the lever.
         """
-        ...
 
     @property
     def room(self) -> float:
         """How many times further than other levers this may differ between honest clients of very different sizes."""
-        ...
 
 
 class PlainEvidence:
@@ -121,7 +110,6 @@ class ClientMemory(Protocol):
 
     def __call__(self, local: Local, notes: Params) -> Params:
         """What to remember under "kind/tensor" names, given the trained client and the evidence it sends."""
-        ...
 
 
 class ServerPart:
@@ -158,6 +146,11 @@ class ServerPart:
         """Whether it reads nothing of its clients but sums over them, so that secure aggregation fits."""
         return False
 
+    @property
+    def tensorwise(self) -> bool:
+        """Whether what becomes of a tensor depends on that tensor alone, so that a model can be fused in parts."""
+        return False
+
     def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
         """Say before anybody trains what could not work, in a `ConfigError` that names the remedy.
 
@@ -186,19 +179,20 @@ class Alignment(Filter, Protocol):
     @property
     def mixes_networks(self) -> bool:
         """Whether clients may have networks of different widths."""
-        ...
 
     def __call__(self, cohort: Cohort, bench: Bench) -> tuple[Cohort, Mapping[str, Any]]:
         """The cohort with its units at common places, and what a reader should know of it."""
-        ...
 
 
 class Guard(Filter, Protocol):
     """Server: a robust filter; a cohort goes in, a safer one comes out."""
 
+    @property
+    def tensorwise(self) -> bool:
+        """See `ServerPart`."""
+
     def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:
         """The cohort that is fused."""
-        ...
 
 
 class Maker(Protocol):
@@ -223,6 +217,10 @@ class Maker(Protocol):
     def only_sums(self) -> bool:
         """See `ServerPart`."""
 
+    @property
+    def tensorwise(self) -> bool:
+        """See `ServerPart`."""
+
     def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
         """See `ServerPart`."""
 
@@ -233,11 +231,9 @@ class Aggregator(Maker, Protocol):
     @property
     def laws(self) -> frozenset[str]:
         """The laws of the common suite that it keeps."""
-        ...
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
         """Fuse the cohort."""
-        ...
 
 
 class ServerStep(Maker, Protocol):
@@ -245,7 +241,6 @@ class ServerStep(Maker, Protocol):
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """Take the step."""
-        ...
 
 
 class Engine(Protocol):
@@ -254,16 +249,13 @@ class Engine(Protocol):
     @property
     def clients(self) -> tuple[str, ...]:
         """Everybody who could be asked."""
-        ...
 
     @property
     def terms(self) -> Terms:
         """What a roster has arranged beside who answers."""
-        ...
 
     def exchange(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> Iterable[Envelope]:
         """Send the brief to the asked clients; bring back what they answer, in any order."""
-        ...
 
 
 class Roster(Protocol):
@@ -272,16 +264,13 @@ class Roster(Protocol):
     @property
     def needs(self) -> frozenset[str]:
         """See `ServerPart`."""
-        ...
 
     @property
     def reveals(self) -> str:
         """What leaves the server for its clients, in plain words; empty if nothing does."""
-        ...
 
     def __call__(self, engine: Engine, bench: Bench) -> Engine:
         """The engine, perhaps with more clients in it."""
-        ...
 
 
 class ModelPreparation(Protocol):
@@ -289,7 +278,6 @@ class ModelPreparation(Protocol):
 
     def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:
         """The start with the layers or outputs the method needs; one that has them already stays as it is."""
-        ...
 
     def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:
         """In plain words, what a network of this layout lacks that the method would have given it; None if nothing.
@@ -299,7 +287,6 @@ class ModelPreparation(Protocol):
             forms: of its tensors.
             classes: how many classes there are, 0 if that is not known.
         """
-        ...
 
 
 class FirstStep(Protocol):
@@ -308,11 +295,9 @@ class FirstStep(Protocol):
     @property
     def needs(self) -> frozenset[str]:
         """As for an aggregator."""
-        ...
 
     def __call__(self, state: ServerState, bench: Bench) -> ServerState:
         """The state the first round begins with."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

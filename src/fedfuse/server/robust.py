@@ -73,6 +73,7 @@ class CoordinateMedian(ServerPart):
     """Every coordinate is the median over clients (Yin et al. 2018)."""
 
     needs: ClassVar[frozenset[str]] = _NOTHING
+    tensorwise: ClassVar[bool] = True
     laws: ClassVar[frozenset[str]] = _LAWS
 
     def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:  # noqa: ARG002 - the seam's signature
@@ -86,6 +87,7 @@ class TrimmedMean(ServerPart):
 
     trim: float = 0.1
     needs: ClassVar[frozenset[str]] = _NOTHING
+    tensorwise: ClassVar[bool] = True
     laws: ClassVar[frozenset[str]] = _LAWS
 
     def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:  # noqa: ARG002 - the seam's signature

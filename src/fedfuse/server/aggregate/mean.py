@@ -99,6 +99,7 @@ class Mean(ServerPart):
     uniform: bool = False
     needs: ClassVar[frozenset[str]] = frozenset()
     only_sums: ClassVar[bool] = True
+    tensorwise: ClassVar[bool] = True
     laws: ClassVar[frozenset[str]] = ALL_LAWS
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
@@ -121,6 +122,7 @@ class NormalizedMean(ServerPart):
 
     momentum: float | None = None
     only_sums: ClassVar[bool] = True
+    tensorwise: ClassVar[bool] = True
     laws: ClassVar[frozenset[str]] = frozenset({"order", "one", "scale", "pure", "dtype", "finite", "repeat"})
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002

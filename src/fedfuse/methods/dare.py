@@ -1,0 +1,35 @@
+"""Yu et al., Language Models are Super Mario: Absorbing Abilities from Homologous Models as a Free Lunch, ICML 2024."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.registry import find_method, method
+from fedfuse.errors import ConfigError
+from fedfuse.server.aggregate.sparse import DropAndRescale
+
+
+@method("dare", paper="arXiv:2311.03099", family="base")
+def dare(
+    drop: Annotated[float, Field(ge=0, lt=1)] = 0.9,
+    then: str = "task_arithmetic",
+    options: dict[str, Any] | None = None,
+) -> Recipe:
+    """Drop most coordinates of each client's move by lot, enlarge the rest to make up for them, then fuse by a rule.
+
+    Args:
+        drop: the probability with which a coordinate is dropped.
+        then: the method that fuses what is left; one that reads weights alone, such as ties or fedavg.
+        options: of that method.
+    """
+    inner = find_method(then).recipe(**(options or {}))
+    plain = Recipe(aggregate=inner.aggregate, name=inner.name, label=inner.label) if not inner.evidence else None
+    if plain != inner:
+        raise ConfigError(
+            f"method 'dare': then is {then!r}, which is more than a rule for weights; expected one such as "
+            "task_arithmetic, ties, fedavg, slerp, model_stock or iso"
+        )
+    return Recipe(aggregate=DropAndRescale(drop, inner.aggregate))

@@ -1,0 +1,67 @@
+"""Moves whose directions all count alike: the spectrum of the summed move is made flat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedfuse.core.messages import Cohort
+from fedfuse.core.params import Params
+from fedfuse.core.seams import ServerPart
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.server.aggregate.moves import BASE_LAWS, blocks_of, fuse_weights, move_along, move_block, sources_of
+
+
+@dataclass(frozen=True, slots=True)
+class IsotropicSum(ServerPart):
+    """Iso-C (Marczak et al. 2025): w = w₀ + λ σ̄ U Vᵀ, where U Σ Vᵀ = K Σ_k f_k δ_k and σ̄ is the mean of Σ.
+
+    Weights of more than two dimensions are laid out as matrices, outputs × everything else; biases and norms take the
+    mean move. Directions in which nobody moved (singular values that are nothing but rounding) stay out.
+
+    Attributes:
+        scale: λ.
+    """
+
+    scale: float = 1.0
+    needs: ClassVar[frozenset[str]] = frozenset({"start"})
+    tensorwise: ClassVar[bool] = True
+    laws: ClassVar[frozenset[str]] = BASE_LAWS
+
+    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
+        """Flatten the spectrum of every matrix."""
+        start, sources, shares = state.single.posterior.mean, sources_of(cohort), cohort.weights
+
+        def rule(name: str) -> Tensor:
+            like = start[name]
+            if like.ndim < 2:
+                return move_along(sources, start, self.scale * shares, name)
+            flat = flatten_spectrum(len(shares) * _mean_move(sources, start, shares, name).view(len(like), -1))
+            return (like.double() + self.scale * flat.view(like.shape)).to(like.dtype)
+
+        return state.fused(fuse_weights(cohort, rule), spec=cohort.updates[0].spec)
+
+
+def _mean_move(sources: list[Params], start: Params, shares: Tensor, name: str) -> Tensor:
+    """Σ_k f_k δ_k of one tensor laid flat, in float64."""
+    blocks = (move_block(sources, start, name, begin, end) for begin, end in blocks_of(sources[0], name))
+    return torch.cat([shares @ block for block in blocks])
+
+
+def flatten_spectrum(matrix: Tensor) -> Tensor:
+    """The matrix with each of its singular values replaced by their mean.
+
+    Example:
+        >>> flatten_spectrum(torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64)))
+        tensor([[2., 0.],
+                [0., 2.]], dtype=torch.float64)
+    """
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    moved = values > torch.finfo(matrix.dtype).eps * max(matrix.shape) * values.amax()
+    if not bool(moved.any()):
+        return torch.zeros_like(matrix)
+    flat: Tensor = values[moved].mean() * left[:, moved] @ right[moved]
+    return flat
