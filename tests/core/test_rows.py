@@ -24,7 +24,7 @@ def test_rows_keep_inputs_and_labels_together() -> None:
         (torch.zeros(3, 2), torch.zeros(3, dtype=torch.int32)),
         (torch.zeros(3, 2), torch.zeros(3, 1, 1)),
         (torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64)),
-        (torch.zeros(3, 2), torch.zeros(3, 1, dtype=torch.int64)),
+        (torch.zeros(3, 2), torch.zeros(3, 1, 1, dtype=torch.int64)),
     ],
 )
 def test_labels_that_do_not_fit_are_refused_in_one_sentence(x: torch.Tensor, y: torch.Tensor) -> None:

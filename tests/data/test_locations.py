@@ -72,9 +72,9 @@ def test_local_folders_and_npz_files_are_found_from_here_and_from_the_roots(home
     (home / "shared" / "pets").mkdir(parents=True)
     (home / "cache" / "fedfuse").mkdir(parents=True)
     (home / "cache" / "fedfuse" / "x.npz").write_bytes(b"")
-    (home / "cache" / "fedfuse" / "x.txt").write_bytes(b"")
+    (home / "cache" / "fedfuse" / "x.doc").write_bytes(b"")
     assert locations.find_local("pets") == home / "shared" / "pets"
     assert locations.find_local("x.npz") == home / "cache" / "fedfuse" / "x.npz"
-    assert locations.find_local("x.txt") is None
+    assert locations.find_local("x.doc") is None
     monkeypatch.setenv("HOME", str(home))
     assert locations.find_local("~/shared/pets") == home / "shared" / "pets"

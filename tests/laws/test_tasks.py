@@ -20,7 +20,7 @@ from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.door.admit import admit_all
 from fedfuse.server.judge import Judge
 from fedfuse.server.round import fuse_round
-from fedfuse.tasks import BINARY, CLASSIFICATION, REGRESSION, TASKS, Task, task_named
+from fedfuse.tasks import BINARY, CLASSIFICATION, REGRESSION, Task, task_named
 from fedfuse.training.round import client_round
 
 FEATURES, CLIENTS = 6, ("a", "b", "c")
@@ -62,7 +62,7 @@ def one_round(recipe: Recipe, state: ServerState, bench: Bench) -> tuple[ServerS
     return fuse_round(recipe, admission.cohort, state, bench), admission.cohort
 
 
-@pytest.mark.parametrize("task", [t for t in TASKS if t != "classification"])
+@pytest.mark.parametrize("task", [t for t in CLASSES if t != "classification"])
 @pytest.mark.parametrize("name", sorted(all_methods()))
 def test_a_method_works_for_a_task_or_refuses_it(name: str, task: str) -> None:
     recipe, (state, bench) = fedfuse.recipe(name), setting(task_named(task))
@@ -87,7 +87,7 @@ def test_a_method_works_for_a_task_or_refuses_it(name: str, task: str) -> None:
     assert len(cohort) == 3
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", CLASSES)
 def test_training_gets_better_at_its_task(task: str) -> None:
     state, bench = setting(task_named(task))
     recipe, judge = fedfuse.recipe("fedavg"), Judge(rows(bench.task, 7, 200), bench.classes, task=bench.task)

@@ -12,7 +12,7 @@ from sklearn import metrics
 from torch import Tensor
 
 from fedfuse.errors import ConfigError
-from fedfuse.tasks import BINARY, CLASSIFICATION, MULTILABEL, REGRESSION, TASKS, Task, scores_better, task_named
+from fedfuse.tasks import BINARY, CLASSIFICATION, MULTILABEL, REGRESSION, Task, scores_better, task_named
 
 DRAW = torch.Generator().manual_seed(0)
 Z = torch.randn(40, 3, generator=DRAW, dtype=torch.float64)
@@ -33,7 +33,7 @@ def log_likelihood(task: Task, z: Tensor, y: Tensor) -> np.ndarray:
     return stats.bernoulli.logpmf(y.reshape(len(y), -1).numpy(), z.sigmoid().numpy()).sum(1)
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", TARGETS)
 def test_the_loss_is_the_likelihoods(name: str) -> None:
     task, (z, y) = task_named(name), TARGETS[name]
     expected = -log_likelihood(task, z, y)
@@ -41,7 +41,7 @@ def test_the_loss_is_the_likelihoods(name: str) -> None:
     assert float(task.loss(z, y, "sum")) == pytest.approx(expected.sum())
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", TARGETS)
 def test_sampled_targets_have_the_predicted_mean_and_are_targets(name: str) -> None:
     task, (z, _) = task_named(name), TARGETS[name]
     many = z[:1].expand(20_000, -1)
@@ -51,7 +51,7 @@ def test_sampled_targets_have_the_predicted_mean_and_are_targets(name: str) -> N
     torch.testing.assert_close(found.double().reshape(-1), task.predict(z[:1])[0], atol=0.03, rtol=0)
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", TARGETS)
 def test_an_average_predicts_the_mean_prediction(name: str) -> None:
     task, (z, _) = task_named(name), TARGETS[name]
     each, weights = torch.stack([z, 2 * z, z + 1]), torch.tensor([0.2, 0.3, 0.5])
@@ -111,7 +111,7 @@ def test_targets_of_another_task_are_named(name: str, y: Tensor, classes: int, w
         raise AssertionError(found)
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", TARGETS)
 def test_good_targets_have_no_flaw(name: str) -> None:
     task, (z, y) = task_named(name), TARGETS[name]
     classes = 2 if task is BINARY else 3

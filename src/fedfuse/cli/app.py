@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from importlib import metadata
 from importlib.resources import files as resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fedfuse.cli import console, files, flower, listing, models, results
 from fedfuse.cli.options import Json, Log, Sets, Workers
 from fedfuse.errors import ConfigError, FuseError
 from fedfuse.experiment.watch import Watcher
+
+if TYPE_CHECKING:
+    from fedfuse.experiment.prepare import PreparedExperiment
 
 with warnings.catch_warnings():  # typer imports what click will drop in its next version; that is between them
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -189,7 +192,7 @@ def _check(file: Path, sets: list[str], workers: int | None, as_json: bool) -> N
     seconds: list[dict[str, float]] = []
     for cell in cells:
         prepared = prepare(cell, load_or_outline)
-        prepared.check()
+        _tell_flaws(prepared, as_json)
         seconds.append(estimate_seconds(prepared, workers))
         if "outline" in prepared.dataset.facts:
             blank[prepared.dataset.name] = None
@@ -208,6 +211,20 @@ def _check(file: Path, sets: list[str], workers: int | None, as_json: bool) -> N
         console.say(f"{cell.name} {_time_words(each)}")
     for name in blank:
         console.say(f"{name} is not whole on this machine: its form was checked, not its rows, which a run needs")
+
+
+def _tell_flaws(prepared: PreparedExperiment, as_json: bool) -> None:
+    """Say of each method whether it works here, where some do not, and end with the first that does not."""
+    flaws = prepared.flaws()
+    if not flaws:
+        return
+    methods = {label: str(flaws[label]) if label in flaws else "" for label in prepared.recipes}
+    if as_json:
+        console.say_json({"ok": False, "name": prepared.experiment.name, "methods": methods})
+        raise typer.Exit(ConfigError.exit_code)
+    for label, why in methods.items() if len(methods) > 1 else ():
+        console.err.print(f"{label}: {why or 'works'}", markup=False, soft_wrap=True)
+    raise next(iter(flaws.values()))
 
 
 def _time_words(seconds: Mapping[str, float]) -> str:

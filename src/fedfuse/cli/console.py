@@ -81,6 +81,7 @@ _SCORES = {
     "confidence": "sure",
     "exact": "all labels right",
     "auroc": "AUROC",
+    "perplexity": "perplexity",
     "nll": "NLL",
     "ece": "ECE",
     "brier": "Brier",

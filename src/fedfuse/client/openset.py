@@ -45,6 +45,7 @@ class OpenSet:
     reach: float = 0.5
     mix: float = 0.01
     needs_classes: ClassVar[bool] = True
+    needs_numbers: ClassVar[bool] = True
 
     def __call__(self, local: Local, batch: Batch) -> Tensor:
         """The five terms."""

@@ -48,6 +48,12 @@ def choose_output(module: nn.Module, output: Output) -> nn.Module:
     return module
 
 
+def understood_output(module: nn.Module) -> Output | None:
+    """The output that is meant where nobody says which: networks of `transformers` give their logits among others."""
+    own = any(base.__module__.partition(".")[0] == "transformers" for base in type(module).__mro__)
+    return "logits" if own and output_of(module) is None else None
+
+
 def output_of(module: nn.Module) -> Output | None:
     """The output a module was set to give; None if it was not."""
     return next((hook.output for hook in module._forward_hooks.values() if isinstance(hook, ChooseOutput)), None)

@@ -18,7 +18,7 @@ from fedfuse.errors import ConfigError, FuseError, error_text
 
 @dataclass(frozen=True, slots=True)
 class InputForm:
-    """The shape of one input and the range of its numbers, per channel or feature.
+    """The shape of one input and the range of its numbers, per channel or feature; or how many tokens there are.
 
     Example:
         >>> form = InputForm((1, 2, 2), low=(-1.0,), high=(3.0,))
@@ -29,6 +29,7 @@ class InputForm:
     shape: tuple[int, ...]
     low: tuple[float, ...] = (0.0,)
     high: tuple[float, ...] = (1.0,)
+    tokens: int = 0
 
     def squash(self, free: Tensor) -> Tensor:
         """Any numbers brought into the range, smoothly: low + (high − low) · sigmoid(u)."""
@@ -37,7 +38,9 @@ class InputForm:
         return low + (high - low) * free.sigmoid()
 
     def noise(self, count: int, generator: torch.Generator) -> Tensor:
-        """Inputs of uniform noise over the range."""
+        """Inputs of uniform noise over the range, or tokens drawn at random."""
+        if self.tokens:
+            return torch.randint(self.tokens, (count, *self.shape), generator=generator)
         return self.squash(torch.rand(count, *self.shape, generator=generator).logit(1e-6))
 
 
@@ -59,9 +62,15 @@ def own_form(spec: Spec) -> InputForm | None:
     except (TypeError, ValueError):  # a callable that hides its signature
         return None
     options = {p.name: p.default for p in parameters} | dict(spec.options)
-    sizes = {name: options[name] for name in ("channels", "size", "inputs") if type(options.get(name)) is int}
+    sizes = {
+        name: options[name]
+        for name in ("channels", "size", "inputs", "tokens", "length")
+        if type(options.get(name)) is int
+    }
     if "channels" in sizes and "size" in sizes:
         return InputForm((sizes["channels"], sizes["size"], sizes["size"]))
+    if "tokens" in sizes and "length" in sizes:
+        return InputForm((sizes["length"],), tokens=sizes["tokens"])
     return InputForm((sizes["inputs"],)) if "inputs" in sizes else None
 
 
@@ -147,7 +156,8 @@ def reads_tokens(spec: Spec, shape: tuple[int, ...]) -> bool:
         False
     """
     if spec.is_ours and spec.prototype is None:
-        return False
+        form = own_form(spec)
+        return form is not None and form.tokens > 0
     zeros = torch.zeros(2, *shape)
     return not _runs(spec, spec.cast(zeros)) and _runs(spec, zeros.long())
 

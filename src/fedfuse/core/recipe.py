@@ -216,13 +216,28 @@ class Recipe:
         """
         if isinstance(task, Classification):
             return
-        parts = (self.objective, self.view, *self.evidence, self.align, self.guard, self.roster, self.prepare_model)
-        found = [type(p).__name__ for p in (*parts, self.before_first_round, *self._parts) if needs_classes(p)]
-        if found:
+        if found := self._who_says("needs_classes"):
             raise RecipeError(
                 f"recipe {self.name!r} needs rows of one class each ({found[0]} counts or compares classes) and the "
                 f"task is {task.name}; use another method, or task = 'classification'"
             )
+
+    def check_inputs(self, bench: Bench) -> None:
+        """Say before any training that a part makes, moves or weighs inputs, which tokens do not allow.
+
+        Raises:
+            RecipeError: naming the part.
+        """
+        if bench.holds_tokens and (found := self._who_says("needs_numbers")):
+            raise RecipeError(
+                f"recipe {self.name!r} computes with inputs as numbers ({found[0]} does) and these are tokens, which "
+                "have no scale and no slope; use another method, or inputs that are given rather than made"
+            )
+
+    def _who_says(self, need: str) -> list[str]:
+        """The parts that say they need something, by their names."""
+        parts = (self.objective, self.view, *self.evidence, self.align, self.guard, self.roster, self.prepare_model)
+        return [type(p).__name__ for p in (*parts, self.before_first_round, *self._parts) if says(p, need)]
 
     def check(self, rounds: int, bench: Bench, state: ServerState | None = None) -> None:
         """Say before any training what could not work: missing server rows, rounds after a mixture, a wrong network.
@@ -240,6 +255,7 @@ class Recipe:
         while now is not None:
             ends = now.later[0] if now.later else rounds
             now.check_task(bench.task)
+            now.check_inputs(bench)
             if now.result == "mixture" and (ends > 1 or now.later):
                 raise RecipeError(
                     f"recipe {now.name!r} ends a round with a mixture of networks, which cannot be trained further; "
@@ -259,11 +275,9 @@ class Recipe:
             part.check_network(networks, bench, rounds)
 
 
-def needs_classes(part: object) -> bool:
-    """Whether a part of a recipe makes sense for rows of one class each only, which it says by `needs_classes`.
+def says(part: object, need: str) -> bool:
+    """Whether a part of a recipe says that it needs something: "needs_classes" or "needs_numbers".
 
     An objective that adds a term to a base needs what the base needs.
     """
-    return bool(getattr(part, "needs_classes", False)) or (
-        (base := getattr(part, "base", None)) is not None and needs_classes(base)
-    )
+    return bool(getattr(part, need, False)) or ((base := getattr(part, "base", None)) is not None and says(base, need))

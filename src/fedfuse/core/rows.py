@@ -17,7 +17,8 @@ class Rows:
 
     Attributes:
         x: inputs, one per row, as the network reads them: (n, channels, height, width), (n, features), …
-        y: int64 labels, one per row; or floating numbers, one or several per row. What they mean is the task's to say.
+        y: int64 labels, one per row; floating numbers, one or several per row; or int64 tokens, several per row. What
+            they mean is the task's to say.
 
     Example:
         >>> rows = Rows(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
@@ -29,11 +30,11 @@ class Rows:
     y: Tensor
 
     def __post_init__(self) -> None:
-        numbers = self.y.is_floating_point() and self.y.ndim in (1, 2) and len(self.y) == len(self.x)
-        if not numbers and (self.y.dtype != torch.int64 or self.y.shape != self.x.shape[:1]):
+        known = self.y.is_floating_point() or self.y.dtype == torch.int64
+        if not known or self.y.ndim not in (1, 2) or len(self.y) != len(self.x):
             raise ConfigError(
                 f"rows: y is {describe(self.y)}, expected int64 of shape ({len(self.x)},); "
-                "give one whole number per row, or float32 numbers for regression and several labels"
+                "give one whole number per row, float32 numbers for regression and several labels, or a row of tokens"
             )
 
     def __len__(self) -> int:

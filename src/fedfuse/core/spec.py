@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedfuse.core.answers import Output, choose_output, logits_in, output_of, validate_output
+from fedfuse.core.answers import (
+    Output,
+    choose_output,
+    logits_in,
+    output_of,
+    understood_output,
+    validate_output,
+)
 from fedfuse.core.params import Layout, Params
 from fedfuse.core.precision import as_floats_of
 from fedfuse.core.rng import seeded
@@ -114,7 +121,8 @@ class Spec:
             raise ConfigError(self._unknown)
         own = self.prototype
         module = _call(self.factory, self.options) if own is None else copy.deepcopy(own)
-        module = module if self.output is None else choose_output(module, self.output)
+        output = understood_output(module) if self.output is None else self.output
+        module = module if output is None else choose_output(module, output)
         return _resize(module, self.surgery) if self.surgery else module
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

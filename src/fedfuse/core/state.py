@@ -115,6 +115,14 @@ class Bench:
         """A random stream for the server's own draws."""
         return stream(self.seed, "server", *purpose)
 
+    @property
+    def holds_tokens(self) -> bool:
+        """Whether inputs are tokens, as far as is known."""
+        if self.inputs is not None:
+            return self.inputs.tokens > 0
+        known = [x for x in (self.rows.x if self.rows is not None else None, self.unlabelled) if x is not None]
+        return any(not x.is_floating_point() for x in known)
+
     def need_rows(self, who: str) -> Rows:
         """The server's rows, or one sentence saying who misses them."""
         if self.rows is None or not len(self.rows):

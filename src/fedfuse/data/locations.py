@@ -12,6 +12,7 @@ from fedfuse.core.folders import cache_folder
 from fedfuse.data.official import Official, Part
 from fedfuse.data.stores import Store, open_store
 from fedfuse.data.tables import SUFFIXES
+from fedfuse.data.text_source import SUFFIXES as TEXTS
 from fedfuse.errors import ConfigError
 
 SHARED = Path("/usr/share/datasets")
@@ -66,11 +67,11 @@ def _inspect_store(store: Store, official: Official) -> LocatedDataset | None:
     return LocatedDataset(store, train, test, missing) if train and test else None
 
 
-_FILES = (".npz", *SUFFIXES)
+_FILES = (".npz", *SUFFIXES, *TEXTS)
 
 
 def find_local(name: str) -> Path | None:
-    """The folder, `.npz` file or table of this name, from here or from a search root."""
+    """The folder, `.npz` file, table or text of this name, from here or from a search root."""
     for base in chain([Path()], roots()):
         location = base / Path(name).expanduser()
         if location.is_dir() or (location.is_file() and location.suffix in _FILES):

@@ -18,6 +18,8 @@ from fedfuse.data.formats import ArraySplit
 from fedfuse.data.rows import Array, Rows
 from fedfuse.data.stores import Store
 from fedfuse.data.table_source import HOSPITALS, TableSplit, heart_halves
+from fedfuse.data.text_source import CHARACTERS, PLAY_OPTIONS, PLAYS, read_first_words, read_last_words
+from fedfuse.data.texts import UNKNOWN, token_names
 
 DIGITS = tuple("0123456789")
 Part = tuple[str, ...]
@@ -43,7 +45,8 @@ class Split(Protocol):
         ...
 
 
-Reader = Callable[[Store, Sequence[Part]], Split]
+Reader = Callable[..., Split]
+"""Reads parts from a store: (store, parts), and by name what a set's options may say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,8 @@ class Official:
         remotes: what to download.
         read_train: reads the training parts that are there.
         read_test: reads the test parts that are there.
-        classes: names the labels.
+        classes: names the labels, or the tokens of texts.
+        options: what its readers may be told beside.
     """
 
     name: str
@@ -88,6 +92,7 @@ class Official:
     read_train: Reader
     read_test: Reader
     classes: Callable[[Store], tuple[str, ...]]
+    options: tuple[str, ...] = ()
 
 
 def _concatenate(splits: Sequence[ArraySplit]) -> ArraySplit:
@@ -323,6 +328,29 @@ HEART_DISEASE = Official(
     classes=_FixedNames(("healthy", "ill")),
 )
 
+SHAKESPEARE = Official(
+    name="shakespeare",
+    homepage="https://github.com/karpathy/char-rnn/tree/master/data/tinyshakespeare",
+    folders=("shakespeare", "tinyshakespeare"),
+    archives=(),
+    train=((PLAYS,),),
+    test=((PLAYS,),),
+    rows=(10_426, 2_731),
+    shape=(80,),
+    labels=1 + len(CHARACTERS),
+    remotes=(
+        Remote(
+            PLAYS,
+            "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+            "6fb458f1232090904fb40fe944165e91",
+        ),
+    ),
+    read_train=read_first_words,
+    read_test=read_last_words,
+    classes=_FixedNames(token_names((UNKNOWN, *CHARACTERS))),
+    options=PLAY_OPTIONS,
+)
+
 OFFICIAL: dict[str, Official] = {
     one.name: one
     for one in (
@@ -334,6 +362,7 @@ OFFICIAL: dict[str, Official] = {
         SVHN,
         TINY_IMAGENET,
         HEART_DISEASE,
+        SHAKESPEARE,
     )
 }
 """Every public data set by name."""

@@ -32,6 +32,7 @@ class Dataset:
         task: what is to be learned.
         features: the name of each feature, of a table.
         owners: who holds each training row by nature, where that is known.
+        vocabulary: what each token stands for, where rows are texts.
     """
 
     name: str
@@ -42,11 +43,17 @@ class Dataset:
     task: Task = CLASSIFICATION
     features: tuple[str, ...] = ()
     owners: tuple[str, ...] = ()
+    vocabulary: tuple[str, ...] = ()
 
     @property
     def has_labels(self) -> bool:
         """Whether each row is of one class."""
-        return not self.train.y.is_floating_point()
+        return not self.train.y.is_floating_point() and self.train.y.ndim == 1
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether inputs are numbers, which have a scale, and not tokens."""
+        return self.train.x.is_floating_point()
 
     def labels(self) -> torch.Tensor:
         """The class of each training row, by which rows are dealt; all alike where there are none."""

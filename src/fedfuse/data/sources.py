@@ -17,16 +17,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from fedfuse.core.folders import cache_folder
 from fedfuse.data import download, formats, images
 from fedfuse.data.formats import NPZ_KEYS, ArraySplit
 from fedfuse.data.locations import find_local, locate
 from fedfuse.data.official import DIGITS, OFFICIAL, Official, Split
+from fedfuse.data.outlines import outline
 from fedfuse.data.rows import Dataset, Rows, stratified_split
 from fedfuse.data.table_source import OPTIONS, TableSplit, open_table
 from fedfuse.data.tables import SUFFIXES
+from fedfuse.data.text_source import OPTIONS as TEXT_OPTIONS
+from fedfuse.data.text_source import SUFFIXES as TEXTS
+from fedfuse.data.text_source import open_texts, reads_texts
+from fedfuse.data.texts import TextSplit
 from fedfuse.errors import ConfigError, DataMissing
 from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Task
 
@@ -124,8 +128,8 @@ def load(
         train_limit: at most this many training rows.
         test_limit: at most this many test rows.
         seed: which subset a limit takes; leave it alone so that runs with other seeds see the same rows.
-        options: for a folder `image_size` and `test_fraction`; for a table `target` and those of `open_table`; for a
-            function its keyword arguments.
+        options: for a folder `image_size` and `test_fraction`; for a table `target` and those of `open_table`; for
+            texts those of `open_texts`; for a function its keyword arguments.
         task: what is to be learned, and so what targets are: labels, or numbers.
 
     Example:
@@ -167,29 +171,10 @@ def _take_rows(raw: _OpenedSource, train_limit: int | None, test_limit: int | No
     train = _take_limit(raw, "train", raw.train, train_limit, whole[0], seed)
     test = _take_limit(raw, "test", raw.test, test_limit, whole[1], seed + 1)
     facts = {**raw.facts, **_facts(raw, train.rows(), test.rows())}
-    named = {"features": train.features, "owners": train.owners} if isinstance(train, TableSplit) else {}
-    return Dataset(raw.name, train.rows(), test.rows(), raw.classes, facts, task, **named)
-
-
-def outline(
-    source: str, *, train_limit: int | None = None, test_limit: int | None = None, task: Task = CLASSIFICATION
-) -> Dataset:
-    """A public set's form without its contents: as many rows, of the same shape, blank, with the labels in turn.
-
-    It shows whether an experiment is sound where the set itself is not at hand, and trains nothing.
-
-    Example:
-        >>> form = outline("cifar100", train_limit=500)
-        >>> form.train.x.shape, len(form.test), len(form.classes)
-        (torch.Size([500, 3, 32, 32]), 10000, 100)
-    """
-    known = OFFICIAL[source]
-    train, test = (
-        Rows(torch.zeros((1,) * (1 + len(known.shape))).expand(rows, *known.shape), torch.arange(rows) % known.labels)
-        for rows in (min(known.rows[0], train_limit or known.rows[0]), min(known.rows[1], test_limit or known.rows[1]))
-    )
-    names = tuple(map(str, range(known.labels)))
-    return Dataset(source, train, test, names, {"source": source, "outline": True}, task)
+    features = train.features if isinstance(train, TableSplit) else ()
+    owners = train.owners if isinstance(train, TableSplit | TextSplit) else ()
+    tokens = train.vocabulary if isinstance(train, TextSplit) else ()
+    return Dataset(raw.name, train.rows(), test.rows(), raw.classes, facts, task, features, owners, tokens)
 
 
 def load_or_outline(
@@ -254,8 +239,8 @@ def _checksum(*parts: Rows) -> str:
 def _open(source: str, options: Options, task: Task) -> _OpenedSource:
     """The source opened, whatever kind it is."""
     if source == "digits" or source in OFFICIAL:
-        _refuse_options(source, options, ())
-        return _open_digits() if source == "digits" else _open_official(OFFICIAL[source])
+        _refuse_options(source, options, () if source == "digits" else OFFICIAL[source].options)
+        return _open_digits() if source == "digits" else _open_official(OFFICIAL[source], options)
     if FUNCTION.fullmatch(source):
         return _open_function(source, options, task)
     location = local_path(source)
@@ -265,7 +250,18 @@ def _open(source: str, options: Options, task: Task) -> _OpenedSource:
         _refuse_options(source, options, OPTIONS)
         halves = open_table(location, options, task)
         return _OpenedSource(source, halves.train, halves.test, halves.classes, str(location), (location.name,))
+    if location.suffix in TEXTS or reads_texts(task):
+        return _open_texts(source, location, options, task)
     return _open_folder(source, location, options)
+
+
+def _open_texts(source: str, location: Path, options: Options, task: Task) -> _OpenedSource:
+    """A folder or file of texts."""
+    if not reads_texts(task):
+        raise ConfigError(f"{location} holds texts; set task = 'text-classification' or 'language-model'")
+    _refuse_options(source, options, TEXT_OPTIONS)
+    found = open_texts(location, options, task)
+    return _OpenedSource(source, found.train, found.test, found.classes, str(location))
 
 
 def local_path(source: str) -> Path:
@@ -275,7 +271,7 @@ def local_path(source: str) -> Path:
     close = difflib.get_close_matches(source.lower(), source_names(), n=1, cutoff=0.5)
     raise ConfigError(
         f"the data source {source!r} is unknown, expected {', '.join(source_names())}, a folder of class "
-        "folders, an .npz, .csv or .parquet file, or package.module:function; "
+        "folders, an .npz, .csv, .parquet, .jsonl or .txt file, or package.module:function; "
         + (f"did you mean {close[0]!r}?" if close else "check the path.")
     )
 
@@ -297,7 +293,7 @@ def _open_digits() -> _OpenedSource:
     return _OpenedSource("digits", train, test, DIGITS, "scikit-learn")
 
 
-def _open_official(official: Official) -> _OpenedSource:
+def _open_official(official: Official, options: Options) -> _OpenedSource:
     """A public set, downloaded if no folder has it."""
     if (located := locate(official)) is None:
         folder = cache_folder() / official.folders[0]
@@ -308,10 +304,18 @@ def _open_official(official: Official) -> _OpenedSource:
                 f"delete that folder and look at {official.homepage}"
             )
     store, classes = located.store, official.classes(located.store)
-    train, test = official.read_train(store, located.train), official.read_test(store, located.test)
+    train = official.read_train(store, located.train, **options)
+    test = official.read_test(store, located.test, **options)
     files = tuple(dict.fromkeys(name for part in (*located.train, *located.test) for name in part))
     return _OpenedSource(
-        official.name, train, test, classes, str(store.location), files, located.missing, official.rows
+        official.name,
+        train,
+        test,
+        classes,
+        str(store.location),
+        files,
+        located.missing,
+        None if options else official.rows,
     )
 
 

@@ -23,13 +23,13 @@ class MappedRows(NamedTuple):
 
     x: str
     y: str
-    shape: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[torch.dtype, torch.dtype]
 
     def rows(self) -> Rows:
         """The rows as views of the files; nobody may write to them."""
-        x, y = self.dtypes
-        return Rows(_map_file(self.x, self.shape, x), _map_file(self.y, self.shape[:1], y))
+        x, y = map(_map_file, (self.x, self.y), self.shapes, self.dtypes)
+        return Rows(x, y)
 
 
 def _map_file(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -88,7 +88,7 @@ def _write(rows: Rows) -> _RowFilePair:
     except ConfigError:
         x.close()
         raise
-    mapped = MappedRows(_path(x), _path(y), tuple(rows.x.shape), (rows.x.dtype, rows.y.dtype))
+    mapped = MappedRows(_path(x), _path(y), (tuple(rows.x.shape), tuple(rows.y.shape)), (rows.x.dtype, rows.y.dtype))
     return _RowFilePair(rows, (x, y), mapped)
 
 

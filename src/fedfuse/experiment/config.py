@@ -187,7 +187,9 @@ class Experiment(Settings):
     name: str = "experiment"
     rounds: PositiveInt = 1
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
-    task: Literal["classification", "binary", "multilabel", "regression"] = "classification"
+    task: Literal["classification", "binary", "multilabel", "regression", "text-classification", "language-model"] = (
+        "classification"
+    )
     clients_per_round: PositiveInt | None = None
     start: Literal["shared", "separate"] = "shared"
     select: Literal["last", "best-on-server"] = "last"

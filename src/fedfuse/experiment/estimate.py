@@ -101,7 +101,8 @@ def _measure(recipe: Recipe, prepared: PreparedExperiment, setting: Setting, clo
     """Time two rounds of one client on one batch; their difference is the steps'."""
     batch = min(prepared.local.batch_size, max(setting.population.sizes().values(), default=1))
     rows = _some_batch(prepared, batch)
-    brief = recipe.prepare_models(setting.start, setting.bench).brief(recipe.publishes, setting.bench.classes)
+    bench = setting.bench
+    brief = recipe.prepare_models(setting.start, bench).brief(recipe.publishes, bench.classes, bench.task)
     # the first is not counted: it loads compiled code and fills caches, once for all rounds
     _, short, long = (_seconds(recipe, brief, rows, prepared.local, epochs, clock) for epochs in (1, 1, _STEPS))
     step = max(long - short, 0.0) / (_STEPS - 1)

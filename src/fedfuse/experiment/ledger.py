@@ -20,6 +20,7 @@ FLAT = (
     "round",
     "accuracy",
     "nll",
+    "perplexity",
     "ece",
     "brier",
     "client_accuracy_mean",

@@ -30,7 +30,7 @@ from fedfuse.experiment.rehearse import rehearse, some_rows
 from fedfuse.server.door.admit import Rules
 from fedfuse.server.judge import Judge
 from fedfuse.server.loop import RunPlan
-from fedfuse.tasks import Classification, task_named
+from fedfuse.tasks import Classification, LanguageModel, task_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +111,44 @@ class PreparedExperiment:
         return self._partitions[seed, whole]
 
     def check(self, sites: Mapping[str, int] | None = None) -> None:
-        """Everything that can be known before training, for every seed and method; each takes one step on two rows."""
+        """Everything that can be known before training, for every seed and method; each takes one step on two rows.
+
+        Raises:
+            ConfigError: or another sentence about the first thing that cannot be.
+        """
+        for why in self.flaws(sites).values():
+            raise why
+
+    def flaws(self, sites: Mapping[str, int] | None = None) -> dict[str, FuseError]:
+        """For each method that cannot work here, by its label, the sentence that says why.
+
+        Raises:
+            ConfigError: about what concerns all methods.
+        """
         _check_device(self.local.device)
         self._check_counts(sites is None)
         _check_equal_outputs({_check_fit(spec, self.dataset) for spec in {self.spec, *(s for _, _, s in self.groups)}})
+        found: dict[str, FuseError] = {}
         for seed in self.experiment.seeds:
             setting = self.setting(seed, sites)
-            for recipe in self.recipes.values():
-                recipe.check(recipe.exchanges(self.experiment.rounds), setting.bench, setting.start)
-        rows = some_rows(self.dataset, self.inputs)
-        for recipe in self.recipes.values():
-            self._check_networks(recipe)
-            bench = setting.bench
-            brief = recipe.prepare_models(setting.start, bench).brief(recipe.publishes, bench.classes, bench.task)
-            rehearse(recipe, brief, rows, self.local, recipe.exchanges(self.experiment.rounds))
+            for label in self.recipes.keys() - found.keys():
+                try:
+                    self._check_recipe(self.recipes[label], setting, last=seed == self.experiment.seeds[-1])
+                except FuseError as why:
+                    found[label] = why
         if self.experiment.select == "best-on-server":
             setting.bench.need_rows("select = 'best-on-server'")
+        return {label: found[label] for label in self.recipes if label in found}
+
+    def _check_recipe(self, recipe: Recipe, setting: Setting, last: bool) -> None:
+        """Check a method on one seed; on the last it also takes a step, which is the same on all of them."""
+        exchanges, bench = recipe.exchanges(self.experiment.rounds), setting.bench
+        recipe.check(exchanges, bench, setting.start)
+        if not last:
+            return
+        self._check_networks(recipe)
+        brief = recipe.prepare_models(setting.start, bench).brief(recipe.publishes, bench.classes, bench.task)
+        rehearse(recipe, brief, some_rows(self.dataset, self.inputs), self.local, exchanges)
 
     def _check_counts(self, whole: bool) -> None:
         """Refuse to take more than there is; where sites hold the rows, nobody knows yet how many there are."""
@@ -202,8 +224,7 @@ def prepare(
     task, options = task_named(experiment.task), data.options or None
     dataset = fetch(data.source, train_limit=data.train_limit, test_limit=data.test_limit, options=options, task=task)
     _check_scheme(data.partition, dataset)
-    blank = "outline" in dataset.facts  # nothing to standardize by, and nothing to train on
-    scale = standardize(dataset.train.x) if data.standardize and not blank else None
+    scale = _scale(dataset) if data.standardize else None
     if scale is not None:
         train, test = (Rows(scale(half.x), half.y) for half in (dataset.train, dataset.test))
         dataset = replace(dataset, train=train, test=test)
@@ -221,15 +242,25 @@ def prepare(
     )
 
 
+def _scale(dataset: Dataset) -> Standardize | None:
+    """The scale of the training rows; none where they are blank, for there is nothing to standardize by."""
+    if not dataset.has_numbers:
+        raise ConfigError(f"data.standardize: the rows of {dataset.name} are tokens, which have no scale; leave it out")
+    return None if "outline" in dataset.facts else standardize(dataset.train.x)
+
+
 def _input_form(dataset: Dataset, scale: Standardize | None) -> InputForm:
-    """What an input looks like: pixels lie in [0, 1] before they are standardized, standardized features in ±3."""
-    shape = tuple(dataset.train.x.shape[1:])
+    """What an input looks like: tokens, pixels in [0, 1] before they are standardized, standardized features in ±3."""
+    x = dataset.train.x
+    shape = tuple(x.shape[1:])
+    if not x.is_floating_point():
+        return InputForm(shape, tokens=len(dataset.vocabulary) or 1 + max(0, int(x.max())))
     if scale is None:
         return InputForm(shape)
     if len(shape) == 1:
         return InputForm(shape, (-3.0,), (3.0,))
-    ends = (scale(torch.full((1, shape[0], 1, 1), pixel)).flatten().tolist() for pixel in (0.0, 1.0))
-    return InputForm(shape, *map(tuple, ends))
+    low, high = (scale(torch.full((1, shape[0], 1, 1), pixel)).flatten().tolist() for pixel in (0.0, 1.0))
+    return InputForm(shape, tuple(low), tuple(high))
 
 
 def _load_unlabelled(
@@ -264,11 +295,12 @@ def _match_inputs(x: torch.Tensor, whose: str, dataset: Dataset, scale: Standard
 
 def spec_for(model: NameWithOptions, dataset: Dataset) -> Spec:
     """The network's spec, with what the data decide filled in where it can be."""
-    return spec_with(model, dataset.train.x.shape[1:], dataset.task.outputs(len(dataset.classes)))
+    outputs = dataset.task.outputs(len(dataset.classes))
+    return spec_with(model, dataset.train.x.shape[1:], outputs, len(dataset.vocabulary))
 
 
-def spec_with(model: NameWithOptions, shape: Sequence[int], outputs: int) -> Spec:
-    """The network's spec, with what is known of rows (classes, channels, size, inputs) filled in where it can be.
+def spec_with(model: NameWithOptions, shape: Sequence[int], outputs: int, tokens: int = 0) -> Spec:
+    """The network's spec, with what is known of rows (classes, channels, size, inputs, tokens, length) filled in.
 
     `output` says which of a network's outputs are the logits, unless its factory has an option of that name.
     """
@@ -285,6 +317,8 @@ def spec_with(model: NameWithOptions, shape: Sequence[int], outputs: int) -> Spe
     facts: dict[str, Any] = {"classes": outputs, "inputs": math.prod(shape)}
     if len(shape) == 3:
         facts |= {"channels": shape[0], "size": shape[1]}
+    if tokens:
+        facts |= {"tokens": tokens, "length": shape[0]}
     fill = {k: v for k, v in facts.items() if k in parameters and k not in given}
     return Spec(model.name, {**fill, **given}, output=output)
 
@@ -321,15 +355,16 @@ def _check_equal_outputs(outputs: set[int]) -> None:
 def _check_fit(spec: Spec, dataset: Dataset) -> int:
     """How many logits a network gives, after checking that they fit the data."""
     out, classes, task = logits_in(_answer(spec, dataset.train.x[:2]), spec.factory), len(dataset.classes), dataset.task
+    places = tuple(dataset.train.y.shape[1:]) if isinstance(task, LanguageModel) else ()
     wanted = task.outputs(classes)
     more = wanted + isinstance(task, Classification)  # open-set networks have one more: none of them
-    if tuple(out.shape) not in ((2, wanted), (2, more)):
+    if tuple(out.shape) not in ((2, *places, wanted), (2, *places, more)):
         why = f"{classes} classes" if isinstance(task, Classification) else f"the task {task.name}"
         raise ConfigError(
-            f"model {spec.factory!r} gives outputs of shape {tuple(out.shape)} for two rows, expected (2, {wanted}): "
-            f"{dataset.name} has {why}"
+            f"model {spec.factory!r} gives outputs of shape {tuple(out.shape)} for two rows, expected "
+            f"{(2, *places, wanted)}: {dataset.name} has {why}"
         )
-    return int(out.shape[1])
+    return int(out.shape[-1])
 
 
 def _check_scheme(scheme: Scheme, dataset: Dataset) -> None:

@@ -39,7 +39,11 @@ def score_text(scores: Mapping[str, Any]) -> str:
     Example:
         >>> score_text({"accuracy": 0.875, "nll": 0.4}), score_text({"rmse": 0.25}), score_text({})
         ('accuracy 87.50%', 'rmse 0.2500', '')
+        >>> score_text({"perplexity": 7.25, "accuracy": 0.4})
+        'perplexity 7.25'
     """
+    if scores.get("perplexity") is not None:
+        return f"perplexity {scores['perplexity']:.2f}"
     if scores.get("accuracy") is not None:
         return f"accuracy {scores['accuracy']:.2%}"
     return "" if scores.get("rmse") is None else f"rmse {scores['rmse']:.4f}"

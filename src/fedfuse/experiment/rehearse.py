@@ -53,7 +53,7 @@ def rehearse(recipe: Recipe, brief: Brief, rows: Rows, local: LocalSettings, rou
 def some_rows(dataset: Dataset, form: InputForm) -> Rows:
     """Two rows to take a step on: the first of the data, or noise of their form where they are not at hand."""
     if "outline" in dataset.facts or len(dataset.train) < _ROWS:
-        return Rows(form.noise(_ROWS, stream(0, _WHO)), torch.arange(_ROWS) % len(dataset.classes))
+        return Rows(form.noise(_ROWS, stream(0, _WHO)), dataset.train.y[torch.arange(_ROWS) % len(dataset.train)])
     return dataset.train.take(torch.arange(_ROWS))
 
 

@@ -1,7 +1,7 @@
 """The networks of the papers, each a plain module of named layers with its widths as options.
 
-Every model takes a batch of images and gives logits. Its classifier is the last linear layer, in order of
-registration and of execution, so the representation of a model is what that layer reads.
+Every model takes a batch of images, or of texts as tokens, and gives logits. Its classifier is the last linear layer,
+in order of registration and of execution, so the representation of a model is what that layer reads.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fedfuse.models.lenet import lenet
 from fedfuse.models.mlp import mlp
 from fedfuse.models.random_features import random_convolution, random_fourier
 from fedfuse.models.resnet import resnet18, resnet50
+from fedfuse.models.transformer import text_classifier, transformer
 from fedfuse.models.vgg import vgg11, vgg16
 
 __all__ = [
@@ -37,6 +38,8 @@ __all__ = [
     "random_fourier",
     "resnet18",
     "resnet50",
+    "text_classifier",
+    "transformer",
     "vgg11",
     "vgg16",
 ]
@@ -55,6 +58,8 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
             resnet50,
             random_convolution,
             random_fourier,
+            transformer,
+            text_classifier,
         )
     }
 )

@@ -12,7 +12,7 @@ from fedfuse.models import MODELS, model_factory
 
 __all__ = ["FROM_DATA", "describe_models", "model_factory"]
 
-FROM_DATA = ("classes", "channels", "size", "inputs")  # what an experiment fills in by itself
+FROM_DATA = ("classes", "channels", "size", "inputs", "tokens", "length")  # what an experiment fills in by itself
 
 
 def describe_models() -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ _FAMILIES: dict[str, Family] = {
     "binary": "bernoulli",
     "multilabel": "bernoulli",
     "regression": "gaussian",
+    "text-classification": "multinomial",
 }
 
 
@@ -48,7 +49,8 @@ def family_of(task: Task, asked: str) -> Family:
     Raises:
         ConfigError: for counts where the task has none.
     """
-    own = _FAMILIES[task.name]
+    if (own := _FAMILIES.get(task.name)) is None:
+        raise ConfigError(f"a generalized linear model has one target per row and the task is {task.name}")
     if asked == "auto":
         return own
     if asked != "poisson" or own != "gaussian":

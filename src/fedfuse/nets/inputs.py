@@ -82,4 +82,6 @@ def _known_form(bench: Bench) -> InputForm | None:
     if bench.inputs is not None:
         return bench.inputs
     inputs = bench.rows.x if bench.rows is not None else bench.unlabelled
-    return None if inputs is None else InputForm(tuple(inputs.shape[1:]))
+    if inputs is None:
+        return None
+    return InputForm(tuple(inputs.shape[1:]), tokens=0 if inputs.is_floating_point() else 1 + max(0, int(inputs.max())))

@@ -31,15 +31,22 @@ from fedfuse.report.verdict import cautions, overall, verdict
 if TYPE_CHECKING:
     from jinja2 import Template
 
-CURVES = (("accuracy", "Accuracy"), ("nll", "Negative log-likelihood"), ("ece", "Calibration error"))
+CURVES = (
+    ("accuracy", "Accuracy"),
+    ("perplexity", "Perplexity"),
+    ("nll", "Negative log-likelihood"),
+    ("ece", "Calibration error"),
+)
 
 FIRST = (
+    "perplexity",
     "accuracy",
     "nll",
     "ece",
     "ood_auroc",
     "mutual_information",
     "own_accuracy_worst10",
+    "own_perplexity_worst10",
     "selected_accuracy",
     "bytes_up",
     "flops",

@@ -39,12 +39,24 @@ class Column:
 
 COLUMNS = (
     Column("accuracy", "accuracy", "share", "high", "Share of the test rows that are classified rightly."),
+    Column("perplexity", "perplexity", "number", "low", "exp(NLL) of a token: between how many it hesitates."),
     Column("nll", "NLL", "number", "low", "Mean negative log-likelihood of the right class."),
     Column("ece", "ECE", "share", "low", "Expected calibration error: mean gap of confidence and accuracy."),
     Column("brier", "Brier", "number", "low", "Squared distance of the predicted probabilities from the truth."),
     Column("mutual_information", "information", "number", "", "What a label would tell about the weights, in nats."),
     Column("ood_auroc", "OOD AUROC", "share", "high", "How well entropy tells inputs from elsewhere from test rows."),
     Column("own_accuracy_mean", "own rows", "share", "high", "Mean accuracy on each client's own held-out rows."),
+    Column("own_perplexity_mean", "own texts", "number", "low", "Mean perplexity on each client's own held-out rows."),
+    Column(
+        "own_perplexity_worst10", "worst own texts", "number", "low", "The same over the worst tenth of the clients."
+    ),
+    Column(
+        "client_perplexity_mean",
+        "client nets",
+        "number",
+        "low",
+        "Mean perplexity of the clients' own networks, before fusion, on the test rows.",
+    ),
     Column("own_accuracy_worst10", "worst own rows", "share", "high", "The same over the worst tenth of the clients."),
     Column(
         "client_accuracy_mean",

@@ -87,7 +87,7 @@ def make_sheet(
     Raises:
         ConfigError: if there is no such method or score.
     """
-    keys = _known_columns(columns) or (TERMINAL[:5] if len(runs) == 1 else ("accuracy",))
+    keys = _known_columns(columns) or (TERMINAL[:6] if len(runs) == 1 else ("accuracy",))
     labels = choose_labels(runs, rows)
     titles = run_titles(runs) if len(runs) > 1 else [run.name for run in runs]
     grids = [grid(_in_order(summary(run.rows), labels), keys, spread) for run in runs]
@@ -240,7 +240,7 @@ WRITERS: Mapping[Format, Callable[[Sheet], str]] = {
 }
 
 
-def markdown(table: Sequence[SummaryRow], keys: Sequence[str] = TERMINAL[:5]) -> str:
+def markdown(table: Sequence[SummaryRow], keys: Sequence[str] = TERMINAL[:6]) -> str:
     r"""A summary as a Markdown table, the best of each column bold, its ties in italics.
 
     Example:

@@ -18,6 +18,7 @@ __all__ = ["Cell", "Grid", "Heading", "Spread", "SummaryRow", "byte_unit", "grid
 Spread: TypeAlias = Literal["sd", "interval"]
 
 TERMINAL = (
+    "perplexity",
     "accuracy",
     "nll",
     "ece",
@@ -29,6 +30,9 @@ TERMINAL = (
     "client_accuracy_worst10",
     "brier",
     "own_accuracy_mean",
+    "own_perplexity_worst10",
+    "own_perplexity_mean",
+    "client_perplexity_mean",
     "client_accuracy_mean",
     "train_seconds",
     "bytes_down",

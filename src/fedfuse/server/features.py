@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from fedfuse.core.inputs import own_form
 from fedfuse.core.messages import Form
@@ -35,6 +35,7 @@ class RandomFeatures:
     """
 
     count: int = 464
+    needs_numbers: ClassVar[bool] = True
 
     def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:  # noqa: ARG002
         """The feature network; one that is there already stays as it is."""

@@ -21,7 +21,7 @@ class Prediction:
     """A model's predictions for some rows.
 
     Attributes:
-        outputs: rows × outputs, float64: for classes, logits.
+        outputs: rows × outputs, float64: for classes, logits; of texts, rows × positions × outputs.
         information: per row, what the answer would tell about the weights; None for a model without draws.
         task: what the outputs mean.
     """
@@ -75,7 +75,7 @@ def each_draw(model: Answering, x: Tensor) -> Tensor:
         drawn: Tensor = functional_call(network, own, (model.spec.cast(x),), {"apart": True})
         return drawn
     outputs = model.logits(x)
-    return outputs.reshape(1, len(x), -1)
+    return outputs[None] if outputs.ndim > 2 else outputs.reshape(1, len(x), -1)
 
 
 def mutual_information(each: Tensor, task: Task = CLASSIFICATION) -> Tensor | None:

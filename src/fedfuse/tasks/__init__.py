@@ -1,30 +1,37 @@
-"""What is to be learned: classes, one yes or no, several of them, or numbers; each with its loss and its scores."""
+"""What is to be learned: classes, yes or no, numbers, or the next token; each with its loss and its scores."""
 
 from __future__ import annotations
 
 from fedfuse.errors import ConfigError
 from fedfuse.tasks.bernoulli import BINARY, MULTILABEL, Binary, Multilabel
 from fedfuse.tasks.classification import CLASSIFICATION, Classification
+from fedfuse.tasks.language import LANGUAGE_MODEL, TEXT_CLASSIFICATION, LanguageModel, TextClassification
 from fedfuse.tasks.regression import REGRESSION, Regression
 from fedfuse.tasks.task import Task, scores_better
 
 __all__ = [
     "BINARY",
     "CLASSIFICATION",
+    "LANGUAGE_MODEL",
     "MULTILABEL",
     "REGRESSION",
     "TASKS",
+    "TEXT_CLASSIFICATION",
     "Binary",
     "Classification",
+    "LanguageModel",
     "Multilabel",
     "Regression",
     "Task",
+    "TextClassification",
     "scores_better",
     "task_header",
     "task_named",
 ]
 
-TASKS: dict[str, Task] = {task.name: task for task in (CLASSIFICATION, BINARY, MULTILABEL, REGRESSION)}
+TASKS: dict[str, Task] = {
+    task.name: task for task in (CLASSIFICATION, BINARY, MULTILABEL, REGRESSION, TEXT_CLASSIFICATION, LANGUAGE_MODEL)
+}
 
 
 def task_named(name: object) -> Task:

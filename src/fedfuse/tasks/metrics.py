@@ -71,7 +71,7 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
         >>> auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.2, 0.9]))
         0.875
     """
-    inside = inside.double().sort().values
+    inside, outside = inside.double().flatten().sort().values, outside.flatten()
     below, up_to = (torch.searchsorted(inside, outside.double(), right=right).double() for right in (False, True))
     return float(((below + up_to) / 2).mean() / len(inside))
 

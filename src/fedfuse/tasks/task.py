@@ -50,6 +50,10 @@ class Task(ABC):
     def sample(self, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
         """Targets drawn from what the network believes, as the Fisher information proper needs them."""
 
+    def redraw(self, outputs: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:  # noqa: ARG002
+        """Targets drawn from what the network believes, in the place of these."""
+        return self.sample(outputs, generator)
+
     @abstractmethod
     def predict(self, outputs: Tensor) -> Tensor:
         """The expected target of each row: probabilities, or numbers."""

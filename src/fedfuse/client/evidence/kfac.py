@@ -98,7 +98,7 @@ def kronecker_factors(
             calls.clear()
             with torch.enable_grad():
                 logits = in_full(module(x))
-                labels = y if fisher == "empirical" else task.sample(logits.detach(), generator)
+                labels = y if fisher == "empirical" else task.redraw(logits.detach(), y, generator)
                 loss = task.loss(logits, labels, "sum")  # a sum, so that each row's gradient is its own
                 grads = torch.autograd.grad(loss, [c.probe for c in calls], materialize_grads=True) if calls else ()
             for block in watched:

@@ -88,7 +88,7 @@ def diagonal_fisher(
         own = {n: p.expand(len(x), *p.shape).requires_grad_() for n, p in params.items()}
         with torch.enable_grad():
             logits = in_full(_answers(module, own, x))
-            labels = y if fisher == "empirical" else task.sample(logits.detach(), generator)
+            labels = y if fisher == "empirical" else task.redraw(logits.detach(), y, generator)
             loss = task.loss(logits, labels, "sum")
             gradients = torch.autograd.grad(loss, list(own.values()), materialize_grads=True)
         for name, gradient in zip(own, gradients, strict=True):

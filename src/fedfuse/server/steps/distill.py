@@ -141,6 +141,11 @@ class Distill(ServerPart):
         """What its source of inputs needs."""
         return self.input_source.needs | {"network"}
 
+    @property
+    def needs_numbers(self) -> bool:
+        """Where inputs are made rather than given."""
+        return self.input_source.needs_numbers
+
     def passes(self, clients: int, bench: Bench) -> float:
         """Those that make the inputs, and those that the student learns from."""
         return sum(self.input_source.workload(self.epochs, clients, bench))

@@ -22,6 +22,11 @@ class DistillationInputs(Protocol):
         """As for an aggregator."""
         ...
 
+    @property
+    def needs_numbers(self) -> bool:
+        """Whether inputs are made by following a slope, which tokens have not."""
+        ...
+
     def __call__(self, epoch: int, teacher: Teacher, student: nn.Module, bench: Bench) -> Tensor:
         """The inputs that join the pool before an epoch; there may be none."""
         ...
@@ -36,6 +41,7 @@ class ServerInputs:
     """The inputs of the server's own rows; their labels are not looked at."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"server_rows"})
+    needs_numbers: ClassVar[bool] = False
 
     def __call__(self, epoch: int, teacher: Teacher, student: nn.Module, bench: Bench) -> Tensor:  # noqa: ARG002
         """All of them, before the first epoch."""
@@ -52,6 +58,7 @@ class UnlabelledInputs:
     """Inputs without labels that the server holds."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"unlabelled"})
+    needs_numbers: ClassVar[bool] = False
 
     def __call__(self, epoch: int, teacher: Teacher, student: nn.Module, bench: Bench) -> Tensor:  # noqa: ARG002
         """All of them, before the first epoch."""

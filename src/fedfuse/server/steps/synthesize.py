@@ -58,6 +58,7 @@ class Impressions:
     beta: tuple[float, ...] = (1.0, 0.1)
     batch: int = 500
     needs: ClassVar[frozenset[str]] = _NOTHING
+    needs_numbers: ClassVar[bool] = True
 
     def __call__(self, epoch: int, teacher: Teacher, student: nn.Module | None, bench: Bench) -> Tensor:  # noqa: ARG002
         """All of them, before the first epoch."""
@@ -163,6 +164,7 @@ class Generate:
     adv: float = 1.0
     width: int = 64
     needs: ClassVar[frozenset[str]] = _NOTHING
+    needs_numbers: ClassVar[bool] = True
 
     def __call__(self, epoch: int, teacher: Teacher, student: nn.Module, bench: Bench) -> Tensor:
         """One batch, the best of its training."""

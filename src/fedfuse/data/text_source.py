@@ -1,0 +1,179 @@
+"""Texts as sources: the speakers of Shakespeare's plays, folders of `.txt` files, and `.jsonl` files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from fedfuse.data.rows import stratified_split
+from fedfuse.data.stores import Store, damaged_error
+from fedfuse.data.texts import UNKNOWN, TextHalves, TextSplit, language_halves, pad, vocabulary_of
+from fedfuse.errors import ConfigError
+from fedfuse.tasks import LanguageModel, Task, TextClassification
+
+OPTIONS = ("length", "test_fraction", "text", "label", "client")
+SUFFIXES = (".jsonl", ".txt")
+_LENGTH, _FRACTION = 80, 0.2
+
+PLAYS = "input.txt"
+PLAY_OPTIONS = ("length", "speakers", "test_fraction")
+CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+"""Those of the plays, so that the vocabulary is the same whoever is chosen."""
+
+
+def reads_texts(task: Task) -> bool:
+    """Whether a task's rows are texts."""
+    return isinstance(task, LanguageModel | TextClassification)
+
+
+def read_plays(
+    store: Store,
+    parts: object,  # noqa: ARG001 - the form of readers; there is one file
+    half: Literal["train", "test"],
+    length: int = _LENGTH,
+    speakers: int = 0,
+    test_fraction: float = _FRACTION,
+) -> TextSplit:
+    """One half of what the speakers of the plays say, in windows of characters with the next as target.
+
+    Args:
+        store: where the text lies.
+        parts: its one file.
+        half: the first part of what each speaker says, or the last.
+        length: of a window.
+        speakers: how many, those who say the most; 0 for all.
+        test_fraction: of each speaker's words that are judged on.
+    """
+    spoken = speeches(store.read(PLAYS).decode("utf-8"), store.location / PLAYS)
+    most = sorted(spoken, key=lambda who: (-len(spoken[who]), who))[: _whole("speakers", speakers, 0) or None]
+    chosen = {who: spoken[who] for who in sorted(most)}
+    length, fraction = _whole("length", length), _share("test_fraction", test_fraction)
+    halves = language_halves(chosen, length, fraction, (UNKNOWN, *CHARACTERS))
+    return halves.train if half == "train" else halves.test
+
+
+def speeches(text: str, where: object) -> dict[str, str]:
+    r"""What each speaker of a play says, in order: a name and a colon, then lines up to an empty one.
+
+    Example:
+        >>> speeches("All:\nSpeak.\n\nFirst:\nYou are\nresolved?\n\nAll:\nResolved.\n", "a play")
+        {'All': 'Speak.\nResolved.\n', 'First': 'You are\nresolved?\n'}
+    """
+    spoken: dict[str, list[str]] = {}
+    for part in text.split("\n\n"):
+        name, _, words = part.strip("\n").partition("\n")
+        if not name.endswith(":"):
+            raise damaged_error(where, f"a speech begins with {name[:40]!r}, expected a name and a colon")
+        spoken.setdefault(name[:-1], []).append(words + "\n")
+    return {who: "".join(words) for who, words in spoken.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """One text, its class and its writer where they are known."""
+
+    words: str
+    label: str | None
+    owner: str | None
+
+
+def open_texts(location: Path, options: Mapping[str, object], task: Task) -> TextHalves:
+    """A folder of `.txt` files, one such file, or a `.jsonl` file, as a source.
+
+    In a folder, the folder that a file lies in is its class, or for a language model its writer; files beside each
+    other without a folder are writers of their own. A line of a `.jsonl` is an object with the keys `text` and `label`;
+    options of those names say otherwise, and `client` names the key of the writer.
+
+    Raises:
+        ConfigError: naming the file and line that cannot be.
+    """
+    length = _whole("length", options.get("length", _LENGTH))
+    fraction = _share("test_fraction", options.get("test_fraction", _FRACTION))
+    texts = list(_read_lines(location, options) if location.suffix == ".jsonl" else _read_folder(location, task))
+    if not texts:
+        raise ConfigError(f"{location} holds no text; put .txt files in it, or give a .jsonl file")
+    if isinstance(task, LanguageModel):
+        return language_halves(_by_owner(texts), length, fraction)
+    return _classified(texts, length, fraction, location)
+
+
+def _by_owner(texts: list[_Text]) -> dict[str, str]:
+    together: dict[str, list[str]] = {}
+    for text in texts:
+        together.setdefault(text.owner or "all", []).append(text.words)
+    return {who: "\n".join(words) for who, words in together.items()}
+
+
+def _classified(texts: list[_Text], length: int, fraction: float, location: Path) -> TextHalves:
+    if any(text.label is None for text in texts):
+        raise ConfigError(f"{location}: a text has no class; put it into a folder of that name, or add a label")
+    classes = tuple(sorted({str(text.label) for text in texts}))
+    y = np.array([classes.index(str(text.label)) for text in texts], dtype=np.int64)
+    train, test = stratified_split(y, fraction)
+    vocabulary = vocabulary_of(texts[i].words for i in train)
+    x = pad([text.words for text in texts], length, vocabulary)
+    owners = tuple(texts[i].owner or "unknown" for i in train) if any(t.owner for t in texts) else ()
+    own, rest = (TextSplit(x[half], y[half], vocabulary=vocabulary) for half in (train, test))
+    return TextHalves(replace(own, owners=owners), rest, classes)
+
+
+def _read_folder(location: Path, task: Task) -> Iterator[_Text]:
+    if location.is_file():
+        yield _Text(_read(location), None, location.stem)
+        return
+    for path in sorted(location.rglob("*.txt")):
+        folder = path.relative_to(location).parts[0] if path.parent != location else None
+        speaks = folder or path.stem if isinstance(task, LanguageModel) else None
+        yield _Text(_read(path), folder, speaks)
+
+
+def _read_lines(location: Path, options: Mapping[str, object]) -> Iterator[_Text]:
+    keys = {key: str(options.get(key, default)) for key, default in (("text", "text"), ("label", "label"))}
+    owner = options.get("client")
+    for number, line in enumerate(_read(location).splitlines(), 1):
+        if line.strip():
+            row = _parse(line, f"{location}, line {number}")
+            words = row.get(keys["text"])
+            if not isinstance(words, str):
+                have = ", ".join(map(repr, list(row)[:6]))
+                raise ConfigError(f"{location}, line {number}: {keys['text']!r} is no text; the line has {have}")
+            label, who = row.get(keys["label"]), row.get(str(owner)) if owner is not None else None
+            yield _Text(words, None if label is None else str(label), None if who is None else str(who))
+
+
+def _parse(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as why:
+        raise ConfigError(f"{where} is no JSON ({why}), expected an object with a text and a label") from why
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} is a {type(row).__name__}, expected an object with a text and a label")
+    return row
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as why:
+        raise ConfigError(f"{path} cannot be read as UTF-8 text: {why}") from why
+
+
+def _whole(name: str, value: object, least: int = 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} is {value!r}, expected a whole number from {least} on")
+    return value
+
+
+def _share(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise ConfigError(f"{name} is {value!r}, expected a number between 0 and 1; try 0.2")
+    return float(value)
+
+
+read_first_words, read_last_words = partial(read_plays, half="train"), partial(read_plays, half="test")
