@@ -32,7 +32,7 @@ class Attention(nn.Module):
         return x.view(*x.shape[:-1], self.heads, -1).transpose(-3, -2)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """x + attention(norm(x)), and to that the same with two linear layers: norms come first."""
 
     def __init__(self, width: int, heads: int, hidden: int, dropout: float) -> None:
@@ -61,7 +61,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.causal = causal
         self.tokens, self.positions = nn.Embedding(tokens, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads, 4 * width, dropout) for _ in range(depth))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads, 4 * width, dropout) for _ in range(depth))
         self.norm, self.classifier = nn.LayerNorm(width), nn.Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
