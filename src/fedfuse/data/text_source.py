@@ -100,7 +100,7 @@ def open_texts(location: Path, options: Mapping[str, object], task: Task) -> Tex
         raise ConfigError(f"{location} holds no text; put .txt files in it, or give a .jsonl file")
     if isinstance(task, LanguageModel):
         return language_halves(_by_owner(texts), length, fraction)
-    return _classified(texts, length, fraction, location)
+    return _class_halves(texts, length, fraction, location)
 
 
 def _by_owner(texts: list[_Text]) -> dict[str, str]:
@@ -110,7 +110,7 @@ def _by_owner(texts: list[_Text]) -> dict[str, str]:
     return {who: "\n".join(words) for who, words in together.items()}
 
 
-def _classified(texts: list[_Text], length: int, fraction: float, location: Path) -> TextHalves:
+def _class_halves(texts: list[_Text], length: int, fraction: float, location: Path) -> TextHalves:
     if any(text.label is None for text in texts):
         raise ConfigError(f"{location}: a text has no class; put it into a folder of that name, or add a label")
     classes = tuple(sorted({str(text.label) for text in texts}))
