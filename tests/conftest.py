@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from fedfuse import cli
 from fedfuse.core import registry
 from fedfuse.core.folders import cache_folder
 
 torch.set_num_threads(1)
 # kernels are compiled once for all sessions and subprocesses, even where a test moves the cache elsewhere
 os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder() / "kernels"))
+
+
+class Said(NamedTuple):
+    """What a command answered: its exit code, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+Fedfuse = Callable[..., Said]
 
 
 def _is_local(address: object) -> bool:
@@ -51,3 +65,25 @@ def real_data() -> Path:
     if not root or not Path(root).is_dir():
         pytest.skip("FEDFUSE_DATA is not set to a folder with data sets: a real-data test did not run")
     return Path(root).resolve()
+
+
+@pytest.fixture
+def fedfuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fedfuse:
+    """Types one command in a fresh folder, whose Python files can be imported and are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*words: str | Path) -> Said:
+        monkeypatch.setattr(sys, "argv", ["fedfuse", *map(str, words)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Said(code, *capsys.readouterr())
+
+    return call

@@ -8,14 +8,14 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import numpy as np
 import pytest
 from rich.console import Console
+from tests.conftest import Fedfuse, Said
 
 from fedfuse import cli
 from fedfuse.cli import console
@@ -55,38 +55,14 @@ class Net(nn.Module):
 """
 
 
-class Said(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Fedfuse = Callable[..., Said]
-
-
 @pytest.fixture
-def fedfuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fedfuse:
-    """Runs one command in a fresh folder that holds one experiment."""
+def fedfuse(fedfuse: Fedfuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fedfuse:
+    """Types one command in a fresh folder that holds one experiment."""
     (tmp_path / "study.toml").write_text(FILE)
     (tmp_path / "mine.py").write_text(SOURCE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "160")
-
-    def call(*words: str) -> Said:
-        monkeypatch.setattr(sys, "argv", ["fedfuse", *words])
-        capsys.readouterr()
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return Said(code, *capsys.readouterr())
-
-    return call
+    return fedfuse
 
 
 def run(fedfuse: Fedfuse, *words: str) -> Said:

@@ -8,14 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from tests.conftest import Fedfuse
 
-from fedfuse import cli
 from fedfuse.data import load
 from fedfuse.wire.codec import read, write
 
@@ -32,15 +31,6 @@ class Net(nn.Module):
 """
 
 
-class Said(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Fedfuse = Callable[..., Said]
-
-
 @pytest.fixture(scope="module")
 def sites(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three sites with digits of their own, as arrays in files."""
@@ -55,26 +45,10 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def fedfuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fedfuse:
-    """Runs one command in a fresh folder."""
+def fedfuse(fedfuse: Fedfuse, tmp_path: Path) -> Fedfuse:
+    """Types one command in a fresh folder that holds a network."""
     (tmp_path / "mine.py").write_text(NETWORK)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*words: str | Path) -> Said:
-        monkeypatch.setattr(sys, "argv", ["fedfuse", *map(str, words)])
-        capsys.readouterr()
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return Said(code, *capsys.readouterr())
-
-    return call
+    return fedfuse
 
 
 def update(fedfuse: Fedfuse, sites: Path, site: int, *words: str, name: str = "") -> Path:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.conftest import Fedfuse, Said
 
-from fedfuse import cli
 from fedfuse.core.about import About, Contribution
 from fedfuse.core.forms import ArrayForm
 from fedfuse.core.model import Apart, Model, Single
@@ -33,37 +29,13 @@ FORM = ArrayForm(shape=(4,), mean=(1.0, 2.0, 3.0, 4.0), std=(2.0, 1.0, 0.5, 4.0)
 ABOUT = About(method="fedavg", class_names=NAMES, inputs=FORM, sites=SITES)
 
 
-class Said(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Fedfuse = Callable[..., Said]
-
-
 @pytest.fixture
-def fedfuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fedfuse:
+def fedfuse(fedfuse: Fedfuse, tmp_path: Path) -> Fedfuse:
     """Types one command in a folder with a model, a mixture, and rows without labels."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("COLUMNS", "200")
     save_model(network(0), tmp_path / "one.safetensors", about=ABOUT)
     save_model(together(MeanProbability()), tmp_path / "two.safetensors", about=ABOUT)
     np.savez(tmp_path / "rows.npz", x=rows(7).numpy())
-
-    def call(*words: str | Path) -> Said:
-        monkeypatch.setattr(sys, "argv", ["fedfuse", *map(str, words)])
-        capsys.readouterr()
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return Said(code, *capsys.readouterr())
-
-    return call
+    return fedfuse
 
 
 def network(seed: int, classes: int = 3) -> Single:
@@ -178,13 +150,20 @@ def test_predict_refuses_what_does_not_fit(fedfuse: Fedfuse) -> None:
     refused(fedfuse("predict", "one.safetensors", "--data", "nowhere.npz", *say), "nowhere.npz")
     save_model(Apart((network(0), network(1))), Path("apart.safetensors"), about=ABOUT)
     assert fedfuse("predict", "apart.safetensors", "--data", "rows.npz", *say).code != 0
-    save_model(network(0), Path("numbers.safetensors"), about=About(task="regression"))
-    refused(fedfuse("predict", "numbers.safetensors", "--data", "rows.npz", *say), "is a model for regression")
     same = fedfuse("predict", "one.safetensors", "--data", "rows.npz", "-o", "one.safetensors")
     refused(same, "is the model itself")
     save_model(network(0), Path("few.safetensors"), about=About(class_names=("a", "b", "c", "d")))
     refused(fedfuse("predict", "few.safetensors", "--data", "rows.npz", *say), "names 4 classes and has 3 outputs")
     assert not Path("p.csv").exists()
+
+
+def test_predict_writes_numbers(fedfuse: Fedfuse) -> None:
+    save_model(network(0), Path("numbers.safetensors"), about=About(task="regression", class_names=("a", "b", "c")))
+    assert fedfuse("predict", "numbers.safetensors", "--data", "rows.npz", "-o", "p.csv").code == 0
+    found = [[float(row[name]) for name in "abc"] for row in table("p.csv")]
+    assert torch.allclose(torch.tensor(found), network(0).logits(rows(7)), atol=1e-5)
+    said = fedfuse("predict", "numbers.safetensors", "--data", "rows.npz", "-o", "p.csv", "--task", "binary")
+    refused(said, "numbers.safetensors is for regression, and --task is binary")
 
 
 # export

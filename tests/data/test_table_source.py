@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedfuse.data import Natural, load, partition
-from fedfuse.data.table_form import TableMoments
+from fedfuse.data.table_form import TableMoments, encode_table
 from fedfuse.data.tables import RawTable, read_table
 from fedfuse.errors import ConfigError
 from fedfuse.tasks import BINARY, CLASSIFICATION, MULTILABEL, REGRESSION
@@ -108,12 +108,12 @@ def test_columns_that_differ_between_sites_are_refused_by_name() -> None:
         first + third
     form = first.form()
     with pytest.raises(ConfigError, match="has no column 'age'"):
-        form.encode(RawTable("b.csv", c))
+        encode_table(form, RawTable("b.csv", c))
     with pytest.raises(ConfigError, match="column 'age' holds 'old' in row 1, expected numbers"):
-        form.encode(RawTable("b.csv", b))
+        encode_table(form, RawTable("b.csv", b))
     levels = TableMoments.of(RawTable("x", {"sex": ["f", "m"]}), ["sex"]).form()
-    with pytest.raises(ConfigError, match="column 'sex' holds 'x', expected one of f, m"):
-        levels.encode(RawTable("b.csv", {"sex": ["x"]}))
+    with pytest.raises(ConfigError, match="column 'sex' holds 'x' in row 1, expected one of f, m"):
+        encode_table(levels, RawTable("b.csv", {"sex": ["x"]}))
 
 
 @pytest.mark.parametrize(

@@ -1,51 +1,18 @@
-"""Folders of pictures that a hospital might have, and a command line to type at."""
+"""Folders of pictures that a hospital might have."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from fedfuse import cli
-
 CLASSES = ("benign", "malignant", "normal")
 
 
-class Said(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Fedfuse = Callable[..., Said]
 Pictures = Callable[..., Path]
-
-
-@pytest.fixture
-def fedfuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fedfuse:
-    """Types one command in a fresh folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*words: str | Path) -> Said:
-        monkeypatch.setattr(sys, "argv", ["fedfuse", *map(str, words)])
-        capsys.readouterr()
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return Said(code, *capsys.readouterr())
-
-    return call
 
 
 @pytest.fixture

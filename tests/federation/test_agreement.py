@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from tests.federation.conftest import CLASSES, Fedfuse, Pictures
+from tests.conftest import Fedfuse
+from tests.federation.conftest import CLASSES, Pictures
 
 from fedfuse.core.forms import ArrayForm, PictureForm
 from fedfuse.errors import ConfigError, RecipeError
@@ -69,7 +70,7 @@ def test_arrays_have_a_shape(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"classes": ()}, "expected the names of two classes or more"),
+        ({"classes": ()}, "expected two or more classes"),
         ({"classes": ("a", "a")}, "'a' stands there twice"),
         ({"image_size": None}, "nobody says what rows look like"),
         ({"channels": 2}, "inputs.channels is 2, expected 1 or 3"),

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.federation.conftest import CLASSES, Fedfuse, Pictures
+from tests.conftest import Fedfuse
+from tests.federation.conftest import CLASSES, Pictures
 
 from fedfuse.data.site import read_site
 from fedfuse.federation.agreement import FederationFolder, read_federation

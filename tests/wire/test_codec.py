@@ -325,3 +325,8 @@ def test_files_are_as_readable_as_the_user_wants_new_files_to_be(tmp_path: Path)
     (tmp_path / "plain").touch()
     write(tmp_path / "ours", {}, {})
     assert stat.S_IMODE((tmp_path / "ours").stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+
+
+def test_a_single_number_of_an_odd_stride_is_written() -> None:
+    odd = torch.arange(9.0).as_strided((1,), (9,), 3)
+    assert decode(encode({"bias": odd}, {})).tensors["bias"].tolist() == [3.0]

@@ -76,6 +76,18 @@ def show_scores(source: str, scores: Mapping[str, Mapping[str, Any]]) -> None:
         _show_classes(classes, {name: s for name, s in scores.items() if tuple(s.get("classes", ())) == classes})
 
 
+def show_sites(scores: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+    """The scores of several models on the rows of several sites, a line each."""
+    every = [s for each in scores.values() for s in each.values()]
+    keys = [key for key in _SCORES if any(s.get(key) is not None for s in every)]
+    rows = [
+        (source, name, f"{s['rows']:,}", *(_score_words(key, s.get(key)) for key in keys))
+        for source, each in scores.items()
+        for name, s in each.items()
+    ]
+    table("", ("rows of", "model", "rows", *(_SCORES[key] for key in keys)), rows, right=2)
+
+
 _SCORES = {
     "accuracy": "accuracy",
     "confidence": "sure",

@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fedfuse.cli import console
-from fedfuse.cli.options import Json, MaybeMethod, MethodName, Source, Trust, typer
+from fedfuse.cli.options import (
+    Json,
+    MaybeMethod,
+    MethodName,
+    Source,
+    Trust,
+    check_task,
+    said_of_table,
+    split_words,
+    typer,
+)
 from fedfuse.errors import ConfigError
 
 if TYPE_CHECKING:  # it brings torch, which a person who asks for help need not wait for
@@ -29,12 +39,32 @@ AlignName = Annotated[
     str | None, typer.Option(help="Align hidden units first: by weights, activations, transport or graph.")
 ]
 ImageSize = Annotated[int | None, typer.Option(min=1, help="Resize pictures to this width and height.")]
+TaskName = Annotated[
+    str | None, typer.Option("--task", help="classification, binary, multilabel or regression.", callback=check_task)
+]
+Target = Annotated[str | None, typer.Option(help="Of a table: the column to predict, or several with commas between.")]
+Columns = Annotated[
+    str | None, typer.Option(help="Of a table, with commas between: age, chol[mg/dl], sex:f|m. By default all others.")
+]
+MomentsFiles = Annotated[
+    list[Path] | None, typer.Option("--moments", help="Sums that sites made with `fedfuse moments`; may be repeated.")
+]
 
 
 def init(
     folder: Annotated[Path, typer.Argument()],
-    model: Annotated[str, typer.Option(help="A model's name, or package.module:Class.")] = "lenet",
+    more_moments: Annotated[list[Path] | None, typer.Argument(metavar="[MOMENTS]...")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A model's name, or package.module:Class; lenet, or mlp for tables.")
+    ] = None,
     method: MethodName = "fedavg",
+    task: TaskName = None,
+    target: Target = None,
+    columns: Columns = None,
+    moments: MomentsFiles = None,
+    unscaled: Annotated[
+        bool, typer.Option("--unscaled", help="Take a table's numbers as they are; no moments are awaited.")
+    ] = False,
     classes: Annotated[str | None, typer.Option(help="The names of all classes, with commas between.")] = None,
     image_size: Annotated[int | None, typer.Option(min=1, help="Width and height of pictures.")] = None,
     channels: Annotated[int | None, typer.Option(help="1 for grey pictures, 3 for colour.")] = None,
@@ -54,15 +84,23 @@ def init(
 ) -> None:
     """Once, for everybody: write down what all sites agree on, with the weights they begin with.
 
-    FOLDER is made, to be sent to every site.
+    FOLDER is made, to be sent to every site. A table's columns get their scale from MOMENTS, or wait for `scale`.
     """
     from fedfuse.federation.create import create_federation
+    from fedfuse.federation.moments import add_moments
 
+    sums = [*(moments or []), *(more_moments or [])]
+    if more_moments and not moments:
+        raise ConfigError(
+            f"init makes one folder, and {more_moments[0]} came too; name files of moments after --moments"
+        )
     made = create_federation(
         folder,
         model,
         method,
-        classes=[word.strip() for word in classes.split(",")] if classes else [],
+        task=task,
+        table=said_of_table(target, columns, sums, unscaled),
+        classes=split_words(classes),
         image_size=image_size,
         channels=channels,
         shape=_whole_numbers(shape, "--shape"),
@@ -79,7 +117,15 @@ def init(
         console.say_json({"folder": str(folder), **agreed.model_dump(mode="json", exclude_none=True)})
         return
     console.say(f"{folder}: {agreed.model.name} on {agreed.inputs}, fused by {agreed.method.name}")
-    console.say(f"classes: {', '.join(agreed.classes)}")
+    for warning in add_moments(sums).warnings if sums else ():
+        console.warn(warning)
+    console.say(f"{'classes' if agreed.classes else 'targets'}: {', '.join(agreed.output_names)}")
+    if getattr(agreed.inputs, "scale", "") == "awaited":
+        console.say(
+            "its columns wait for a common scale: send the folder to every site, which runs: fedfuse moments "
+            f"--federation {folder} --data … -o ….moments; then fedfuse scale {folder} ….moments, and send it anew"
+        )
+        return
     console.say(
         f"send the folder to every site; each runs: fedfuse update --federation {folder} --data … -o ….safetensors"
     )
@@ -112,6 +158,11 @@ def update(
         int | None, typer.Option(min=2, help="Judge by so many folds first; the update is of all rows.")
     ] = None,
     skip_broken: SkipBroken = False,
+    task: TaskName = None,
+    target: Target = None,
+    columns: Columns = None,
+    moments: MomentsFiles = None,
+    classes: Annotated[str | None, typer.Option(help="Without a federation: the names of all classes.")] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes every random draw; 0 without a federation.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -124,11 +175,13 @@ def update(
     judged: dict[str, Any] = {"hold_out": hold_out, "folds": cross_validate, "skip_broken": skip_broken}
     judged |= {"client": name, "limit": train_limit}
     if federation is None:
-        judged |= {"start": start, "seed": seed or 0, "image_size": image_size}
+        judged |= {"start": start, "seed": seed or 0, "image_size": image_size, "classes": split_words(classes)}
+        judged |= {"task": task or "classification", "table": said_of_table(target, columns, moments)}
         with console.err.status(f"training on {data}"):
             done = site_update(data, model or "mlp", method or "fedavg", sets or [], **judged)
     else:
-        _refuse_said({"--method": method, "--start": start, "--image-size": image_size, "--seed": seed})
+        _refuse_said({"--method": method, "--start": start, "--image-size": image_size, "--seed": seed, "--task": task})
+        _refuse_said({"--target": target, "--columns": columns, "--moments": moments, "--classes": classes})
         agreed = _read_agreed(federation, sets or [], model)
         with console.err.status(f"training on {data}"):
             done = update_by_federation(agreed, data, **judged)
@@ -206,13 +259,14 @@ def _write_broken(output: Path, broken: Mapping[str, str]) -> Path | None:
 
 def _say_update(done: SiteUpdate, facts: Mapping[str, Any], broken: Path | None) -> None:
     counts = ", ".join(f"{name} {count}" for name, count in done.site.counts.items())
-    console.say(f"{done.site.source}: {len(done.site):,} rows ({counts})")
+    console.say(f"{done.site.source}: {len(done.site):,} rows ({counts or ', '.join(done.site.class_names)})")
     parts = [] if done.loss is None else [f"loss {done.loss:.4g}"]
     if (seen := done.assessment) is not None:
-        spread = "" if seen.spread is None else f" ± {seen.spread:.1%}"
+        spread = "" if seen.spread is None else f" ± {seen.words(seen.spread)}"
+        name = "accuracy" if seen.task.headline == "accuracy" else seen.task.headline.upper()
         parts.append(
-            f"accuracy {seen.accuracy:.1%}{spread} on {seen.rows} {seen.what.removeprefix('the ')} "
-            f"(commonest class: {seen.commonest:.1%})"
+            f"{name} {seen.words(seen.score)}{spread} on {seen.rows} {seen.what.removeprefix('the ')} "
+            f"({seen.constant_words}: {seen.words(seen.constant)})"
         )
     if parts:
         console.say("; ".join(parts))
@@ -226,30 +280,38 @@ def _say_update(done: SiteUpdate, facts: Mapping[str, Any], broken: Path | None)
 
 def evaluate(
     models: Annotated[list[Path], typer.Argument()],
-    data: Source,
+    data: Annotated[list[str], typer.Option("--data", help="Rows to score on; repeated, a table by site.")],
     test_limit: Annotated[int | None, typer.Option(min=1, help="Use only so many rows.")] = None,
     train_limit: Annotated[int | None, typer.Option(min=1, help="Needed where only part of a set is there.")] = None,
     standardize: Annotated[bool, typer.Option(help="Standardize by the training rows, as the run did.")] = False,
     image_size: ImageSize = None,
     skip_broken: SkipBroken = False,
     bins: Annotated[int, typer.Option(min=1, help="Calibration bins.")] = 15,
+    task: TaskName = None,
+    target: Target = None,
+    columns: Columns = None,
+    moments: MomentsFiles = None,
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:
     """Score models and updates: on the test half of a source that has one, else on all its rows.
 
-    MODELS are files that `fuse`, `run` or `update` wrote.
+    MODELS are files that `fuse`, `run` or `update` wrote. Say task and columns for files that do not.
     """
     from fedfuse.federation.evaluate import Reading, evaluate_files
 
-    reading = Reading(test_limit, image_size, skip_broken, standardize, train_limit)
-    scores, remarks = evaluate_files(models, data, reading, bins, frozenset(trust or []))
-    for remark in remarks:
+    table = said_of_table(target, columns, moments)
+    reading = Reading(test_limit, image_size, skip_broken, standardize, train_limit, task, table)
+    found = {one: evaluate_files(models, one, reading, bins, frozenset(trust or [])) for one in data}
+    for remark in dict.fromkeys(remark for _, remarks in found.values() for remark in remarks):
         console.warn(remark)
+    scores = {source: each for source, (each, _) in found.items()}
     if as_json:
-        console.say_json(scores)
-        return
-    console.show_scores(data, scores)
+        console.say_json(scores if len(data) > 1 else scores[data[0]])
+    elif len(data) > 1:
+        console.show_sites(scores)
+    else:
+        console.show_scores(data[0], scores[data[0]])
 
 
 def fuse(
@@ -324,5 +386,6 @@ def _say_fused(fused: Fused, output: Path, count: int, how: str, as_json: bool) 
     for remark in fused.remarks:
         console.warn(remark)
     if fused.about.class_names:
-        console.say(f"classes: {', '.join(fused.about.class_names)}")
+        named = "targets" if fused.about.task in ("regression", "multilabel") else "classes"
+        console.say(f"{named}: {', '.join(fused.about.class_names)}")
     console.say(f"{output}: {count - len(fused.refused)} of {count} updates {how} by {fused.about.method}")

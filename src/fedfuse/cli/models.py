@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 from fedfuse.cli import console
-from fedfuse.cli.files import ImageSize, SkipBroken
-from fedfuse.cli.options import Json, Source, Trust, typer
+from fedfuse.cli.files import Columns, ImageSize, MomentsFiles, SkipBroken, Target, TaskName
+from fedfuse.cli.options import Json, Source, Trust, said_of_table, typer
 from fedfuse.errors import ConfigError
 
 
@@ -43,6 +43,10 @@ def predict(
     limit: Annotated[int | None, typer.Option(min=1, help="Use only so many rows.")] = None,
     image_size: ImageSize = None,
     skip_broken: SkipBroken = False,
+    task: TaskName = None,
+    target: Target = None,
+    columns: Columns = None,
+    moments: MomentsFiles = None,
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:
@@ -55,9 +59,12 @@ def predict(
 
     if output.resolve() == model.resolve():
         raise ConfigError(f"{output} is the model itself; write to another file")
-    reading = Reading(limit, image_size, skip_broken)
+    table = said_of_table(target, columns, moments)
+    reading = Reading(limit, image_size, skip_broken, task=task, table=table)
     found = predict_file(model, data, reading, frozenset(trust or []))
     found.save(output)
+    for remark in found.remarks:
+        console.warn(remark)
     if found.broken:
         console.warn(f"{len(found.broken)} broken pictures were left out: {', '.join(found.broken)}")
     if as_json:
@@ -65,7 +72,7 @@ def predict(
         console.say_json(facts)
         return
     counts = ", ".join(f"{name} {count:,}" for name, count in found.counts.items() if count)
-    console.say(f"{output}: {len(found):,} rows ({counts})")
+    console.say(f"{output}: {len(found):,} rows ({counts or ', '.join(found.classes)})")
 
 
 def export(

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import warnings
-from typing import Annotated
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from fedfuse.errors import ConfigError
+
+if TYPE_CHECKING:  # it brings torch, which a person who asks for help need not wait for
+    from fedfuse.federation.tables import TableAgreement
 
 with warnings.catch_warnings():  # typer imports what click will drop in its next version; that is between them
     warnings.simplefilter("ignore", DeprecationWarning)
     import typer
 
-__all__ = ["Json", "Log", "MaybeMethod", "MethodName", "Sets", "Source", "Trust", "Workers", "typer"]
+__all__ = [
+    "Json",
+    "Log",
+    "MaybeMethod",
+    "MethodName",
+    "Sets",
+    "Source",
+    "Trust",
+    "Workers",
+    "check_task",
+    "said_of_table",
+    "split_words",
+    "typer",
+]
+
+_TASKS = ("classification", "binary", "multilabel", "regression")  # of `fedfuse.tasks`, which brings torch
 
 
 def _check_method(name: str | None) -> str | None:
@@ -21,13 +43,42 @@ def _check_method(name: str | None) -> str | None:
     return name
 
 
+def check_task(name: str | None) -> str | None:
+    """Refuse a misspelt task before torch is imported."""
+    if name not in (None, *_TASKS):
+        raise ConfigError(f"--task is {name!r}, expected one of {', '.join(_TASKS)}")
+    return name
+
+
+def split_words(text: str | None) -> list[str]:
+    """Words with commas between.
+
+    Example:
+        >>> split_words("benign, malignant"), split_words(None)
+        (['benign', 'malignant'], [])
+    """
+    return [word.strip() for word in text.split(",")] if text else []
+
+
+def said_of_table(
+    target: str | None, columns: str | None, moments: Sequence[Path] | None = None, unscaled: bool = False
+) -> TableAgreement:
+    """What a user says of a table."""
+    from fedfuse.federation.tables import TableAgreement
+
+    return TableAgreement(tuple(split_words(target)), tuple(split_words(columns)), tuple(moments or ()), unscaled)
+
+
 Sets = Annotated[list[str] | None, typer.Option("--set", help="key.key=value; beats the file. May be repeated.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Workers = Annotated[
     int | None, typer.Option(min=0, help="Worker processes; 0 trains in this one, by default there is one per core.")
 ]
 Trust = Annotated[list[str] | None, typer.Option("--model", help="package.module:Class that a file may name.")]
-Source = Annotated[str, typer.Option("--data", help="digits, mnist, …, a folder, an .npz or package.module:function.")]
+Source = Annotated[
+    str,
+    typer.Option("--data", help="digits, mnist, …, a folder, an .npz, .csv or .parquet file, package.module:function."),
+]
 MethodName = Annotated[str, typer.Option("--method", help="The method that fuses.", callback=_check_method)]
 Log = Annotated[
     list[str] | None,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from fedfuse.core.columns import TableForm
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.settings import Settings
 
@@ -94,4 +96,21 @@ class ArrayForm(_Normalized):
         return "×".join(map(str, self.shape)) + (", normalized" if self.is_normalized else "")
 
 
-RowForm: TypeAlias = Annotated[PictureForm | ArrayForm, Field(discriminator="kind")]
+RowForm: TypeAlias = Annotated[PictureForm | ArrayForm | TableForm, Field(discriminator="kind")]
+
+
+def form_key(form: RowForm, mixed: bool) -> tuple[object, ...]:
+    """What must agree between sites: the numbers and how they were normalized, of a table every column.
+
+    Args:
+        form: a site's.
+        mixed: whether networks only mix their answers, and so may lay the same numbers out differently.
+
+    Example:
+        >>> grey, flat = PictureForm(height=2, width=3, channels=1), ArrayForm(shape=(6,))
+        >>> form_key(grey, mixed=True) == form_key(flat, mixed=True), form_key(grey, False) == form_key(flat, False)
+        (True, False)
+    """
+    if isinstance(form, TableForm):
+        return ("table", form)
+    return math.prod(form.shape) if mixed else form.shape, form.mean, form.std

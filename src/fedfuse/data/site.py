@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedfuse.core.about import check_class_names, distinct_names, names_text
+from fedfuse.core.columns import TableForm
 from fedfuse.core.forms import ArrayForm, PictureForm, RowForm
 from fedfuse.core.messages import client_order
 from fedfuse.core.settings import validate_settings
@@ -23,9 +24,12 @@ from fedfuse.core.words import suggest
 from fedfuse.data import formats, images, pictures, sources
 from fedfuse.data.images import ImageSplit
 from fedfuse.data.official import OFFICIAL
-from fedfuse.data.rows import Rows, stratified_split
+from fedfuse.data.rows import Array, Rows, stratified_split
+from fedfuse.data.table_site import TableChoice, read_table_rows
+from fedfuse.data.tables import SUFFIXES
 from fedfuse.data.transforms import Grayscale, Standardize
 from fedfuse.errors import ConfigError
+from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Multilabel, Regression, Task
 
 Half = Literal["train", "test"]
 
@@ -43,6 +47,8 @@ class SiteRows:
         broken: pictures that were left out, with the reason.
         half: which half of the source these are; empty if they are all of it.
         labelled: whether the source tells classes.
+        task: what the labels are: classes, switches or numbers.
+        remarks: what a reader should know.
     """
 
     source: str
@@ -53,14 +59,32 @@ class SiteRows:
     broken: Mapping[str, str] = field(default_factory=dict)
     half: str = ""
     labelled: bool = True
+    task: Task = CLASSIFICATION
+    remarks: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many rows each class has."""
-        return dict(zip(self.class_names, self.rows.counts(len(self.class_names)).tolist(), strict=True))
+        """How many rows each class has, or how often each label is on; numbers have nothing to count."""
+        if not self.labelled or not isinstance(self.task, Classification | Binary | Multilabel):
+            return {}
+        switches = isinstance(self.task, Multilabel)
+        counts = self.rows.y.sum(0).long() if switches else self.rows.counts(len(self.class_names))
+        return dict(zip(self.class_names, counts.tolist(), strict=True))
+
+    @property
+    def strata(self) -> Tensor:
+        """Per row the group that splits keep in proportion: its class, if it has one."""
+        return torch.zeros(len(self), dtype=torch.int64) if self.rows.y.is_floating_point() else self.rows.y
+
+    @property
+    def task_in_units(self) -> Task:
+        """The task, which for a table's numbers scores in the units of their columns."""
+        if not isinstance(self.task, Regression) or not isinstance(self.form, TableForm):
+            return self.task
+        return Regression(*(tuple(getattr(t, key) for t in self.form.targets) for key in ("mean", "std")))
 
     def take(self, index: Sequence[int]) -> SiteRows:
         """The rows at these positions."""
@@ -68,7 +92,7 @@ class SiteRows:
 
     def split(self, fraction: float) -> tuple[SiteRows, SiteRows]:
         """Rows to train on and rows held out, every class in the same proportion, always the same way."""
-        train, held = stratified_split(self.rows.y.numpy(), fraction)
+        train, held = stratified_split(self.strata.numpy(), fraction)
         return self.take(train.tolist()), self.take(held.tolist())
 
 
@@ -94,11 +118,13 @@ def read_site(
     skip_broken: bool = False,
     labelled: bool = True,
     keep_order: bool = False,
+    task: Task = CLASSIFICATION,
+    table: TableChoice | None = None,
 ) -> SiteRows:
     """The rows of a source in one form, labelled by the names of classes.
 
     Args:
-        source: a folder of class folders, an `.npz`, a public set or package.module:function.
+        source: a folder of class folders, an `.npz`, `.csv` or `.parquet`, a public set or package.module:function.
         half: which half to take of a source that has two.
         form: what to bring inputs to; by default what they all have.
         classes: all classes, in order; a source may lack some and have no other. By default those it has, by name.
@@ -108,14 +134,18 @@ def read_site(
         labelled: whether classes are needed; where not, pictures may lie in one folder and unknown classes do not
             matter.
         keep_order: number classes as the source does, where nobody names them, and not in the order of their names.
+        task: what the labels are.
+        table: the targets and columns of a table, where no form says them.
 
     Raises:
         ConfigError: if there are classes that should not be, rows that cannot be brought to the form, or broken ones.
     """
-    found = _open(source, half, classes or (), limit, labelled)
-    own = found.class_names if keep_order else tuple(sorted(found.class_names, key=client_order))
-    names = own if classes is None else tuple(classes)
-    check_class_names(names)
+    if _is_table(source):
+        return _read_table(source, form, classes or (), limit, labelled, task, table)
+    if isinstance(form, TableForm):
+        raise ConfigError(f"{source} is no table, and {form} is expected here; give a .csv or .parquet file")
+    found = _open(source, half, classes or (), limit, labelled, task)
+    names = _class_names(found, classes, keep_order)
     y = _relabel(source, found, names) if labelled and found.labelled else torch.zeros_like(found.y)
     if limit is not None and limit < len(y):
         found, y = _take_limit(found, y, limit)
@@ -133,15 +163,62 @@ def read_site(
         raise ConfigError(f"{source} has no rows; add some")
     if form.is_normalized:
         rows = Rows(Standardize(form.mean, form.std)(rows.x), rows.y)
-    return SiteRows(source, rows, names, form, called, broken, found.half, found.labelled)
+    return SiteRows(source, rows, names, form, called, broken, found.half, found.labelled, task)
 
 
-def _open(source: str, half: Half, classes: Sequence[str], limit: int | None, labelled: bool) -> _Found:
+def _is_table(source: str) -> bool:
+    return Path(source).suffix in SUFFIXES and not sources.FUNCTION.fullmatch(source)
+
+
+def _read_table(
+    source: str,
+    form: RowForm | None,
+    classes: Sequence[str],
+    limit: int | None,
+    labelled: bool,
+    task: Task,
+    choice: TableChoice | None,
+) -> SiteRows:
+    if form is not None and not isinstance(form, TableForm):
+        raise ConfigError(
+            f"{source} is a table, and rows of {form} are expected here; use a model whose file tells its columns, or "
+            "name them with --target and --columns"
+        )
+    location = sources.local_path(source)
+    found = read_table_rows(location, form=form, classes=classes, task=task, choice=choice, labelled=labelled)
+    if limit is not None and limit < len(found.names):
+        found = found.take(_limited(len(found.names), limit).tolist())
+    if not len(found.rows):
+        raise ConfigError(f"{source} has no rows with a target; add some")
+    return SiteRows(
+        source,
+        found.rows,
+        found.class_names,
+        found.form,
+        found.names,
+        labelled=found.labelled,
+        task=task,
+        remarks=found.remarks,
+    )
+
+
+def _class_names(found: _Found, classes: Sequence[str] | None, keep_order: bool) -> tuple[str, ...]:
+    own = found.class_names if keep_order else tuple(sorted(found.class_names, key=client_order))
+    names = own if classes is None else tuple(classes)
+    check_class_names(names)
+    return names
+
+
+def _open(
+    source: str, half: Half, classes: Sequence[str], limit: int | None, labelled: bool, task: Task = CLASSIFICATION
+) -> _Found:
     if source in sources.source_names() or sources.FUNCTION.fullmatch(source):
-        return _open_dataset(source, half, limit)
+        return _open_dataset(source, half, limit, task)
     location = sources.local_path(source)
     if location.suffix == ".npz":
-        return _open_arrays(source, location, half)
+        return _open_arrays(source, location, half, task)
+    if not isinstance(task, Classification | Binary):
+        raise ConfigError(f"{source} is a folder of classes, and the task is {task.name}; give arrays or a table")
     if not labelled and (loose := pictures.loose_pictures(location)) is not None:
         return _Found(loose, torch.from_numpy(loose.y), (), labelled=False)
     own = images.half_folder(location, half)
@@ -149,34 +226,47 @@ def _open(source: str, half: Half, classes: Sequence[str], limit: int | None, la
     return _Found(split, torch.from_numpy(split.y.astype(np.int64)), names, own or "")
 
 
-def _open_dataset(source: str, half: Half, limit: int | None) -> _Found:
+def _open_dataset(source: str, half: Half, limit: int | None, task: Task) -> _Found:
     """A half of a public set or of what a function returns; the other half is not read where that can be helped."""
     other = {"test_limit" if half == "train" else "train_limit": 1} if source in OFFICIAL else {}
-    dataset = sources.load(source, **{f"{half}_limit": limit}, **other)  # type: ignore[arg-type]
+    dataset = sources.load(source, **{f"{half}_limit": limit}, **other, task=task)  # type: ignore[arg-type]
     rows = dataset.train if half == "train" else dataset.test
     return _Found(rows.x, rows.y, distinct_names(dataset.classes), half)
 
 
-def _open_arrays(source: str, location: Path, half: Half) -> _Found:
+def _open_arrays(source: str, location: Path, half: Half, task: Task) -> _Found:
     arrays = formats.read_npz(location)
     if "x" in arrays:
-        split, part, told = formats.split_from_arrays(arrays, "x", "y", location), "", "y" in arrays
+        split, part, told = formats.split_from_arrays(arrays, "x", "y", location, task), "", "y" in arrays
     else:
         if f"x_{half}" not in arrays:
             raise ConfigError(f"{location} holds no x and no x_{half}, expected x and y, or x_{half} and y_{half}")
-        split, part = formats.split_from_arrays(arrays, f"x_{half}", f"y_{half}", location), half
+        split, part = formats.split_from_arrays(arrays, f"x_{half}", f"y_{half}", location, task), half
         told = f"y_{half}" in arrays
     rows = split.rows()
-    most = 1 + int(rows.y.max()) if len(rows) else 0
+    most = _count_names(rows, task)
     names = tuple(map(str, arrays["classes"])) if "classes" in arrays else tuple(map(str, range(most)))
     if most > len(names):
         raise ConfigError(f"{source}: a label is {most - 1} and there are {len(names)} names of classes; name them all")
     return _Found(rows.x, rows.y, names, part, told)
 
 
+def _count_names(rows: Rows, task: Task) -> int:
+    """How many classes, labels or numbers the targets have names for."""
+    if isinstance(task, Binary):
+        return 2
+    if not isinstance(task, Classification):
+        return rows.y.shape[1] if rows.y.ndim == 2 else 1
+    return 1 + int(rows.y.max()) if len(rows) else 0
+
+
 def _relabel(source: str, found: _Found, names: tuple[str, ...]) -> Tensor:
-    """Labels that count in the order of these names."""
+    """Labels that count in the order of these names; columns of numbers and switches stand as they are."""
     own = found.class_names
+    if found.y.is_floating_point():
+        if len(own) != len(names):
+            raise ConfigError(f"{source} has {len(own)} targets, expected {len(names)}: {names_text(names)}")
+        return found.y
     present = [own[label] for label in found.y.unique().tolist()]
     unknown = [name for name in own if name not in names and (name in present or isinstance(found.inputs, ImageSplit))]
     if unknown:
@@ -193,9 +283,13 @@ def _relabel(source: str, found: _Found, names: tuple[str, ...]) -> Tensor:
     return where[found.y] if len(found.y) else found.y
 
 
+def _limited(count: int, limit: int) -> Array:
+    return np.sort(np.random.default_rng(0).permutation(count)[:limit])
+
+
 def _take_limit(found: _Found, y: Tensor, limit: int) -> tuple[_Found, Tensor]:
     """So many rows, drawn as `load` draws them."""
-    chosen = np.sort(np.random.default_rng(0).permutation(len(y))[:limit])
+    chosen = _limited(len(y), limit)
     inputs = found.inputs.take(chosen) if isinstance(found.inputs, ImageSplit) else found.inputs[chosen]
     return replace(found, inputs=inputs, y=found.y[chosen]), y[chosen]
 
@@ -207,7 +301,7 @@ def _form_of_pictures(split: ImageSplit, image_size: int | None) -> PictureForm:
     return seen.form
 
 
-def _as_pictures(source: str, form: RowForm) -> PictureForm:
+def _as_pictures(source: str, form: PictureForm | ArrayForm) -> PictureForm:
     """The form as one of pictures, if arrays of that shape can be pictures."""
     if isinstance(form, PictureForm):
         return form
@@ -218,7 +312,7 @@ def _as_pictures(source: str, form: RowForm) -> PictureForm:
     return validate_settings(PictureForm, values)
 
 
-def _match_arrays(source: str, x: Tensor, form: RowForm) -> Tensor:
+def _match_arrays(source: str, x: Tensor, form: PictureForm | ArrayForm) -> Tensor:
     """Arrays in the form: pictures of the same size may be made grey or colour, the same numbers laid out anew."""
     shape = tuple(x.shape[1:])
     if isinstance(form, PictureForm) and len(shape) == 3 and shape[1:] == form.shape[1:] and shape[0] in (1, 3):

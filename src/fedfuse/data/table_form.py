@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 
+from fedfuse.core.columns import CategoricalColumn, NumericColumn, Scale, TableForm, TargetColumn
 from fedfuse.core.settings import Settings, validate_settings
 from fedfuse.data.rows import Array
 from fedfuse.data.tables import RawTable
@@ -32,6 +33,7 @@ class ColumnMoments(Settings):
         total: Σ x, of numbers.
         square: Σ x².
         levels: how many rows each category has.
+        unit: of numbers, where it is told.
     """
 
     kind: Kind
@@ -40,90 +42,68 @@ class ColumnMoments(Settings):
     total: float = 0.0
     square: NonNegativeFloat = 0.0
     levels: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    unit: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.total**2 > self.count * self.square * (1 + 1e-9) + 1e-9:
+            raise ValueError("(Σx)² is more than n Σx², which no numbers have")
+        if self.kind == "categorical" and sum(self.levels.values()) != self.count:
+            raise ValueError(f"its categories have {sum(self.levels.values())} rows and {self.count} are counted")
+        return self
+
+    @property
+    def mean(self) -> float:
+        """Of the numbers that are there."""
+        return self.total / max(self.count, 1)
+
+    @property
+    def std(self) -> float:
+        """Their deviation, dividing by n; 1 for numbers that do not vary."""
+        found = math.sqrt(max(self.square / max(self.count, 1) - self.mean**2, 0.0))
+        return found if found > 1e-9 * abs(self.mean) and found > 0 else 1.0
 
     def plus(self, other: ColumnMoments) -> ColumnMoments:
         """The moments of both sites' rows."""
         levels = {n: self.levels.get(n, 0) + other.levels.get(n, 0) for n in (*self.levels, *other.levels)}
         sums = {name: getattr(self, name) + getattr(other, name) for name in ("count", "missing", "total", "square")}
-        return ColumnMoments(kind=self.kind, levels=levels, **sums)
+        return ColumnMoments(kind=self.kind, levels=levels, unit=self.unit or other.unit, **sums)
 
 
-class NumericColumn(Settings):
-    """Numbers, shifted and scaled; where one is missing, the mean stands."""
-
-    name: str
-    kind: Literal["numeric"] = "numeric"
-    mean: float = 0.0
-    std: PositiveFloat = 1.0
-    indicator: bool = False
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """The names of what it becomes."""
-        return (self.name, f"{self.name} missing") if self.indicator else (self.name,)
-
-    def encode(self, table: RawTable) -> Array:
-        """(x − mean) / std, and whether it was missing."""
-        x = table.numbers(self.name)
-        absent = np.isnan(x)
-        z = np.where(absent, 0.0, (x - self.mean) / self.std)
-        return np.stack([z, absent], 1) if self.indicator else z[:, None]
-
-
-class CategoricalColumn(Settings):
-    """Categories: one column of zeros and ones for each but the first; where one is missing, the commonest stands."""
-
-    name: str
-    kind: Literal["categorical"] = "categorical"
-    levels: tuple[str, ...]
-    mode: str
-    indicator: bool = False
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """The names of what it becomes."""
-        found = tuple(f"{self.name}={level}" for level in self.levels[1:])
-        return (*found, f"{self.name} missing") if self.indicator else found
-
-    def encode(self, table: RawTable) -> Array:
-        """Zeros and ones."""
-        words = table.words(self.name)
-        if unknown := sorted({w for w in words if w is not None} - set(self.levels)):
-            raise ConfigError(
-                f"{table.where}: column {self.name!r} holds {unknown[0]!r}, expected one of {', '.join(self.levels)}; "
-                "correct it, or let the federation know that category"
-            )
-        at = np.array([self.levels.index(self.mode if w is None else w) for w in words], dtype=np.int64)
-        one_hot = np.eye(len(self.levels))[at][:, 1:]
-        absent = np.array([[w is None] for w in words], dtype=np.float64)
-        return np.concatenate([one_hot, absent], 1) if self.indicator else one_hot
-
-
-class TableForm(Settings):
-    """The columns of a table in their order, and what each becomes.
+def encode_table(form: TableForm, table: RawTable) -> torch.Tensor:
+    """Rows as a network reads them, float32.
 
     Example:
         >>> form = TableForm(columns=[NumericColumn(name="age", mean=50, std=10),
         ...                           CategoricalColumn(name="sex", levels=["f", "m"], mode="f")])
-        >>> form.features, form.encode(RawTable("here", {"sex": ["m", None], "age": ["60", None]})).tolist()
-        (('age', 'sex=m'), [[1.0, 1.0], [0.0, 0.0]])
+        >>> encode_table(form, RawTable("here", {"sex": ["m", None], "age": ["60", None]})).tolist()
+        [[1.0, 1.0], [0.0, 0.0]]
+
+    Raises:
+        ConfigError: naming a column that is not there, or is of another kind or unit.
     """
+    parts = [_encode(column, table) for column in form.columns]
+    return torch.from_numpy(np.concatenate(parts, 1)).float()
 
-    columns: tuple[NumericColumn | CategoricalColumn, ...] = Field(min_length=1)
 
-    @property
-    def features(self) -> tuple[str, ...]:
-        """The name of each feature, in order."""
-        return tuple(name for column in self.columns for name in column.features)
+def _encode(column: NumericColumn | CategoricalColumn, table: RawTable) -> Array:
+    if isinstance(column, CategoricalColumn):
+        return _encode_words(column, table)
+    table.check_unit(column.name, column.unit)
+    x = table.numbers(column.name)
+    absent = np.isnan(x)
+    z = np.where(absent, 0.0, (x - column.mean) / column.std)
+    return np.stack([z, absent], 1) if column.indicator else z[:, None]
 
-    def encode(self, table: RawTable) -> torch.Tensor:
-        """Rows as a network reads them, float32.
 
-        Raises:
-            ConfigError: naming a column that is not there, or is of another kind.
-        """
-        parts = [column.encode(table) for column in self.columns]
-        return torch.from_numpy(np.concatenate(parts, 1)).float()
+def _encode_words(column: CategoricalColumn, table: RawTable) -> Array:
+    """Zeros and ones."""
+    words = table.words(column.name, column.levels)
+    common = column.mode or column.levels[0]
+    at = np.array([column.levels.index(common if w is None else w) for w in words], dtype=np.int64)
+    one_hot = np.eye(len(column.levels))[at][:, 1:]
+    absent = np.array([[w is None] for w in words], dtype=np.float64)
+    return np.concatenate([one_hot, absent], 1) if column.indicator else one_hot
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +133,11 @@ class TableMoments:
                 f"column {odd[0]!r} is in one site's moments and not in another's; give both the same ones"
             )
         for name, mine in self.columns.items():
+            if mine.unit and other.columns[name].unit not in ("", mine.unit):
+                raise ConfigError(
+                    f"column {name!r} is in {mine.unit} at one site and in {other.columns[name].unit} at another; "
+                    "bring it to one unit everywhere"
+                )
             if mine.kind != other.columns[name].kind:
                 raise ConfigError(
                     f"column {name!r} is {mine.kind} at one site and {other.columns[name].kind} at another; list it as "
@@ -160,9 +145,27 @@ class TableMoments:
                 )
         return TableMoments({name: mine.plus(other.columns[name]) for name, mine in self.columns.items()})
 
-    def form(self, indicators: bool = True) -> TableForm:
+    def form(self, targets: Sequence[TargetColumn] = (), scale: Scale = "moments") -> TableForm:
         """The form the pooled rows have: columns by name, mean and standard deviation, categories in order."""
-        return TableForm(columns=tuple(_column(n, m, indicators) for n, m in sorted(self.columns.items())))
+        columns = tuple(_column(name, m) for name, m in sorted(self.columns.items()))
+        return TableForm(columns=columns, targets=tuple(targets), scale=scale)
+
+    def rescale(self, form: TableForm) -> TableForm:
+        """An agreed form with the scale of these moments: its columns, units, categories and order stay.
+
+        Raises:
+            ConfigError: naming a column whose moments are not there, or that nobody has values of.
+        """
+        columns = tuple(_rescale_column(column, self._of(column.name)) for column in form.columns)
+        targets = tuple(_rescale_target(t, self.columns.get(t.name)) for t in form.targets)
+        return form.model_copy(update={"columns": columns, "targets": targets, "scale": "moments"})
+
+    def _of(self, name: str) -> ColumnMoments:
+        if name not in self.columns:
+            raise ConfigError(f"there are no moments of the column {name!r}; make them by this federation folder")
+        if not self.columns[name].count:
+            raise ConfigError(f"column {name!r} is missing in every row of every site; leave it out")
+        return self.columns[name]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a file."""
@@ -180,6 +183,20 @@ class TableMoments:
         return cls({str(n): validate_settings(ColumnMoments, m, f"{where}: {n}") for n, m in given.items()})
 
 
+def looks_like_another_unit(mean: float, std: float, common_mean: float, common_std: float) -> bool:
+    """Whether a site's numbers lie so far from the others' that they may be in another unit.
+
+    They do if the means are five deviations apart, or two while one deviation is five times the other.
+
+    Example:
+        >>> looks_like_another_unit(6.1, 1.3, 237, 49), looks_like_another_unit(210, 55, 237, 49)
+        (True, False)
+    """
+    wide, narrow = max(std, common_std), min(std, common_std)
+    apart = abs(mean - common_mean)
+    return apart > 5 * wide or (apart > 2 * wide and wide > 5 * narrow)
+
+
 def _moments(table: RawTable, name: str, categorical: bool) -> ColumnMoments:
     if categorical:
         words = table.words(name)
@@ -187,18 +204,40 @@ def _moments(table: RawTable, name: str, categorical: bool) -> ColumnMoments:
         return ColumnMoments(kind="categorical", count=sum(levels.values()), missing=words.count(None), levels=levels)
     x = table.numbers(name)
     there = x[~np.isnan(x)]
-    missing, total, square = len(x) - len(there), float(there.sum()), float((there**2).sum())
-    return ColumnMoments(kind="numeric", count=len(there), missing=missing, total=total, square=square)
+    return ColumnMoments(
+        kind="numeric",
+        count=len(there),
+        missing=len(x) - len(there),
+        total=float(there.sum()),
+        square=float((there**2).sum()),
+        unit=table.units.get(name, ""),
+    )
 
 
-def _column(name: str, m: ColumnMoments, indicators: bool) -> NumericColumn | CategoricalColumn:
+def _column(name: str, m: ColumnMoments) -> NumericColumn | CategoricalColumn:
     if not m.count:
         raise ConfigError(f"column {name!r} is missing in every row of every site; leave it out")
-    indicator = indicators and m.missing > 0
     if m.kind == "categorical":
-        levels = tuple(sorted(m.levels))
-        mode = max(levels, key=lambda level: (m.levels[level], level))
-        return CategoricalColumn(name=name, levels=levels, mode=mode, indicator=indicator)
-    mean = m.total / m.count
-    std = math.sqrt(max(m.square / m.count - mean**2, 0.0))
-    return NumericColumn(name=name, mean=mean, std=std if std > 1e-9 * abs(mean) else 1.0, indicator=indicator)
+        return _rescale_column(CategoricalColumn(name=name, levels=tuple(sorted(m.levels))), m)
+    return _rescale_column(NumericColumn(name=name, unit=m.unit), m)
+
+
+def _rescale_column(column: NumericColumn | CategoricalColumn, m: ColumnMoments) -> NumericColumn | CategoricalColumn:
+    if m.kind != column.kind:
+        raise ConfigError(f"column {column.name!r} is {column.kind} and its moments are of a {m.kind} one; ask anew")
+    if isinstance(column, NumericColumn):
+        return column.model_copy(update={"mean": m.mean, "std": m.std, "indicator": m.missing > 0})
+    if unknown := sorted(set(m.levels) - set(column.levels)):
+        raise ConfigError(
+            f"column {column.name!r}: a site has the category {unknown[0]!r}, expected one of "
+            f"{', '.join(column.levels)}; correct it there, or let the federation know it"
+        )
+    mode = max(column.levels, key=lambda level: (m.levels.get(level, 0), level))
+    return column.model_copy(update={"mode": mode, "indicator": m.missing > 0})
+
+
+def _rescale_target(target: TargetColumn, m: ColumnMoments | None) -> TargetColumn:
+    """A number's scale; names of classes have none."""
+    if m is None or m.kind == "categorical":
+        return target
+    return target.model_copy(update={"mean": m.mean, "std": m.std, "unit": target.unit or m.unit})

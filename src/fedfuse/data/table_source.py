@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedfuse.core.columns import TableForm
 from fedfuse.data.rows import Array, Rows, stratified_split
 from fedfuse.data.stores import Store
-from fedfuse.data.table_form import TableForm, TableMoments
+from fedfuse.data.table_form import TableMoments, encode_table
 from fedfuse.data.tables import RawTable, read_table, table_of_lines
 from fedfuse.errors import ConfigError
 from fedfuse.tasks import Binary, Classification, Multilabel, Task
@@ -81,7 +82,7 @@ def open_table(path: Path, options: Mapping[str, object], task: Task) -> TableHa
 
 
 def _rows(table: RawTable, form: TableForm, y: Array, owners: tuple[str, ...] = ()) -> TableSplit:
-    return TableSplit(form.encode(table).numpy(), y, form.features, owners)
+    return TableSplit(encode_table(form, table).numpy(), y, form.features, owners)
 
 
 def encode_targets(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
+from fedfuse.core.columns import split_heading
 from fedfuse.core.words import suggest
 from fedfuse.data.rows import Array
 from fedfuse.errors import ConfigError
@@ -33,19 +34,39 @@ class RawTable:
 
     where: str
     columns: Mapping[str, Sequence[str | None]]
+    units: Mapping[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
 
     def take(self, index: Sequence[int]) -> RawTable:
         """The rows at these positions."""
-        return RawTable(self.where, {name: [values[i] for i in index] for name, values in self.columns.items()})
+        return replace(self, columns={name: [values[i] for i in index] for name, values in self.columns.items()})
 
     def without(self, names: Sequence[str]) -> RawTable:
         """The table without some columns, which must be there."""
         for name in names:
             self.column(name)
-        return RawTable(self.where, {name: values for name, values in self.columns.items() if name not in names})
+        return replace(self, columns={name: values for name, values in self.columns.items() if name not in names})
+
+    def with_units(self) -> RawTable:
+        """The table with units taken out of its headings, as in `chol [mg/dl]`, where that leaves no name twice."""
+        split = {heading: split_heading(heading) for heading in self.columns}
+        if len({name for name, _ in split.values()}) < len(split):
+            return self
+        columns = {split[heading][0]: values for heading, values in self.columns.items()}
+        return replace(self, columns=columns, units={name: unit for name, unit in split.values() if unit})
+
+    def check_unit(self, name: str, unit: str) -> None:
+        """Refuse a column whose heading tells another unit.
+
+        Raises:
+            ConfigError: naming both.
+        """
+        if unit and self.units.get(name, unit) != unit:
+            raise ConfigError(
+                f"{self.where}: column {name!r} is in {self.units[name]}, expected {unit}; convert it first"
+            )
 
     def complete_rows(self) -> list[int]:
         """The positions of rows in which nothing is missing."""
@@ -86,9 +107,20 @@ class RawTable:
             found[row] = number
         return found
 
-    def words(self, name: str) -> list[str | None]:
-        """A column as names of categories: 1, 1.0 and "1" are one."""
-        return [None if value is None else level_name(value) for value in self.column(name)]
+    def words(self, name: str, known: Sequence[str] = ()) -> list[str | None]:
+        """A column as names of categories: 1, 1.0 and "1" are one.
+
+        Raises:
+            ConfigError: naming the first value that is none of those known, where they are.
+        """
+        found = [None if value is None else level_name(value) for value in self.column(name)]
+        odd = next((row for row, word in enumerate(found) if known and word is not None and word not in known), None)
+        if odd is not None:
+            raise ConfigError(
+                f"{self.where}: column {name!r} holds {found[odd]!r} in row {odd + 1}, expected one of "
+                f"{', '.join(known)}{suggest(str(found[odd]), known)} correct it, or let the federation know it"
+            )
+        return found
 
 
 def read_table(path: Path) -> RawTable:

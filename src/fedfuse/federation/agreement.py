@@ -6,12 +6,13 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from fedfuse.api.update import check_supported, start_of
 from fedfuse.core.about import About, ClassName, check_class_names, names_text, versions
+from fedfuse.core.columns import TableForm
 from fedfuse.core.files import write_atomically
 from fedfuse.core.forms import RowForm
 from fedfuse.core.inputs import run_once
@@ -27,6 +28,7 @@ from fedfuse.experiment.keys import assign
 from fedfuse.experiment.prepare import spec_with
 from fedfuse.experiment.toml import to_toml
 from fedfuse.server.door.files import fingerprint
+from fedfuse.tasks import Task, task_header, task_named
 from fedfuse.wire.files import save_model
 
 FILE, START = "federation.toml", "w0.safetensors"
@@ -47,7 +49,9 @@ class Agreement(Settings):
         start: a short name of the common start, so that a site notices a wrong one.
         seed: of every random draw at sites.
         least_rows: a site with fewer rows brings nothing.
-        classes: the name of each class, in the order of the network's outputs.
+        task: what is to be learned.
+        classes: the name of each class, in the order of the network's outputs; of a table's labels or numbers, which
+            its targets name, none.
         model: the network and its options.
         inputs: the form in which rows are given to it.
         method: how updates will be fused, which decides what sites bring.
@@ -59,29 +63,44 @@ class Agreement(Settings):
     start: str = ""
     seed: int = 0
     least_rows: PositiveInt = 10
-    classes: tuple[ClassName, ...]
+    task: Literal["classification", "binary", "multilabel", "regression"] = "classification"
+    classes: tuple[ClassName, ...] = ()
     model: NameWithOptions
     inputs: RowForm
     method: MethodConfig = MethodConfig(name="fedavg")
     local: LocalConfig = LocalConfig()
-
-    @field_validator("classes")
-    @classmethod
-    def _check_classes(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        check_class_names(names)
-        if len(names) < 2:
-            raise ValueError(f"there is {names_text(names) or 'none'}, expected the names of two classes or more")
-        return names
 
     @field_validator("inputs", mode="before")
     @classmethod
     def _read_kind(cls, given: Any) -> Any:
         return {"kind": "pictures", **given} if isinstance(given, Mapping) else given
 
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        check_class_names(self.output_names)
+        least, most = _NAMES[self.task]
+        count, words = len(self.output_names), "classes" if self.task in ("classification", "binary") else "targets"
+        if not least <= count <= most:
+            wanted = "two" if least == most else "two or more" if least == 2 else "one or more"
+            raise ValueError(f"there is {names_text(self.output_names) or 'none'}, expected {wanted} {words}")
+        if isinstance(self.inputs, TableForm):
+            _check_targets(self.inputs, self.task, self.classes)
+        return self
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The names of classes, or else of the labels or numbers that a table's targets are."""
+        return self.classes or (self.inputs.target_names if isinstance(self.inputs, TableForm) else ())
+
+    @property
+    def learns(self) -> Task:
+        """The task itself."""
+        return task_named(self.task)
+
     @property
     def spec(self) -> Spec:
-        """The network, with what classes and inputs decide filled in."""
-        return spec_with(self.model, self.inputs.shape, len(self.classes))
+        """The network, with what task, classes and inputs decide filled in."""
+        return spec_with(self.model, self.inputs.shape, self.learns.outputs(len(self.output_names)))
 
     def first_weights(self) -> Params:
         """The start that the seed draws."""
@@ -89,24 +108,46 @@ class Agreement(Settings):
             return dict(self.spec.build().state_dict())
 
     def check_network(self) -> None:
-        """Refuse a network that cannot read these inputs or does not give one output for each class.
+        """Refuse a network that cannot read these inputs or does not give the outputs that the task has.
 
         Raises:
             ConfigError: with what it gives instead.
         """
-        logits = run_once(self.spec, self.inputs.shape)
-        if logits.shape[-1] != len(self.classes):
+        logits, wanted = run_once(self.spec, self.inputs.shape), self.learns.outputs(len(self.output_names))
+        if logits.shape[-1] != wanted:
+            why = "one per class; let its classes be as many as the federation's"
             raise ConfigError(
-                f"model {self.model.name!r} gives {logits.shape[-1]} outputs, expected {len(self.classes)}, one per "
-                "class; let its classes be as many as the federation's"
+                f"model {self.model.name!r} gives {logits.shape[-1]} outputs, expected {wanted}, "
+                + (why if self.task == "classification" else f"as the task {self.task} has")
             )
 
     def to_toml(self) -> str:
         """The text of `federation.toml`."""
         plain = self.model_dump(mode="json", exclude_none=True, exclude={"local": {"device", "kernel"}})
+        if not self.classes:
+            del plain["classes"]
         kind = plain["inputs"].pop("kind")
         plain["inputs"] = {"kind": kind, **{key: value for key, value in plain["inputs"].items() if value != []}}
+        for column in (*plain["inputs"].get("columns", ()), *plain["inputs"].get("targets", ())):
+            for key in [key for key, value in column.items() if value in ("", False)]:
+                del column[key]
         return _HEAD + to_toml(plain)
+
+
+_NAMES = {"classification": (2, 1 << 20), "binary": (2, 2), "multilabel": (1, 1 << 20), "regression": (1, 1 << 20)}
+
+
+def _check_targets(form: TableForm, task: str, classes: Sequence[str]) -> None:
+    """Refuse a table whose targets are not those of the task."""
+    if not form.targets:
+        raise ValueError("the table has no target; say which column is to be predicted (--target)")
+    if task in ("classification", "binary"):
+        if len(form.targets) != 1:
+            raise ValueError(f"{task} has one target column, and {len(form.targets)} came")
+        if not classes:
+            raise ValueError(f"the classes of {form.targets[0].name!r} are not named; name them (--classes)")
+    elif classes:
+        raise ValueError(f"{task} has targets and no classes; leave classes out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +171,32 @@ def write_federation(folder: Path, agreement: Agreement, start: Params | None = 
     """
     if (folder / FILE).exists():
         raise ConfigError(f"{folder} holds a federation already; choose another folder, for sites may use this one")
-    check_supported(agreement.method.recipe(), "a federation of files")
+    return _write(folder, agreement, start)
+
+
+def scale_federation(federation: FederationFolder, form: TableForm) -> FederationFolder:
+    """Give a table's folder its common scale: the agreement, and a start for the features that follow from it.
+
+    Raises:
+        ConfigError: if it has a scale already, by which sites may have trained.
+    """
+    agreed = federation.agreement
+    if not isinstance(agreed.inputs, TableForm) or agreed.inputs.scale != "awaited":
+        raise ConfigError(f"{federation.folder} does not wait for moments; make a new folder with `fedfuse init`")
+    return _write(federation.folder, agreed.model_copy(update={"inputs": form}), None)
+
+
+def _write(folder: Path, agreement: Agreement, start: Params | None) -> FederationFolder:
+    recipe = agreement.method.recipe()
+    check_supported(recipe, "a federation of files")
+    recipe.check_task(agreement.learns)
     agreement.check_network()
     weights = agreement.first_weights() if start is None else dict(start)
     agreement = agreement.model_copy(update={"start": fingerprint(weights)})
     about = About(
         federation=agreement.name,
-        class_names=agreement.classes,
+        task=task_header(agreement.learns).get("task", ""),
+        class_names=agreement.output_names,
         inputs=agreement.inputs,
         start=agreement.start,
         versions=versions(),

@@ -11,9 +11,12 @@ from fedfuse.core.forms import ArrayForm, PictureForm, RowForm
 from fedfuse.core.settings import validate_settings
 from fedfuse.data import standardize
 from fedfuse.data.site import SiteRows, read_site
+from fedfuse.data.tables import SUFFIXES
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.keys import assign
 from fedfuse.federation.agreement import Agreement, FederationFolder, write_federation
+from fedfuse.federation.tables import TableAgreement, agree_on_table
+from fedfuse.tasks import CLASSIFICATION, Task, task_named
 
 SECTIONS = ("model", "local", "method")
 TRAINING, OPTIMIZER = {"epochs": 20, "batch_size": 32}, {"lr": 0.01, "momentum": 0.9}
@@ -22,9 +25,11 @@ TRAINING, OPTIMIZER = {"epochs": 20, "batch_size": 32}, {"lr": 0.01, "momentum":
 
 def create_federation(
     folder: Path,
-    model: str,
+    model: str | None,
     method: str,
     *,
+    task: str | None = None,
+    table: TableAgreement | None = None,
     classes: Sequence[str] = (),
     image_size: int | None = None,
     channels: int | None = None,
@@ -41,8 +46,10 @@ def create_federation(
 
     Args:
         folder: where to make it.
-        model: the network's name, or package.module:Class.
+        model: the network's name, or package.module:Class; by default an mlp for tables and lenet for others.
         method: how updates will be fused.
+        task: what is to be learned; by default what moments are for, or else classification.
+        table: what is said of tables.
         classes: the names of all classes.
         image_size: width and height of pictures.
         channels: 1 for grey pictures, 3 for colour.
@@ -58,24 +65,47 @@ def create_federation(
     Raises:
         ConfigError: if something is not said, or does not fit.
     """
-    options = read_sets(sets)
-    said = None if image_size is None or channels is None else _pictures(image_size, channels)
-    given = ArrayForm(shape=tuple(shape)) if said is None and shape else said
-    site = None if data is None else _first_site(data, given, classes, image_size, channels)
-    form = _find_form(given, site, normalize)
-    names = list(classes) or (list(site.class_names) if site is not None else [])
+    options, table = read_sets(sets), table or TableAgreement()
+    if table or _is_table(data):
+        found = agree_on_table(table, data, task, classes, normalize)
+        network = model or "mlp"
+    else:
+        found = _agree_on_rows(data, task, classes, image_size, channels, shape, normalize)
+        network = model or "lenet"
     values: dict[str, Any] = {
         "name": name or folder.resolve().name,
         "seed": seed,
         **({} if least_rows is None else {"least_rows": least_rows}),
-        "classes": names,
-        "model": {"name": model, **options["model"]},
-        "inputs": form.model_dump(),
+        **found,
+        "model": {"name": network, **options["model"]},
         "method": {"name": method, **options["method"]},
         "local": {**TRAINING, **options["local"], "optimizer": {**OPTIMIZER, **options["local"].get("optimizer", {})}},
     }
     agreement = validate_settings(Agreement, values)
     return write_federation(folder, agreement, None if start is None else start_of(start)[1])
+
+
+def _is_table(data: str | None) -> bool:
+    return data is not None and Path(data).suffix in SUFFIXES
+
+
+def _agree_on_rows(
+    data: str | None,
+    task: str | None,
+    classes: Sequence[str],
+    image_size: int | None,
+    channels: int | None,
+    shape: Sequence[int],
+    normalize: bool,
+) -> dict[str, Any]:
+    """Task, classes and form of pictures or arrays, as they were said or as a first site has them."""
+    learns = task_named(task or CLASSIFICATION.name)
+    said = None if image_size is None or channels is None else _pictures(image_size, channels)
+    given = ArrayForm(shape=tuple(shape)) if said is None and shape else said
+    site = None if data is None else _first_site(data, given, classes, image_size, channels, learns)
+    form = _find_form(given, site, normalize)
+    names = list(classes) or (list(site.class_names) if site is not None else [])
+    return {"task": learns.name, "classes": names, "inputs": form.model_dump()}
 
 
 def read_sets(sets: Sequence[str]) -> Mapping[str, dict[str, Any]]:
@@ -98,13 +128,18 @@ def _pictures(size: int, channels: int) -> RowForm:
 
 
 def _first_site(
-    source: str, form: RowForm | None, classes: Sequence[str], image_size: int | None, channels: int | None
+    source: str,
+    form: RowForm | None,
+    classes: Sequence[str],
+    image_size: int | None,
+    channels: int | None,
+    task: Task,
 ) -> SiteRows:
     """The first site's rows, in the form that was said as far as it was."""
-    site = read_site(source, form=form, classes=classes or None, image_size=image_size)
+    site = read_site(source, form=form, classes=classes or None, image_size=image_size, task=task)
     if form is not None or channels is None or channels == site.form.shape[0]:
         return site
-    return read_site(source, form=_pictures(site.form.shape[1], channels), classes=classes or None)
+    return read_site(source, form=_pictures(site.form.shape[1], channels), classes=classes or None, task=task)
 
 
 def _find_form(given: RowForm | None, site: SiteRows | None, normalize: bool) -> RowForm:
@@ -112,8 +147,8 @@ def _find_form(given: RowForm | None, site: SiteRows | None, normalize: bool) ->
     form = given if site is None else site.form
     if form is None:
         raise ConfigError(
-            "nobody says what rows look like; give --image-size and --channels for pictures, --shape for arrays, or "
-            "--data with a first site's rows"
+            "nobody says what rows look like; give --image-size and --channels for pictures, --shape for arrays, "
+            "--columns and --target for tables, or --data with a first site's rows"
         )
     if not normalize:
         return form

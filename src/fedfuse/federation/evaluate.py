@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fedfuse.core.about import About, names_text
+from fedfuse.core.columns import TableForm
+from fedfuse.core.forms import ArrayForm, RowForm
 from fedfuse.core.model import Model, outputs
 from fedfuse.core.rows import Rows
 from fedfuse.data import load
 from fedfuse.data import standardize as standardizer
 from fedfuse.data.site import SiteRows, read_site
 from fedfuse.errors import ConfigError, error_text
+from fedfuse.federation.tables import TableAgreement, chosen_table
 from fedfuse.server.judge import Judge
-from fedfuse.tasks import CLASSIFICATION, Task, task_named
+from fedfuse.tasks import CLASSIFICATION, Classification, Task, task_named
 from fedfuse.wire.files import load_answering
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How rows are read for models: how many, what to leave out, by which rows to standardize."""
+    """How rows are read for models: how many, what to leave out, how to scale, and what files may not tell."""
 
     limit: int | None = None
     image_size: int | None = None
     skip_broken: bool = False
     standardize: bool = False
     train_limit: int | None = None
+    task: str | None = None
+    table: TableAgreement = field(default_factory=TableAgreement)
 
     def rows_for(self, source: str, about: About, model: Model, name: str, labelled: bool = True) -> SiteRows:
         """A source's rows as this model reads them: in the form its file tells, its classes in the file's order.
@@ -35,26 +40,41 @@ class Reading:
         Raises:
             ConfigError: if the source has classes that the model does not tell apart, or rows of another form.
         """
-        classes = about.class_names or None
+        classes, task = about.class_names or None, self.task_of(about, name)
+        form, choice = chosen_table(self.table, task)
         site = read_site(
             source,
             half="test",
-            form=about.inputs,
+            form=self._form_of(about, form),
             classes=classes,
             limit=self.limit,
             image_size=self.image_size,
             skip_broken=self.skip_broken,
             labelled=labelled,
             keep_order=classes is None,
+            task=task,
+            table=choice,
         )
         if labelled and not site.labelled:
             raise ConfigError(f"{source} does not tell the classes of its rows, so nothing can be scored; add labels")
-        if labelled and classes is None:
+        if labelled and classes is None and isinstance(task, Classification):
             _check_outputs(name, model, site)
         if not self.standardize:
             return site
-        scale = standardizer(load(source, train_limit=self.train_limit).train.x)
+        scale = standardizer(load(source, train_limit=self.train_limit, task=task).train.x)
         return replace(site, rows=Rows(scale(site.rows.x), site.rows.y))
+
+    def task_of(self, about: About, name: str) -> Task:
+        """What a file says it was made for, else what the user says, else classification."""
+        told = about.task or (CLASSIFICATION.name if about.class_names and not self.task else "")
+        if told and self.task not in (None, told):
+            raise ConfigError(f"{name} is for {told}, and --task is {self.task}; leave it out")
+        return task_named(told or self.task or CLASSIFICATION.name)
+
+    def _form_of(self, about: About, said: TableForm | None) -> RowForm | None:
+        """The form a file tells, unless that is a bare shape and the user says which columns fill it."""
+        bare = isinstance(about.inputs, ArrayForm) and not about.inputs.is_normalized
+        return said if self.table and (about.inputs is None or bare) else about.inputs
 
 
 def _check_outputs(name: str, model: Model, site: SiteRows) -> None:
@@ -82,53 +102,47 @@ def evaluate_files(
     scores, remarks = dict[str, dict[str, Any]](), list[str]()
     for path in models:
         model, about = load_answering(path, trusted)
-        if about.task not in ("", CLASSIFICATION.name):
-            scores[str(path)] = _score_numbers(model, source, task_named(about.task), reading, str(path))
-            continue
-        key = about.model_dump_json(include={"class_names", "inputs"})
+        key = about.model_dump_json(include={"class_names", "inputs", "task"})
         if key not in read or not about.class_names:
             read[key] = reading.rows_for(source, about, model, str(path))
         site = read[key]
-        if not about.class_names:
+        if not about.class_names and isinstance(site.task, Classification):
             remarks.append(
                 f"{path} does not name its classes: they are taken in the order {names_text(site.class_names)}"
             )
         scores[str(path)] = _score(model, site, bins, str(path))
     left_out = {name: why for site in read.values() for name, why in site.broken.items()}
     remarks += [f"{len(left_out)} broken pictures were left out: {', '.join(left_out)}"] if left_out else []
+    remarks += dict.fromkeys(remark for site in read.values() for remark in site.remarks)
     return scores, tuple(remarks)
-
-
-def _score_numbers(model: Model, source: str, task: Task, reading: Reading, name: str) -> dict[str, Any]:
-    """The scores of a task whose targets are no classes, on the source's test rows."""
-    dataset = load(source, test_limit=reading.limit, train_limit=reading.train_limit, task=task)
-    test = dataset.test
-    if reading.standardize:
-        test = Rows(standardizer(dataset.train.x)(test.x), test.y)
-    try:
-        scores = Judge(test, len(dataset.classes), task=task).score(model)
-    except (RuntimeError, IndexError) as why:
-        shape = "×".join(map(str, test.x.shape[1:]))
-        raise ConfigError(f"{name} cannot score {source}, whose rows are {shape}: {error_text(why)}") from why
-    return {"rows": len(test), "half": "test", **scores}
 
 
 def _score(model: Model, site: SiteRows, bins: int, name: str) -> dict[str, Any]:
     try:
-        scores = Judge(site.rows, len(site.class_names), bins).score(model)
+        scores = Judge(site.rows, len(site.class_names), bins, task=site.task_in_units).score(model)
     except (RuntimeError, IndexError) as why:
         raise ConfigError(
             f"{name} cannot score {site.source}, whose rows are {site.form} in {len(site.class_names)} classes: "
             f"{error_text(why)}"
         ) from why
-    sure = scores["reliability"]
-    confidence = sum(c * n for c, n in zip(sure["confidence"], sure["count"], strict=True)) / sum(sure["count"])
     half = {"half": site.half} if site.half else {}
+    task = {} if site.task is CLASSIFICATION else {"task": site.task.name}
+    return {"rows": len(site), **half, **task, **_names_of(site), **_sureness(scores, site.task), **scores}
+
+
+def _names_of(site: SiteRows) -> dict[str, Any]:
+    """The names of classes with their rows, or of numbers with their units."""
+    if site.counts:
+        return {"classes": list(site.class_names), "class_rows": list(site.counts.values())}
+    units = [t.unit for t in site.form.targets] if isinstance(site.form, TableForm) else []
+    return {"targets": list(site.class_names), **({"units": units} if any(units) else {})}
+
+
+def _sureness(scores: dict[str, Any], task: Task) -> dict[str, float]:
+    """The mean probability of the class that was named."""
+    if not isinstance(task, Classification):
+        return {}
+    sure = scores["reliability"]
     return {
-        "rows": len(site),
-        **half,
-        "classes": list(site.class_names),
-        "class_rows": list(site.counts.values()),
-        "confidence": confidence,
-        **scores,
+        "confidence": sum(c * n for c, n in zip(sure["confidence"], sure["count"], strict=True)) / sum(sure["count"])
     }

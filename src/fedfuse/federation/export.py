@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fedfuse.core.about import About
 from fedfuse.core.files import write_atomically
+from fedfuse.core.forms import ArrayForm, PictureForm
 from fedfuse.core.inputs import example_inputs, own_form, shape_read
 from fedfuse.core.model import Model, Single
 from fedfuse.core.spec import Spec
@@ -135,7 +136,7 @@ def _runnable(model: Model, about: About, to: str) -> tuple[nn.Module, Tensor]:
             f"networks that stay apart, or of which each row chooses some, cannot be exported to {to} as one; "
             "fuse the updates by a method that gives one network, or by `ensemble`"
         )
-    if about.inputs is not None and about.inputs.is_normalized:
+    if isinstance(about.inputs, PictureForm | ArrayForm) and about.inputs.is_normalized:
         module = _NormalizeFirst(module, about.inputs.mean, about.inputs.std, len(shape))
     return module.eval(), example_inputs(spec, shape, 2).reshape(2, *shape)
 

@@ -102,10 +102,14 @@ def _recipe(method: str | None, options: dict[str, Any], federation: FederationF
 def _as_agreed(fused: Fused, federation: FederationFolder) -> Fused:
     """The fused model, if its classes are those of the federation."""
     agreed, found = federation.agreement, fused.about.class_names
-    if found and found != agreed.classes:
+    if found and found != agreed.output_names:
         raise ConfigError(
-            f"the updates' classes are {names_text(found)}, expected {names_text(agreed.classes)}; "
+            f"the updates' classes are {names_text(found)}, expected {names_text(agreed.output_names)}; "
             "fuse updates that were made by this federation folder"
+        )
+    if fused.task.name != agreed.task:
+        raise ConfigError(
+            f"the updates' task is {fused.task.name}, expected {agreed.task}; fuse updates made by this folder"
         )
     return replace(fused, about=fused.about.model_copy(update={"federation": agreed.name}))
 

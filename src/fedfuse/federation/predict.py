@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedfuse.core.about import About
+from fedfuse.core.columns import TableForm
 from fedfuse.core.files import write_atomically
 from fedfuse.core.model import Model, outputs
 from fedfuse.data.site import SiteRows
@@ -19,7 +21,7 @@ from fedfuse.errors import ConfigError, error_text
 from fedfuse.federation.evaluate import Reading
 from fedfuse.nets.mixture import Mixture
 from fedfuse.server.uncertainty import predict
-from fedfuse.tasks import CLASSIFICATION
+from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Multilabel, Regression, Task
 from fedfuse.wire.files import load_answering
 
 
@@ -29,52 +31,63 @@ class Predictions:
 
     Attributes:
         names: what each row is called.
-        classes: the name of each class.
-        probabilities: rows × classes.
-        entropy: per row, in nats: 0 where the model is sure.
+        classes: the name of each class, label or number.
+        values: rows × classes: probabilities, or the expected numbers in their own units.
+        entropy: per row, in nats: 0 where the model is sure; None for numbers.
         information: per row, what its label would tell about the weights, for a model that draws networks.
         answered: per row, the members of a mixture whose answers count; none for one network.
         broken: pictures that were left out.
+        task: what the values are.
+        units: of numbers, where they are told.
+        remarks: what a reader should know.
     """
 
     names: tuple[str, ...]
     classes: tuple[str, ...]
-    probabilities: Tensor
-    entropy: Tensor
+    values: Tensor
+    entropy: Tensor | None
     information: Tensor | None = None
     answered: tuple[str, ...] = ()
     broken: Collection[str] = ()
+    task: Task = CLASSIFICATION
+    units: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.names)
 
     @property
-    def best(self) -> list[int]:
-        """Per row, the place of the likeliest class; of equals the first."""
-        return [row.index(max(row)) for row in self.probabilities.tolist()]
+    def chosen(self) -> list[list[int]]:
+        """Per row, the places of what it was taken for: one class, of equals the first; or every label that is on."""
+        if isinstance(self.task, Regression):
+            return [[] for _ in self.names]
+        if isinstance(self.task, Multilabel):
+            return [[place for place, p in enumerate(row) if p > 0.5] for row in self.values.tolist()]
+        return [[row.index(max(row))] for row in self.values.tolist()]
 
     @property
     def counts(self) -> dict[str, int]:
         """How many rows were taken for each class."""
-        best = self.best
-        return {name: best.count(place) for place, name in enumerate(self.classes)}
+        taken = Counter(place for places in self.chosen for place in places)
+        named = () if isinstance(self.task, Regression) else enumerate(self.classes)
+        return {name: taken[place] for place, name in named}
 
     def table(self) -> Iterator[list[str]]:
         """The rows of a CSV file, its head first."""
-        extra = ["information"] if self.information is not None else []
-        extra += ["answered"] if self.answered else []
-        yield ["row", "predicted", *(f"p({name})" for name in self.classes), "entropy", *extra]
-        for i, (name, best) in enumerate(zip(self.names, self.best, strict=True)):
-            probabilities = self.probabilities[i].tolist()
-            more = [f"{float(self.information[i]):.6f}"] if self.information is not None else []
-            more += self.answered[i : i + 1]
-            yield [
-                name,
-                self.classes[best],
-                *(f"{p:.6f}" for p in probabilities),
-                f"{float(self.entropy[i]):.6f}",
-                *more,
-            ]
+        numbers = isinstance(self.task, Regression)
+        heads = self._headings() if numbers else ["predicted", *(f"p({name})" for name in self.classes)]
+        more = {"entropy": self.entropy, "information": self.information}
+        told = {name: values for name, values in more.items() if values is not None}
+        yield ["row", *heads, *told, *(["answered"] if self.answered else [])]
+        for i, (name, places, values) in enumerate(zip(self.names, self.chosen, self.values.tolist(), strict=True)):
+            words = [] if numbers else ["; ".join(self.classes[place] for place in places)]
+            each = [f"{value:.8g}" if numbers else f"{value:.6f}" for value in values]
+            yield [name, *words, *each, *(f"{float(v[i]):.6f}" for v in told.values()), *self.answered[i : i + 1]]
+
+    def _headings(self) -> list[str]:
+        """Of numbers: the targets' names with their units, as a table that is read back has them."""
+        units = self.units or ("",) * len(self.classes)
+        return [f"{name} [{unit}]" if unit else name for name, unit in zip(self.classes, units, strict=True)]
 
     def save(self, path: Path) -> Path:
         """Write the table as CSV."""
@@ -92,30 +105,50 @@ def predict_file(path: Path, source: str, reading: Reading | None = None, truste
         ConfigError: if the file holds no network that answers, or rows do not fit it.
     """
     model, about = load_answering(path, trusted)
-    if about.task not in ("", CLASSIFICATION.name):
-        raise ConfigError(
-            f"{path} is a model for {about.task}, and predictions are of classes; use its outputs in Python"
-        )
-    site = (reading or Reading()).rows_for(source, about, model, str(path), labelled=False)
-    classes = about.class_names or tuple(map(str, range(_count_outputs(model, path))))
+    reading = reading or Reading()
+    task = reading.task_of(about, str(path))
+    site = reading.rows_for(source, about, model, str(path), labelled=False)
+    classes = about.class_names or _names_of(model, site, task, path)
     try:
-        found = predict(model, site.rows.x, len(classes))
+        found = predict(model, site.rows.x, len(classes), task=task)
     except (RuntimeError, IndexError) as why:
         raise ConfigError(f"{path} cannot answer for {source}, whose rows are {site.form}: {error_text(why)}") from why
-    probabilities = found.outputs.softmax(-1)
-    if about.class_names and probabilities.shape[-1] != len(classes):
+    if not about.class_names and isinstance(task, Classification):
+        classes = classes[: found.outputs.shape[-1]]  # an open-set network's last output is no class
+    if found.outputs.shape[-1] != task.outputs(len(classes)):
         raise ConfigError(
-            f"{path} names {len(classes)} classes and has {probabilities.shape[-1]} outputs; fuse it anew"
+            f"{path} names {len(classes)} classes and has {found.outputs.shape[-1]} outputs; fuse it anew"
         )
     return Predictions(
         site.names,
-        classes[: probabilities.shape[-1]],
-        probabilities,
-        torch.special.entr(probabilities).sum(-1),
+        classes,
+        _values(found.outputs, site),
+        found.entropy,
         found.information,
         _who_answered(model, about, site),
         broken=tuple(site.broken),
+        task=task,
+        units=tuple(t.unit for t in site.form.targets) if isinstance(site.form, TableForm) else (),
+        remarks=site.remarks,
     )
+
+
+def _values(outputs: Tensor, site: SiteRows) -> Tensor:
+    """Probabilities of each class or label, or numbers in their own units."""
+    task = site.task_in_units
+    if isinstance(task, Regression):
+        return task.in_units(outputs, len(outputs))
+    if isinstance(task, Binary):
+        yes = task.predict(outputs).reshape(-1)
+        return torch.stack([1 - yes, yes], 1)
+    return task.predict(outputs)
+
+
+def _names_of(model: Model, site: SiteRows, task: Task, path: Path) -> tuple[str, ...]:
+    """Names for the outputs of a file that gives none: a table's targets, or numbers from 0 on."""
+    if isinstance(site.form, TableForm) and not isinstance(task, Classification | Binary):
+        return site.form.target_names
+    return tuple(map(str, range(2 if isinstance(task, Binary) else _count_outputs(model, path))))
 
 
 def _count_outputs(model: Model, path: Path) -> int:

@@ -79,6 +79,10 @@ def _words(key: str, value: Any) -> str:
             return ", ".join(f"{site['client']} ({site['num_examples']:,.0f} examples)" for site in value)
         case "refused", list():
             return "; ".join(f"{r.get('client')}: {r.get('field')} is {r.get('got')}" for r in value)
+        case "inputs", {"columns": [*columns]}:
+            names = ", ".join(_column_words(column) for column in columns)
+            targets = ", ".join(_column_words(target) for target in value.get("targets", []))
+            return f"table of {names}" + (f"; predicts {targets}" if targets else "")
         case "inputs", dict():
             return ", ".join(f"{name} {_plain(entry)}" for name, entry in value.items() if entry not in ([], None))
         case _, dict():
@@ -86,6 +90,26 @@ def _words(key: str, value: Any) -> str:
         case _, list():
             return ", ".join(map(_plain, value))
     return f"{value:,}" if isinstance(value, int) else _plain(value)
+
+
+def _column_words(column: Mapping[str, Any]) -> str:
+    """A column as `init` takes it: with its unit, or its categories."""
+    unit = f" [{column['unit']}]" if column.get("unit") else ""
+    return f"{column['name']}{unit}" + (f" ({'|'.join(column['levels'])})" if "levels" in column else "")
+
+
+def _column_lines(inputs: Mapping[str, Any]) -> str:
+    """The columns of a table, with what stands for a missing value and by what numbers are scaled."""
+    lines = [
+        f"| {_escape(_printable(_column_words(column)))} | "
+        + (f"{column['mode']} | |" if "levels" in column else f"{column['mean']:g} | {column['std']:g} |")
+        for column in inputs["columns"]
+    ]
+    head = "| column | where it is missing | standard deviation |\n|---|---|---|\n"
+    return f"The scale comes from: {_SCALES.get(inputs.get('scale', ''), 'unknown')}.\n\n{head}" + "\n".join(lines)
+
+
+_SCALES = {"moments": "sums of all sites", "site": "one site's rows", "none": "nowhere; numbers are taken as they are"}
 
 
 def _plain(value: Any) -> str:
@@ -103,11 +127,13 @@ def model_card(facts: Mapping[str, Any]) -> str:
         for r in facts.get("refused", [])
     )
     classes = "".join(f"{place}. {name}\n" for place, name in enumerate(facts.get("class_names", [])))
+    heading = "Targets" if facts.get("task") in ("regression", "multilabel") else "Classes"
     parts = [
         f"# {Path(facts['file']).name}",
         _with_article(facts["kind"]) + (f", made by `{_printable(facts['method'])}`." if "method" in facts else "."),
         f"## What it is\n\n| | |\n|---|---|\n{rows}",
-        f"## Classes\n\nIn the order of its outputs, counted from 0:\n\n{classes}" if classes else "",
+        f"## {heading}\n\nIn the order of its outputs, counted from 0:\n\n{classes}" if classes else "",
+        f"## Columns\n\n{_column_lines(facts['inputs'])}" if "columns" in facts.get("inputs", {}) else "",
         f"## Who is in it\n\n{sites}" if sites else "",
         f"## Who was refused\n\n{refused}" if refused else "",
         "## What this card does not say\n\nHow well it does: score it with `fedfuse evaluate` on rows that no site "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from fedfuse.api import Update, local_update
 from fedfuse.api import recipe as recipe_of
+from fedfuse.core.columns import TableForm
 from fedfuse.core.model import Single, outputs
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.settings import validate_settings
@@ -21,25 +23,55 @@ from fedfuse.errors import ConfigError
 from fedfuse.experiment.keys import assign
 from fedfuse.federation.agreement import Agreement, FederationFolder
 from fedfuse.federation.create import read_sets
-from fedfuse.server.judge import log_probabilities
-from fedfuse.tasks import CLASSIFICATION
+from fedfuse.federation.tables import TableAgreement, chosen_table
+from fedfuse.server.judge import answers
+from fedfuse.tasks import (
+    CLASSIFICATION,
+    Binary,
+    Classification,
+    Multilabel,
+    Regression,
+    Task,
+    scores_better,
+    task_named,
+)
 from fedfuse.wire.files import load_answering
 
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """How well a site's own network does on some of its rows, beside always naming the commonest class."""
+    """How well a site's own network does on some of its rows, beside always giving the best constant answer.
+
+    Attributes:
+        what: which rows.
+        rows: how many.
+        score: the task's headline on them: accuracy, or for numbers the RMSE.
+        constant: the same of always naming the commonest class, or the mean.
+        spread: of the score over folds.
+        task: what is scored.
+    """
 
     what: str
     rows: int
-    accuracy: float
-    commonest: float
+    score: float
+    constant: float
     spread: float | None = None
+    task: Task = CLASSIFICATION
 
     @property
     def learnt(self) -> bool:
-        """Whether the network is better than no network; nobody can tell where there is one class only."""
-        return self.accuracy > self.commonest or self.commonest == 1.0
+        """Whether the network is better than no network; nobody can tell where a constant is always right."""
+        perfect = 0.0 if self.task.headline in self.task.lower else 1.0
+        return scores_better(self.task, self.score, self.constant) or self.constant == perfect
+
+    @property
+    def constant_words(self) -> str:
+        """What the constant answer is called."""
+        return "always the mean" if isinstance(self.task, Regression) else "commonest class"
+
+    def words(self, score: float) -> str:
+        """A score as people read it: a share in percent, an error in the unit of its target."""
+        return f"{score:.1%}" if self.task.headline == "accuracy" else f"{score:.4g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +91,10 @@ class SiteUpdate:
             {}
             if seen is None
             else {
-                "accuracy": seen.accuracy,
-                "accuracy_on": seen.what,
-                "accuracy_rows": seen.rows,
-                "commonest_class": seen.commonest,
+                (name := seen.task.headline): seen.score,
+                f"{name}_on": seen.what,
+                f"{name}_rows": seen.rows,
+                seen.constant_words.replace(" ", "_"): seen.constant,
             }
         )
         return {
@@ -93,7 +125,10 @@ def update_by_federation(
         ConfigError: if the rows cannot be brought to its form, have classes it does not know, or are too few.
     """
     agreed = federation.agreement
-    site = read_site(source, form=agreed.inputs, classes=agreed.classes, limit=limit, skip_broken=skip_broken)
+    names = agreed.output_names
+    site = read_site(
+        source, form=agreed.inputs, classes=names, limit=limit, skip_broken=skip_broken, task=agreed.learns
+    )
     if len(site) < agreed.least_rows:
         raise ConfigError(
             f"{source} has {len(site)} rows and the federation {agreed.name!r} asks for at least {agreed.least_rows}; "
@@ -118,13 +153,28 @@ def site_update(
     hold_out: float | None = None,
     folds: int | None = None,
     skip_broken: bool = False,
+    task: str = CLASSIFICATION.name,
+    table: TableAgreement | None = None,
+    classes: Sequence[str] = (),
 ) -> SiteUpdate:
     """Train without a federation: classes and form of rows are what the source has, by name and in that order."""
-    options = read_sets(sets)
-    site = read_site(source, limit=limit, image_size=image_size, skip_broken=skip_broken)
+    options, learns = read_sets(sets), task_named(task)
+    form, choice = chosen_table(table or TableAgreement(), learns)
+    site = read_site(
+        source,
+        form=form,
+        classes=classes or None,
+        limit=limit,
+        image_size=image_size,
+        skip_broken=skip_broken,
+        task=learns,
+        table=choice,
+    )
+    named = not isinstance(site.form, TableForm) or isinstance(learns, Classification | Binary)
     values = {
         "seed": seed,
-        "classes": site.class_names,
+        "task": learns.name,
+        "classes": site.class_names if named else (),
         "model": {"name": model, **options["model"]},
         "inputs": site.form,
         "method": {"name": method, **options["method"]},
@@ -168,11 +218,21 @@ def site_evidence(
     for text in sets:
         assign(options, text)
     network, about = load_answering(model, trusted)
-    if not isinstance(network, Single) or about.task not in ("", CLASSIFICATION.name):
-        raise ConfigError(f"{model} does not hold one network that tells classes; use a file that holds one")
-    recipe, names = recipe_of(method, **options), about.class_names or None
+    if not isinstance(network, Single):
+        raise ConfigError(f"{model} holds several networks; use a file that holds one")
+    recipe, names, task = (
+        recipe_of(method, **options),
+        about.class_names or None,
+        task_named(about.task or CLASSIFICATION.name),
+    )
     site = read_site(
-        source, form=about.inputs, classes=names, limit=limit, skip_broken=skip_broken, keep_order=names is None
+        source,
+        form=about.inputs,
+        classes=names,
+        limit=limit,
+        skip_broken=skip_broken,
+        keep_order=names is None,
+        task=task,
     )
     update = local_update(
         network.spec,
@@ -180,12 +240,19 @@ def site_evidence(
         recipe,
         client=client,
         start=network.posterior.mean,
-        classes=names or outputs(network) or len(site.class_names),
+        classes=names or _count_classes(network, site),
         inputs=site.form,
+        task=task,
         epochs=0,
     )
     own = update.telling(start=None) if recipe.trains else update  # networks trained elsewhere share no start
-    return SiteUpdate(own, site, None, None)
+    return SiteUpdate(own, site, None, None, site.remarks)
+
+
+def _count_classes(network: Single, site: SiteRows) -> int:
+    """As many as the network has outputs, for classes; as many as there are targets otherwise."""
+    by_network = outputs(network) if isinstance(site.task, Classification) else None
+    return by_network or len(site.class_names)
 
 
 def _train_and_assess(
@@ -207,7 +274,7 @@ def _train_and_assess(
         else:
             seen = _assess(update, used, "the rows it was trained on")
     loss = update.facts.get("loss")
-    return SiteUpdate(update, site, loss, seen, tuple(_warnings(site, seen)))
+    return SiteUpdate(update, site, loss, seen, (*site.remarks, *_warnings(site, seen)))
 
 
 def _train(site: SiteRows, agreed: Agreement, start: Path | Mapping[str, Tensor], client: str) -> Update:
@@ -218,47 +285,57 @@ def _train(site: SiteRows, agreed: Agreement, start: Path | Mapping[str, Tensor]
         agreed.method.recipe(),
         client=client,
         start=start,
-        classes=agreed.classes,
+        classes=agreed.output_names,
         inputs=agreed.inputs,
+        task=agreed.learns,
         seed=agreed.seed,
         **settings,
     )
 
 
 def _assess(update: Update, site: SiteRows, what: str) -> Assessment:
-    right = _right(update, site)
-    return Assessment(what, len(site), float(right.double().mean()), _commonest(site))
+    return _assessment(_answers(update, site), site, what)
 
 
-def _right(update: Update, site: SiteRows) -> Tensor:
-    """For each row, whether the site's own network names its class."""
+def _assessment(outputs: Tensor, site: SiteRows, what: str, spread: float | None = None) -> Assessment:
+    task, classes = site.task_in_units, len(site.class_names)
+    score = task.score(outputs, site.rows.y, classes)
+    return Assessment(what, len(site), score, _constant_score(site), spread, task)
+
+
+def _answers(update: Update, site: SiteRows) -> Tensor:
+    """The outputs of the site's own network, row by row."""
     if update.spec is None:
         raise ConfigError("an update that was read from a file is assessed by `fedfuse evaluate`")
-    network = Single(update.spec, Posterior(update.state_dict()))
-    count = len(site.class_names)
-    return log_probabilities(network, site.rows.x)[:, :count].argmax(-1) == site.rows.y
+    return answers(Single(update.spec, Posterior(update.state_dict())), site.rows.x)
 
 
-def _commonest(site: SiteRows) -> float:
-    """The share of the commonest class, which a network that learnt nothing gets right."""
-    return max(site.counts.values()) / len(site)
+def _constant_score(site: SiteRows) -> float:
+    """What a network that learnt nothing gets: the share of the commonest class, or the error of the mean."""
+    if site.counts:
+        shares = [count / len(site) for count in site.counts.values()]
+        return max(shares) if not isinstance(site.task, Multilabel) else fmean(max(s, 1 - s) for s in shares)
+    y = site.rows.y.reshape(len(site), -1)
+    return site.task_in_units.score(y.mean(0, keepdim=True).expand_as(y), site.rows.y, y.shape[1])
 
 
 def _cross_validate(
     site: SiteRows, agreed: Agreement, start: Path | Mapping[str, Tensor], client: str, folds: int
 ) -> Assessment:
     """Every row is judged once, by a network that was trained without its fold."""
-    fold_of = _folds(site.rows.y, folds)
-    each = []
+    fold_of = _folds(site.strata, folds)
+    each, scores = list[tuple[list[int], Tensor]](), list[float]()
     for fold in range(folds):
         inside, outside = ((fold_of == fold) == kept for kept in (False, True))
         if not outside.any() or not inside.any():
             raise ConfigError(f"{site.source} has {len(site)} rows, too few for {folds} folds; take fewer")
         trained = _train(site.take(inside.nonzero()[0].tolist()), agreed, start, client)
-        each.append(_right(trained, site.take(outside.nonzero()[0].tolist())).double())
-    accuracies = torch.stack([right.mean() for right in each])
-    whole = float(torch.cat(each).mean())
-    return Assessment(f"rows of {folds} folds", len(site), whole, _commonest(site), float(accuracies.std()))
+        places = outside.nonzero()[0].tolist()
+        each.append((places, _answers(trained, site.take(places))))
+        scores.append(_assessment(each[-1][1], site.take(places), "").score)
+    order = torch.tensor([place for places, _ in each for place in places]).argsort()
+    outputs = torch.cat([answered for _, answered in each])[order]
+    return _assessment(outputs, site, f"rows of {folds} folds", stdev(scores))
 
 
 def _folds(y: Tensor, folds: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -276,11 +353,13 @@ def _folds(y: Tensor, folds: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 def _warnings(site: SiteRows, seen: Assessment | None) -> list[str]:
     said = []
     if seen is not None and not seen.learnt:
+        right = " right" if seen.task.headline == "accuracy" else f" {seen.task.headline.upper()}"
+        better = "naming the commonest class always gets" if right == " right" else "always answering the mean gets"
         said.append(
-            f"the network did not learn: {seen.accuracy:.1%} right on {seen.what}, and naming the commonest class "
-            f"always gets {seen.commonest:.1%}; train longer or with another rate (--set local.epochs, "
+            f"the network did not learn: {seen.words(seen.score)}{right} on {seen.what}, and {better} "
+            f"{seen.words(seen.constant)}; train longer or with another rate (--set local.epochs, "
             "local.optimizer.lr) before you send it"
         )
-    if sum(count > 0 for count in site.counts.values()) == 1:
+    if not isinstance(site.task, Multilabel) and sum(count > 0 for count in site.counts.values()) == 1:
         said.append(f"all rows of {site.source} are of one class, so its network can tell nothing apart")
     return said

@@ -18,10 +18,17 @@ class Regression(Task):
     The loss is ½ ‖z − y‖², the negative log-likelihood of N(z, I) but for a constant, so that evidence (Fisher
     information, Kronecker factors) is that of unit noise: give targets of unit variance, as `standardize` makes them.
 
+    Attributes:
+        shift: what was taken from each target before it was divided, so that scores are in its own unit.
+        scale: by what it was divided.
+
     Example:
         >>> float(REGRESSION.loss(torch.tensor([[1.0], [3.0]]), torch.tensor([0.0, 3.0])))
         0.25
     """
+
+    shift: tuple[float, ...] = ()
+    scale: tuple[float, ...] = ()
 
     name: ClassVar[str] = "regression"
     likelihood: ClassVar[str] = "Gaussian"
@@ -55,6 +62,16 @@ class Regression(Task):
         """The outputs themselves."""
         return outputs
 
+    def in_units(self, values: Tensor, rows: int) -> Tensor:
+        """Outputs or targets in the targets' own units, float64, a column each.
+
+        Example:
+            >>> Regression((10.0,), (2.0,)).in_units(torch.tensor([0.0, 1.0]), 2).flatten().tolist()
+            [10.0, 12.0]
+        """
+        z = as_columns(values, rows).double()
+        return z * z.new_tensor(self.scale) + z.new_tensor(self.shift) if self.scale else z
+
     def as_outputs(self, predictions: Tensor) -> Tensor:
         """The predictions themselves."""
         return predictions
@@ -69,7 +86,7 @@ class Regression(Task):
             >>> round(scores["rmse"], 4), round(scores["mae"], 4), scores["r2"]
             (0.5774, 0.3333, 0.5)
         """
-        z, t = as_columns(outputs, len(y)).double(), as_columns(y, len(y)).double()
+        z, t = self.in_units(outputs, len(y)), self.in_units(y, len(y))
         error, around = (z - t).square(), (t - t.mean(0)).square().sum(0)
         return {
             "rmse": float(error.mean().sqrt()),

@@ -275,7 +275,10 @@ def _raw(tensor: Tensor) -> memoryview:
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.reshape(-1)
+    if flat.stride() != (1,):  # `contiguous` leaves a single number's odd stride, and a view as bytes does not
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).numpy()
 
 
 def _parse(piece: Callable[[int, int], bytes], size: int, limits: Limits) -> tuple[_Contents, Mapping[str, Any], int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from fedfuse.core.about import About, names_text
-from fedfuse.core.forms import RowForm
+from fedfuse.core.columns import TableForm
+from fedfuse.core.forms import RowForm, form_key
 from fedfuse.core.inputs import example_inputs, own_form
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single, outputs
@@ -202,21 +202,22 @@ def _orders(
 def _agree_on_inputs(told: dict[str, About], recipe: Recipe, refused: list[Refused]) -> RowForm | None:
     """The form of rows that most tell, the others taken out."""
     said = {client: about.inputs for client, about in told.items() if about.inputs is not None}
-    keys = {client: _form_key(form, recipe.mixes_networks) for client, form in said.items()}
+    keys = {client: form_key(form, recipe.mixes_networks) for client, form in said.items()}
     most = _majority(keys, "inputs", lambda key: str(next(said[c] for c in keys if keys[c] == key)))
     common = next((said[client] for client in said if keys[client] == most), None)
     for client in said:
         if keys[client] != most:
-            refused.append(
-                Refused(client, "the form of inputs", str(said[client]), f"{common} as most have; {_REMEDY}")
-            )
+            got, wanted = _tell_forms_apart(said[client], common)
+            refused.append(Refused(client, "the form of inputs", got, f"{wanted} as most have; {_REMEDY}"))
             del told[client]
     return common
 
 
-def _form_key(form: RowForm, mixed: bool) -> tuple[object, ...]:
-    """What must agree: the numbers and how they were normalized; networks that mix may lay them out differently."""
-    return math.prod(form.shape) if mixed else form.shape, form.mean, form.std
+def _tell_forms_apart(own: RowForm, common: RowForm | None) -> tuple[str, str]:
+    """Two forms in words; of two tables, the first column in which they differ."""
+    if isinstance(own, TableForm) and isinstance(common, TableForm):
+        return f"a table whose {own.differences(common)}", "the columns and scale"
+    return str(own), str(common)
 
 
 def find_odd_numbers(headers: Mapping[str, Mapping[str, Any]]) -> dict[str, Refused]:

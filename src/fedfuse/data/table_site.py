@@ -1,0 +1,179 @@
+"""A site's table brought to the form that all sites have: columns by name, targets by theirs, and what is odd told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedfuse.core.columns import CategoricalColumn, NumericColumn, TableForm, TargetColumn
+from fedfuse.data.rows import Array, Rows
+from fedfuse.data.table_form import TableMoments, encode_table, looks_like_another_unit
+from fedfuse.data.table_source import encode_targets
+from fedfuse.data.tables import RawTable, read_table
+from fedfuse.errors import ConfigError
+from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Multilabel, Regression, Task
+
+_FEW = 5  # rows of which a mean says nothing
+
+
+@dataclass(frozen=True, slots=True)
+class TableChoice:
+    """What a user says of a table where nothing is agreed on: the targets, and the columns if not all others."""
+
+    targets: tuple[str, ...] = ()
+    columns: tuple[NumericColumn | CategoricalColumn, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableRows:
+    """A table's rows in a form.
+
+    Attributes:
+        rows: inputs and targets.
+        class_names: of classes, labels or numbers.
+        form: what inputs and targets were brought to.
+        names: the number of each row in its file, counted from 1.
+        remarks: what a reader should know.
+        labelled: whether the table tells targets.
+    """
+
+    rows: Rows
+    class_names: tuple[str, ...]
+    form: TableForm
+    names: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+    labelled: bool = True
+
+    def take(self, index: Sequence[int]) -> TableRows:
+        """The rows at these positions."""
+        names = tuple(self.names[i] for i in index)
+        return TableRows(self.rows.take(index), self.class_names, self.form, names, self.remarks, self.labelled)
+
+
+def read_table_rows(
+    location: Path,
+    *,
+    form: TableForm | None = None,
+    classes: Sequence[str] = (),
+    task: Task = CLASSIFICATION,
+    choice: TableChoice | None = None,
+    labelled: bool = True,
+) -> TableRows:
+    """A CSV or Parquet file's rows in a form, or in the one they have by themselves.
+
+    Args:
+        location: the file.
+        form: columns, targets and scale that were agreed on.
+        classes: the names of the classes, where targets are such.
+        task: what the targets are.
+        choice: targets and columns where no form was agreed on.
+        labelled: whether targets are needed; where not, they are not looked at.
+
+    Raises:
+        ConfigError: naming file, column and row of what does not fit.
+    """
+    table, agreed = read_table(location).with_units(), form is not None
+    form = form or form_of_table(table, choice or TableChoice(), task)
+    if form.scale == "awaited":
+        raise ConfigError(
+            f"{location}: the federation's columns have no common scale yet; let every site send `fedfuse moments`, "
+            "add them with `fedfuse scale`, and send the folder anew"
+        )
+    x, remarks = encode_table(form, table), [*_unread(table, form), *_far_columns(table, form)]
+    if not agreed:
+        remarks.append(
+            f"no scale was agreed on, so columns are scaled by the rows of {location} themselves; let all sites make "
+            "one federation folder (`fedfuse init`) or give their sums (--moments)"
+        )
+    numbered = tuple(str(row) for row in range(1, len(table) + 1))
+    if not labelled:
+        return TableRows(
+            Rows(x, torch.zeros(len(x), dtype=torch.int64)), tuple(classes), form, numbered, tuple(remarks), False
+        )
+    there = rows_with(table, form.target_names)
+    if len(there) < len(table):
+        remarks.append(f"{len(table) - len(there)} rows of {location} without a target were left out")
+    y, names = _targets(table, there, form, task, classes)
+    rows = Rows(x[torch.tensor(there, dtype=torch.int64)], torch.from_numpy(y))
+    return TableRows(rows, names, form, tuple(numbered[i] for i in there), tuple(remarks))
+
+
+def form_of_table(table: RawTable, choice: TableChoice, task: Task) -> TableForm:
+    """The form a table has by itself, scaled by its own moments."""
+    if not choice.targets:
+        raise ConfigError(f"{table.where}: say which column is to be predicted: --target …")
+    for name in choice.targets:
+        table.column(name)
+    names = [c.name for c in choice.columns] or [name for name in table.columns if name not in choice.targets]
+    words = [c.name for c in choice.columns if isinstance(c, CategoricalColumn)]
+    numbers = choice.targets if isinstance(task, Regression) else ()
+    moments = TableMoments.of(table, [*names, *numbers], words)
+    targets = tuple(TargetColumn(name=name, unit=table.units.get(name, "")) for name in choice.targets)
+    if choice.columns:
+        form = moments.rescale(TableForm(columns=choice.columns, targets=targets))
+    else:
+        found = TableMoments({name: moments.columns[name] for name in names}).form(targets)
+        form = moments.rescale(found) if numbers else found
+    return form.model_copy(update={"scale": "site"})
+
+
+def rows_with(table: RawTable, names: Sequence[str]) -> list[int]:
+    """The positions of rows in which these columns are all there."""
+    columns = [table.column(name) for name in names]
+    return [row for row in range(len(table)) if all(column[row] is not None for column in columns)]
+
+
+def _targets(
+    table: RawTable, there: Sequence[int], form: TableForm, task: Task, classes: Sequence[str]
+) -> tuple[Array, tuple[str, ...]]:
+    """Targets as the task has them, numbers in the common scale; what cannot be is told with its row."""
+    names, known = form.target_names, list(classes) if isinstance(task, Classification | Binary) else []
+    for target in form.targets:
+        table.check_unit(target.name, target.unit)
+        if known:
+            table.words(target.name, known)
+        if isinstance(task, Multilabel):
+            _check_switch(table, target.name)
+    y, found = encode_targets(table.take(there), names, task, known)
+    if isinstance(task, Regression):
+        mean, std = (np.array([getattr(t, key) for t in form.targets]) for key in ("mean", "std"))
+        y = ((y.reshape(len(y), -1) - mean) / std).astype(np.float32).reshape(y.shape)
+    return y, found
+
+
+def _check_switch(table: RawTable, name: str) -> None:
+    values = table.numbers(name)
+    for row, value in enumerate(values.tolist()):
+        if value == value and value not in (0.0, 1.0):
+            raise ConfigError(
+                f"{table.where}: label {name!r} is {value:g} in row {row + 1}, expected 0 or 1; correct it"
+            )
+
+
+def _unread(table: RawTable, form: TableForm) -> list[str]:
+    known = {column.name for column in (*form.columns, *form.targets)}
+    extra = [name for name in table.columns if name not in known]
+    return [f"{table.where} has columns that are not read: {', '.join(extra)}"] if extra else []
+
+
+def _far_columns(table: RawTable, form: TableForm) -> list[str]:
+    """Columns whose numbers lie far from the common scale, as those of another unit do."""
+    said = []
+    for column in form.columns:
+        if not isinstance(column, NumericColumn) or form.scale == "none":
+            continue
+        values = table.numbers(column.name)
+        values = values[~np.isnan(values)]
+        if len(values) < _FEW:
+            continue
+        if looks_like_another_unit(float(values.mean()), float(values.std()), column.mean, column.std):
+            unit = f" {column.unit}" if column.unit else ""
+            said.append(
+                f"{table.where}: column {column.name!r} has mean {values.mean():g} here and {column.mean:g}{unit} "
+                f"(± {column.std:g}) in common; look whether it is in another unit"
+            )
+    return said

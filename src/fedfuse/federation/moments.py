@@ -1,0 +1,280 @@
+"""One small exchange before anybody trains: counts and sums per column, so that no site's scale decides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from fedfuse.core.columns import CategoricalColumn, NumericColumn, TableForm, TargetColumn
+from fedfuse.core.files import write_atomically
+from fedfuse.core.messages import client_order
+from fedfuse.core.settings import Settings, validate_settings
+from fedfuse.data.sources import local_path
+from fedfuse.data.table_form import ColumnMoments, TableMoments, looks_like_another_unit
+from fedfuse.data.table_site import TableChoice, rows_with
+from fedfuse.data.tables import RawTable, read_table
+from fedfuse.errors import ConfigError
+from fedfuse.federation.agreement import FederationFolder, scale_federation
+from fedfuse.tasks import Binary, Classification, Regression, Task, task_named
+
+LEAST_ROWS = 10
+_LARGEST = 1 << 26  # bytes of a file that names columns and categories
+_FEW = 5  # rows of a category that point at persons
+
+
+class MomentsFile(Settings):
+    """What a site's file of moments holds: nothing but counts and sums.
+
+    Attributes:
+        format: of this file.
+        site: whose it is.
+        rows: how many rows were counted.
+        task: what the targets are.
+        targets: the columns to be predicted.
+        columns: per column counts, Σx and Σx², or how many rows each category has.
+        classes: how many rows each class has, where the classes are not agreed on.
+    """
+
+    format: Literal[1] = 1
+    site: Annotated[str, Field(min_length=1, max_length=1000)]
+    rows: PositiveInt
+    task: Literal["classification", "binary", "multilabel", "regression"]
+    targets: Annotated[tuple[str, ...], Field(min_length=1)]
+    columns: dict[str, ColumnMoments] = Field(min_length=1)
+    classes: tuple[str, ...] = ()
+
+    @property
+    def moments(self) -> TableMoments:
+        """The sums, ready to be added."""
+        return TableMoments(self.columns)
+
+    @property
+    def reveals(self) -> tuple[str, ...]:
+        """What whoever gets the file learns."""
+        numbers = [name for name, m in self.columns.items() if m.kind == "numeric"]
+        words = [name for name, m in self.columns.items() if m.kind == "categorical"]
+        said = [f"that there are {self.rows:,} rows, and in how many each column is missing"]
+        said += [f"mean and variance of {', '.join(numbers)}"] if numbers else []
+        said += [f"how many rows each category has of {', '.join(words)}"] if words else []
+        return (*said, *([f"which classes there are: {', '.join(self.classes)}"] if self.classes else []))
+
+    def warnings(self) -> list[str]:
+        """Categories of so few rows that their count points at persons."""
+        few = [
+            f"{name} = {level} ({count} {'row' if count == 1 else 'rows'})"
+            for name, column in self.columns.items()
+            for level, count in column.levels.items()
+            if 0 < count < _FEW
+        ]
+        return [f"a category of few rows points at persons: {'; '.join(few)}"] if few else []
+
+    def save(self, path: Path) -> Path:
+        """Write it as readable JSON, one line per column."""
+        plain = self.model_dump(mode="json")
+        columns = ",\n".join(f"  {json.dumps(n)}: {json.dumps(_short(m))}" for n, m in plain.pop("columns").items())
+        head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in plain.items())
+        with write_atomically(path) as file:
+            file.write(f'{{\n{head} "columns": {{\n{columns}\n }}\n}}\n'.encode())
+        return path
+
+
+def _short(column: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = ("total", "square", "unit") if column["kind"] == "numeric" else ("levels",)
+    return {key: column[key] for key in ("kind", "count", "missing", *numbers) if column[key] != ""}
+
+
+def moments_by_federation(federation: FederationFolder, source: str, site: str) -> MomentsFile:
+    """The moments of the columns that a federation agreed on.
+
+    Raises:
+        ConfigError: naming file, column and row of what does not fit, or if there are too few rows.
+    """
+    agreed = federation.agreement
+    if not isinstance(agreed.inputs, TableForm):
+        raise ConfigError(f"the federation {agreed.name!r} has no tables ({agreed.inputs}); moments are of columns")
+    form, table = agreed.inputs, _open(source)
+    table = table.take(rows_with(table, form.target_names)) if _reads_targets(table, form) else table
+    _check_rows(table, agreed.least_rows)
+    for column in form.columns:
+        if isinstance(column, CategoricalColumn):
+            table.words(column.name, column.levels)
+        else:
+            table.check_unit(column.name, column.unit)
+    numbers = _numbers_of(agreed.learns, form.target_names)
+    words = [column.name for column in form.columns if isinstance(column, CategoricalColumn)]
+    found = TableMoments.of(table, [*(column.name for column in form.columns), *numbers], words)
+    columns = {name: m.model_copy(update={"unit": ""}) for name, m in found.columns.items()}
+    values = {"site": site, "rows": len(table), "task": agreed.task, "targets": form.target_names, "columns": columns}
+    return validate_settings(MomentsFile, values)
+
+
+def moments_of_table(source: str, site: str, task: Task, choice: TableChoice, least_rows: int) -> MomentsFile:
+    """The moments of a table where nothing is agreed on: all columns but the targets, or those named.
+
+    Raises:
+        ConfigError: as above.
+    """
+    if not choice.targets:
+        raise ConfigError(f"{source}: say which column is to be predicted: --target …, or give --federation")
+    table = _open(source)
+    table = table.take(rows_with(table, choice.targets))
+    _check_rows(table, least_rows)
+    names = [c.name for c in choice.columns] or [name for name in table.columns if name not in choice.targets]
+    words = [c.name for c in choice.columns if isinstance(c, CategoricalColumn)]
+    for column in choice.columns:
+        if isinstance(column, NumericColumn):
+            table.check_unit(column.name, column.unit)
+    found = TableMoments.of(table, [*names, *_numbers_of(task, choice.targets)], words)
+    values = {
+        "site": site,
+        "rows": len(table),
+        "task": task.name,
+        "targets": choice.targets,
+        "columns": dict(found.columns),
+        "classes": sorted({str(word) for word in table.words(choice.targets[0])}, key=client_order)
+        if isinstance(task, Classification | Binary)
+        else (),
+    }
+    return validate_settings(MomentsFile, values)
+
+
+def _open(source: str) -> RawTable:
+    return read_table(local_path(source)).with_units()
+
+
+def _reads_targets(table: RawTable, form: TableForm) -> bool:
+    return all(name in table.columns for name in form.target_names)
+
+
+def _numbers_of(task: Task, targets: Sequence[str]) -> Sequence[str]:
+    """Targets that have a scale of their own."""
+    return targets if isinstance(task, Regression) else ()
+
+
+def _check_rows(table: RawTable, least: int) -> None:
+    if len(table) < least:
+        raise ConfigError(
+            f"{table.where} has {len(table)} rows with a target, expected at least {least}: sums of so few say more "
+            "about single rows than they may"
+        )
+
+
+def read_moments(path: Path) -> MomentsFile:
+    """Read a file that a site sent.
+
+    Raises:
+        ConfigError: if it is none, or tells what cannot be.
+    """
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ConfigError(f"{path} has {path.stat().st_size:,} bytes, more than moments can have")
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as why:
+        if isinstance(why, ConfigError):
+            raise
+        raise ConfigError(f"{path} is no file of moments: {why}; make it with `fedfuse moments`") from why
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path} is no file of moments; make it with `fedfuse moments`")
+    found = validate_settings(MomentsFile, {str(key): value for key, value in given.items()}, str(path))
+    for name, column in found.columns.items():
+        if column.count + column.missing != found.rows:
+            raise ConfigError(
+                f"{path}: column {name!r} counts {column.count + column.missing} rows, expected {found.rows}; make it "
+                "anew with `fedfuse moments`"
+            )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class AddedMoments:
+    """The moments of several sites as one.
+
+    Attributes:
+        total: their sum, which does not depend on the order of files.
+        sites: whose they are.
+        rows: how many rows there are in all.
+        task: what the targets are.
+        targets: what is to be predicted.
+        classes: all classes that any site has.
+        warnings: columns of a site that lie far from the others'.
+    """
+
+    total: TableMoments
+    sites: tuple[str, ...]
+    rows: int
+    task: Task
+    targets: tuple[str, ...]
+    classes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def form(self) -> TableForm:
+        """The form that follows where no columns were agreed on."""
+        inputs = {name: m for name, m in self.total.columns.items() if name not in self.targets}
+        targets = [TargetColumn(name=name) for name in self.targets]
+        return self.total.rescale(TableMoments(inputs).form(targets))
+
+
+def add_moments(paths: Sequence[Path]) -> AddedMoments:
+    """Read and add sites' moments.
+
+    Raises:
+        ConfigError: if a site stands there twice, or sites speak of different tasks, targets or columns.
+    """
+    if not paths:
+        raise ConfigError("no files of moments were given; let every site make one with `fedfuse moments`")
+    found = sorted(((read_moments(path), path) for path in paths), key=lambda pair: client_order(pair[0].site))
+    (first, where), *others = found
+    for one, path in others:
+        if (one.task, one.targets) != (first.task, first.targets):
+            raise ConfigError(
+                f"{path} is for {one.task} of {', '.join(one.targets)}, and {where} for {first.task} of "
+                f"{', '.join(first.targets)}; make them for the same task"
+            )
+    sites = [one.site for one, _ in found]
+    if twice := sorted({site for site in sites if sites.count(site) > 1}):
+        raise ConfigError(f"the site {twice[0]!r} stands there twice, and its rows would count twice; name each once")
+    total = sum((one.moments for one, _ in others), first.moments)
+    classes = sorted({name for one, _ in found for name in one.classes}, key=client_order)
+    warnings = tuple(_far_sites([one for one, _ in found]))
+    rows = sum(one.rows for one, _ in found)
+    return AddedMoments(total, tuple(sites), rows, task_named(first.task), first.targets, tuple(classes), warnings)
+
+
+def _far_sites(files: Sequence[MomentsFile]) -> list[str]:
+    """Columns whose mean at one site lies far from all others', as that of another unit does."""
+    said = []
+    for mine in files if len(files) > 1 else ():
+        rest = [other.moments for other in files if other is not mine]
+        others = sum(rest[1:], rest[0]).columns
+        for name, own in mine.columns.items():
+            theirs = others[name]
+            if own.kind != "numeric" or not own.count or not theirs.count:
+                continue
+            if looks_like_another_unit(own.mean, own.std, theirs.mean, theirs.std):
+                said.append(
+                    f"column {name!r} has mean {own.mean:g} at {mine.site} and {theirs.mean:g} elsewhere; ask whether "
+                    "it is in another unit"
+                )
+    return said
+
+
+def scale_by_moments(federation: FederationFolder, paths: Sequence[Path]) -> tuple[FederationFolder, AddedMoments]:
+    """Write the common scale that sites' moments give into their federation folder.
+
+    Raises:
+        ConfigError: if they are of another task or of other columns, or it does not wait for a scale.
+    """
+    agreed, added = federation.agreement, add_moments(paths)
+    if not isinstance(agreed.inputs, TableForm):
+        raise ConfigError(f"the federation {agreed.name!r} has no tables ({agreed.inputs}); moments are of columns")
+    if (added.task.name, added.targets) != (agreed.task, agreed.inputs.target_names):
+        raise ConfigError(
+            f"the moments are for {added.task.name} of {', '.join(added.targets)}, expected {agreed.task} of "
+            f"{', '.join(agreed.inputs.target_names)}; make them by this federation folder"
+        )
+    return scale_federation(federation, added.total.rescale(agreed.inputs)), added
