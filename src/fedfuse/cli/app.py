@@ -12,7 +12,7 @@ from importlib.resources import files as resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fedfuse.cli import console, files, flower, listing, models, results, tables
+from fedfuse.cli import agree, console, files, flower, listing, models, results
 from fedfuse.cli.options import Json, Log, Sets, Workers
 from fedfuse.errors import ConfigError, FuseError
 from fedfuse.experiment.watch import Watcher
@@ -153,9 +153,9 @@ def reproduce(
 for reads in (listing.methods, listing.models, results.report, results.table, results.plot, results.compare):
     app.command()(reads)
 for command in (
-    files.init,
-    tables.moments,
-    tables.scale,
+    agree.init,
+    agree.moments,
+    agree.scale,
     files.update,
     files.evidence,
     files.fuse,

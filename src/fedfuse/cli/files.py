@@ -1,4 +1,4 @@
-"""Commands of a site and of whoever fuses: init, update, evidence, fuse, evaluate; all by files."""
+"""Commands of a site and of whoever fuses: update, evidence, fuse, evaluate; all by files."""
 
 from __future__ import annotations
 
@@ -51,93 +51,6 @@ MomentsFiles = Annotated[
 ]
 
 
-def init(
-    folder: Annotated[Path, typer.Argument()],
-    more_moments: Annotated[list[Path] | None, typer.Argument(metavar="[MOMENTS]...")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A model's name, or package.module:Class; lenet, or mlp for tables.")
-    ] = None,
-    method: MethodName = "fedavg",
-    task: TaskName = None,
-    target: Target = None,
-    columns: Columns = None,
-    moments: MomentsFiles = None,
-    unscaled: Annotated[
-        bool, typer.Option("--unscaled", help="Take a table's numbers as they are; no moments are awaited.")
-    ] = False,
-    classes: Annotated[str | None, typer.Option(help="The names of all classes, with commas between.")] = None,
-    image_size: Annotated[int | None, typer.Option(min=1, help="Width and height of pictures.")] = None,
-    channels: Annotated[int | None, typer.Option(help="1 for grey pictures, 3 for colour.")] = None,
-    shape: Annotated[str | None, typer.Option(help="Of one row where rows are arrays, as in 13 or 1,28,28.")] = None,
-    data: Annotated[str | None, typer.Option(help="A first site's rows, for what is not said.")] = None,
-    normalize: Annotated[
-        bool, typer.Option("--normalize", help="Scale inputs by that site's mean and deviation, which tells them.")
-    ] = False,
-    least_rows: Annotated[int | None, typer.Option(min=1, help="A site with fewer rows brings nothing.")] = None,
-    sets: Annotated[
-        list[str] | None, typer.Option("--set", help="model.key=…, local.key=… or method.key=…; may be repeated.")
-    ] = None,
-    start: Annotated[Path | None, typer.Option(help="Common weights; by default drawn by the seed.")] = None,
-    seed: Annotated[int, typer.Option(help="Fixes the start and every random draw at sites.")] = 0,
-    name: Annotated[str | None, typer.Option(help="What to call the federation.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Once, for everybody: write down what all sites agree on, with the weights they begin with.
-
-    FOLDER is made, to be sent to every site. A table's columns get their scale from MOMENTS, or wait for `scale`.
-    """
-    from fedfuse.federation.create import create_federation
-    from fedfuse.federation.moments import add_moments
-
-    sums = [*(moments or []), *(more_moments or [])]
-    if more_moments and not moments:
-        raise ConfigError(
-            f"init makes one folder, and {more_moments[0]} came too; name files of moments after --moments"
-        )
-    made = create_federation(
-        folder,
-        model,
-        method,
-        task=task,
-        table=said_of_table(target, columns, sums, unscaled),
-        classes=split_words(classes),
-        image_size=image_size,
-        channels=channels,
-        shape=_whole_numbers(shape, "--shape"),
-        data=data,
-        normalize=normalize,
-        least_rows=least_rows,
-        sets=sets or [],
-        start=start,
-        seed=seed,
-        name=name,
-    )
-    agreed = made.agreement
-    if as_json:
-        console.say_json({"folder": str(folder), **agreed.model_dump(mode="json", exclude_none=True)})
-        return
-    console.say(f"{folder}: {agreed.model.name} on {agreed.inputs}, fused by {agreed.method.name}")
-    for warning in add_moments(sums).warnings if sums else ():
-        console.warn(warning)
-    console.say(f"{'classes' if agreed.classes else 'targets'}: {', '.join(agreed.output_names)}")
-    if getattr(agreed.inputs, "scale", "") == "awaited":
-        console.say(
-            "its columns wait for a common scale: send the folder to every site, which runs: fedfuse moments "
-            f"--federation {folder} --data … -o ….moments; then fedfuse scale {folder} ….moments, and send it anew"
-        )
-        return
-    console.say(
-        f"send the folder to every site; each runs: fedfuse update --federation {folder} --data … -o ….safetensors"
-    )
-
-
-def _whole_numbers(text: str | None, option: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",")] if text else []
-    except ValueError as why:
-        raise ConfigError(f"{option} is {text!r}, expected whole numbers with commas between, as in 1,28,28") from why
-
-
 def update(
     data: Source,
     output: Annotated[Path, typer.Option("-o", "--output", help="The file to send.")],
@@ -180,8 +93,8 @@ def update(
         with console.err.status(f"training on {data}"):
             done = site_update(data, model or "mlp", method or "fedavg", sets or [], **judged)
     else:
-        _refuse_said({"--method": method, "--start": start, "--image-size": image_size, "--seed": seed, "--task": task})
-        _refuse_said({"--target": target, "--columns": columns, "--moments": moments, "--classes": classes})
+        refuse_said({"--method": method, "--start": start, "--image-size": image_size, "--seed": seed, "--task": task})
+        refuse_said({"--target": target, "--columns": columns, "--moments": moments, "--classes": classes})
         agreed = _read_agreed(federation, sets or [], model)
         with console.err.status(f"training on {data}"):
             done = update_by_federation(agreed, data, **judged)
@@ -242,7 +155,8 @@ def _read_agreed(folder: Path, sets: list[str], model: str | None) -> Federation
     return agreed
 
 
-def _refuse_said(said: Mapping[str, object]) -> None:
+def refuse_said(said: Mapping[str, object]) -> None:
+    """Refuse options that the federation says already."""
     for option, value in said.items():
         if value is not None:
             raise ConfigError(f"{option} is said by the federation, for every site alike; leave it out")

@@ -187,7 +187,7 @@ def _read_table(
     location = sources.local_path(source)
     found = read_table_rows(location, form=form, classes=classes, task=task, choice=choice, labelled=labelled)
     if limit is not None and limit < len(found.names):
-        found = found.take(_limited(len(found.names), limit).tolist())
+        found = found.take(_limit_index(len(found.names), limit).tolist())
     if not len(found.rows):
         raise ConfigError(f"{source} has no rows with a target; add some")
     return SiteRows(
@@ -283,13 +283,13 @@ def _relabel(source: str, found: _Found, names: tuple[str, ...]) -> Tensor:
     return where[found.y] if len(found.y) else found.y
 
 
-def _limited(count: int, limit: int) -> Array:
+def _limit_index(count: int, limit: int) -> Array:
     return np.sort(np.random.default_rng(0).permutation(count)[:limit])
 
 
 def _take_limit(found: _Found, y: Tensor, limit: int) -> tuple[_Found, Tensor]:
     """So many rows, drawn as `load` draws them."""
-    chosen = _limited(len(y), limit)
+    chosen = _limit_index(len(y), limit)
     inputs = found.inputs.take(chosen) if isinstance(found.inputs, ImageSplit) else found.inputs[chosen]
     return replace(found, inputs=inputs, y=found.y[chosen]), y[chosen]
 

@@ -93,6 +93,11 @@ class Agreement(Settings):
         return self.classes or (self.inputs.target_names if isinstance(self.inputs, TableForm) else ())
 
     @property
+    def awaits_moments(self) -> bool:
+        """Whether its columns have no common scale yet."""
+        return isinstance(self.inputs, TableForm) and self.inputs.scale == "awaited"
+
+    @property
     def learns(self) -> Task:
         """The task itself."""
         return task_named(self.task)
@@ -181,7 +186,7 @@ def scale_federation(federation: FederationFolder, form: TableForm) -> Federatio
         ConfigError: if it has a scale already, by which sites may have trained.
     """
     agreed = federation.agreement
-    if not isinstance(agreed.inputs, TableForm) or agreed.inputs.scale != "awaited":
+    if not agreed.awaits_moments:
         raise ConfigError(f"{federation.folder} does not wait for moments; make a new folder with `fedfuse init`")
     return _write(federation.folder, agreed.model_copy(update={"inputs": form}), None)
 

@@ -57,7 +57,7 @@ def fuse_files(
         remove: sites taken out of it, by name or by update file.
         keep_sites: let the fused file keep each site's sums apart.
     """
-    options = _read_options(sets)
+    options = read_options(sets)
     filters = {kind: _with_options(kind, name, options) for kind, name in (("guard", guard), ("align", align))}
     _check_files([*updates, *([] if into is None else [into])])
     fused = fuse(
@@ -79,7 +79,8 @@ def fuse_files(
     return fused if federation is None else _as_agreed(fused, federation)
 
 
-def _read_options(sets: Sequence[str]) -> dict[str, Any]:
+def read_options(sets: Sequence[str]) -> dict[str, Any]:
+    """What `--set key=value` says of a method."""
     options: dict[str, Any] = {}
     for text in sets:
         assign(options, text)

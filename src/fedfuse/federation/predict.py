@@ -57,7 +57,7 @@ class Predictions:
         return len(self.names)
 
     @property
-    def chosen(self) -> list[list[int]]:
+    def places(self) -> list[list[int]]:
         """Per row, the places of what it was taken for: one class, of equals the first; or every label that is on."""
         if isinstance(self.task, Regression):
             return [[] for _ in self.names]
@@ -68,7 +68,7 @@ class Predictions:
     @property
     def counts(self) -> dict[str, int]:
         """How many rows were taken for each class."""
-        taken = Counter(place for places in self.chosen for place in places)
+        taken = Counter(place for places in self.places for place in places)
         named = () if isinstance(self.task, Regression) else enumerate(self.classes)
         return {name: taken[place] for place, name in named}
 
@@ -79,7 +79,7 @@ class Predictions:
         more = {"entropy": self.entropy, "information": self.information}
         told = {name: values for name, values in more.items() if values is not None}
         yield ["row", *heads, *told, *(["answered"] if self.answered else [])]
-        for i, (name, places, values) in enumerate(zip(self.names, self.chosen, self.values.tolist(), strict=True)):
+        for i, (name, places, values) in enumerate(zip(self.names, self.places, self.values.tolist(), strict=True)):
             words = [] if numbers else ["; ".join(self.classes[place] for place in places)]
             each = [f"{value:.8g}" if numbers else f"{value:.6f}" for value in values]
             yield [name, *words, *each, *(f"{float(v[i]):.6f}" for v in told.values()), *self.answered[i : i + 1]]

@@ -20,7 +20,6 @@ from fedfuse.core.posterior import Posterior
 from fedfuse.core.settings import validate_settings
 from fedfuse.data.site import SiteRows, read_site
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.keys import assign
 from fedfuse.federation.agreement import Agreement, FederationFolder
 from fedfuse.federation.create import read_sets
 from fedfuse.federation.tables import TableAgreement, chosen_table
@@ -214,17 +213,11 @@ def site_evidence(
     Raises:
         ConfigError: if the file holds no single network of classes, or the rows do not suit it.
     """
-    options: dict[str, Any] = {}
-    for text in sets:
-        assign(options, text)
     network, about = load_answering(model, trusted)
     if not isinstance(network, Single):
         raise ConfigError(f"{model} holds several networks; use a file that holds one")
-    recipe, names, task = (
-        recipe_of(method, **options),
-        about.class_names or None,
-        task_named(about.task or CLASSIFICATION.name),
-    )
+    recipe, names = recipe_of(method, **read_options(sets)), about.class_names or None
+    task = task_named(about.task or CLASSIFICATION.name)
     site = read_site(
         source,
         form=about.inputs,

@@ -12,7 +12,7 @@ from fedfuse.core.settings import validate_settings
 from fedfuse.data.site import read_site
 from fedfuse.data.table_site import TableChoice
 from fedfuse.errors import ConfigError
-from fedfuse.federation.moments import add_moments
+from fedfuse.federation.moments import MomentsFile, add_moments, moments_of_table
 from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Task, task_named
 
 
@@ -90,3 +90,9 @@ def chosen_table(table: TableAgreement, task: Task) -> tuple[TableForm | None, T
         return None, choice
     found = agree_on_table(table, None, task.name, ("of", "moments"), normalize=False)
     return validate_settings(TableForm, found["inputs"]), choice
+
+
+def moments_by_words(source: str, site: str, task: str, said: TableAgreement, least_rows: int) -> MomentsFile:
+    """The moments of a table of which a user says the targets and columns."""
+    choice = TableChoice(said.targets, parse_columns(said.columns))
+    return moments_of_table(source, site, task_named(task), choice, least_rows)
