@@ -22,6 +22,7 @@ from fedfuse.data.site import SiteRows, read_site
 from fedfuse.errors import ConfigError
 from fedfuse.federation.agreement import Agreement, FederationFolder
 from fedfuse.federation.create import read_sets
+from fedfuse.federation.fusion import read_options
 from fedfuse.federation.tables import TableAgreement, chosen_table
 from fedfuse.server.judge import answers
 from fedfuse.tasks import (
