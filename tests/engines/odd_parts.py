@@ -113,3 +113,8 @@ def share(store: Path, results: Path) -> None:
     results.mkdir()
     for envelope in Memo(store).wrap(engine).exchange(Brief(0, spec, params, classes=2), Work(), engine.clients):
         (results / envelope.client).write_bytes(envelope.payload)
+
+
+def process_id(_: object, x: Tensor) -> Tensor:
+    """Which process is asked about some inputs, as an answer."""
+    return torch.full((1, len(x), 1), float(os.getpid()))

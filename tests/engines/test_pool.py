@@ -203,7 +203,7 @@ def test_leaving_early_ends_the_work_at_once(
     else:
         del envelopes
         gc.collect()
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 30  # of the sixty that the clients would take, on a busy machine too
     assert not any(is_alive(pid) for pid in pids if pid)
     assert all(e.payload for e in ask(pool.engine(population), brief, work).values())
 

@@ -39,7 +39,7 @@ def test_a_turn_is_a_line_of_json_and_two_messages(population: Population, brief
     with parent, child:
         inputs = (work, brief.spec, encode_brief(brief), 6, row_files.add(population.rows))
         index = population.index["site-2"].numpy()
-        parent.send_bytes(worker.ByValue.dumps(inputs))
+        parent.send_bytes(worker.ByValue.dumps(worker.PackedRound(*inputs)))
         parent.send_bytes(worker.ByValue.dumps(("site-2", index, encode({}, {}), None)))
         held = worker._turn(child, None)
         facts = json.loads(parent.recv_bytes())
@@ -48,7 +48,7 @@ def test_a_turn_is_a_line_of_json_and_two_messages(population: Population, brief
         assert parent.recv_bytes() == expected.payload
         assert len(decode(parent.recv_bytes()).tensors) == 0
         assert held is not None
-        parent.send_bytes(b"")  # the same lesson again
+        parent.send_bytes(b"")  # the same inputs again
         parent.send_bytes(worker.ByValue.dumps(("site-2", index, encode({}, {}), expected.payload)))
         assert worker._turn(child, held) is held
         assert json.loads(parent.recv_bytes())["remembered"] is True
@@ -116,7 +116,7 @@ def test_an_error_of_the_users_is_told_by_name(population: Population, brief: Br
     with parent, child:
         stubborn = replace(work, objective=odd_parts.Spoiled("site-2", ConfigError))
         inputs = (stubborn, brief.spec, encode_brief(brief), 6, row_files.add(population.rows))
-        parent.send_bytes(worker.ByValue.dumps(inputs))
+        parent.send_bytes(worker.ByValue.dumps(worker.PackedRound(*inputs)))
         turn = ("site-2", population.index["site-2"].numpy(), encode({}, {}), None)
         parent.send_bytes(worker.ByValue.dumps(turn))
         assert worker._turn(child, None) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from torchmetrics.functional.classification import (
 )
 
 from fedfuse.core.messages import ClientUpdate, Cohort
-from fedfuse.core.model import Apart, Single
+from fedfuse.core.model import Answering, Apart, AskModel, Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
@@ -27,7 +28,7 @@ from fedfuse.errors import RecipeError
 from fedfuse.nets.combine import MeanProbability
 from fedfuse.nets.mixture import Mixture
 from fedfuse.server.door.admit import Admission
-from fedfuse.server.judge import Judge, log_probabilities, summarize_clients
+from fedfuse.server.judge import Judge, ask_here, log_probabilities, logits_of, summarize_clients
 from fedfuse.tasks import CLASSIFICATION
 from fedfuse.wire.spool import Spool
 
@@ -176,16 +177,15 @@ def test_clients_are_scored_when_asked_for(when: Any, last: bool, told: bool) ->
     assert ("clients" in scores) is told
 
 
-def test_an_update_that_several_methods_fuse_is_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Single] = []
-    plain = Judge._score
+def test_an_update_that_several_methods_fuse_is_judged_once() -> None:
+    asked: list[Answering] = []
 
-    def counted(judge: Judge, model: Single, rows: Rows) -> float:
-        asked.append(model)
-        return plain(judge, model, rows)
+    def ask(how: AskModel, models: Sequence[Answering], rows: Rows, batch: int) -> list[Tensor]:
+        if how is logits_of:  # of a client's own network
+            asked.extend(models)
+        return ask_here(how, models, rows, batch)
 
-    monkeypatch.setattr(Judge, "_score", counted)
-    judge = Judge(corners(0, 1, 2, 1), 3)
+    judge = Judge(corners(0, 1, 2, 1), 3, ask=ask)
     first = judge.score(IDENTITY, admitted(a=IDENTITY, b=TURNED))
     assert judge.score(TURNED, admitted(a=IDENTITY, b=TURNED))["clients"] == first["clients"]
     assert len(asked) == 2

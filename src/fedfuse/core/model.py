@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from fedfuse.core.inputs import as_read
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.spec import Spec
+
+# a model and inputs → an answer whose second axis is the inputs'; the first is that of a Bayesian network's draws
+AskModel: TypeAlias = Callable[[Any, Tensor], Tensor]
 
 
 class Model(Protocol):
@@ -83,3 +88,14 @@ def outputs(model: Single) -> int | None:
     """
     linear = [layer.weight for layer in model.spec.layout.layers if layer.kind == "linear"]
     return len(model.posterior.mean[linear[-1]]) if linear else None
+
+
+@torch.no_grad()
+def ask_in_batches(ask: AskModel, model: object, x: Tensor, batch: int) -> Tensor:
+    """What `ask(model, part)` gives for every batch of inputs, joined, in float64.
+
+    Example:
+        >>> ask_in_batches(lambda scale, x: (scale * x)[None], 2.0, torch.ones(3, 1), batch=2).shape
+        torch.Size([1, 3, 1])
+    """
+    return torch.cat([ask(model, part).double().cpu() for part in x.split(batch)], 1)

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ from fedfuse.core.terms import Terms
 from fedfuse.engines import local as local_engine
 from fedfuse.engines.local import ClientResult, FindTraining, InProcess, LocalEngine, OncePerBrief, OnClient, Population
 from fedfuse.engines.shared_rows import MappedRows, RowFiles
-from fedfuse.engines.worker import READY, USERS_FAULT, ByValue, serve
+from fedfuse.engines.worker import READY, USERS_FAULT, ByValue, PackedRound, serve
 from fedfuse.errors import ConfigError, FuseError
 from fedfuse.wire.codec import encode
 from fedfuse.wire.messages import encode_brief
@@ -45,7 +45,33 @@ _PRELOAD = [
     "fedfuse.kernels.chain",
 ]
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-_TRIES = 2  # of a client whose worker dies, and of starting workers that do not
+_TRIES = 2  # of a task whose worker dies, and of starting workers that do not
+
+
+class SharedInputs(Protocol):
+    """What several tasks share; sent to each worker once."""
+
+    def to_bytes(self) -> memoryview:
+        """The inputs as bytes for a worker, a pickled `PackedInputs`."""
+        ...
+
+
+class PoolTask(Protocol):
+    """Something for a worker to do."""
+
+    tries: int
+
+    @property
+    def inputs(self) -> SharedInputs:
+        """What it shares with others."""
+        ...
+
+    def to_bytes(self) -> memoryview:
+        """What is this task's own, as bytes for a worker."""
+        ...
+
+
+AnyTask = TypeVar("AnyTask", bound=PoolTask)
 
 
 class Pool:
@@ -101,7 +127,12 @@ class Pool:
         self._check_open()
         return self._row_files.add(rows)
 
-    def run(self, waiting: deque[WorkerTask]) -> Iterator[tuple[WorkerTask, ClientResult]]:
+    @property
+    def is_awake(self) -> bool:
+        """Whether there are workers that need not be started first."""
+        return bool(self._running)
+
+    def run(self, waiting: deque[AnyTask]) -> Iterator[tuple[AnyTask, ClientResult]]:
         """Do tasks in their order as workers come free, and give each back when it ends."""
         self._check_open()
         if any(worker.task for worker in self._running):
@@ -118,7 +149,7 @@ class Pool:
         if not self._end.alive:
             raise FuseError("this pool is closed; make a new one")
 
-    def _assign_tasks(self, waiting: deque[WorkerTask]) -> None:
+    def _assign_tasks(self, waiting: deque[AnyTask]) -> None:
         """Give every idle worker a task, and start the workers that are missing."""
         idle = [worker for worker in self._running if not worker.task]
         # no more than there is work for: each holds its own copy of the network, and costs a start
@@ -133,7 +164,7 @@ class Pool:
                 self._discard_dead_worker(worker)
                 waiting.appendleft(task)
 
-    def _collect_results(self, waiting: deque[WorkerTask]) -> Iterator[tuple[WorkerTask, ClientResult]]:
+    def _collect_results(self, waiting: deque[AnyTask]) -> Iterator[tuple[AnyTask, ClientResult]]:
         """Wait until a worker sends something, and receive from all that did."""
         busy = {worker.wire: (worker, worker.task) for worker in self._running if worker.task}
         for wire in wait(list(busy)) if busy else []:  # it would wait for nobody for ever
@@ -147,8 +178,8 @@ class Pool:
                 self._assign_tasks(waiting)  # before the reader looks at the result: it may take its time
                 yield task, done
 
-    def _retry(self, worker: _Worker, task: WorkerTask, waiting: deque[WorkerTask]) -> ClientResult | None:
-        """Try a dead worker's client once more in another worker, then give it up."""
+    def _retry(self, worker: _Worker, task: AnyTask, waiting: deque[AnyTask]) -> ClientResult | None:
+        """Try a dead worker's task once more in another worker, then give it up."""
         self._discard_dead_worker(worker)
         task.tries += worker.ready  # one that never woke up says nothing about the client
         if task.tries >= _TRIES:
@@ -218,7 +249,8 @@ class RoundInputs:
         if self._bytes is None:
             spec = self.brief.spec
             try:
-                self._bytes = ByValue.dumps((self.work, spec, encode_brief(self.brief), self.seed, self.mapped))
+                packed = PackedRound(self.work, spec, encode_brief(self.brief), self.seed, self.mapped)
+                self._bytes = ByValue.dumps(packed)
             except FuseError:
                 raise
             except Exception as why:  # a user's object may raise anything when it is pickled
@@ -252,8 +284,8 @@ class _Worker:
 
     process: BaseProcess
     wire: Connection
-    task: WorkerTask | None = None
-    inputs: RoundInputs | None = None
+    task: Any = None  # a `PoolTask`, of the kind that is being run
+    inputs: SharedInputs | None = None
     ready: bool = False
 
     @classmethod
@@ -265,7 +297,7 @@ class _Worker:
         theirs.close()  # so that the wire ends when the worker does
         return cls(process, ours)
 
-    def send(self, task: WorkerTask) -> None:
+    def send(self, task: PoolTask) -> None:
         """Send a task, after its inputs if they differ from the last ones; raises OSError if the worker has died."""
         # both before the first byte goes: what cannot be pickled must not leave the worker waiting for its other half
         fresh = b"" if self.inputs is task.inputs else task.inputs.to_bytes()

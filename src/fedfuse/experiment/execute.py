@@ -17,6 +17,7 @@ from fedfuse.core.seams import Engine
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import ServerState
 from fedfuse.core.threads import one_thread
+from fedfuse.engines.asking import WorkersAnswer
 from fedfuse.engines.memo import Memo
 from fedfuse.engines.pool import Pool
 from fedfuse.errors import ConfigError
@@ -31,6 +32,7 @@ from fedfuse.experiment.results import Results
 from fedfuse.experiment.resume import Checkpoints
 from fedfuse.experiment.watch import Callback, Watcher
 from fedfuse.nets.cost import density
+from fedfuse.server.judge import AskModels
 from fedfuse.server.loop import Record, run
 from fedfuse.wire.files import load_model, save_model
 
@@ -53,6 +55,11 @@ class Backend(Protocol):
         """The clients and how many rows each holds; None where the experiment's partition decides it."""
         ...
 
+    @property
+    def ask(self) -> AskModels:
+        """Who asks models about the judge's rows."""
+        ...
+
     def engine(self, setting: Setting, label: str, recipe: Recipe, watch: Watcher) -> EngineWithMemory:
         """The clients of one method on one seed."""
         ...
@@ -71,6 +78,10 @@ class _LocalBackend:
 
     def sites(self, _: PreparedExperiment) -> None:
         return None
+
+    @property
+    def ask(self) -> AskModels:
+        return WorkersAnswer(self.pool)
 
     def engine(self, setting: Setting, _: str, __: Recipe, watch: Watcher) -> EngineWithMemory:
         plain = self.pool.engine(setting.population, setting.seed, watch.client_done)
@@ -138,6 +149,7 @@ def _run(
     watch.run_started(experiment.name, folder.path, experiment.model_dump(mode="json", exclude_none=True))
     for seed in experiment.seeds:
         setting = prepared.setting(seed, sites)
+        setting = replace(setting, judge=replace(setting.judge, ask=backend.ask))
         if sites is None:
             folder.write_partition(prepared, setting)
         for label, recipe in prepared.recipes.items():

@@ -30,6 +30,7 @@ from fedfuse.flower.engine import Federation, FlowerEngine
 from fedfuse.flower.records import fingerprint
 from fedfuse.flower.site import site_app
 from fedfuse.report import write_page
+from fedfuse.server.judge import AskModels, ask_here
 
 from flwr.app import Context  # isort: skip - after records has checked that it is there
 from flwr.serverapp import Grid, ServerApp  # isort: skip
@@ -61,6 +62,11 @@ class FlowerBackend:
         row_counts = {name: member.rows for name, member in self.federation.members.items()}
         _check_remote(prepared, prepared.setting(prepared.experiment.seeds[0], row_counts))
         return row_counts
+
+    @property
+    def ask(self) -> AskModels:
+        """The server asks models itself: its clients are other people's machines."""
+        return ask_here
 
     def engine(self, setting: Setting, label: str, recipe: Recipe, watch: Watcher) -> FlowerEngine:
         """The clients of one method on one seed."""

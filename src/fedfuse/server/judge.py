@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-import torch
 from torch import Tensor
 
-from fedfuse.core.model import Answering, Apart, Model, Single
+from fedfuse.core.model import Answering, Apart, AskModel, Model, Single, ask_in_batches
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
-from fedfuse.errors import RecipeError
 from fedfuse.server.door.admit import Admission
 from fedfuse.server.door.files import fingerprint
-from fedfuse.server.uncertainty import predict
+from fedfuse.server.uncertainty import each_draw, need_answering, predict, read_draws
 from fedfuse.tasks import CLASSIFICATION, Task
+
+
+class AskModels(Protocol):
+    """Asks several models about the same rows: in this process, or wherever there are hands free."""
+
+    def __call__(self, ask: AskModel, models: Sequence[Answering], rows: Rows, batch: int) -> list[Tensor]:
+        """What `ask(model, x)` gives for every model and all rows, batch by batch."""
+        ...
+
+
+def ask_here(ask: AskModel, models: Sequence[Answering], rows: Rows, batch: int) -> list[Tensor]:
+    """What `ask(model, x)` gives for every model and all rows, batch by batch, in this process."""
+    return [ask_in_batches(ask, model, rows.x, batch) for model in models]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +44,7 @@ class Judge:
         batch: rows per forward pass.
         ood_inputs: out-of-distribution inputs, which a model should be less sure of.
         task: what is to be learned, and so what is scored.
+        ask: who asks models about the test rows.
     """
 
     test: Rows
@@ -43,6 +55,7 @@ class Judge:
     batch: int = 1000
     ood_inputs: Tensor | None = None
     task: Task = CLASSIFICATION
+    ask: AskModels = ask_here
     _test_scores: dict[tuple[Spec, str], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def score(self, model: Model, admission: Admission | None = None, last: bool = True) -> dict[str, Any]:
@@ -55,7 +68,8 @@ class Judge:
     def evaluate(self, model: Model, rows: Rows | None = None) -> dict[str, Any]:
         """Every score of one model that answers `logits`."""
         rows = self.test if rows is None else rows
-        prediction = predict(model, rows.x, self.classes, self.batch, self.task)
+        [each] = self.ask(each_draw, [need_answering(model)], rows, self.batch)
+        prediction = read_draws(each, self.classes, self.task)
         scores = self.task.measure(prediction.outputs, rows.y, self.classes, self.bins) | prediction.scores()
         if self.ood_inputs is None or rows is not self.test:
             return scores
@@ -71,7 +85,7 @@ class Judge:
         facts: dict[str, dict[str, float]] = {
             u.client: {"num_examples": u.num_examples, "steps": u.steps, **u.facts} for u in admission.cohort
         }
-        test = {client: self._test_score(network) for client, network in networks.items()}
+        test = self._client_scores(networks)
         own = (
             self._held_out_scores(networks)
             if isinstance(model, Apart)
@@ -93,12 +107,13 @@ class Judge:
         rows = {client: self.held_out[client] for client in models if len(self.held_out.get(client, ()))}
         return {client: self._score(models[client], own) for client, own in rows.items()}
 
-    def _test_score(self, network: Single) -> float:
-        """A network's headline on the test rows; methods that fuse the same updates ask for it again and again."""
-        key = (network.spec, fingerprint(network.posterior.mean))
-        if key not in self._test_scores:
-            self._test_scores[key] = self._score(network, self.test)
-        return self._test_scores[key]
+    def _client_scores(self, networks: Mapping[str, Single]) -> dict[str, float]:
+        """Networks' headlines on the test rows; methods that fuse the same updates ask for them again and again."""
+        keys = {client: (network.spec, fingerprint(network.posterior.mean)) for client, network in networks.items()}
+        fresh = {key: networks[client] for client, key in keys.items() if key not in self._test_scores}
+        for key, found in zip(fresh, self.ask(logits_of, list(fresh.values()), self.test, self.batch), strict=True):
+            self._test_scores[key] = self.task.score(found[0], self.test.y, self.classes)
+        return {client: self._test_scores[key] for client, key in keys.items()}
 
     def _score(self, model: Model, rows: Rows) -> float:
         """The headline alone."""
@@ -120,10 +135,12 @@ def answers(model: Model, x: Tensor, batch: int = 1000) -> Tensor:
     Raises:
         RecipeError: for models that stay apart, which have no common answer.
     """
-    if not isinstance(model, Answering):
-        raise RecipeError("models that stay apart have no common answer; ask each of its members")
-    with torch.no_grad():
-        return torch.cat([model.logits(part).double().cpu() for part in x.split(batch)])
+    return ask_in_batches(logits_of, need_answering(model), x, batch)[0]
+
+
+def logits_of(model: Answering, x: Tensor) -> Tensor:
+    """A model's one answer to some inputs, as the only one of its draws."""
+    return model.logits(x)[None]
 
 
 def summarize_clients(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from fedfuse.core.model import Answering, Model, Single
+from fedfuse.core.model import Answering, Model, Single, ask_in_batches
 from fedfuse.core.spec import drop_tied_names
 from fedfuse.errors import RecipeError
 from fedfuse.models.bayes import Bayesian
@@ -50,22 +49,32 @@ class Prediction:
         return found
 
 
-@torch.no_grad()
 def predict(model: Model, x: Tensor, classes: int, batch: int = 1000, task: Task = CLASSIFICATION) -> Prediction:
     """A model's answers, batch by batch; outputs beyond those the task has ("none of them") are left out.
 
     Raises:
         RecipeError: for models that stay apart, which have no common answer.
     """
+    return read_draws(ask_in_batches(each_draw, need_answering(model), x, batch), classes, task)
+
+
+def need_answering(model: Model) -> Answering:
+    """The model, if it has a common answer.
+
+    Raises:
+        RecipeError: for models that stay apart.
+    """
     if not isinstance(model, Answering):
         raise RecipeError("models that stay apart have no common answer; ask each of its members")
-    wanted = task.outputs(classes)
-    each = [each_draw(model, part)[..., :wanted].double().cpu() for part in x.split(batch)]
-    if all(len(draws) == 1 for draws in each):
-        return Prediction(torch.cat([draws[0] for draws in each]), task=task)
-    pooled = torch.cat([task.average(draws) for draws in each])
-    found = [told for draws in each if (told := mutual_information(draws, task)) is not None]
-    return Prediction(pooled, torch.cat(found) if found else None, task)
+    return model
+
+
+def read_draws(each: Tensor, classes: int, task: Task = CLASSIFICATION) -> Prediction:
+    """The prediction of a model that gave these outputs, draws × rows × outputs."""
+    each = each[..., : task.outputs(classes)]
+    if len(each) == 1:
+        return Prediction(each[0], task=task)
+    return Prediction(task.average(each), mutual_information(each, task), task)
 
 
 def each_draw(model: Answering, x: Tensor) -> Tensor:
@@ -86,6 +95,7 @@ def mutual_information(each: Tensor, task: Task = CLASSIFICATION) -> Tensor | No
         task: what they mean.
 
     Example:
+        >>> import torch
         >>> sure_but_at_odds = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]).log()
         >>> mutual_information(sure_but_at_odds)
         tensor([0.6931])
