@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from fedfuse.core.messages import Start
 from fedfuse.core.model import Single
@@ -33,9 +35,17 @@ from fedfuse.core.seams import (
     Work,
 )
 from fedfuse.core.settings import LocalSettings
+from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
 from fedfuse.tasks import Classification, Task
+
+Lasts: TypeAlias = Callable[[Spec], int]
+
+
+def one_exchange(network: Spec) -> int:  # noqa: ARG001 - the seam's signature
+    """An ending that does not train takes one exchange, whatever the network is."""
+    return 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +78,7 @@ class Recipe:
     prepare_model: ModelPreparation = field(default_factory=AsChosen)
     before_first_round: FirstStep = field(default_factory=NothingBefore)
     later: tuple[int, Recipe] | None = None
+    lasts: Lasts = one_exchange
 
     def __post_init__(self) -> None:
         given = {e.name for e in self.evidence} | NOT_EVIDENCE
@@ -197,15 +208,26 @@ class Recipe:
             (3, 'fedavg', 'refit', 'fedavg+refit')
         """
         later = (rounds, last) if self.later is None else (self.later[0], self.later[1].ending(rounds, last))
-        return replace(self, later=later, label=f"{self.label or self.name}+{last.label or last.name}")
+        recalled = tuple(kept for kind in last.evidence for kept in kind.recalls if kept not in self.memory)
+        return replace(
+            self,
+            later=later,
+            memory=self.memory + recalled,
+            label=f"{self.label or self.name}+{last.label or last.name}",
+        )
 
-    def exchanges(self, rounds: int) -> int:
-        """How many exchanges a run of so many rounds takes: one more where it ends with one that does not train."""
+    def exchanges(self, rounds: int, network: Spec | None = None) -> int:
+        """How many exchanges a run of so many rounds takes: more where it ends with such that do not train.
+
+        Args:
+            rounds: of training.
+            network: what is trained; without it, an ending takes one exchange.
+        """
         now = self
         while now.later is not None:
             begins, now = now.later
             if begins == rounds and not now.trains:
-                return rounds + 1
+                return rounds + (now.lasts(network) if network is not None else 1)
         return rounds
 
     def check_task(self, task: Task) -> None:

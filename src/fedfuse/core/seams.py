@@ -23,8 +23,7 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 Result: TypeAlias = Literal["single", "mixture", "apart"]
 
 NOT_EVIDENCE = frozenset({"server_rows", "unlabelled", "start", "training", "network"})
-"""What a part may need beside evidence: rows or inputs of the server's, the weights clients started from, how clients
-trained, and the networks' code, to run them."""
+"""What a part may need beside evidence: server rows, the weights clients began at, how they trained, networks' code."""
 
 
 class Objective(Protocol):
@@ -74,13 +73,15 @@ class Evidence(Protocol):
     def influence(self, notes: Params) -> Mapping[str, float]:
         """What in these notes scales the client's say in the fused model, by name: numbers ≥ 0 on a log scale.
 
-        The door compares each with the other clients' (`server/door/bounds.py`): twice the number, twice the say. A
-        name is a note's, or the first part of several notes' names: multiplying those weakens the lever.
+        The door compares each with the other clients': twice the number, twice the say. A name is a note's, or the
+        first part of several notes' names: multiplying those weakens the lever.
         """
 
     @property
     def room(self) -> float:
         """How many times further than other levers this may differ between honest clients of very different sizes."""
+
+    recalls: ClassVar[tuple[ClientMemory, ...]]  # what clients must have kept of the training before
 
 
 class PlainEvidence:
@@ -91,6 +92,7 @@ class PlainEvidence:
 
     __slots__ = ()
     room: ClassVar[float] = 1.0
+    recalls: ClassVar[tuple[ClientMemory, ...]] = ()
 
     def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Any finite value will do."""
@@ -285,7 +287,7 @@ class ModelPreparation(Protocol):
         Args:
             layout: the network's.
             forms: of its tensors.
-            classes: how many classes there are, 0 if that is not known.
+            classes: how many there are, 0 if that is not known.
         """
 
 

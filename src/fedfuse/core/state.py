@@ -54,6 +54,11 @@ class ServerState:
         return self.model
 
     @property
+    def network(self) -> Spec | None:
+        """The network of the model or of a start; None for several that differ."""
+        return self.start.spec if "" in self.starts or isinstance(self.model, Single) else None
+
+    @property
     def start(self) -> Start:
         """Where a client begins that has no start of its own."""
         return self.starts.get("") or Start(self.single.spec, self.single.posterior.mean)

@@ -86,11 +86,14 @@ class GroupConfig(NameWithOptions):
     every: PositiveInt = 1
 
 
+_REFITS: Mapping[str, Mapping[str, Any]] = {"head": {}, "layers": {"layers": True}}
+
+
 class MethodConfig(NameWithOptions):
     """One method to run, perhaps behind an alignment and a guard, and another method after its first rounds.
 
-    `refit = "head"` adds one exchange without training, in which the last layer is fitted in closed form; a table has
-    the options of the method `refit`.
+    `refit = "head"` adds one exchange without training, in which the last layer is fitted in closed form;
+    `refit = "layers"` one for every layer from the bottom up. A table has the options of the method `refit`.
     """
 
     label: str | None = None
@@ -98,7 +101,7 @@ class MethodConfig(NameWithOptions):
     guard: NameWithOptions | None = None
     rounds: PositiveInt | None = None
     then: MethodConfig | None = None
-    refit: Literal["head"] | dict[str, Any] | None = None
+    refit: Literal["head", "layers"] | dict[str, Any] | None = None
 
     @field_validator("align", "guard", mode="before")
     @classmethod
@@ -134,7 +137,7 @@ class MethodConfig(NameWithOptions):
         if self.then is not None and self.rounds is not None:
             recipe = recipe.then(self.rounds, self.then.recipe(rounds))
         if self.refit is not None:
-            options = self.refit if isinstance(self.refit, dict) else {}
+            options = self.refit if isinstance(self.refit, dict) else _REFITS[self.refit]
             recipe = recipe.ending(rounds, load_method("refit").recipe(**options))
         return replace(recipe, label=self.label) if self.label else recipe
 

@@ -179,7 +179,8 @@ class _MethodRun:
         setting, seed = self.setting, self.setting.seed
         state = self._resume_state()
         asked = min(setting.plan.per_round or setting.bench.population, setting.bench.population)
-        self.watch.method_started(self.label, seed, state.round, self.recipe.exchanges(setting.plan.rounds), asked)
+        exchanges = self.recipe.exchanges(setting.plan.rounds, state.network)
+        self.watch.method_started(self.label, seed, state.round, exchanges, asked)
         plan = replace(setting.plan, checked=True)  # by `PreparedExperiment.check`, for all seeds before the first
         bench = replace(setting.bench, progress=self.watch.server_progress)
         for record in run(self.recipe, self.engine, bench, setting.judge, state, plan):

@@ -142,7 +142,7 @@ class PreparedExperiment:
 
     def _check_recipe(self, recipe: Recipe, setting: Setting, last: bool) -> None:
         """Check a method on one seed; on the last it also takes a step, which is the same on all of them."""
-        exchanges, bench = recipe.exchanges(self.experiment.rounds), setting.bench
+        exchanges, bench = recipe.exchanges(self.experiment.rounds, self.spec), setting.bench
         recipe.check(exchanges, bench, setting.start)
         if not last:
             return

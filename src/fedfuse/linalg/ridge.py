@@ -17,9 +17,10 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from fedfuse.core.factor import Factor
 from fedfuse.errors import ConfigError
 from fedfuse.linalg.psd import add_diagonal, inverse, solve, symmetrize
-from fedfuse.linalg.subspace import reciprocal, times
+from fedfuse.linalg.subspace import reciprocal, times, written
 
 Rule: TypeAlias = Literal["gcv", "evidence"]
 
@@ -182,7 +183,7 @@ def regression_mean(layers: Iterable[Tensor], moments: Iterable[Tensor], shares:
     """The layer whose answers are nearest to everybody's on their own inputs: argmin Σ f_k ‖(M − M_k) X_k‖².
 
     With A_k = X_k X_kᵀ it is the regression M = (Σ f_k M_k A_k)(Σ f_k A_k)⁻¹ of all layers' answers on all inputs.
-    Inputs that nobody has seen keep the plain mean Σ f_k M_k. Features are brought to one scale before the solve.
+    Inputs that nobody has seen keep the plain mean Σ f_k M_k.
 
     Args:
         layers: each client's M_k, (out × in).
@@ -202,12 +203,40 @@ def regression_mean(layers: Iterable[Tensor], moments: Iterable[Tensor], shares:
         M, A = M.double(), A.double()
         plain, pull, total = plain + f * M, pull + f * times(M, A), total + f * A
     gap = pull - times(plain, total)
-    if total.ndim == 1:
-        return plain + gap * reciprocal(total)
-    scale = reciprocal(total.diagonal().clamp(min=0).sqrt())
-    even = total * scale * scale[:, None]
+    return plain + solve_moments(total, gap)
+
+
+def solve_moments(moments: Tensor, gap: Tensor) -> Tensor:
+    """The step M with M A = gap, for second moments A or the vector of diagonal ones; 0 for inputs never seen.
+
+    Features are brought to one scale before the solve, so that only what is alike matters and not how large it is.
+
+    Example:
+        >>> solve_moments(torch.diag(torch.tensor([1e-12, 1e6, 0.0])), torch.tensor([[1e-12, 2e6, 0.0]])).tolist()
+        [[1.0, 2.0, 0.0]]
+    """
+    A, gap = moments.double(), gap.double()
+    if A.ndim == 1:
+        return gap * reciprocal(A)
+    scale = reciprocal(A.diagonal().clamp(min=0).sqrt())
+    even = A * scale * scale[:, None]
     even.diagonal().copy_(torch.ones_like(scale))
-    return plain + (gap * scale) @ inverse(even) * scale
+    return (gap * scale) @ inverse(even) * scale
+
+
+def shrink_moments(factor: Factor, alpha: float) -> Tensor:
+    """α A + (1 − α) diag(A), float64; a diagonal one stays a vector.
+
+    Example:
+        >>> shrink_moments(torch.tensor([[2.0, 1.0], [1.0, 2.0]]), 0.5).tolist()
+        [[2.0, 0.5], [0.5, 2.0]]
+    """
+    A = written(factor)
+    if A.ndim == 1:
+        return A
+    shrunk = A * alpha
+    shrunk.diagonal().copy_(A.diagonal())
+    return shrunk
 
 
 def gaussian_classes(sums: Sums, penalty: float) -> Tensor:

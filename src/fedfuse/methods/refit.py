@@ -1,15 +1,22 @@
-"""Refitting the last layer of a finished network, as in FedCGS (AAAI 2025) and Fed3R (ICML 2024)."""
+"""Refitting the last layer of a finished network, as in FedCGS (AAAI 2025) and Fed3R (ICML 2024); RegMean++."""
 
 from __future__ import annotations
 
-from pydantic import NonNegativeFloat, PositiveFloat
+from dataclasses import replace
+from functools import partial
+from typing import Annotated
 
-from fedfuse.client.evidence.moments import Precision
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from fedfuse.client.evidence.answers import LayerAnswers
+from fedfuse.client.evidence.moments import Moments, Precision
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.linalg.ridge import Rule
 from fedfuse.methods.ridge import ridge
-from fedfuse.server.aggregate.closed_form import Head
+from fedfuse.nets.turns import TURN, count_turns
+from fedfuse.server.aggregate.closed_form import FitHead, Head
+from fedfuse.server.aggregate.layer_by_layer import RefitLayers
 
 
 @method("refit", paper="arXiv:2406.01116", family="statistics")
@@ -19,6 +26,8 @@ def refit(
     temperature: PositiveFloat | None = None,
     layer: str = "",
     precision: Precision = "network",
+    layers: bool = False,
+    alpha: Annotated[float, Field(ge=0, le=1)] = 0.9,
 ) -> Recipe:
     """Keep a network and fit its last layer in closed form to everybody's rows, in one exchange without training.
 
@@ -31,5 +40,17 @@ def refit(
         temperature: what answers are divided by to be logits; by default 0.1 for ridge and 1 for gaussian.
         layer: the linear layer that is fitted; by default the last.
         precision: "network" computes features as the network does, "float64" in float64, at about twice the time.
+        layers: before the last, fuse all other layers again from the bottom up, one exchange each: by regression on
+            what each layer reads behind the layers already fused (RegMean++). Clients must have trained before.
+        alpha: what off-diagonals of those layers' input moments are multiplied by.
     """
-    return ridge("given", penalty, head, temperature, layer, precision)
+    recipe = ridge("given", penalty, head, temperature, layer, precision)
+    if not layers:
+        return recipe
+    return replace(
+        recipe,
+        evidence=(LayerAnswers(Moments(layer, precision), alpha),),
+        aggregate=RefitLayers(FitHead(layer, penalty, head, temperature)),
+        publishes=(TURN,),
+        lasts=partial(count_turns, layer=layer),
+    )

@@ -120,6 +120,11 @@ def blocks_of(spec: Spec, which: Which = "all") -> tuple[Block, ...]:
     return blocks_in(spec.layout, which)
 
 
+def mixing_blocks(spec: Spec, which: Which = "all") -> tuple[Block, ...]:
+    """The parts of a network that mix what they read: all that have factors but norms."""
+    return tuple(block for block in blocks_of(spec, which) if block.kind != "norm")
+
+
 def blocks_in(layout: Layout, which: Which = "all") -> tuple[Block, ...]:
     """The same, read off a layout."""
     own = frozenset(layout.trainable).difference(*layout.tied)

@@ -70,7 +70,7 @@ def run(
         QuorumLost: when too few updates were admitted; the last yielded state is still good.
         RecipeError: before any training, when the recipe cannot do what is asked.
     """
-    plan = replace(plan, rounds=recipe.exchanges(plan.rounds))
+    plan = replace(plan, rounds=recipe.exchanges(plan.rounds, state.network))
     if not plan.checked:
         recipe.check(plan.rounds, bench, state)
     while state.round < plan.rounds:

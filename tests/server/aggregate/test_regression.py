@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.client.evidence.inputs import InputFactors, blocks_with_inputs, input_factors
+from fedfuse.client.evidence.inputs import InputFactors, input_factors
 from fedfuse.client.evidence.kfac import KroneckerFactors
 from fedfuse.core.factor import dense
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope
@@ -16,10 +16,11 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
 from fedfuse.linalg.kron import natural_mean
-from fedfuse.linalg.ridge import regression_mean
+from fedfuse.linalg.ridge import regression_mean, shrink_moments
+from fedfuse.nets.blocks import mixing_blocks
 from fedfuse.nets.channels import channel_groups, move_posterior_units
 from fedfuse.server.aggregate.mean import mean_of
-from fedfuse.server.aggregate.regression import RegressionMean, shrink_moments
+from fedfuse.server.aggregate.regression import RegressionMean
 from fedfuse.server.door.admit import admit_all
 from fedfuse.training.round import client_round
 
@@ -155,7 +156,7 @@ def test_evidence_is_half_of_the_factors_and_needs_no_labels() -> None:
     module = update.spec.build()
     module.load_state_dict(dict(update.posterior.mean))
     inputs = some_rows("pictures", 1, 15).x
-    again = input_factors(module.eval(), blocks_with_inputs(update.spec), inputs, batch=4)
+    again = input_factors(module.eval(), mixing_blocks(update.spec), inputs, batch=4)
     assert torch.allclose(again["4"][0].float(), A, rtol=1e-5)
 
 

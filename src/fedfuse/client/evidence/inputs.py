@@ -18,9 +18,8 @@ from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry, Kron
 from fedfuse.core.seams import PlainEvidence
-from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
-from fedfuse.nets.blocks import Block, Which, blocks_of
+from fedfuse.nets.blocks import Block, Which, mixing_blocks
 from fedfuse.nets.cost import layer_costs
 from fedfuse.nets.factors import Packing, factors_in, find_flaw, layers_in, mean_eigenvalue_of
 from fedfuse.wire.codec import forms_of
@@ -66,11 +65,6 @@ def input_factors(module: nn.Module, blocks: Sequence[Block], x: Tensor, batch: 
     return {b.name: LowRank.diagonal(means[b.name]) if b.has_diagonal_inputs else means[b.name] for b in blocks}
 
 
-def blocks_with_inputs(spec: Spec, which: Which = "all") -> tuple[Block, ...]:
-    """The parts of a network that mix what they read: all that have factors but norms."""
-    return tuple(block for block in blocks_of(spec, which) if block.kind != "norm")
-
-
 @dataclass(frozen=True, slots=True)
 class InputFactors(PlainEvidence):
     """The input factor A of every layer that mixes what it reads, beside an output factor B = I.
@@ -93,7 +87,7 @@ class InputFactors(PlainEvidence):
 
     def __call__(self, local: Local) -> Params:
         """One pass forward over the rows with the trained weights."""
-        blocks = blocks_with_inputs(local.brief.spec, self.layers)
+        blocks = mixing_blocks(local.brief.spec, self.layers)
         inputs = input_factors(local.module, blocks, local.rows.x, self.batch)
         if too_few_rows(local, self.min_rows):
             inputs = {layer: even_out(A) for layer, A in inputs.items()}
@@ -108,7 +102,7 @@ class InputFactors(PlainEvidence):
         """A pass forward, and the products of A: d² for d d′."""
         costs = layer_costs(effort.spec, effort.shape)
         forms = {n: Form.of(t) for n, t in effort.spec.skeleton().state_dict().items()}
-        blocks = [b for b in blocks_with_inputs(effort.spec, self.layers) if b.name in costs]
+        blocks = [b for b in mixing_blocks(effort.spec, self.layers) if b.name in costs]
         moments = sum(costs[b.name].positions * b.groups * b.sizes(forms)[0] ** 2 for b in blocks)
         return 1 + moments / max(1, sum(cost.products for cost in costs.values()))
 
@@ -116,7 +110,7 @@ class InputFactors(PlainEvidence):
         """A triangle per layer, and a row of ones."""
         forms = forms_of(brief.params)
         wanted: dict[str, Form] = {}
-        for block in blocks_with_inputs(brief.spec, self.layers):
+        for block in mixing_blocks(brief.spec, self.layers):
             wanted |= _PACKING.forms(block, forms)
         return wanted
 

@@ -7,13 +7,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedfuse.core.factor import Factor, as_stack
+from fedfuse.core.factor import as_stack
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
-from fedfuse.linalg.ridge import regression_mean
-from fedfuse.linalg.subspace import written
+from fedfuse.linalg.ridge import regression_mean, shrink_moments
 from fedfuse.nets.blocks import Block
 from fedfuse.server.aggregate.mean import ALL_LAWS
 from fedfuse.server.aggregate.natural import (
@@ -72,18 +71,3 @@ class RegressionMean(ServerPart):
 
     def _moments(self, update: ClientUpdate, block: Block, group: int) -> Tensor:
         return shrink_moments(as_stack(factors_of(update, block)[0])[group], self.alpha)
-
-
-def shrink_moments(factor: Factor, alpha: float) -> Tensor:
-    """α A + (1 − α) diag(A), float64; a diagonal one stays a vector.
-
-    Example:
-        >>> shrink_moments(torch.tensor([[2.0, 1.0], [1.0, 2.0]]), 0.5).tolist()
-        [[2.0, 0.5], [0.5, 2.0]]
-    """
-    A = written(factor)
-    if A.ndim == 1:
-        return A
-    shrunk = A * alpha
-    shrunk.diagonal().copy_(A.diagonal())
-    return shrunk
