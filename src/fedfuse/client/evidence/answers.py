@@ -68,7 +68,7 @@ class LayerAnswers(PlainEvidence):
         own = {n: local.recall("last").get(n, local.module.state_dict()[n]) for n in block.tensors}
         layers = block.matrices({n: t.detach() for n, t in own.items()}).to(shrunk)
         answers = torch.stack([times(M, a) for M, a in zip(layers, shrunk, strict=True)])
-        return {**_packed(shrunk, block.has_diagonal_inputs), _ANSWERS: answers.float().cpu()}
+        return {**_pack_moments(shrunk, block.has_diagonal_inputs), _ANSWERS: answers.float().cpu()}
 
     def passes(self, effort: Effort) -> float:
         """A pass forward; the products of one layer are few beside it."""
@@ -93,6 +93,6 @@ class LayerAnswers(PlainEvidence):
         return {KIND: mean_eigenvalue_of(notes, _IN)} if _ANSWERS in notes else self.head.influence(notes)
 
 
-def _packed(moments: Tensor, diagonal: bool) -> dict[str, Tensor]:
+def _pack_moments(moments: Tensor, diagonal: bool) -> dict[str, Tensor]:
     """Moments as they travel: triangles in float32, or diagonals."""
     return {f"{_IN}/diagonal": moments.float().cpu()} if diagonal else {_IN: pack(moments.float()).cpu()}
