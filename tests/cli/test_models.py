@@ -18,8 +18,9 @@ from fedfuse.core.forms import ArrayForm
 from fedfuse.core.model import Apart, Model, Single
 from fedfuse.core.spec import Spec
 from fedfuse.models.bayes import BayesianLayers
-from fedfuse.nets.combine import ClassShares, Combine, FirstLayer, MeanLogit, MeanProbability, OpenSetVote, TopLogit
+from fedfuse.nets.combine import ClassShares, Combine, MeanLogit, MeanProbability, OpenSetVote, TopLogit
 from fedfuse.nets.mixture import Mixture
+from fedfuse.nets.routes import AtLayer
 from fedfuse.wire.codec import read, write
 from fedfuse.wire.files import load_answering, save_model
 
@@ -123,7 +124,7 @@ def test_predict_writes_the_models_own_answers(fedfuse: Fedfuse) -> None:
     assert float(found[0]["entropy"]) == pytest.approx(float(torch.special.entr(p[0]).sum()), abs=1e-5)
 
 
-@pytest.mark.parametrize("rule", [TopLogit(), FirstLayer(), OpenSetVote(1)])
+@pytest.mark.parametrize("rule", [TopLogit(), AtLayer(), OpenSetVote(1)])
 def test_predict_says_who_of_several_answered(fedfuse: Fedfuse, rule: Combine) -> None:
     classes = 4 if isinstance(rule, OpenSetVote) else 3
     save_model(together(rule, classes), Path("m.safetensors"), about=ABOUT)
@@ -222,7 +223,7 @@ def test_weights_are_plain(fedfuse: Fedfuse) -> None:
     ("model", "words"),
     [
         (together(TopLogit()), "of which each row chooses some, cannot be exported"),
-        (together(FirstLayer()), "of which each row chooses some, cannot be exported"),
+        (together(AtLayer()), "of which each row chooses some, cannot be exported"),
         (together(OpenSetVote(1), 4), "of which each row chooses some, cannot be exported"),
         (Apart((network(0), network(1))), "networks that stay apart"),
         (BayesianLayers()(network(0), 3, 0), "a Bayesian network draws while it answers"),

@@ -11,8 +11,9 @@ from torch import nn
 from fedfuse.core.model import Apart, Single, outputs
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
-from fedfuse.nets.combine import FirstLayer, MeanProbability, TopLogit
+from fedfuse.nets.combine import MeanProbability, TopLogit
 from fedfuse.nets.mixture import Mixture
+from fedfuse.nets.routes import AtLayer
 
 SHALLOW = Spec("mlp", {"inputs": 16, "hidden": [5], "classes": 3})
 DEEP = Spec("mlp", {"inputs": 16, "hidden": [4, 6], "classes": 3})
@@ -94,7 +95,7 @@ def test_the_memory_limit_bounds_what_is_alive_at_a_time() -> None:
 def test_the_first_layer_decides_who_runs_to_the_end() -> None:
     members = fresh(SHALLOW, LENET, SHALLOW, DEEP, SHALLOW)
     x = torch.randn(40, 1, 4, 4)
-    mixture = Mixture(members, alike(5), FirstLayer(2))
+    mixture = Mixture(members, alike(5), AtLayer(2))
     flat = x.flatten(1)
     confidence = []
     for m in members:
@@ -110,13 +111,13 @@ def test_the_first_layer_decides_who_runs_to_the_end() -> None:
     expected = every.gather(0, best[..., None].expand(-1, -1, 3)).sum(0)
     assert torch.allclose(mixture.logits(x), expected, atol=1e-5)
     assert mixture.logits(x[:0]).shape == (0, 3)
-    everybody = Mixture(members, alike(5), FirstLayer("all")).logits(x)
+    everybody = Mixture(members, alike(5), AtLayer("all")).logits(x)
     assert torch.allclose(everybody, every.sum(0), atol=1e-5)
 
 
 def test_gradients_reach_inputs_through_a_mixture() -> None:
     members = fresh(SHALLOW, SHALLOW, LENET)
-    for rule in (TopLogit(1), FirstLayer(1), MeanProbability()):
+    for rule in (TopLogit(1), AtLayer(1), MeanProbability()):
         x = torch.zeros(4, 1, 4, 4, requires_grad=True)
         (slope,) = torch.autograd.grad(Mixture(members, alike(3), rule).logits(x).square().sum(), [x])
         assert slope.abs().sum() > 0

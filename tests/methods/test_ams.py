@@ -7,10 +7,12 @@ import pytest
 from fedfuse.api import recipe as method
 from fedfuse.client.evidence.calibration import LogitScale
 from fedfuse.client.evidence.counts import LabelCounts
+from fedfuse.client.evidence.moments import Moments
 from fedfuse.core.seams import TaskLoss
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.nets.combine import FirstLayer, MeanProbability, TopLogit
+from fedfuse.nets.combine import MeanProbability, TopLogit
+from fedfuse.nets.routes import AtLayer, Nearest
 from fedfuse.server.aggregate.cover import CoverAnswers, CoverClasses
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.steps.distill import Distill
@@ -20,7 +22,7 @@ from fedfuse.server.steps.disturb import Disturbance
 def test_the_rule_follows_k_and_the_layer() -> None:
     assert method("ams").aggregate == KeepAll(TopLogit(1))
     assert method("ams", k="all").aggregate == KeepAll(TopLogit("all"))
-    assert method("ams", k=3, layer="first").aggregate == KeepAll(FirstLayer(3))
+    assert method("ams", k=3, layer="first").aggregate == KeepAll(AtLayer(3))
     assert method("ams", k="all").label == "ams(k=all)"
     assert method("ensemble", weights="examples").aggregate == KeepAll(MeanProbability(), "examples")
 
@@ -62,12 +64,29 @@ def test_distillation_brings_one_network_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"k": 0}, {"k": "some"}, {"share": 0.0}, {"share": 1.5}, {"layer": "middle"}, {"calibrate": "yes"}]
+    "options",
+    [{"k": 0}, {"k": "some"}, {"share": 0.0}, {"share": 1.5}, {"layer": ""}, {"layer": 0}, {"calibrate": "yes"}],
 )
 def test_bad_options_are_one_sentence(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="method 'ams': option") as caught:
         method("ams", **options)
     assert "\n" not in str(caught.value)
+
+
+def test_distance_asks_for_moments_and_held_classes_for_counts() -> None:
+    near = method("ams", score="mahalanobis", k=2)
+    assert near.aggregate == KeepAll(Nearest(2))
+    assert near.evidence == (Moments(),)
+    assert "second moments" in near.reveals[0]
+    assert method("ams", layer=2).aggregate == KeepAll(AtLayer(1, 2))
+    with pytest.raises(ConfigError, match="score 'mahalanobis' needs a network's last layer, and layer = 2"):
+        method("ams", layer=2, score="mahalanobis")
+    with pytest.raises(RecipeError, match="calibration is of logits that are compared, and Nearest compares none"):
+        method("ams", score="mahalanobis", calibrate="zscore")
+    held = method("ensemble", distill="impressions", held_classes=True)
+    assert held.evidence == (LabelCounts(),)
+    with pytest.raises(ConfigError, match="held_classes is about impressions, and distill is 'server'"):
+        method("ams", distill="server", held_classes=True)
 
 
 def test_a_choice_at_the_first_layer_compares_no_logits() -> None:

@@ -16,9 +16,10 @@ from fedfuse.core.rng import seeded
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError, QuorumLost, RecipeError
-from fedfuse.nets.combine import Combine, FirstLayer, MeanLogit, MeanProbability, OpenSetVote, TopLogit
+from fedfuse.nets.combine import Combine, MeanLogit, MeanProbability, OpenSetVote, TopLogit
 from fedfuse.nets.inputs import common_form
 from fedfuse.nets.mixture import Mixture
+from fedfuse.nets.routes import AtLayer
 from fedfuse.server.steps.disturb import with_disturbance
 from fedfuse.wire.codec import read, write
 from fedfuse.wire.files import load_model, save_model
@@ -88,7 +89,7 @@ def test_distillation_through_python() -> None:
         MeanLogit(),
         TopLogit(2),
         TopLogit("all", shift=(1.0, 2.0, 3.0), scale=(1.0, 0.5, 2.0)),
-        FirstLayer(1),
+        AtLayer(1),
         OpenSetVote(2),
     ],
 )

@@ -16,18 +16,16 @@ from fedfuse.errors import ConfigError
 from fedfuse.nets.combine import (
     COMBINES,
     ClassShares,
-    FirstLayer,
     MeanLogit,
     MeanProbability,
     OpenSetVote,
-    Route,
     Score,
     TopLogit,
     combine_named,
     find_disturbed,
-    largest,
     rule_for_members,
 )
+from fedfuse.nets.routes import AtLayer, Route, largest
 
 ALIKE = torch.full((4,), 0.25, dtype=torch.float64)
 
@@ -105,7 +103,7 @@ def test_per_member_numbers_follow_their_members(logits: Tensor) -> None:
 
 
 def test_the_first_layer_chooses_who_runs() -> None:
-    rule = FirstLayer(2)
+    rule = AtLayer(2)
     assert isinstance(rule, Route)
     assert not isinstance(TopLogit(1), Route)
     chosen = rule.choose(torch.tensor([[3.0, 1.0], [2.0, 1.0], [1.0, 2.0]]))
@@ -146,7 +144,16 @@ def test_rules_are_found_by_name() -> None:
     assert repr(combine_named("MeanProbability", {})) == "MeanProbability()"
     assert combine_named("TopLogit", {"k": "all", "shift": [1], "scale": [2.0]}) == TopLogit("all", (1.0,), (2.0,))
     assert set(COMBINES) == {
-        *("MeanProbability", "MeanPrediction", "MeanLogit", "ClassShares", "TopLogit", "FirstLayer", "OpenSetVote"),
+        *(
+            "MeanProbability",
+            "MeanPrediction",
+            "MeanLogit",
+            "ClassShares",
+            "TopLogit",
+            "AtLayer",
+            "Nearest",
+            "OpenSetVote",
+        ),
     }
 
 
@@ -165,7 +172,7 @@ def test_a_file_cannot_name_anything_else(name: str) -> None:
         ("TopLogit", {"scale": [0.0]}),
         ("TopLogit", {"scale": [float("nan")]}),
         ("TopLogit", {"shift": "abc"}),
-        ("FirstLayer", {"k": -1}),
+        ("AtLayer", {"k": -1}),
         ("OpenSetVote", {"voters": 1.5}),
     ],
 )

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from fedfuse.core.params import Params
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
-from fedfuse.nets.stack import Program, Stack, cost_of, first_output
+from fedfuse.nets.partial import layer_output
+from fedfuse.nets.stack import Program, Stack, cost_of
 
 
 def members(spec: Spec, count: int = 3, seed: int = 0) -> list[Params]:
@@ -112,7 +113,6 @@ def test_costs_are_counted() -> None:
     convolutions = 24 * 24 * 6 * 25 + 8 * 8 * 16 * 6 * 25
     cost = cost_of(lenet, (1, 28, 28))
     assert cost.products == convolutions + 256 * 120 + 120 * 84 + 84 * 10
-    assert cost.first == 24 * 24 * 6 * 25
     assert cost.outputs == 10
     assert cost.floats == 16 * (28 * 28 + 24 * 24), "the first convolution holds most, with its channels in sixteens"
 
@@ -124,13 +124,13 @@ def test_the_first_layer_is_seen_without_running_the_rest() -> None:
     hook = spec.skeleton()[3].register_forward_hook(lambda *_: ran.append(True))  # type: ignore[index]
     params, x = members(spec, 1)[0], torch.randn(5, 4)
     expected = x @ params["1.weight"].T + params["1.bias"]
-    assert torch.allclose(first_output(spec, params, x), expected, atol=1e-6)
+    assert torch.allclose(layer_output(spec, params, x), expected, atol=1e-6)
     hook.remove()
     assert not ran
-    convolution = first_output(Spec("lenet"), members(Spec("lenet"), 1)[0], torch.zeros(2, 1, 28, 28))
+    convolution = layer_output(Spec("lenet"), members(Spec("lenet"), 1)[0], torch.zeros(2, 1, 28, 28))
     assert convolution.shape == (2, 6, 24, 24)
     with pytest.raises(ConfigError, match="no layer with weights"):
-        first_output(Spec.of(nn.Sequential(nn.ReLU())), {}, x)
+        layer_output(Spec.of(nn.Sequential(nn.ReLU())), {}, x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -146,4 +146,4 @@ def test_the_first_layer_of_tied_weights_answers() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net[1].weight = net[0].weight
     x = torch.randn(3, 4)
-    assert first_output(Spec.of(net), net.state_dict(), x).equal(net[0](x))
+    assert layer_output(Spec.of(net), net.state_dict(), x).equal(net[0](x))

@@ -19,8 +19,9 @@ from fedfuse.engines.local import InProcess
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import Setting, prepare
-from fedfuse.nets.combine import Combine, FirstLayer, MeanProbability, TopLogit, find_disturbed
+from fedfuse.nets.combine import Combine, MeanProbability, TopLogit, find_disturbed
 from fedfuse.nets.mixture import Mixture
+from fedfuse.nets.routes import AtLayer
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.door.admit import Admission, admit_all
@@ -116,7 +117,7 @@ def test_depths_one_to_five_answer_together(real_data: Path) -> None:
 
 
 def test_the_first_layer_knows_something_of_who_should_answer(real_data: Path) -> None:
-    early = mean_accuracy(5, FirstLayer(1))
+    early = mean_accuracy(5, AtLayer(1))
     alone = [float(v) for seed in SEEDS for v in _alone(trained(5, seed))]
     assert early > sum(alone) / len(alone), "better than a client picked at random"
 

@@ -23,8 +23,9 @@ from fedfuse.core.model import Model, Single
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, error_text
 from fedfuse.models.bayes import Bayesian
-from fedfuse.nets.combine import Choosing, Combine, Route
+from fedfuse.nets.combine import Choosing, Combine
 from fedfuse.nets.mixture import Mixture
+from fedfuse.nets.routes import Route
 from fedfuse.wire.files import load_answering
 
 Target = Literal["onnx", "torchscript", "state-dict"]

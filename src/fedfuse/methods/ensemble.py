@@ -20,6 +20,7 @@ def ensemble(
     shares: Shares = "none",
     distill: InputSource = "none",
     inputs: PositiveInt = 2000,
+    held_classes: bool = False,
     temperature: PositiveFloat = 20.0,
     epochs: PositiveInt = 100,
     lr: PositiveFloat = 1e-3,
@@ -35,12 +36,14 @@ def ensemble(
         distill: the inputs on which one network learns from all: "server" rows, "unlabelled" inputs, "impressions" or
             "generated" ones made of the networks themselves; "none" keeps all networks.
         inputs: how many "impressions" are made.
+        held_classes: make "impressions" of a network only for the classes its client has rows of, by the label counts
+            that clients then send.
         temperature: of distillation.
         epochs: of distillation.
         lr: of distillation, by Adam.
     """
     return Recipe(
-        evidence=(LabelCounts(),) * (shares == "counts"),
+        evidence=(LabelCounts(),) * (shares == "counts" or held_classes),
         aggregate=KeepAll(MeanProbability(), weights, shares=shares),
-        steps=distillation(distill, inputs, temperature, epochs, lr),
+        steps=distillation(distill, inputs, temperature, epochs, lr, held_classes),
     )

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fedfuse.errors import ConfigError
+from fedfuse.nets.routes import AtLayer, Count, Nearest, check_count, largest
 from fedfuse.tasks import CLASSIFICATION, task_named
 
-Count: TypeAlias = int | Literal["all"]
 Score: TypeAlias = Literal["logit", "energy", "margin", "softmax"]
 Counts: TypeAlias = tuple[tuple[float, ...], ...]
 
@@ -28,15 +28,6 @@ class Combine(Protocol):
 
     def __call__(self, weights: Tensor, logits: Tensor) -> Tensor:
         """Weights (k,) and member logits (k, n, classes) to logits (n, classes)."""
-        ...
-
-
-@runtime_checkable
-class Route(Protocol):
-    """A rule that chooses the members before they run: those not chosen cost one layer and answer zeros."""
-
-    def choose(self, confidence: Tensor) -> Tensor:
-        """The members' confidence at their first layer (k, n) to who runs on which input, true or false (k, n)."""
         ...
 
 
@@ -184,7 +175,7 @@ class TopLogit:
     counts: Counts = ()
 
     def __post_init__(self) -> None:
-        _check_count("AMS", self.k)
+        check_count("AMS", self.k)
         if self.score not in get_args(Score):
             raise ConfigError(f"AMS: score is {str(self.score)[:40]!r}, expected one of {', '.join(get_args(Score))}")
         object.__setattr__(self, "counts", _table("counts", self.counts))
@@ -217,33 +208,6 @@ class TopLogit:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstLayer:
-    """AMS decided at the first layer: only the members whose first layer responds most strongly run to the end.
-
-    A member's confidence is the largest output of its first layer, before the activation; the k largest are chosen,
-    ties to the lowest client, and their logits are added.
-
-    Example:
-        >>> FirstLayer().choose(torch.tensor([[1.0, 5.0], [2.0, 5.0]]))
-        tensor([[False,  True],
-                [ True, False]])
-    """
-
-    k: Count = 1
-
-    def __post_init__(self) -> None:
-        _check_count("AMS", self.k)
-
-    def choose(self, confidence: Tensor) -> Tensor:
-        """The k most confident members of each input."""
-        return largest(confidence, self.k)
-
-    def __call__(self, weights: Tensor, logits: Tensor) -> Tensor:  # noqa: ARG002 - members not chosen are zero
-        """The sum of the chosen members' logits."""
-        return logits.sum(0)
-
-
-@dataclass(frozen=True, slots=True)
 class OpenSetVote:
     """FedOV's vote: members that know an input add their class probabilities; the last output means "unknown".
 
@@ -260,7 +224,7 @@ class OpenSetVote:
     voters: Count = "all"
 
     def __post_init__(self) -> None:
-        _check_count("the open-set vote", self.voters)
+        check_count("the open-set vote", self.voters)
 
     def __call__(self, weights: Tensor, logits: Tensor) -> Tensor:  # noqa: ARG002 - votes count by what is known
         """Log of the mean vote for each known class."""
@@ -289,19 +253,6 @@ def rule_for_members(rule: Combine, indices: Sequence[int]) -> Combine:
     return TopLogit(rule.k, shift, scale, rule.score, counts)
 
 
-def largest(confidence: Tensor, count: Count) -> Tensor:
-    """Which members have the `count` largest confidences, per input; of equals the first (k, n).
-
-    Example:
-        >>> largest(torch.tensor([[1.0], [1.0], [0.0]]), 1)[:, 0].tolist()
-        [True, False, False]
-    """
-    if count == "all" or count >= len(confidence):
-        return torch.ones_like(confidence, dtype=torch.bool)
-    best = confidence.sort(stable=True, dim=0, descending=True).indices[:count]
-    return torch.zeros_like(confidence, dtype=torch.bool).scatter_(0, best, True)
-
-
 def find_disturbed(logits: Tensor) -> Tensor:
     """Where members disturb each other: the sum of logits answers otherwise than the most confident member (n,).
 
@@ -315,7 +266,7 @@ def find_disturbed(logits: Tensor) -> Tensor:
 
 COMBINES: dict[str, type] = {
     rule.__name__: rule
-    for rule in (MeanProbability, MeanPrediction, MeanLogit, ClassShares, TopLogit, FirstLayer, OpenSetVote)
+    for rule in (MeanProbability, MeanPrediction, MeanLogit, ClassShares, TopLogit, AtLayer, Nearest, OpenSetVote)
 }
 
 
@@ -325,11 +276,6 @@ def combine_named(name: str, options: Mapping[str, Any]) -> Combine:
         raise ConfigError(f"there is no way to combine called {str(name)[:40]!r}; known are {', '.join(COMBINES)}")
     made: Combine = COMBINES[name](**options)
     return made
-
-
-def _check_count(who: str, count: object) -> None:
-    if count != "all" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        raise ConfigError(f"{who} takes {str(count)[:40]!r} members, expected a whole number from 1 on, or 'all'")
 
 
 def _numbers(name: str, values: object) -> tuple[float, ...]:

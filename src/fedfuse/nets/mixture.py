@@ -11,8 +11,12 @@ from torch import Tensor
 from fedfuse.core.model import Single, outputs
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
-from fedfuse.nets.combine import Choosing, Combine, Route, TopLogit
-from fedfuse.nets.stack import Stack, cost_of, first_output
+from fedfuse.nets.combine import Choosing, Combine, TopLogit
+from fedfuse.nets.head import linear_layer
+from fedfuse.nets.partial import find_layer, layer_input, layer_output
+from fedfuse.nets.regions import FeatureRegion
+from fedfuse.nets.routes import AtLayer, Nearest, Route
+from fedfuse.nets.stack import Stack, cost_of
 
 MEMORY = 64 * 2**20  # bytes a mixture may take for what happens between its inputs and its answer
 
@@ -43,12 +47,16 @@ class Mixture:
         weights: how much each counts, for rules that weigh members.
         combine: the rule by which they answer.
         memory: about how many bytes an answer may take on its way; inputs come in chunks to keep within it.
+        regions: where each member's rows lie in its own features, for the rule that asks it.
+        held: which classes each member's client has rows of, where clients told it.
     """
 
     members: tuple[Single, ...]
     weights: Tensor
     combine: Combine
     memory: int = field(default=MEMORY, compare=False)
+    regions: tuple[FeatureRegion, ...] = ()
+    held: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
     _groups: list[_Group] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -56,6 +64,11 @@ class Mixture:
             raise ConfigError("a mixture of no networks has no answer; give it at least one member")
         if self.weights.shape != (len(self.members),):
             raise ConfigError(f"{self.weights.numel()} weights were given for {len(self.members)} members; one each")
+        if isinstance(self.combine, Nearest) and len(self.regions) != len(self.members):
+            raise ConfigError(
+                f"{len(self.regions)} regions of features were given for {len(self.members)} members that are to be "
+                "chosen by them; one each"
+            )
         classes = {n for m in self.members if (n := outputs(m)) is not None}
         if len(classes) > 1:
             raise ConfigError(
@@ -116,16 +129,24 @@ class Mixture:
         return torch.stack([found[index] for index in range(len(self.members))])
 
     def confidence(self, x: Tensor) -> Tensor:
-        """The largest output of every member's first layer (members, n)."""
+        """How sure every member is of every input before it has answered, as the rule asks it (members, n)."""
+        if isinstance(self.combine, Nearest):
+            return torch.stack([-region.distance(self._features(i, x)) for i, region in enumerate(self.regions)])
+        which = self.combine.layer if isinstance(self.combine, AtLayer) else "first"
         found: dict[int, Tensor] = {}
         for group in self._member_groups():
-            if group.stack is not None and group.stack.fits(x):
+            first = find_layer(group.spec, which) == group.spec.layout.layers[0]
+            if first and group.stack is not None and group.stack.fits(x):
                 found |= dict(zip(group.indices, group.stack.first(x).amax(1), strict=True))
             else:
-                mine = [(index, self.members[index]) for index in group.indices]
-                outs = {p: first_output(m.spec, m.posterior.mean, x).flatten(1) for p, m in mine}
-                found |= {index: out.amax(1) for index, out in outs.items()}
+                mine = {i: self.members[i].posterior.mean for i in group.indices}
+                found |= {i: layer_output(group.spec, w, x, which).flatten(1).amax(1) for i, w in mine.items()}
         return torch.stack([found[index] for index in range(len(self.members))])
+
+    def _features(self, index: int, x: Tensor) -> Tensor:
+        """What a member's last linear layer reads."""
+        member = self.members[index]
+        return layer_input(member.spec, member.posterior.mean, x, linear_layer(member.spec.layout))
 
     def to(self, device: str) -> Mixture:
         """The same mixture with its weights elsewhere."""

@@ -11,13 +11,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fedfuse.core.hooks import forward_hooks
-from fedfuse.core.inputs import as_read, run_once
+from fedfuse.core.inputs import run_once
 from fedfuse.core.params import Params
-from fedfuse.core.spec import Spec, drop_tied_names
-from fedfuse.errors import ConfigError
+from fedfuse.core.spec import Spec
 
 _POINTWISE = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Softplus, nn.Tanh, nn.Sigmoid, nn.Identity)
 _LIT = 0.9  # with fewer columns than this share in use, leaving the dark ones out pays for looking
@@ -116,7 +114,6 @@ class Cost(NamedTuple):
     """What one input costs a network."""
 
     products: int  # multiplications in linear layers and convolutions
-    first: int  # those of the first layer alone
     floats: int  # the largest input and output of one layer together: what is alive at a time
     outputs: int  # logits
 
@@ -127,7 +124,7 @@ def cost_of(spec: Spec, shape: tuple[int, ...]) -> Cost:
 
     Example:
         >>> cost_of(Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2}), (4,))
-        Cost(products=18, first=12, floats=8, outputs=2)
+        Cost(products=18, floats=8, outputs=2)
     """
     products, floats = list[int](), [0]
 
@@ -138,44 +135,12 @@ def cost_of(spec: Spec, shape: tuple[int, ...]) -> Cost:
 
     with forward_hooks((m, watch) for m in spec.skeleton().modules() if not any(m.children())):
         outputs = run_once(spec, shape).shape[-1]
-    return Cost(sum(products), next(iter(products), 0), max(floats), outputs)
+    return Cost(sum(products), max(floats), outputs)
 
 
 def _floats_taken(t: Tensor) -> int:
     """How many numbers a tensor takes; libraries keep the channels of images in blocks of sixteen."""
     return t.numel() if t.ndim != 4 else math.ceil(t.shape[1] / 16) * 16 * t.shape[2] * t.shape[3]
-
-
-class _FirstOutput(Exception):
-    """Carries the first layer's output out of a forward pass that need not go on."""
-
-    def __init__(self, out: Tensor) -> None:
-        super().__init__()
-        self.out = out
-
-
-def first_output(spec: Spec, params: Params, x: Tensor) -> Tensor:
-    """What a network's first layer gives, before any activation, without running the rest.
-
-    Example:
-        >>> spec = Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2})
-        >>> tuple(first_output(spec, spec.build().state_dict(), torch.ones(5, 4)).shape)
-        (5, 3)
-    """
-    layers = spec.layout.layers
-    if not layers:
-        raise ConfigError(f"model {spec.factory!r} has no layer with weights, so none can be chosen by its first one")
-    module, name = spec.skeleton(), layers[0].weight.rpartition(".")[0]
-
-    def stop(_: nn.Module, __: object, out: Tensor) -> None:
-        raise _FirstOutput(out)
-
-    try:
-        with forward_hooks([(module.get_submodule(name), stop)]):
-            functional_call(module, drop_tied_names(spec, params), (spec.cast(as_read(spec, x)),))
-    except _FirstOutput as seen:
-        return seen.out
-    raise ConfigError(f"model {spec.factory!r} never runs its first layer {name!r}, so members cannot be chosen by it")
 
 
 def _chain(module: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:

@@ -19,6 +19,7 @@ from fedfuse.core.state import entries_of, with_kind
 from fedfuse.errors import ConfigError
 from fedfuse.nets.combine import combine_named
 from fedfuse.nets.mixture import Mixture
+from fedfuse.nets.regions import FeatureRegion
 from fedfuse.wire.codec import Malformed, Packet, forms_of, read, write
 from fedfuse.wire.messages import VERSION, mark_notes, split
 
@@ -49,6 +50,8 @@ def save_model(
     tensors: dict[str, Tensor] = {}
     for index, member in enumerate(model.members):
         tensors |= {f"{index}/{n}": t for n, t in _tensors(member).items()}
+    for index, region in enumerate(model.regions if isinstance(model, Mixture) else ()):
+        tensors |= {f"{index}/{n}": t for n, t in mark_notes(region.to_notes()).items()}
     header |= {"members": [m.spec.to_json() for m in model.members]}
     if isinstance(model, Mixture):
         header |= {"combine": type(model.combine).__name__, "options": asdict(model.combine)}  # type: ignore[call-overload]
@@ -109,15 +112,16 @@ def _model(packet: Packet, trusted: Collection[str], like: Spec | None = None) -
         raise Malformed(f"it holds a {header.get('kind') or 'plain set of tensors'}, expected a model")
     if "members" not in header:
         return _single(Spec.from_json(header.get("spec"), trusted).with_prototype_of(like), *split(packet))
-    members = []
+    members, regions = list[Single](), list[FeatureRegion]()
     for index, spec in enumerate(header["members"]):
         mine = packet.tensors.part(lambda n, p=f"{index}/": n.startswith(p), lambda n: n.partition("/")[2])  # type: ignore[misc]
         own, notes = split(Packet({}, mine, 0))
         members.append(_single(Spec.from_json(spec, trusted).with_prototype_of(like), own, notes))
+        regions += [region] if (region := FeatureRegion.from_notes(notes)) is not None else []
     if "combine" not in header:
         return Apart(tuple(members))
     weights = torch.tensor(header["weights"], dtype=torch.float64)
-    return Mixture(tuple(members), weights, combine_named(header["combine"], header["options"]))
+    return Mixture(tuple(members), weights, combine_named(header["combine"], header["options"]), regions=tuple(regions))
 
 
 def _single(spec: Spec, own: Params, notes: Params) -> Single:

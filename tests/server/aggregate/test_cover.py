@@ -14,8 +14,9 @@ from fedfuse.core.posterior import Posterior
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
-from fedfuse.nets.combine import FirstLayer, TopLogit
+from fedfuse.nets.combine import TopLogit
 from fedfuse.nets.mixture import Mixture
+from fedfuse.nets.routes import AtLayer
 from fedfuse.server.aggregate.cover import CoverAnswers, CoverClasses, select_greedily
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [], "classes": 3})
@@ -27,7 +28,7 @@ def client(name: str, weight: torch.Tensor, counts: list[int] | None = None) -> 
     return ClientUpdate(name, Posterior(mean), 1.0, 1, SPEC, notes)
 
 
-def mixture(cohort: Cohort, rule: TopLogit | FirstLayer) -> Mixture:
+def mixture(cohort: Cohort, rule: TopLogit | AtLayer) -> Mixture:
     members = tuple(Single(u.spec, u.posterior) for u in cohort)
     return Mixture(members, torch.full((len(members),), 1 / len(members)), rule)
 
@@ -65,8 +66,8 @@ def test_classes_nobody_holds_do_not_count() -> None:
     assert kept.covered == [0.5, 1.0]
 
 
-@pytest.mark.parametrize("rule", [TopLogit(1, scale=(1.0, 2.0, 1.0, 3.0)), TopLogit("all"), FirstLayer(1)])
-def test_those_kept_answer_as_everybody_would(rule: TopLogit | FirstLayer) -> None:
+@pytest.mark.parametrize("rule", [TopLogit(1, scale=(1.0, 2.0, 1.0, 3.0)), TopLogit("all"), AtLayer(1)])
+def test_those_kept_answer_as_everybody_would(rule: TopLogit | AtLayer) -> None:
     torch.manual_seed(2)
     cohort = Cohort.of([client(f"c{i}", torch.randn(3, 4) * (1 + 2 * (i == 1))) for i in range(4)])
     everybody = mixture(cohort, rule)
@@ -76,7 +77,7 @@ def test_those_kept_answer_as_everybody_would(rule: TopLogit | FirstLayer) -> No
         tuple(everybody.members[i] for i in kept.indices),
         everybody.weights[kept.indices],
         rule
-        if isinstance(rule, FirstLayer)
+        if isinstance(rule, AtLayer)
         else TopLogit(rule.k, (), tuple(rule.scale[i] for i in kept.indices if rule.scale)),
     )
     same = few.logits(rows.x).argmax(-1) == everybody.logits(rows.x).argmax(-1)

@@ -18,8 +18,9 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.nets.calibrate import calibration
-from fedfuse.nets.combine import ClassShares, FirstLayer, MeanProbability, OpenSetVote, TopLogit
+from fedfuse.nets.combine import ClassShares, MeanProbability, OpenSetVote, TopLogit
 from fedfuse.nets.mixture import Mixture
+from fedfuse.nets.routes import AtLayer
 from fedfuse.server.aggregate.cover import CoverClasses
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.robust import Krum
@@ -114,9 +115,9 @@ def test_covered_clients_are_left_out_with_their_numbers() -> None:
 def test_the_cost_of_choosing_early() -> None:
     cohort = Cohort.of([update(c, DEEP) for c in "abcd"])
     first, rest = 6 * 5, 5 * 5 + 5 * 5 + 5 * 3
-    _, after = kept(KeepAll(FirstLayer(1)), cohort)
+    _, after = kept(KeepAll(AtLayer(1)), cohort)
     assert after.facts["cost"] == pytest.approx((4 * first + first + rest) / (4 * (first + rest)))
-    assert kept(KeepAll(FirstLayer("all")), cohort)[1].facts["cost"] == 1.0
+    assert kept(KeepAll(AtLayer("all")), cohort)[1].facts["cost"] == 1.0
     unseen = Spec.of(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)))
     assert "cost" not in kept(KeepAll(), Cohort.of([update("a", unseen)]), Bench())[1].facts
 
@@ -125,14 +126,14 @@ def test_laws_follow_from_the_rule() -> None:
     assert {"one", "agree"} <= KeepAll().laws
     assert {"one", "agree"} <= KeepAll(TopLogit(1)).laws
     assert "agree" not in KeepAll(TopLogit("all")).laws
-    assert "one" in KeepAll(FirstLayer(2)).laws
+    assert "one" in KeepAll(AtLayer(2)).laws
     assert not {"one", "agree"} & KeepAll(OpenSetVote()).laws
     assert not {"one", "agree"} & KeepAll(TopLogit(1), calibrate="zscore").laws
 
 
 def test_only_compared_logits_can_be_calibrated() -> None:
-    with pytest.raises(RecipeError, match="FirstLayer compares none"):
-        KeepAll(FirstLayer(1), calibrate="zscore")
+    with pytest.raises(RecipeError, match="AtLayer compares none"):
+        KeepAll(AtLayer(1), calibrate="zscore")
 
 
 @pytest.mark.parametrize("guard", [None, Krum()])
@@ -165,8 +166,8 @@ def test_shares_that_cannot_be_are_refused() -> None:
     bare = Spec("mlp", {"inputs": 6, "hidden": [5], "classes": 3, "output_bias": False})
     with pytest.raises(ConfigError, match=r"a: its network has no output bias .*counts"):
         kept(KeepAll(shares="biases"), Cohort.of([update("a", bare)]))
-    with pytest.raises(RecipeError, match="FirstLayer takes neither"):
-        KeepAll(FirstLayer(1), shares="counts")
+    with pytest.raises(RecipeError, match="AtLayer takes neither"):
+        KeepAll(AtLayer(1), shares="counts")
 
 
 def test_whom_others_cover_is_left_out_of_the_shares_too() -> None:

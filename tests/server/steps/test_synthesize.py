@@ -17,8 +17,10 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.data.transforms import CropFlip
-from fedfuse.nets.combine import FirstLayer, MeanLogit, TopLogit
+from fedfuse.errors import ConfigError
+from fedfuse.nets.combine import MeanLogit, TopLogit
 from fedfuse.nets.mixture import Mixture
+from fedfuse.nets.routes import AtLayer
 from fedfuse.server.steps.synthesize import (
     Generate,
     Impressions,
@@ -38,7 +40,7 @@ def linear(weight: torch.Tensor) -> Single:
     return Single(LINEAR, Posterior({"classifier.weight": weight, "classifier.bias": torch.zeros(3)}))
 
 
-def mixture(*members: Single, rule: TopLogit | MeanLogit | FirstLayer | None = None) -> Mixture:
+def mixture(*members: Single, rule: TopLogit | MeanLogit | AtLayer | None = None) -> Mixture:
     alike = torch.full((len(members),), 1 / len(members), dtype=torch.float64)
     return Mixture(members, alike, rule or MeanLogit())
 
@@ -101,6 +103,22 @@ def test_of_several_networks_each_makes_its_share_of_the_impressions() -> None:
     assert set(teacher.logits(together).argmax(-1).tolist()) == {2}
 
 
+def test_held_classes_alone_are_asked_for_where_counts_tell_them() -> None:
+    sure = [linear(9 * torch.eye(3, 6)) for _ in range(2)]
+    made = Impressions(count=12, steps=300, lr=0.2, beta=(0.1,), held=True)
+    assert made.needs == {"counts"}
+    told = replace(mixture(*sure), held=((2,), (0, 1)))
+    answers = sure[0].logits(made(0, told, None, BENCH)).argmax(-1)
+    assert set(answers[:6].tolist()) == {2}
+    assert set(answers[6:].tolist()) == {0, 1}
+    similarity = torch.full((3, 3), 0.5).fill_diagonal_(1.0)
+    wanted = wanted_answers(similarity, torch.arange(500), (1.0,), torch.Generator().manual_seed(0), held=(0, 2))
+    assert wanted[:, 1].mean() < 0.01, "an answer is not uncertain about a class nobody saw"
+    assert torch.allclose(wanted[::2, 0].mean(), torch.tensor(2 / 3), atol=0.05)
+    with pytest.raises(ConfigError, match="do not come one by one with label counts"):
+        made(0, mixture(*sure), None, BENCH)
+
+
 def test_few_impressions_of_many_networks_still_ask_for_every_class() -> None:
     sure = [linear(9 * torch.eye(3, 6)) for _ in range(3)]
     x = Impressions(count=6, steps=300, lr=0.2, beta=(10.0,))(0, mixture(*sure), None, BENCH)
@@ -145,7 +163,7 @@ def test_the_gap_is_the_distance_to_what_norms_remember() -> None:
 
 def test_members_chosen_early_teach_too() -> None:
     torch.manual_seed(0)
-    teacher = mixture(linear(torch.randn(3, 6)), linear(torch.randn(3, 6)), rule=FirstLayer(1))
+    teacher = mixture(linear(torch.randn(3, 6)), linear(torch.randn(3, 6)), rule=AtLayer(1))
     x = torch.randn(8, 6)
     assert torch.allclose(answer_and_gap(teacher, x)[0], teacher.logits(x), atol=1e-6)
     assert count_outputs(teacher, InputForm((6,))) == 3

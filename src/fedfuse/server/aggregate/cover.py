@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fedfuse.core.messages import Cohort
 from fedfuse.core.state import Bench
-from fedfuse.nets.combine import Route, rule_for_members
+from fedfuse.nets.combine import rule_for_members
 from fedfuse.nets.mixture import Mixture
+from fedfuse.nets.routes import Route
 from fedfuse.server.steps.disturb import probe_inputs
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -20,14 +20,18 @@ from fedfuse.nets.combine import (
     ClassShares,
     Combine,
     Counts,
-    FirstLayer,
     MeanPrediction,
     MeanProbability,
     OpenSetVote,
     TopLogit,
 )
+from fedfuse.nets.cost import layer_costs
+from fedfuse.nets.head import linear_layer, sums_in
 from fedfuse.nets.inputs import input_form
 from fedfuse.nets.mixture import Mixture
+from fedfuse.nets.partial import find_layer
+from fedfuse.nets.regions import FeatureRegion
+from fedfuse.nets.routes import AtLayer, Nearest
 from fedfuse.nets.stack import cost_of
 from fedfuse.server.aggregate.cover import Cover
 from fedfuse.server.aggregate.mean import ALL_LAWS
@@ -76,12 +80,12 @@ class KeepAll(ServerPart):
     @property
     def needs_classes(self) -> bool:
         """Largest logits and votes are of classes; a mean prediction is there for every task."""
-        return self.cover is not None or isinstance(self.combine, TopLogit | FirstLayer | OpenSetVote)
+        return self.cover is not None or isinstance(self.combine, TopLogit | AtLayer | Nearest | OpenSetVote)
 
     @property
     def laws(self) -> frozenset[str]:
         """All but what the rule takes away: a sum of equal answers is not that answer, nor is a calibrated one."""
-        rule, several = self.combine, isinstance(self.combine, TopLogit | FirstLayer) and self.combine.k != 1
+        rule, several = self.combine, isinstance(self.combine, TopLogit | AtLayer | Nearest) and self.combine.k != 1
         changed = self.calibrate is not None or self.shares != "none" or isinstance(rule, OpenSetVote)
         return ALL_LAWS - ({"one", "agree"} if changed else {"agree"} if several else set())
 
@@ -90,21 +94,39 @@ class KeepAll(ServerPart):
         """What choosing and calibrating need, and networks that can answer."""
         chosen = (self.cover.needs if self.cover is not None else _NOTHING) | {"network"}
         chosen |= {"counts"} if self.shares == "counts" else set()
+        chosen |= {"moments"} if isinstance(self.combine, Nearest) else set()
         if self.calibrate is None:
             return chosen
         return chosen | {"logit_scale" if self.fitted == "clients" else "server_rows"}
 
+    def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:  # noqa: ARG002
+        """Say before training if a network lacks the layer at which it would be chosen.
+
+        Raises:
+            ConfigError: in one sentence.
+        """
+        for spec in networks.values():
+            if isinstance(self.combine, AtLayer):
+                find_layer(spec, self.combine.layer)
+            elif isinstance(self.combine, Nearest):
+                linear_layer(spec.layout)
+
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
         """The mixture of the cohort's networks, in client order; clients would still begin where they began."""
-        everybody = Mixture(members_of(cohort), self._shares(cohort), self._rule(cohort, bench))
+        everybody = self._mixture(cohort, bench)
         mixture, facts = everybody, dict[str, Any]()
         if self.cover is not None:
             selection = self.cover(cohort, everybody, bench)
             fewer = Cohort(tuple(cohort.updates[i] for i in selection.indices))
-            mixture = Mixture(members_of(fewer), self._shares(fewer), self._rule(fewer, bench))
+            mixture = self._mixture(fewer, bench)
             facts = {"kept": list(fewer.clients), "covered": selection.covered}
         facts |= inference_costs(mixture, [u.spec for u in cohort], bench)
         return replace(state, model=mixture, starts={"": state.start}).noting(**facts)
+
+    def _mixture(self, cohort: Cohort, bench: Bench) -> Mixture:
+        regions = sent_regions(cohort) if isinstance(self.combine, Nearest) else ()
+        rule = self._rule(cohort, bench)
+        return Mixture(members_of(cohort), self._shares(cohort), rule, regions=regions, held=held_classes(cohort))
 
     def _shares(self, cohort: Cohort) -> Tensor:
         equal = torch.full((len(cohort),), 1 / len(cohort), dtype=torch.float64)
@@ -150,6 +172,18 @@ def sent_counts(cohort: Cohort) -> Counts:
     return tuple(tuple(float(n) for n in u.notes["counts/labels"].tolist()) for u in cohort)
 
 
+def held_classes(cohort: Cohort) -> tuple[tuple[int, ...], ...]:
+    """Which classes every client has rows of, where all have told their label counts; nothing otherwise."""
+    if not all("counts/labels" in u.notes for u in cohort):
+        return ()
+    return tuple(tuple(c for c, n in enumerate(counts) if n > 0) for counts in sent_counts(cohort))
+
+
+def sent_regions(cohort: Cohort) -> tuple[FeatureRegion, ...]:
+    """Where every client's rows lie in its own network's features, by the moments it has sent."""
+    return tuple(FeatureRegion.of(sums_in(u.notes)) for u in cohort)
+
+
 def counts_by_biases(cohort: Cohort) -> Counts:
     """How many rows of each class every client has, as far as its output biases tell: n_j softmax(b_j)_c.
 
@@ -190,7 +224,15 @@ def inference_costs(model: Answering, everybody: Sequence[Spec], bench: Bench) -
         return facts
     products: float = sum(c.products for c in mine)
     rule = model.combine if isinstance(model, Mixture) else None
-    if isinstance(rule, FirstLayer) and rule.k != "all":
-        run = min(1.0, rule.k / len(mine))  # the others stop after their first layer
-        products = sum(c.first for c in mine) + run * sum(c.products for c in mine)
+    if isinstance(rule, AtLayer | Nearest) and rule.k != "all":
+        run = min(1.0, rule.k / len(mine))  # the others stop where they are chosen
+        products = sum(_products_until(rule, m.spec, bench) for m in members) + run * products
     return facts | {"cost": products / max(1, sum(c.products for c in full))}
+
+
+def _products_until(rule: AtLayer | Nearest, spec: Spec, bench: Bench) -> int:
+    """The multiplications a member does before it is chosen or not."""
+    costs, names = layer_costs(spec, input_form(bench, spec).shape), [layer.name for layer in spec.layout.layers]
+    last = find_layer(spec, rule.layer).name if isinstance(rule, AtLayer) else linear_layer(spec.layout).name
+    before = names[: names.index(last) + isinstance(rule, AtLayer)]
+    return sum(costs[name].products for name in before if name in costs)

@@ -18,7 +18,7 @@ from fedfuse.core.seams import Result, ServerPart, ServerStep
 from fedfuse.core.settings import Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, entries_of
-from fedfuse.errors import RecipeError
+from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.nets.cost import MASK
 from fedfuse.nets.inputs import common_form
 from fedfuse.server.aggregate.ensemble import inference_costs
@@ -208,7 +208,7 @@ class Distill(ServerPart):
 
 
 def distillation(
-    source: InputSource, inputs: int, temperature: float, epochs: int, lr: float
+    source: InputSource, inputs: int, temperature: float, epochs: int, lr: float, held: bool = False
 ) -> tuple[ServerStep, ...]:
     """The step a method's options ask for: none, or distillation by Adam on inputs from a source.
 
@@ -216,9 +216,13 @@ def distillation(
         >>> [type(step.input_source).__name__ for step in distillation("unlabelled", 500, 4.0, 10, 1e-3)]
         ['UnlabelledInputs']
     """
+    if held and source != "impressions":
+        raise ConfigError(
+            f"held_classes is about impressions, and distill is {source!r}; expected distill = 'impressions' with it"
+        )
     if source == "none":
         return ()
     input_source, optimizer = INPUT_SOURCES[source], Optimizer(name="adam", lr=lr)
     if isinstance(input_source, Impressions):
-        input_source = replace(input_source, count=inputs)
+        input_source = replace(input_source, count=inputs, held=held)
     return (Distill(input_source, temperature, epochs, optimizer=optimizer),)

@@ -18,6 +18,7 @@ from fedfuse.core.precision import answer_in_full
 from fedfuse.core.rng import seeded
 from fedfuse.core.settings import Optimizer
 from fedfuse.core.state import Bench
+from fedfuse.errors import ConfigError
 from fedfuse.nets.inputs import synthetic_form
 from fedfuse.nets.mixture import Mixture
 from fedfuse.server.steps.distillation_inputs import Teacher
@@ -48,6 +49,8 @@ class Impressions:
         temperature: T.
         beta: how far an answer may be from its class; small values give extreme answers.
         batch: inputs made at a time.
+        held: make inputs of a member only for classes its client has rows of, which label counts tell; of other classes
+            it knows nothing but that they are not its own.
     """
 
     count: int = 2000
@@ -57,8 +60,13 @@ class Impressions:
     temperature: float = 20.0
     beta: tuple[float, ...] = (1.0, 0.1)
     batch: int = 500
-    needs: ClassVar[frozenset[str]] = _NOTHING
+    held: bool = False
     needs_numbers: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Label counts, where they decide what is made."""
+        return frozenset({"counts"}) if self.held else _NOTHING
 
     def __call__(self, epoch: int, teacher: Teacher, student: nn.Module | None, bench: Bench) -> Tensor:  # noqa: ARG002
         """All of them, before the first epoch."""
@@ -67,13 +75,25 @@ class Impressions:
             return torch.empty(0, *form.shape)
         draw, classes = bench.stream("impressions"), count_outputs(teacher, form)
         asked = teacher.members if self.of == "members" else (teacher,)
+        parts = torch.arange(self.count).tensor_split(len(asked))
         batches = []
-        for one, indices in zip(asked, torch.arange(self.count).tensor_split(len(asked)), strict=True):
-            answers = wanted_answers(class_similarity(one.members, classes), indices, self.beta, draw)
+        for one, indices, held in zip(asked, parts, self._held(teacher, len(asked)), strict=True):
+            answers = wanted_answers(class_similarity(one.members, classes), indices, self.beta, draw, held)
             for y in answers.to(bench.local.device).split(self.batch):
                 batches.append(self._make_impressions(one, form, y, draw))
                 bench.progress("impressions, input", sum(map(len, batches)), self.count)
         return torch.cat(batches)
+
+    def _held(self, teacher: Teacher, asked: int) -> Sequence[Sequence[int]]:
+        """The classes each of those asked makes inputs for; nothing stands for all."""
+        if not self.held:
+            return ((),) * asked
+        if self.of != "members" or not isinstance(teacher, Mixture) or len(teacher.held) != asked:
+            raise ConfigError(
+                "inputs were to be made for the classes each network's client has rows of, and the networks do not "
+                "come one by one with label counts; keep all networks and let clients send counts, or make all classes"
+            )
+        return teacher.held
 
     def workload(self, epochs: int, members: int, bench: Bench) -> tuple[float, float]:  # noqa: ARG002
         """Every input takes its steps through its own network, or through all; the student sees all in every epoch."""
@@ -124,11 +144,17 @@ def class_similarity(members: Sequence[Single], classes: int) -> Tensor:
     return (total - low) / (high - low).clamp(min=1e-12)
 
 
-def wanted_answers(similarity: Tensor, indices: Tensor, betas: Sequence[float], draw: torch.Generator) -> Tensor:
-    """The answers that the inputs at some places are made for: classes in turn, every β in turn, Dirichlet draws."""
-    classes = len(similarity)
-    beta = torch.tensor(betas)[(indices // classes) % len(betas)]
-    concentration = (beta[:, None] * similarity[indices % classes]).clamp(min=1e-3)
+def wanted_answers(
+    similarity: Tensor, indices: Tensor, betas: Sequence[float], draw: torch.Generator, held: Sequence[int] = ()
+) -> Tensor:
+    """The answers that the inputs at some places are made for: classes in turn, every β in turn, Dirichlet draws.
+
+    With `held`, only these classes are taken in turn, and an answer is uncertain between these alone.
+    """
+    among = torch.tensor(held or range(len(similarity)))
+    beta = torch.tensor(betas)[(indices // len(among)) % len(betas)]
+    mine = torch.zeros(len(similarity)).index_fill(0, among, 1.0)
+    concentration = (beta[:, None] * similarity[among[indices % len(among)]] * mine).clamp(min=1e-3)
     # Gamma draws in the logarithm, log G(a) = log G(a + 1) + log(U)/a: small parameters would underflow to 0/0
     boosted = torch._standard_gamma(concentration.double() + 1, generator=draw).log()
     uniform = torch.rand(concentration.shape, generator=draw, dtype=torch.float64).log()
