@@ -27,25 +27,21 @@ from fedfuse.server.aggregate.ensemble import members_of
 from fedfuse.server.door.admit import admit_all
 from fedfuse.server.judge import log_probabilities
 
-SEEDS = range(48)
+SEEDS = range(24)
+ACTIVATIONS = {"relu": "ReLU", "leaky_relu": "leaky ReLU", "tanh": "tanh"}
 SEEN = (0, 1, 2, 5, 9)
 
-ONE_NEURON = Spec("mlp", {"inputs": 2, "hidden": [1], "classes": 2})
 ADAM = LocalSettings(epochs=600, batch_size=300, optimizer=Optimizer(name="adam", lr=0.5))
 TABLE_1 = LocalSettings(
     epochs=40, batch_size=64, optimizer=Optimizer(name="adam", lr=0.001), decay=Decay(gamma=0.8, every=2), l1=1e-7
 )
 
+_ALIKE = 0.03  # accuracies closer than this are alike
 _ABOVE, _BELOW, _INK = "#c2452d", "#2d6ca2", "#333333"
 _SIDES = ("#b9d3e8", "#fbfaf7", "#f3c8bd")  # sure of the lower class, unsure, sure of the upper one
-_WORDS = """Two networks of one hidden ReLU unit learn the same rule,
-each from its own side. The fused network concatenates the
-units, so that its logits are the sum of theirs. Data, settings
-and single accuracies are alike; only the seed differs, and
-with it whether the neurons help or disturb each other.
-
-Below: every model's probability of the upper class (red)
-and the test points; those it gets wrong are ringed."""
+_WORDS = """Two networks of one hidden unit learn the same rule, each from its own side; the fused network concatenates the
+units, so its logits are the sum of theirs. Every seed is shown. Below, two seeds of the leaky ReLU whose networks are alike
+alone: a model's probability of the upper class (red), and the test points, ringed where it is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +75,15 @@ def band(count: int, left: float, right: float, seed: int) -> Rows:
     return Rows(torch.stack([across, across.abs() + away], 1), (away <= 0).long())
 
 
-def toy(seed: int, test: Rows, sides: tuple[Rows, Rows]) -> Pair:
+def one_neuron(activation: str) -> Spec:
+    """The paper's network: one hidden unit with a bias, two outputs without."""
+    return Spec("mlp", {"inputs": 2, "hidden": [1], "classes": 2, "activation": activation, "output_bias": False})
+
+
+def toy(seed: int, test: Rows, sides: tuple[Rows, Rows], activation: str = "leaky_relu") -> Pair:
     """Train one neuron on the left and one on the right, as the paper does, and add or choose their logits."""
-    left, right = (trained(ONE_NEURON, rows, ADAM, seed, name) for rows, name in zip(sides, ("l", "r"), strict=True))
+    spec = one_neuron(activation)
+    left, right = (trained(spec, rows, ADAM, seed, name) for rows, name in zip(sides, ("l", "r"), strict=True))
     pair = Pair(seed, (left, right), (accuracy(left, test), accuracy(right, test)), 0.0, 0.0)
     added, chosen = (accuracy(pair.together(rule), test) for rule in (TopLogit("all"), TopLogit(1)))
     return replace(pair, added=added, chosen=chosen)
@@ -116,22 +118,30 @@ def auroc(positive: Tensor, negative: Tensor) -> float:
 
 @figure("ams-toy", paper="AMS, Figure 1")
 def draw_toy(folder: Path) -> list[Path]:
-    """One neuron on the left, one on the right: adding their logits succeeds or fails by the seed alone."""
+    """One neuron on the left, one on the right: whether adding their logits helps, by activation and by seed."""
     sides = (band(300, -2.0, 0.5, seed=1), band(300, -0.5, 2.0, seed=2))
     halves = (band(150, -2.0, 0.5, seed=3), band(150, -0.5, 2.0, seed=4))
     test = Rows(torch.cat([h.x for h in halves]), torch.cat([h.y for h in halves]))
-    pairs = [p for p in (toy(seed, test, sides) for seed in SEEDS) if min(p.alone) > 0.7]
-    best, worst = max(pairs, key=lambda p: p.added), min(pairs, key=lambda p: p.added)
+    outcomes = {name: [toy(seed, test, sides, name) for seed in SEEDS] for name in ACTIVATIONS}
     plt = _pyplot()
     figure, axes = plt.subplots(3, 4, figsize=(13.2, 10.2), layout="constrained")
+    figure.suptitle(_WORDS, x=0.01, ha="left", fontsize=10, color=_INK, linespacing=1.5)
     _draw_halves(axes[0, 0], sides)
-    _draw_outcomes(axes[0, 1], pairs)
-    for axis in axes[0, 2:]:
-        axis.set_axis_off()
-    _explain(axes[0, 2])
-    for row, pair, word in zip(axes[1:], (best, worst), ("success", "failure"), strict=True):
+    for axis, letter, (name, pairs) in zip(axes[0, 1:], "bcd", outcomes.items(), strict=True):
+        _draw_outcomes(axis, f"({letter}) {ACTIVATIONS[name]}", pairs)
+    axes[0, 1].legend(frameon=False, fontsize=8.5, loc="upper left")
+    for row, pair, word in zip(
+        axes[1:], success_and_failure(outcomes["leaky_relu"]), ("success", "failure"), strict=True
+    ):
         _draw_maps(row, pair, test, word)
     return [_saved(figure, folder / "ams-toy.png")]
+
+
+def success_and_failure(pairs: Sequence[Pair]) -> tuple[Pair, Pair]:
+    """The pair that adding serves best, and of those that are like it alone the one it serves worst."""
+    best = max(pairs, key=lambda p: p.added)
+    apart = {p.seed: max(abs(a - b) for a, b in zip(p.alone, best.alone, strict=True)) for p in pairs}
+    return best, min(pairs, key=lambda p: (apart[p.seed] > _ALIKE, p.added))
 
 
 @figure("ams-confidence", paper="AMS, Figure 2")
@@ -192,25 +202,21 @@ def _draw_halves(axis: Any, sides: tuple[Rows, Rows]) -> None:
     axis.text(-1.95, -1.05, "● left      △ right", color=_INK, fontsize=8.5, va="center")
 
 
-def _draw_outcomes(axis: Any, pairs: Sequence[Pair]) -> None:
-    """Every pair that learnt: both alone, and together."""
-    order = sorted(pairs, key=lambda p: p.added)
+def _draw_outcomes(axis: Any, name: str, pairs: Sequence[Pair]) -> None:
+    """Every seed: both networks alone, and together."""
+    order = sorted(pairs, key=lambda p: (p.added, min(p.alone)))
     at = range(len(order))
     alone = 100 * np.array([p.alone for p in order])
-    axis.vlines(at, alone.min(1), alone.max(1), color="#bbbbbb", lw=4, label="either side alone")
-    axis.plot(at, [100 * p.added for p in order], "o", ms=5, color=_INK, label="logits added")
-    axis.plot(at, [100 * p.chosen for p in order], "x", ms=5.5, color="#3a923a", label="the surer one (AMS)")
-    axis.set_title(f"(b) {len(order)} of {len(SEEDS)} seeds learn: accuracy, %", loc="left")
+    axis.vlines(at, alone.min(1) - 0.4, alone.max(1) + 0.4, color="#bbbbbb", lw=4, label="between the two alone")
+    axis.plot(at, [100 * p.added for p in order], "o", ms=4, color=_INK, label="logits added")
+    axis.plot(at, [100 * p.chosen for p in order], "x", ms=5, color="#3a923a", label="the surer one (AMS)")
+    below, above = sum(p.added < min(p.alone) for p in order), sum(p.added > max(p.alone) for p in order)
+    axis.set_title(f"{name}: {below} below both, {above} above", loc="left")
     axis.set_xticks([])
     axis.set_xlabel("seeds, by what adding gives")
-    axis.legend(frameon=False, fontsize=8.5, loc="upper left")
-    axis.set_ylim(None, 109)  # room for the legend
-    axis.set_yticks([tick for tick in axis.get_yticks() if axis.get_ylim()[0] <= tick <= 100])
-
-
-def _explain(axis: Any) -> None:
-    words = axis.text(0.0, 0.97, _WORDS, va="top", color=_INK, fontsize=10, linespacing=1.5, transform=axis.transAxes)
-    words.set_in_layout(False)  # it runs over two panels, and must not widen the first
+    axis.set_ylabel("accuracy, %")
+    axis.set_ylim(46, 112)  # room for the legend
+    axis.set_yticks(range(50, 101, 10))
 
 
 def _draw_maps(row: Sequence[Any], pair: Pair, test: Rows, word: str) -> None:

@@ -69,30 +69,25 @@ def ams(
         lr: of distillation, by Adam.
         disturbance: measure how often adding logits changes the most confident network's answer.
     """
-    if layer != "last" and score != "logit":
-        raise ConfigError(
-            f"method 'ams': score {score!r} needs a network's last layer, and layer = {layer!r} chooses before it; "
-            "expected layer = 'last' with it"
-        )
     scaled: Calibration | None = None if calibrate == "none" else calibrate
     evidence: tuple[Evidence, ...] = (LogitScale(scaled),) if scaled and fitted == "clients" else ()
     evidence += (LabelCounts(),) * (cover == "classes" or shares == "counts" or held_classes)
     evidence += (Moments(),) * (score == "mahalanobis")
+    covers = {"none": None, "classes": CoverClasses(share), "answers": CoverAnswers(share)}
     return Recipe(
         evidence=evidence,
-        aggregate=KeepAll(
-            _rule(k, layer, score),
-            cover={"none": None, "classes": CoverClasses(share), "answers": CoverAnswers(share)}[cover],
-            calibrate=scaled,
-            fitted=fitted,
-            shares=shares,
-        ),
+        aggregate=KeepAll(_rule(k, layer, score), "uniform", covers[cover], scaled, fitted, shares),
         steps=(Disturbance(),) * disturbance + distillation(distill, inputs, temperature, epochs, lr, held_classes),
     )
 
 
 def _rule(k: Count, layer: LayerChoice, score: Score | Literal["mahalanobis"]) -> Combine:
     """How members are chosen: at a layer, by distance, or by their logits."""
+    if layer != "last" and score != "logit":
+        raise ConfigError(
+            f"method 'ams': score {score!r} needs a network's last layer, and layer = {layer!r} chooses before it; "
+            "expected layer = 'last' with it"
+        )
     if layer != "last":
         return AtLayer(k, layer)
     return Nearest(k) if score == "mahalanobis" else TopLogit(k, score=score)
