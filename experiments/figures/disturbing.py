@@ -39,9 +39,9 @@ TABLE_1 = LocalSettings(
 _ALIKE = 0.03  # accuracies closer than this are alike
 _ABOVE, _BELOW, _INK = "#c2452d", "#2d6ca2", "#333333"
 _SIDES = ("#b9d3e8", "#fbfaf7", "#f3c8bd")  # sure of the lower class, unsure, sure of the upper one
-_WORDS = """Two networks of one hidden unit learn the same rule, each from its own side; the fused network concatenates the
-units, so its logits are the sum of theirs. Every seed is shown. Below, two seeds of the leaky ReLU whose networks are alike
-alone: a model's probability of the upper class (red), and the test points, ringed where it is wrong."""
+_WORDS = """Two networks of one hidden unit learn the same rule, each from its own side; the fused network concatenates
+the units, so its logits are the sum of theirs. Every seed is shown. Below, two seeds of the leaky ReLU whose networks
+are alike alone: a model's probability of the upper class (red), and the test points, ringed where it is wrong."""
 
 
 @dataclass(frozen=True, slots=True)

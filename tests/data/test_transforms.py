@@ -19,6 +19,7 @@ from fedfuse.data.transforms import (
     Rotate,
     Standardize,
     augmentation,
+    before_standardizing,
     rotate,
     scale01,
     standardize,
@@ -182,6 +183,17 @@ def test_a_chain_is_one_after_another():
     assert torch.equal(augmentation([])(x, generator()), x)
     with pytest.raises(ConfigError, match=r"'cropflip' is unknown.*did you mean 'crop-flip'"):
         augmentation(["cropflip"])
+
+
+@pytest.mark.parametrize("names", [["grayscale"], ["rotate"], ["crop-flip", "grayscale"], ["flip"]])
+def test_standardized_rows_are_augmented_as_pixels(names):
+    """The published order: augment the picture, then standardize it."""
+    pixels = torch.rand(64, 3, 8, 8, generator=generator())
+    scale, change = Standardize((0.49, 0.48, 0.45), (0.25, 0.24, 0.26)), augmentation(names)
+    published = scale(change(pixels, generator(4)))
+    assert torch.allclose(before_standardizing(change, scale)(scale(pixels), generator(4)), published, atol=1e-5)
+    after = change(scale(pixels), generator(4))
+    assert torch.allclose(after, published, atol=1e-5) == change.moves_only
 
 
 def test_standardize_is_a_value():

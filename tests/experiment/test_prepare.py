@@ -163,6 +163,15 @@ def test_held_out_rows_are_nobodys_training_rows(tiny: Tiny) -> None:
     assert set(setting.judge.held_out) == set(setting.population.clients)
 
 
+def test_augmentations_of_standardized_rows_act_on_pixels(tiny: Tiny) -> None:
+    plain, moved, turned = (
+        prepare(tiny(data={"standardize": s, "clients": 2}, local={"augment": [name]})).local.augment
+        for s, name in ((False, "rotate"), (True, "flip"), (True, "rotate"))
+    )
+    assert type(plain) is type(moved)
+    assert type(turned).__name__ == "BeforeStandardizing"
+
+
 def test_standardized_rows_have_mean_zero_and_deviation_one(tiny: Tiny) -> None:
     train = prepare(tiny(data={"standardize": True, "clients": 2})).dataset.train.x
     assert abs(float(train.mean())) < 1e-5

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Rotate,
         Standardize,
         augmentation,
+        before_standardizing,
         standardize,
     )
 
@@ -71,6 +72,7 @@ _HOMES = {
         "Rotate",
         "Standardize",
         "augmentation",
+        "before_standardizing",
         "standardize",
     ),
 }
@@ -97,6 +99,7 @@ __all__ = [
     "SourceLocation",
     "Standardize",
     "augmentation",
+    "before_standardizing",
     "cache_folder",
     "client_ids",
     "find",

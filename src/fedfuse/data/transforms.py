@@ -1,7 +1,8 @@
 """What happens to pixels between the file and the network: scaling, standardizing, augmenting.
 
 Augmentations work on a whole batch at once and draw from the generator they are given, so the same seed
-gives the same batch. They expect pixels before standardizing, as the published pipelines do.
+gives the same batch. They expect pixels before standardizing, as the published pipelines do: `before_standardizing`
+puts them there where rows are standardized once and for all.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,11 @@ from fedfuse.errors import ConfigError
 
 class Augment(Protocol):
     """Changes a batch of images at random, and its labels never."""
+
+    @property
+    def moves_only(self) -> bool:
+        """Whether it only moves pixels, so that it gives the same before and after standardizing."""
+        ...
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """The batch, changed by what the generator draws."""
@@ -56,6 +62,16 @@ class Standardize:
         mean = torch.tensor(self.mean, dtype=x.dtype, device=x.device).view(shape)
         std = torch.tensor(self.std, dtype=x.dtype, device=x.device).view(shape)
         return (x - mean) / std
+
+    def undo(self, x: Tensor) -> Tensor:
+        """The batch as it was before.
+
+        Example:
+            >>> Standardize((1.0,), (2.0,)).undo(torch.tensor([[2.0]]))
+            tensor([[5.]])
+        """
+        std = tuple(1 / s for s in self.std)
+        return Standardize(tuple(-m / s for m, s in zip(self.mean, self.std, strict=True)), std)(x)
 
 
 def standardize(train: Tensor, block: int = 4096) -> Standardize:
@@ -96,6 +112,7 @@ class CropFlip:
 
     pad: int = 4
     flip: bool = True
+    moves_only: ClassVar[bool] = True
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """The batch, each image cropped and perhaps mirrored."""
@@ -132,6 +149,7 @@ class Rotate:
 
     degrees: float = 15.0
     mode: Literal["nearest", "bilinear"] = "nearest"
+    moves_only: ClassVar[bool] = False  # its corners are black, which is not 0 after standardizing
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """The batch, each image turned by its own angle."""
@@ -163,6 +181,7 @@ class Grayscale:
     """
 
     probability: float = 0.1
+    moves_only: ClassVar[bool] = False  # its weights are of colours, not of numbers of deviations
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """The batch, some of its images without colour; images of one channel stay as they are."""
@@ -182,11 +201,43 @@ class Compose:
 
     steps: tuple[Augment, ...]
 
+    @property
+    def moves_only(self) -> bool:
+        """Whether every step only moves pixels."""
+        return all(step.moves_only for step in self.steps)
+
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """The batch after every step."""
         for step in self.steps:
             x = step(x, generator)
         return x
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeStandardizing:
+    """An augmentation of standardized rows that acts on their pixels: x ↦ standardize(augment(pixels of x))."""
+
+    augment: Augment
+    scale: Standardize
+    moves_only: ClassVar[bool] = False
+
+    def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        """The batch, changed as pixels."""
+        return self.scale(self.augment(self.scale.undo(x), generator))
+
+
+def before_standardizing(augment: Augment, scale: Standardize) -> Augment:
+    """The augmentation for rows that were standardized: the same where it only moves pixels.
+
+    Example:
+        >>> scale = Standardize((0.5,), (0.25,))
+        >>> before_standardizing(augmentation(["crop-flip"]), scale).steps
+        (CropFlip(pad=4, flip=True),)
+        >>> black = before_standardizing(Rotate(180.0), scale)(torch.zeros(40, 1, 9, 9), torch.Generator())
+        >>> black.amin().item()
+        -2.0
+    """
+    return augment if augment.moves_only else BeforeStandardizing(augment, scale)
 
 
 AUGMENTATIONS: Mapping[str, Augment] = MappingProxyType(

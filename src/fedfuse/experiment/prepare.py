@@ -21,7 +21,17 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec, factory_of
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.words import check_options
-from fedfuse.data import Dataset, Iid, Partition, Scheme, Standardize, load, partition, standardize
+from fedfuse.data import (
+    Dataset,
+    Iid,
+    Partition,
+    Scheme,
+    Standardize,
+    before_standardizing,
+    load,
+    partition,
+    standardize,
+)
 from fedfuse.engines.local import Population
 from fedfuse.errors import ConfigError, FuseError, error_text
 from fedfuse.experiment.config import Experiment, NameWithOptions
@@ -235,7 +245,7 @@ def prepare(
         experiment.recipes(),
         given.spec or spec_for(experiment.model, dataset),
         groups,
-        experiment.local.settings(),
+        _local_settings(experiment, scale),
         _input_form(dataset, scale),
         _load_unlabelled(experiment, fetch, dataset, scale),
         _load_ood_inputs(experiment, fetch, dataset, scale),
@@ -247,6 +257,14 @@ def _scale(dataset: Dataset) -> Standardize | None:
     if not dataset.has_numbers:
         raise ConfigError(f"data.standardize: the rows of {dataset.name} are tokens, which have no scale; leave it out")
     return None if "outline" in dataset.facts else standardize(dataset.train.x)
+
+
+def _local_settings(experiment: Experiment, scale: Standardize | None) -> LocalSettings:
+    """How clients train; augmentations act on pixels, also where rows are standardized."""
+    settings = experiment.local.settings()
+    if settings.augment is None or scale is None:
+        return settings
+    return settings.model_copy(update={"augment": before_standardizing(settings.augment, scale)})
 
 
 def _input_form(dataset: Dataset, scale: Standardize | None) -> InputForm:
