@@ -10,6 +10,7 @@ from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.align.alignment import AlignUnits
 from fedfuse.server.align.graph import ByGraph
 from fedfuse.server.steps.renorm import RestateNorms
+from fedfuse.server.steps.repair import Repair
 
 
 @method("gamf", paper="Liu et al., ICML 2022", family="matched")
@@ -20,6 +21,7 @@ def gamf(
     sweeps: PositiveInt = 20,
     uniform: bool = True,
     renorm: bool = False,
+    repair: bool = False,
 ) -> Recipe:
     """Match the hidden units of all clients at once as nodes of graphs, then average.
 
@@ -30,9 +32,10 @@ def gamf(
         sweeps: passes over all clients and layers in the last climb.
         uniform: weigh every client alike, as the paper does; else by its examples.
         renorm: estimate BatchNorm's statistics anew on the server's rows.
+        repair: rescale hidden units without BatchNorm to the parents' activation statistics on the server's rows.
     """
     return Recipe(
         align=AlignUnits(ByGraph(hot, cold, cooling, sweeps)),
         aggregate=Mean(uniform),
-        steps=(RestateNorms(),) * renorm,
+        steps=(RestateNorms(),) * renorm + (Repair(uniform),) * repair,
     )

@@ -11,6 +11,7 @@ from fedfuse.server.align.activations import Inputs
 from fedfuse.server.align.alignment import AlignUnits, Reference
 from fedfuse.server.align.transport import ByTransport, Ground, Reading
 from fedfuse.server.steps.renorm import RestateNorms
+from fedfuse.server.steps.repair import Repair
 
 
 @method("otfusion", paper="arXiv:1910.05653", family="matched")
@@ -23,6 +24,7 @@ def otfusion(
     rows: PositiveInt = 256,
     uniform: bool = True,
     renorm: bool = False,
+    repair: bool = False,
 ) -> Recipe:
     """Transport every client's hidden units onto the reference's, layer by layer, then average.
 
@@ -37,6 +39,11 @@ def otfusion(
         rows: for activations: how many inputs at most.
         uniform: weigh every client alike, as the paper does; else by its examples.
         renorm: estimate BatchNorm's statistics anew on the server's rows.
+        repair: rescale hidden units without BatchNorm to the parents' activation statistics on the server's rows.
     """
     way = ByTransport(reg, ground, reading, inputs, rows)
-    return Recipe(align=AlignUnits(way, reference), aggregate=Mean(uniform), steps=(RestateNorms(),) * renorm)
+    return Recipe(
+        align=AlignUnits(way, reference),
+        aggregate=Mean(uniform),
+        steps=(RestateNorms(),) * renorm + (Repair(uniform),) * repair,
+    )

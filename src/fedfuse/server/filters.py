@@ -9,13 +9,14 @@ from typing import Any, TypeAlias
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.seams import Alignment, Guard
+from fedfuse.core.seams import Alignment, Guard, ServerStep
 from fedfuse.core.settings import explain
 from fedfuse.core.words import check_options, suggest
 from fedfuse.errors import ConfigError
 from fedfuse.server.align.alignment import ALIGNMENTS, AlignUnits, Matching, Reference
 from fedfuse.server.robust import GUARDS
 from fedfuse.server.steps.renorm import RestateNorms
+from fedfuse.server.steps.repair import Repair
 
 GuardChoice: TypeAlias = "Guard | str | Mapping[str, Any] | None"
 AlignChoice: TypeAlias = "Alignment | Matching | str | Mapping[str, Any] | None"
@@ -28,10 +29,18 @@ class AlignOptions:
     Attributes:
         reference: whose places units go to: the "first" client's, the "largest", or the "mean" of the aligned ones.
         renorm: estimate the running statistics of BatchNorm anew on the server's rows afterwards.
+        repair: rescale hidden units of layers without BatchNorm afterwards to the parents' activation statistics on
+            the server's rows.
     """
 
     reference: Reference = "first"
     renorm: bool = False
+    repair: bool = False
+
+    @property
+    def steps(self) -> tuple[ServerStep, ...]:
+        """What the server does to the fused model first."""
+        return (RestateNorms(),) * self.renorm + (Repair(),) * self.repair
 
 
 def with_filters(recipe: Recipe, *, align: AlignChoice = None, guard: GuardChoice = None) -> Recipe:
@@ -59,9 +68,8 @@ def with_filters(recipe: Recipe, *, align: AlignChoice = None, guard: GuardChoic
         word, found = find_guard(guard)
         label, recipe = f"{label}+{word}", replace(recipe, guard=found)
     if align is not None:
-        word, alignment, renorm = find_alignment(align)
-        steps = (RestateNorms(), *recipe.steps) if renorm else recipe.steps
-        label, recipe = f"{label}+{word}", replace(recipe, align=alignment, steps=steps)
+        word, alignment, steps = find_alignment(align)
+        label, recipe = f"{label}+{word}", replace(recipe, align=alignment, steps=(*steps, *recipe.steps))
     return replace(recipe, label=label)
 
 
@@ -79,25 +87,27 @@ def find_guard(choice: Guard | str | Mapping[str, Any]) -> tuple[str, Guard]:
     return name, _build(GUARDS[name], options, f"guard {name}")
 
 
-def find_alignment(choice: Alignment | Matching | str | Mapping[str, Any]) -> tuple[str, Alignment, bool]:
-    """An alignment's name, the alignment itself, and whether norms are to be estimated anew after it.
+def find_alignment(
+    choice: Alignment | Matching | str | Mapping[str, Any],
+) -> tuple[str, Alignment, tuple[ServerStep, ...]]:
+    """An alignment's name, the alignment itself, and the steps that mend the fused model's statistics after it.
 
     Example:
         >>> find_alignment({"name": "weights", "reference": "mean"})[1].reference
         'mean'
     """
     if isinstance(choice, AlignUnits):
-        return _name_of(choice.by, ALIGNMENTS), choice, False
+        return _name_of(choice.by, ALIGNMENTS), choice, ()
     if not isinstance(choice, str | Mapping):
         alignment: Any = choice if hasattr(choice, "mixes_networks") else AlignUnits(choice)
-        return _name_of(choice, ALIGNMENTS), alignment, False
+        return _name_of(choice, ALIGNMENTS), alignment, ()
     name, options = _split("alignment", choice, ALIGNMENTS)
     own = [f.name for f in fields(ALIGNMENTS[name])]  # type: ignore[arg-type]
     whose = f"alignment {name!r}"
     check_options(whose, options, [*own, *(f.name for f in fields(AlignOptions))])
     way = _build(ALIGNMENTS[name], {k: v for k, v in options.items() if k in own}, f"alignment {name}")
     rest = _build(AlignOptions, {k: v for k, v in options.items() if k not in own}, f"alignment {name}")
-    return name, AlignUnits(way, rest.reference), rest.renorm
+    return name, AlignUnits(way, rest.reference), rest.steps
 
 
 def _split(kind: str, choice: str | Mapping[str, Any], known: Mapping[str, type]) -> tuple[str, dict[str, Any]]:

@@ -33,6 +33,7 @@ from fedfuse.server.align.weights import ByWeights
 from fedfuse.server.filters import find_alignment, with_filters
 from fedfuse.server.robust import NormClip
 from fedfuse.server.round import fuse_round
+from fedfuse.server.steps.renorm import RestateNorms
 from fedfuse.wire.codec import decode, encode
 from odd_networks import ODD, Cumulative, Odd
 
@@ -242,7 +243,7 @@ def test_an_alignment_nobody_knows_is_refused() -> None:
     for way in ALIGNMENTS:
         assert find_alignment({"name": way, "reference": "mean", "renorm": True})[1:] == (
             AlignUnits(ALIGNMENTS[way](), "mean"),
-            True,
+            (RestateNorms(),),
         )
 
 

@@ -77,14 +77,14 @@ class Impressions:
         asked = teacher.members if self.of == "members" else (teacher,)
         parts = torch.arange(self.count).tensor_split(len(asked))
         batches = []
-        for one, indices, held in zip(asked, parts, self._held(teacher, len(asked)), strict=True):
+        for one, indices, held in zip(asked, parts, self._classes_to_make(teacher, len(asked)), strict=True):
             answers = wanted_answers(class_similarity(one.members, classes), indices, self.beta, draw, held)
             for y in answers.to(bench.local.device).split(self.batch):
                 batches.append(self._make_impressions(one, form, y, draw))
                 bench.progress("impressions, input", sum(map(len, batches)), self.count)
         return torch.cat(batches)
 
-    def _held(self, teacher: Teacher, asked: int) -> Sequence[Sequence[int]]:
+    def _classes_to_make(self, teacher: Teacher, asked: int) -> Sequence[Sequence[int]]:
         """The classes each of those asked makes inputs for; nothing stands for all."""
         if not self.held:
             return ((),) * asked
