@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from fedfuse.core.answers import logits_in
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Start
 from fedfuse.core.model import Single
@@ -35,12 +34,13 @@ from fedfuse.data import (
 from fedfuse.engines.local import Population
 from fedfuse.errors import ConfigError, FuseError, error_text
 from fedfuse.experiment.config import Experiment, NameWithOptions
+from fedfuse.experiment.fit import check_equal_outputs, check_fit
 from fedfuse.experiment.given import GivenObjects
 from fedfuse.experiment.rehearse import rehearse, some_rows
 from fedfuse.server.door.admit import Rules
 from fedfuse.server.judge import Judge
 from fedfuse.server.loop import RunPlan
-from fedfuse.tasks import Classification, LanguageModel, task_named
+from fedfuse.tasks import task_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class PreparedExperiment:
         """
         _check_device(self.local.device)
         self._check_counts(sites is None)
-        _check_equal_outputs({_check_fit(spec, self.dataset) for spec in {self.spec, *(s for _, _, s in self.groups)}})
+        check_equal_outputs({check_fit(spec, self.dataset) for spec in {self.spec, *(s for _, _, s in self.groups)}})
         found: dict[str, FuseError] = {}
         for seed in self.experiment.seeds:
             setting = self.setting(seed, sites)
@@ -364,27 +364,6 @@ def _check_device(device: str) -> None:
         raise ConfigError(f"local.device is {device!r}, which cannot be used here: {error_text(why)}") from why
 
 
-def _check_equal_outputs(outputs: set[int]) -> None:
-    if len(outputs) > 1:
-        counts = " and ".join(map(str, sorted(outputs)))
-        raise ConfigError(f"the networks of [model] and [[models]] give {counts} logits; all must give as many")
-
-
-def _check_fit(spec: Spec, dataset: Dataset) -> int:
-    """How many logits a network gives, after checking that they fit the data."""
-    out, classes, task = logits_in(_answer(spec, dataset.train.x[:2]), spec.factory), len(dataset.classes), dataset.task
-    places = tuple(dataset.train.y.shape[1:]) if isinstance(task, LanguageModel) else ()
-    wanted = task.outputs(classes)
-    more = wanted + isinstance(task, Classification)  # open-set networks have one more: none of them
-    if tuple(out.shape) not in ((2, *places, wanted), (2, *places, more)):
-        why = f"{classes} classes" if isinstance(task, Classification) else f"the task {task.name}"
-        raise ConfigError(
-            f"model {spec.factory!r} gives outputs of shape {tuple(out.shape)} for two rows, expected "
-            f"{(2, *places, wanted)}: {dataset.name} has {why}"
-        )
-    return int(out.shape[-1])
-
-
 def _check_scheme(scheme: Scheme, dataset: Dataset) -> None:
     """Say that rows without a class each cannot be dealt by class."""
     if not dataset.has_labels and scheme.kind not in ("iid", "shares", "quantity", "natural"):
@@ -392,23 +371,3 @@ def _check_scheme(scheme: Scheme, dataset: Dataset) -> None:
             f"partition: kind {scheme.kind!r} deals rows by their class and the task is {dataset.task.name}; "
             "use iid, shares, quantity or natural"
         )
-
-
-def _answer(spec: Spec, rows: torch.Tensor) -> object:
-    """A network's output for some rows; a user's network may raise anything while it is built or run."""
-    try:
-        network = spec.skeleton()
-    except FuseError:
-        raise
-    except Exception as why:
-        raise ConfigError(
-            f"model {spec.factory!r} cannot be built with {dict(spec.options)}: {error_text(why)}"
-        ) from why
-    try:
-        with torch.no_grad():
-            return network(spec.cast(rows))
-    except FuseError:
-        raise
-    except Exception as why:
-        shape = "×".join(map(str, rows.shape[1:]))
-        raise ConfigError(f"model {spec.factory!r} cannot read rows of shape {shape}: {error_text(why)}") from why
