@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from fedfuse.client.evidence.moments import Moments, Precision
+from fedfuse.client.evidence.private_moments import Counts, PrivateMoments
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.core.seams import AsChosen
 from fedfuse.linalg.ridge import Rule
 from fedfuse.server.aggregate.closed_form import FitHead, Head
 from fedfuse.server.features import RandomFeatures
+
+Delta: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
 
 
 @method("ridge", paper="arXiv:2405.16240", family="statistics")
@@ -23,6 +26,11 @@ def ridge(
     temperature: PositiveFloat | None = None,
     layer: str = "",
     precision: Precision = "network",
+    epsilon: PositiveFloat | None = None,
+    delta: Delta = 1e-5,
+    clip: PositiveFloat = 1.0,
+    counts: Counts = "noised",
+    reproducible: bool = False,
 ) -> Recipe:
     """Frozen features and a closed-form classifier: clients send sums, and the fused answer is the pooled one.
 
@@ -38,10 +46,18 @@ def ridge(
         temperature: what answers are divided by to be logits; by default 0.1 for ridge and 1 for gaussian.
         layer: the linear layer that is fitted; by default the last.
         precision: "network" computes features as the network does, "float64" in float64, at about twice the time.
+        epsilon: add noise that makes each client's sums (ε, δ)-differentially private in any one row; none by default.
+        delta: its δ.
+        clip: the length that features are shortened to before they are summed, where there is noise.
+        counts: class counts are noised, or public by agreement.
+        reproducible: draw the noise from the seed, for simulations alone; else from the operating system.
     """
+    plain = Moments(layer, precision)
+    private = None if epsilon is None else PrivateMoments(epsilon, delta, clip, counts, reproducible, plain)
+    noise = 0.0 if private is None else private.sigma * clip**2
     return Recipe(
         trains=False,
-        evidence=(Moments(layer, precision),),
-        aggregate=FitHead(layer, penalty, head, temperature),
+        evidence=(private or plain,),
+        aggregate=FitHead(layer, penalty, head, temperature, noise),
         prepare_model=AsChosen() if features == "given" else RandomFeatures(features),
     )

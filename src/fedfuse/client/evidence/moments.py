@@ -45,11 +45,13 @@ class Moments(PlainEvidence):
         layer: a linear layer's name; by default the last one.
         precision: "network" runs the network as it is, "float64" in float64 at about twice the time.
         batch: rows per pass.
+        clip: shorten features to this length, row by row; by default they are taken as they are.
     """
 
     layer: str = ""
     precision: Precision = "network"
     batch: int = 256
+    clip: float | None = None
     name: ClassVar[str] = KIND
     needs_classes: ClassVar[bool] = True
     reveals: ClassVar[str] = (
@@ -132,7 +134,7 @@ def collect_sums(module: nn.Module, path: str, rows: Rows, targets: int, how: Mo
         for begin in range(0, len(rows), how.batch):
             x, y = rows.x[begin : begin + how.batch], rows.y[begin : begin + how.batch]
             module(as_floats_of(module.parameters(), x))
-            features = _with_constant(_one_vector_per_row(seen, len(x), path))
+            features = _with_constant(_shorten(_one_vector_per_row(seen, len(x), path), how.clip))
             seen.clear()
             part = Sums.of(features, F.one_hot(y, targets))
             total = part if total is None else total + part
@@ -161,6 +163,12 @@ def _one_vector_per_row(seen: list[Tensor], count: int, path: str) -> Tensor:
             f"given {came}; name another linear layer"
         )
     return seen[0]
+
+
+def _shorten(features: Tensor, clip: float | None) -> Tensor:
+    """Rows no longer than `clip`."""
+    wide = features.double()
+    return wide if clip is None else wide * (clip / wide.norm(dim=1, keepdim=True).clamp(min=clip))
 
 
 def _with_constant(features: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -39,12 +40,15 @@ class FitHead(ServerPart):
         penalty: λ in units of G's mean eigenvalue, or "gcv" or "evidence" for the one the sums prefer.
         head: "ridge" or "gaussian".
         temperature: what answers are divided by; by default 0.1 for ridge and 1 for gaussian.
+        noise: the standard deviation of noise in the entries of one client's G. λ is then no less than the largest
+            eigenvalue that such noise has in the sum over clients, about 2 noise √(K d): below it nothing can be seen.
     """
 
     layer: str
     penalty: Penalty = "gcv"
     head: Head = "ridge"
     temperature: float | None = None
+    noise: float = 0.0
     needs: ClassVar[frozenset[str]] = frozenset({KIND})
     only_sums: ClassVar[bool] = True
     laws: ClassVar[frozenset[str]] = frozenset({"order", "scale", "pure", "dtype", "finite", "repeat"})
@@ -59,16 +63,17 @@ class FitHead(ServerPart):
             )
         layer = linear_layer(update.spec.layout, self.layer)
         sums = total_sums(u.notes for u in cohort)
-        matrix, geometry, facts = self.fit(sums, layer)
+        matrix, geometry, facts = self.fit(sums, layer, len(cohort))
         params = {n: t.clone() for n, t in update.posterior.mean.items()}
         _check_outputs(layer, len(params[layer.weight]), len(matrix))
         return state.fused(params | layer.split(matrix, params), geometry, update.spec).noting(**facts)
 
-    def fit(self, sums: Sums, layer: Layer) -> tuple[Tensor, Geometry, dict[str, float]]:
+    def fit(self, sums: Sums, layer: Layer, clients: int = 1) -> tuple[Tensor, Geometry, dict[str, float]]:
         """The layer's matrix [W | b], what is believed of it, and what a reader should know, from the sums alone."""
         own = sums if layer.bias is not None else sums.without_last_feature()
         path = RidgePath.of(own)
         penalty = path.choose(self.penalty) if isinstance(self.penalty, str) else self.penalty * own.scale
+        penalty = max(penalty, 2 * self.noise * math.sqrt(clients * len(own.gram)))
         facts = {
             "rows": sums.count,
             "penalty": penalty / own.scale,
