@@ -17,14 +17,36 @@ from typing import TYPE_CHECKING, Any
 from fedfuse.core.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from fedfuse.api import Fused, Update, fuse, list_methods, list_models, load, local_update, recipe, run
+    from fedfuse.api import (
+        Fused,
+        Update,
+        bring_evidence,
+        fuse,
+        list_methods,
+        list_models,
+        load,
+        local_update,
+        recipe,
+        run,
+    )
     from fedfuse.core.recipe import Recipe
     from fedfuse.core.rows import Rows
     from fedfuse.core.spec import Spec
     from fedfuse.errors import ConfigError, FuseError, NotConverged, QuorumLost, RecipeError, Refused
 
 _HOMES = {
-    "fedfuse.api": ("Fused", "Update", "fuse", "list_methods", "list_models", "load", "local_update", "recipe", "run"),
+    "fedfuse.api": (
+        "Fused",
+        "Update",
+        "bring_evidence",
+        "fuse",
+        "list_methods",
+        "list_models",
+        "load",
+        "local_update",
+        "recipe",
+        "run",
+    ),
     "fedfuse.core.recipe": ("Recipe",),
     "fedfuse.core.rows": ("Rows",),
     "fedfuse.core.spec": ("Spec",),
@@ -45,6 +67,7 @@ __all__ = [
     "Spec",
     "Update",
     "__version__",
+    "bring_evidence",
     "fuse",
     "list_methods",
     "list_models",

@@ -137,4 +137,4 @@ def test_evidence_needs_one_network(fedfuse: Fedfuse) -> None:
     files = [f"{site}.safetensors" for site in SITES]
     assert_runs(fedfuse, "fuse", *files, "--method", "ensemble", "-o", "many.safetensors")
     code, _, err = fedfuse("evidence", "many.safetensors", "--data", "north.npz", "-o", "x.safetensors")
-    assert (code, "many.safetensors does not hold one network that tells classes" in err) == (2, True)
+    assert (code, "many.safetensors holds several networks; use a file that holds one" in err) == (2, True)

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from fedfuse.report import Run, plots
+from fedfuse.report.calibration import reliability
 from fedfuse.report.sweeps import Swept
 
 
@@ -40,27 +41,24 @@ def test_reliability_pools_seeds_by_count() -> None:
         return {"confidence": [None, 0.8], "accuracy": [None, right], "count": [0, count]}
 
     rows = [row(0, 1, reliability=bins(0.5, 30), ece=0.1), row(1, 1, reliability=bins(0.9, 10), ece=0.3)]
-    figure = plots.reliability("wb", rows, 0)
+    figure = reliability("wb", rows, 0)
     assert figure is not None
     assert "says 80 %, is right 60 % of 40 rows" in figure.picture
     assert figure.note == "ECE 20.0 %"
-    assert plots.reliability("wb", [row(0, 1)], 0) is None
+    assert reliability("wb", [row(0, 1)], 0) is None
 
 
 def test_every_client_is_a_mark_until_there_are_too_many() -> None:
     def figure(clients: int) -> str:
         found = {f"c{k}": {"own_accuracy": k / clients} for k in range(clients)}
-        drawn = plots.fairness({"wb": [row(0, 1, clients=found)]}, {"wb": 0}, "own_accuracy", "Own")
+        drawn = plots.fairness({"wb": [row(0, 1, clients=found)]}, {"wb": 0}, "own_", "Own")
         assert drawn is not None
         return drawn.picture
 
     assert figure(20).count('class="mark ink0"') == 20
     assert figure(5000).count('class="mark ink0"') == 0
     assert len(figure(5000)) < 10_000
-    assert (
-        plots.fairness({"wb": [row(0, 1, clients={"a": {"num_examples": 1.0}})]}, {"wb": 0}, "own_accuracy", "Own")
-        is None
-    )
+    assert plots.fairness({"wb": [row(0, 1, clients={"a": {"num_examples": 1.0}})]}, {"wb": 0}, "own_", "Own") is None
 
 
 def test_the_partition_shows_the_server_last_and_totals() -> None:

@@ -2,11 +2,12 @@
 
 from fedfuse.api.fusion import Fused, fuse
 from fedfuse.api.runs import list_methods, list_models, load, recipe, run
-from fedfuse.api.update import Update, local_update, settings_from
+from fedfuse.api.update import Update, bring_evidence, local_update, settings_from
 
 __all__ = [
     "Fused",
     "Update",
+    "bring_evidence",
     "fuse",
     "list_methods",
     "list_models",

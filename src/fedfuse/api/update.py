@@ -139,6 +139,56 @@ def local_update(
     return Update(client, encode(packet.tensors, header), recipe.reveals, first.spec)
 
 
+def bring_evidence(
+    model: nn.Module | Spec,
+    rows: Rows | tuple[Tensor, Tensor],
+    method: Recipe | str,
+    *,
+    client: str = "site",
+    weights: str | Path | Mapping[str, Tensor] | None = None,
+    classes: int | Sequence[str] | None = None,
+    inputs: RowForm | None = None,
+    task: Task | str = CLASSIFICATION,
+    output: int | str | None = None,
+    **settings: Any,
+) -> Update:
+    """Bring what a method asks for at a network that is finished, whoever trained it; nobody trains here.
+
+    Args:
+        model: the network, with its weights.
+        rows: the site's inputs and labels.
+        method: whose evidence to bring, such as "fedlpa".
+        client: the site's name.
+        weights: the weights to look at, if not those the network has: a state dict or a safetensors file.
+        classes: as for `local_update`.
+        inputs: the form the rows were brought to.
+        task: what was learned.
+        output: which of the network's outputs are the logits.
+        settings: of local training that evidence depends on, such as `batch_size`.
+
+    Example:
+        >>> import torch
+        >>> rows = (torch.randn(200, 4), torch.arange(200) % 2)
+        >>> update = bring_evidence(torch.nn.Linear(4, 2), rows, "fedlpa")
+        >>> update.num_examples, sorted(update.state_dict())
+        (200.0, ['bias', 'weight'])
+    """
+    made = make_recipe(method) if isinstance(method, str) else method
+    update = local_update(
+        model,
+        rows,
+        made,
+        client=client,
+        start=weights,
+        classes=classes,
+        inputs=inputs,
+        task=task,
+        output=output,
+        **{**settings, "epochs": 0},
+    )
+    return update.telling(start=None) if made.trains else update  # networks trained elsewhere share no start
+
+
 def _answer(work: Work, brief: Brief, client: str, rows: Rows, seed: int) -> bytes:
     """A client's reply as every engine brings it: everything comes from bytes, and one thread does it."""
     with one_thread():

@@ -10,9 +10,9 @@ from fedfuse.cli import console
 from fedfuse.cli.options import (
     Json,
     MaybeMethod,
-    MethodName,
     Source,
     Trust,
+    check_method,
     check_task,
     said_of_table,
     split_words,
@@ -105,21 +105,40 @@ def evidence(
     model: Annotated[Path, typer.Argument()],
     data: Source,
     output: Annotated[Path, typer.Option("-o", "--output", help="The file to send.")],
-    method: MethodName = "refit",
-    sets: Annotated[list[str] | None, typer.Option("--set", help="An option of the method; may be repeated.")] = None,
+    federation: FederationOption = None,
+    method: Annotated[str | None, typer.Option(help="The federation's, or else refit.", callback=check_method)] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="An option of the method, or model.key=…; may be repeated.")
+    ] = None,
     client: Annotated[str | None, typer.Option(help="This site's name; by default the file's.")] = None,
     train_limit: Annotated[int | None, typer.Option(min=1, help="Use only so many rows.")] = None,
+    image_size: ImageSize = None,
     skip_broken: SkipBroken = False,
-    trust: Trust = None,
+    classes: Annotated[str | None, typer.Option(help="The names of all classes, where no file tells them.")] = None,
+    task: TaskName = None,
+    target: Target = None,
+    columns: Columns = None,
+    moments: MomentsFiles = None,
+    trust: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="package.module:Class that the file names, or plain weights are of."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """At a site: bring the evidence a method asks for at a finished model, without training.
 
-    MODEL is a file that `fuse`, `run` or `update` wrote: for a method that does not train, such as refit, the model all
-    sites have, which whoever fuses passes as --start; for any other, such as fedlpa, the site's own.
+    MODEL is a file that `fuse`, `run` or `update` wrote, or plain safetensors of a network trained elsewhere (--model).
+    For a method that does not train, such as refit, it is the model all sites have, which whoever fuses passes as
+    --start; for any other, such as fedlpa, the site's own.
     """
-    from fedfuse.federation.site import site_evidence
+    from fedfuse.federation.agreement import read_federation
+    from fedfuse.federation.evidence import Saying, site_evidence
 
+    agreed = None if federation is None else read_federation(federation, trusted=trust or [])
+    if agreed is not None:
+        refuse_said({"--task": task, "--target": target, "--columns": columns, "--moments": moments})
+        refuse_said({"--classes": classes, "--image-size": image_size})
+    said = Saying(task, tuple(split_words(classes)), said_of_table(target, columns, moments), image_size)
     with console.err.status(f"looking at {data}"):
         done = site_evidence(
             model,
@@ -129,7 +148,9 @@ def evidence(
             client=client or output.stem,
             limit=train_limit,
             skip_broken=skip_broken,
-            trusted=frozenset(trust or []),
+            trusted=trust or [],
+            federation=agreed,
+            saying=said,
         )
     _write_update(done, output, as_json)
 

@@ -25,6 +25,7 @@ __all__ = [
     "Source",
     "Trust",
     "Workers",
+    "check_method",
     "check_task",
     "said_of_table",
     "split_words",
@@ -34,7 +35,7 @@ __all__ = [
 _TASKS = ("classification", "binary", "multilabel", "regression")  # of `fedfuse.tasks`, which brings torch
 
 
-def _check_method(name: str | None) -> str | None:
+def check_method(name: str | None) -> str | None:
     """Refuse a misspelt method before torch is imported."""
     if name is not None:
         from fedfuse.core.catalogue import method_options
@@ -79,12 +80,12 @@ Source = Annotated[
     str,
     typer.Option("--data", help="digits, mnist, …, a folder, an .npz, .csv or .parquet file, package.module:function."),
 ]
-MethodName = Annotated[str, typer.Option("--method", help="The method that fuses.", callback=_check_method)]
+MethodName = Annotated[str, typer.Option("--method", help="The method that fuses.", callback=check_method)]
 Log = Annotated[
     list[str] | None,
     typer.Option("--log", help="Also log to tensorboard, mlflow or wandb, as NAME or NAME=WHERE. May be repeated."),
 ]
 MaybeMethod = Annotated[
     str | None,
-    typer.Option("--method", help="The method that fuses: the federation's, or else fedavg.", callback=_check_method),
+    typer.Option("--method", help="The method that fuses: the federation's, or else fedavg.", callback=check_method),
 ]

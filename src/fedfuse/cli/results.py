@@ -38,7 +38,7 @@ def table(
     runs: Runs,
     form: Annotated[str | None, typer.Option("--format", help="md, latex, csv or json; by default as -o ends.")] = None,
     rows: Annotated[str, typer.Option(help="Methods in this order, by commas; fed* will do.")] = "",
-    columns: Annotated[str, typer.Option(help="Scores in this order, by commas: accuracy,nll,bytes_up,…")] = "",
+    columns: Annotated[str, typer.Option(help="Scores in this order, by commas: accuracy,nll,rmse,bytes_up,…")] = "",
     interval: Annotated[bool, typer.Option("--interval", help="± half of the 95 % interval, not sd.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="A file; by default it is printed.")] = None,
     as_json: Json = False,
@@ -94,7 +94,7 @@ def plot(
     runs: Runs,
     output: Annotated[Path, typer.Option("-o", "--output", help="A .pdf, .svg or .png file.")],
     kind: Annotated[str, typer.Option(help="curve, sweep, bytes, reliability, partition or heat.")] = "curve",
-    score: Annotated[str, typer.Option(help="What curve, sweep and heat show.")] = "accuracy",
+    score: Annotated[str, typer.Option(help="What curve, sweep and heat show; by default the task's.")] = "",
     rows: Annotated[str, typer.Option(help="Methods, by commas; fed* will do.")] = "",
     width: Annotated[float, typer.Option(help="Inches; 3.35 is a column, 6.9 a page.", min=1.5, max=20)] = 3.35,
     seed: Annotated[int | None, typer.Option(help="Whose partition; by default the first seed's.")] = None,
@@ -106,17 +106,19 @@ def plot(
     """
     from fedfuse.report import find_runs, read_run
     from fedfuse.report.figures import Plot, save_figure
+    from fedfuse.report.scores import headline_of
     from fedfuse.report.sheet import choose_labels
 
     found = [read_run(run) for run in find_runs(runs)]
     chosen = choose_labels(found, _split(rows))
-    path = save_figure(kind, Plot(found, score, tuple(chosen), width, seed), output)
+    shown = score or headline_of(row for run in found for row in run.rows).key
+    path = save_figure(kind, Plot(found, shown, tuple(chosen), width, seed), output)
     console.say_json({"figure": str(path)}) if as_json else console.say(f"figure: {path}")
 
 
 def compare(
     runs: Runs,
-    score: Annotated[str, typer.Option(help="What is compared.")] = "accuracy",
+    score: Annotated[str, typer.Option(help="What is compared; by default what the task is judged by.")] = "",
     against: Annotated[str | None, typer.Option(help="One run: this method with the others, not the best.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Draw the critical differences here.")] = None,
     as_json: Json = False,

@@ -158,18 +158,24 @@ def hospital_table(store: Store, hospital: str) -> RawTable:
     return table.take(table.complete_rows())
 
 
+def hospital_halves(store: Store, hospitals: Sequence[str]) -> dict[str, tuple[RawTable, RawTable]]:
+    """Each hospital's rows to train on and to judge on: 34 % of them, rounded up, drawn with a fixed seed."""
+    halves = {}
+    for hospital in hospitals:
+        table = hospital_table(store, hospital)
+        order = np.random.default_rng(_SEED).permutation(len(table)).tolist()
+        cut = math.ceil(_TEST_SHARE * len(table))
+        halves[hospital] = table.take(sorted(order[cut:])), table.take(sorted(order[:cut]))
+    return halves
+
+
 def heart_halves(store: Store, hospitals: Sequence[str]) -> TableHalves:
     """The heart disease data, 66 % of each hospital's rows for training, drawn with a fixed seed.
 
     Numbers are scaled by the moments of all training rows; the kind of chest pain and the resting electrocardiogram
     are categories. The target is whether any vessel is narrowed by half or more.
     """
-    kept: dict[str, tuple[RawTable, RawTable]] = {}
-    for hospital in hospitals:
-        table = hospital_table(store, hospital)
-        order = np.random.default_rng(_SEED).permutation(len(table)).tolist()
-        cut = math.ceil(_TEST_SHARE * len(table))
-        kept[hospital] = table.take(sorted(order[cut:])), table.take(sorted(order[:cut]))
+    kept = hospital_halves(store, hospitals)
     names = [name for name in _HEART if name not in (*_DROPPED, "num")]
     first, *rest = (TableMoments.of(train, names, ("cp", "restecg")) for train, _ in kept.values())
     form = sum(rest, first).form()

@@ -62,7 +62,7 @@ def fuse_files(
     _check_files([*updates, *([] if into is None else [into])])
     fused = fuse(
         updates,
-        _recipe(method, options, federation),
+        chosen_recipe(method, options, federation),
         num_examples=num_examples or None,
         start=federation.start if start is None and federation is not None else start,
         model=[Spec(name) for name in models] or None,
@@ -93,9 +93,12 @@ def _check_files(paths: Sequence[Path]) -> None:
             raise ConfigError(f"there is no file {path}")
 
 
-def _recipe(method: str | None, options: dict[str, Any], federation: FederationFolder | None) -> Recipe:
+def chosen_recipe(
+    method: str | None, options: dict[str, Any], federation: FederationFolder | None, default: str = "fedavg"
+) -> Recipe:
+    """The method the user names, else the federation's, else the default, with the options given."""
     if federation is None or method is not None:
-        return recipe_of(method or "fedavg", **options)
+        return recipe_of(method or default, **options)
     agreed = federation.agreement.method
     return agreed.model_copy(update=options).recipe() if options else agreed.recipe()
 

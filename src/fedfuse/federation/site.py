@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from fedfuse.api import Update, local_update
-from fedfuse.api import recipe as recipe_of
 from fedfuse.core.columns import TableForm
-from fedfuse.core.model import Single, outputs
+from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.settings import validate_settings
 from fedfuse.data.site import SiteRows, read_site
 from fedfuse.errors import ConfigError
 from fedfuse.federation.agreement import Agreement, FederationFolder
 from fedfuse.federation.create import read_sets
-from fedfuse.federation.fusion import read_options
 from fedfuse.federation.tables import TableAgreement, chosen_table
 from fedfuse.server.judge import answers
 from fedfuse.tasks import (
@@ -35,7 +33,6 @@ from fedfuse.tasks import (
     scores_better,
     task_named,
 )
-from fedfuse.wire.files import load_answering
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,70 +180,6 @@ def site_update(
     agreed = validate_settings(Agreement, values)
     begin = agreed.first_weights() if start is None else start
     return _train_and_assess(site, agreed, begin, client, hold_out, folds)
-
-
-def site_evidence(
-    model: Path,
-    source: str,
-    method: str,
-    sets: Sequence[str] = (),
-    *,
-    client: str = "site",
-    limit: int | None = None,
-    skip_broken: bool = False,
-    trusted: Collection[str] = (),
-) -> SiteUpdate:
-    """Bring what a method asks for at a finished model's weights; nobody trains.
-
-    A method that does not train, such as refit, gets the evidence alone, for a model that all sites have. Any other
-    gets the weights too, which may be each site's own.
-
-    Args:
-        model: a file that `fuse`, `run` or `update` wrote; its classes and form of rows are the site's, if it tells.
-        source: the site's rows.
-        method: whose evidence to bring.
-        sets: `key=value` for an option of the method.
-        client: the site's name.
-        limit: use only so many rows.
-        skip_broken: leave out pictures that cannot be read.
-        trusted: networks beside our own that the file may name.
-
-    Raises:
-        ConfigError: if the file holds no single network of classes, or the rows do not suit it.
-    """
-    network, about = load_answering(model, trusted)
-    if not isinstance(network, Single):
-        raise ConfigError(f"{model} holds several networks; use a file that holds one")
-    recipe, names = recipe_of(method, **read_options(sets)), about.class_names or None
-    task = task_named(about.task or CLASSIFICATION.name)
-    site = read_site(
-        source,
-        form=about.inputs,
-        classes=names,
-        limit=limit,
-        skip_broken=skip_broken,
-        keep_order=names is None,
-        task=task,
-    )
-    update = local_update(
-        network.spec,
-        site.rows,
-        recipe,
-        client=client,
-        start=network.posterior.mean,
-        classes=names or _count_classes(network, site),
-        inputs=site.form,
-        task=task,
-        epochs=0,
-    )
-    own = update.telling(start=None) if recipe.trains else update  # networks trained elsewhere share no start
-    return SiteUpdate(own, site, None, None, site.remarks)
-
-
-def _count_classes(network: Single, site: SiteRows) -> int:
-    """As many as the network has outputs, for classes; as many as there are targets otherwise."""
-    by_network = outputs(network) if isinstance(site.task, Classification) else None
-    return by_network or len(site.class_names)
 
 
 def _train_and_assess(

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedfuse.errors import ConfigError
 from fedfuse.report.read import Run
-from fedfuse.report.scores import COLUMNS, Column, SummaryRow, summary
+from fedfuse.report.scores import COLUMNS, Column, SummaryRow, headline_of, summary
 from fedfuse.report.stats import LEVEL, Difference, Ranking, holm, paired_difference, rank_methods
 from fedfuse.report.sweeps import run_titles
 
@@ -102,13 +102,18 @@ class Comparisons:
         }
 
 
-def compare_all(runs: Sequence[Run], score: str, against: str | None = None) -> Comparisons:
+def compare_all(runs: Sequence[Run], score: str = "", against: str | None = None) -> Comparisons:
     """Compare what was given: the methods of one run, two runs, or methods over several runs.
+
+    Args:
+        runs: what was run.
+        score: what is compared; by default what their task is judged by first.
+        against: of one run, the method that the others are compared with.
 
     Raises:
         ConfigError: if they cannot be compared.
     """
-    column = column_of(score)
+    column = column_of(score or headline_of(row for run in runs for row in run.rows).key)
     if len(runs) == 1:
         made = compare_methods(runs[0], column, against)
         return Comparisons(column, f"{made[0].first} less …", "seeds", tuple((c.second, c) for c in made))

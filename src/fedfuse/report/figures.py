@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedfuse.errors import ConfigError
+from fedfuse.report.calibration import pooled_bins
 from fedfuse.report.costs import spent_paths
 from fedfuse.report.looks import COLOURS, look
-from fedfuse.report.plots import SHARES, Groups, by_round, by_value, class_names, pooled_bins
+from fedfuse.report.plots import SHARES, Groups, by_round, by_value, class_names
 from fedfuse.report.read import Run, finite, items, number, part
 from fedfuse.report.scores import COLUMNS, MeanSd, by_label, last_rows, mean_sd, summary
 from fedfuse.report.svg import legible, short, wide

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup, escape
 
 from fedfuse.errors import ConfigError
-from fedfuse.report import costs, plots
+from fedfuse.report import calibration, costs, plots
 from fedfuse.report.answering import answer_cost
 from fedfuse.report.facts import MethodFacts, fact_name, fact_text, flatten, method_facts
 from fedfuse.report.marks import EXPLAINED
 from fedfuse.report.plots import Figure, Groups, Inks
-from fedfuse.report.read import Row, Run, find_runs, items, part, read_run
-from fedfuse.report.scores import SummaryRow, best_first, by_label, summary
+from fedfuse.report.read import Row, Run, find_runs, items, number, part, read_run
+from fedfuse.report.scores import HEADLINES, SummaryRow, best_first, by_label, headline_of, summary
 from fedfuse.report.svg import drawing, legible, line, marker
 from fedfuse.report.sweeps import swept_key
 from fedfuse.report.tables import Cell, Grid, grid
@@ -34,18 +34,24 @@ if TYPE_CHECKING:
 CURVES = (
     ("accuracy", "Accuracy"),
     ("perplexity", "Perplexity"),
+    ("rmse", "Root mean squared error"),
+    ("mae", "Mean absolute error"),
+    ("r2", "R²"),
+    ("auroc", "Area under the ROC curve"),
     ("nll", "Negative log-likelihood"),
     ("ece", "Calibration error"),
 )
+PROBABILITIES = (*CURVES, ("brier", "Brier score"))
+"""Of risk models, whose probabilities are what is used of them."""
 
 FIRST = (
-    "perplexity",
-    "accuracy",
+    *("perplexity", "accuracy", "rmse", "mae", "r2", "auroc"),
     "nll",
     "ece",
     "ood_auroc",
     "mutual_information",
     "own_accuracy_worst10",
+    "own_rmse_worst10",
     "own_perplexity_worst10",
     "selected_accuracy",
     "bytes_up",
@@ -53,7 +59,9 @@ FIRST = (
     "train_seconds",
     "server_seconds",
     "own_accuracy_mean",
+    "own_rmse_mean",
     "client_accuracy_mean",
+    "client_rmse_mean",
     "bytes_down",
 )
 """The summary's columns by how much they tell."""
@@ -90,6 +98,7 @@ class Chapter:
     scores: tuple[Figure, ...]
     partitions: tuple[tuple[str, Markup], ...]
     partition_words: str
+    calibration: tuple[Figure, ...]
     reliability: tuple[Figure, ...]
     fairness: tuple[Figure, ...]
     costs: tuple[Figure, ...]
@@ -150,10 +159,10 @@ def render(runs: Sequence[Run]) -> str:
 
 def _chapter(run: Run, inks: Inks, anchor: str) -> Chapter:
     table = best_first(summary(run.rows))
-    groups = by_label(run.rows)
+    groups, risks = by_label(run.rows), _gives_risks(run.rows)
     ranked: Groups = {row.label: groups[row.label] for row in table}
     classes = [str(name) for name in items(run.partition, "classes")]
-    best = table[0].label if "accuracy" in table[0].values else None
+    best = table[0].label if headline_of(row.values for row in table).key in table[0].values else None
     seeds = part(run.partition, "seeds")
     target = costs.target_in(run.config_text, ranked) if table[0].round > 1 else None
     maps = ((str(seed), plots.partition(classes, part(seeds, seed))) for seed in seeds)
@@ -164,10 +173,13 @@ def _chapter(run: Run, inks: Inks, anchor: str) -> Chapter:
         verdict=verdict(table),
         cautions=tuple(cautions(table)),
         table=_summary_grid(table),
-        scores=_scores(ranked, inks),
+        scores=_scores(ranked, inks, risks),
         partitions=tuple((seed, picture) for seed, picture in maps if picture),
         partition_words=_partition_words(seeds),
-        reliability=_figures(plots.reliability(label, rows, inks[label]) for label, rows in ranked.items()),
+        calibration=_figures([calibration.calibration_curve(ranked, inks)] if risks else []),
+        reliability=()
+        if risks
+        else _figures(calibration.reliability(label, rows, inks[label]) for label, rows in ranked.items()),
         fairness=_fairness(ranked, inks),
         costs=_figures([costs.traffic(ranked, inks), costs.effort(ranked, inks), answer_cost(ranked, inks)]),
         cost_table=grid(table, COSTS),
@@ -203,18 +215,24 @@ def _figures(figures: Iterable[Figure | None]) -> tuple[Figure, ...]:
     return tuple(figure for figure in figures if figure is not None)
 
 
-def _scores(groups: Groups, inks: Inks) -> tuple[Figure, ...]:
+def _scores(groups: Groups, inks: Inks, risks: bool) -> tuple[Figure, ...]:
     """Curves where there are rounds, and every seed's dot where there is one."""
-    curves = _figures(plots.learning_curve(groups, inks, key, title) for key, title in CURVES)
+    wanted = PROBABILITIES if risks else CURVES
+    curves = _figures(plots.learning_curve(groups, inks, key, title) for key, title in wanted)
     return curves or _figures([plots.seed_dots(groups, inks)])
+
+
+def _gives_risks(rows: Sequence[Row]) -> bool:
+    """Whether models give the probability of something, and not of the class they name: such runs record an AUROC."""
+    return any(number(row, "auroc") is not None for row in rows)
 
 
 def _fairness(groups: Groups, inks: Inks) -> tuple[Figure, ...]:
     return _figures(
         plots.fairness(groups, inks, key, title)
         for key, title in (
-            ("own_accuracy", "The model on each client's own held-out rows"),
-            ("accuracy", "Each client's own network on the test rows, before fusion"),
+            ("own_", "The model on each client's own held-out rows"),
+            ("", "Each client's own network on the test rows, before fusion"),
         )
     )
 
@@ -273,10 +291,10 @@ def _incidents(rows: Sequence[Row], key: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def _overview(chapters: Sequence[Chapter], labels: Sequence[str]) -> list[tuple[Chapter, list[Cell | None]]]:
-    """Per run, the accuracy of each label or None where the run has no such method."""
+    """Per run, the first score of each label or None where the run has no such method."""
     found = []
     for chapter in chapters:
-        at = next((i for i, h in enumerate(chapter.table.headings) if h.column.key == "accuracy"), None)
+        at = next((i for i, h in enumerate(chapter.table.headings) if h.column.key in HEADLINES), None)
         cells = {} if at is None else {row.label: cells[at] for row, cells in chapter.table.lines}
         found.append((chapter, [cells.get(label) for label in labels]))
     return found

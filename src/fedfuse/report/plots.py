@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from fedfuse.report.heat import WIDTH, heat_map
 from fedfuse.report.read import Row, Run, finite, items, number, part
-from fedfuse.report.scores import MeanSd, last_rows, mean_sd, summary
+from fedfuse.report.scores import Column, MeanSd, headline_of, last_rows, mean_sd, summary
 from fedfuse.report.svg import Scale, band, drawing, ink, line, marker, scale_for, short, tag, wide, x_axis, y_axis
 from fedfuse.report.sweeps import Swept
 
@@ -35,7 +35,7 @@ class Figure:
     legend: tuple[str, ...] = ()
 
 
-SHARES = ("accuracy", "ece")
+SHARES = ("accuracy", "exact", "ece")
 LEAST_SHARE = 0.04
 """Axes of shares span at least so much, so that differences nobody would care about look as small as they are."""
 
@@ -120,30 +120,33 @@ def curve_figure(
 
 
 def seed_dots(groups: Groups, inks: Inks) -> Figure | None:
-    """The accuracy of every seed at the last round, with mean and standard deviation.
+    """The task's first score of every seed at the last round, with mean and standard deviation.
 
     Example:
         >>> seed_dots({"wb": [{"seed": 0, "round": 1, "accuracy": 0.8}]}, {"wb": 0}).title
         'Accuracy of every seed'
     """
+    column = headline_of(row for rows in groups.values() for row in rows)
     dots = {
         label: [
-            (f"seed {row['seed']}", score) for row in last_rows(rows) if (score := number(row, "accuracy")) is not None
+            (f"seed {row['seed']}", score) for row in last_rows(rows) if (score := number(row, column.key)) is not None
         ]
         for label, rows in groups.items()
     }
     note = "One mark per seed; the line is the mean, the bar reaches one standard deviation to each side."
-    return _strips("Accuracy of every seed", dots, inks, note)
+    return _strips(f"{column.title[0].upper()}{column.title[1:]} of every seed", dots, inks, note, column)
 
 
-def fairness(groups: Groups, inks: Inks, key: str, title: str) -> Figure | None:
-    """The accuracy of every client at the last round: a good mean can hide a bad tail.
+def fairness(groups: Groups, inks: Inks, prefix: str, title: str) -> Figure | None:
+    """The task's first score of every client at the last round: a good mean can hide a bad tail.
 
     Example:
         >>> row = {"seed": 0, "round": 1, "clients": {"site-1": {"own_accuracy": 0.8}}}
-        >>> "site-1, seed 0: 80.0 %" in fairness({"wb": [row]}, {"wb": 0}, "own_accuracy", "Own rows").picture
+        >>> "site-1, seed 0: 80.0 %" in fairness({"wb": [row]}, {"wb": 0}, "own_", "Own rows").picture
         True
     """
+    column = headline_of(row for rows in groups.values() for row in rows)
+    key = f"{prefix}{column.key}"
     dots = {
         label: [
             (f"{client}, seed {row['seed']}", score)
@@ -155,42 +158,7 @@ def fairness(groups: Groups, inks: Inks, key: str, title: str) -> Figure | None:
     }
     many_marks = any(len(marks) > MANY_MARKS for marks in dots.values())
     note = "The area shows how many clients, over all seeds" if many_marks else "One mark per client and seed"
-    return _strips(title, dots, inks, f"{note}; line and bar: mean ± one standard deviation.")
-
-
-def reliability(label: str, rows: Sequence[Row], index: int) -> Figure | None:
-    """How often the model is right when it says so: bars on the diagonal are honest.
-
-    Example:
-        >>> bins = {"confidence": [0.4, 0.9], "accuracy": [None, 0.7], "count": [0, 50]}
-        >>> "says 90 %, is right 70 % of 50 rows" in reliability("wb", [{"round": 1, "reliability": bins}], 0).picture
-        True
-    """
-    bins = pooled_bins(last_rows(rows))
-    if not bins:
-        return None
-    x, y = Scale(0, 1, 30, 190), Scale(0, 1, 168, 8)
-    most = max(count for *_, count in bins)
-    width = 160 / max(10, *(len(items(part(row, "reliability"), "count")) for row in last_rows(rows))) - 1.5
-    bars = [
-        tag(
-            "rect",
-            tag("title", f"says {100 * confidence:.0f} %, is right {100 * right:.0f} % of {count:.0f} rows"),
-            x=x(confidence) - width / 2,
-            y=y(right),
-            width=width,
-            height=168 - y(right),
-            fill_opacity=0.25 + 0.75 * (count / most) ** 0.5,
-            class_=f"fill {ink(index)}",
-        )
-        for confidence, right, count in bins
-    ]
-    words = {0.0: "0", 0.5: "50", 1.0: "100"}
-    axes = y_axis(y, 30, 190, "", words) + x_axis(x, 8, 168, "confidence, %", words)
-    diagonal = tag("path", d=f"M{x(0):.1f} {y(0):.1f}L{x(1):.1f} {y(1):.1f}", class_="ideal")
-    ece = mean_sd(number(row, "ece") for row in last_rows(rows))
-    note = "" if ece is None else f"ECE {100 * ece.mean:.1f} %"
-    return Figure(label, drawing(200, 204, f"Reliability of {label}", axes, *bars, diagonal), note)
+    return _strips(title, dots, inks, f"{note}; line and bar: mean ± one standard deviation.", column)
 
 
 def partition(classes: Sequence[str], seed: Mapping[str, Any]) -> Markup | None:
@@ -299,15 +267,18 @@ def _marks(label: str, curve: Mapping[float, MeanSd], x: Scale, y: Scale, index:
     )
 
 
-def _strips(title: str, dots: Mapping[str, list[tuple[str, float]]], inks: Inks, note: str) -> Figure | None:
-    """One row of marks per method, its name above it, on a shared scale of accuracy."""
+def _strips(
+    title: str, dots: Mapping[str, list[tuple[str, float]]], inks: Inks, note: str, column: Column
+) -> Figure | None:
+    """One row of marks per method, its name above it, on a shared scale of the score."""
+    share = column.kind == "share"
     dots = {label: marks for label, marks in dots.items() if marks}
     if not dots:
         return None
     means = {label: mean_sd(score for _, score in marks) for label, marks in dots.items()}
     values = [score for marks in dots.values() for _, score in marks]
-    x = scale_for(values, 10, WIDTH - 10, least=LEAST_SHARE)
-    if min(values) >= 0.0 and max(values) <= 1.0:  # room beyond 0 and 100 % would suggest there is some
+    x = scale_for(values, 10, WIDTH - 10, least=LEAST_SHARE if share else 0.05 * max(map(abs, values)))
+    if share and min(values) >= 0.0 and max(values) <= 1.0:  # room beyond 0 and 100 % would suggest there is some
         x = Scale(max(0.0, x.low), min(1.0, x.high), x.start, x.stop)
     bottom = 6 + 50 * len(dots)
     many_marks = any(len(marks) > MANY_MARKS for marks in dots.values())
@@ -315,13 +286,14 @@ def _strips(title: str, dots: Mapping[str, list[tuple[str, float]]], inks: Inks,
     for at, (label, marks) in enumerate(dots.items()):
         y = 6 + 50 * at + 30
         parts.append(tag("text", short(label, 56), x=10, y=y - 17, class_="name"))
-        parts.append((_mark_density if many_marks else _swarm)(marks, x, y, inks[label]))
+        drawn = _mark_density(marks, x, y, inks[label]) if many_marks else _swarm(marks, x, y, inks[label], share)
+        parts.append(drawn)
         parts.append(_mean_bar(means[label], x, y, inks[label]))
-    axis = x_axis(x, 2, bottom, "accuracy, %", tick_words(x, share=True))
+    axis = x_axis(x, 2, bottom, f"{column.title}, %" if share else column.title, tick_words(x, share=share))
     return Figure(title, drawing(WIDTH, bottom + 36, title, axis, *parts), note)
 
 
-def _swarm(marks: Sequence[tuple[str, float]], x: Scale, y: float, index: int) -> Markup:
+def _swarm(marks: Sequence[tuple[str, float]], x: Scale, y: float, index: int, share: bool) -> Markup:
     """Marks side by side where they would cover each other."""
     seen: dict[int, int] = {}
     size = 3.6 if len(marks) <= 10 else 2.8
@@ -331,7 +303,7 @@ def _swarm(marks: Sequence[tuple[str, float]], x: Scale, y: float, index: int) -
         level = seen.get(spot, 0)
         seen[spot] = level + 1
         shift = (level + 1) // 2 * (4.0 if level % 2 else -4.0)
-        words = f"{name}: {100 * score:.1f} %"
+        words = f"{name}: {100 * score:.1f} %" if share else f"{name}: {score:.4g}"
         drawn.append(marker(index, x(score), y + max(-10.0, min(10.0, shift)), size, words))
     return tag("g", *drawn, class_="faint")
 
@@ -351,20 +323,6 @@ def _mean_bar(value: MeanSd | None, x: Scale, y: float, index: int) -> Markup:
     low, high = (x(min(max(edge, x.low), x.high)) for edge in edges_of(value))
     reach = tag("path", d=f"M{low:.1f} {y:.1f}H{high:.1f}", class_=f"bar {ink(index)}")
     return reach + tag("path", d=f"M{x(value.mean):.1f} {y - 11:.1f}v22", class_=f"mean {ink(index)}")
-
-
-def pooled_bins(rows: Sequence[Row]) -> list[tuple[float, float, float]]:
-    """(confidence, accuracy, count) of each bin that holds rows, pooled over seeds by count."""
-    sums: dict[int, tuple[float, float, float]] = {}
-    for row in rows:
-        found = part(row, "reliability")
-        columns = (items(found, "confidence"), items(found, "accuracy"), items(found, "count"))
-        for at, (confidence, right, count) in enumerate(zip(*columns, strict=False)):
-            a, b, n = finite(confidence), finite(right), finite(count)
-            if a is not None and b is not None and n:
-                old = sums.get(at, (0.0, 0.0, 0.0))
-                sums[at] = (old[0] + a * n, old[1] + b * n, old[2] + n)
-    return [(a / n, b / n, n) for _, (a, b, n) in sorted(sums.items())]
 
 
 def _matrix(row: Row) -> np.ndarray | None:

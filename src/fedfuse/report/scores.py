@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,11 @@ class Column:
 COLUMNS = (
     Column("accuracy", "accuracy", "share", "high", "Share of the test rows that are classified rightly."),
     Column("perplexity", "perplexity", "number", "low", "exp(NLL) of a token: between how many it hesitates."),
+    Column("rmse", "RMSE", "number", "low", "Root mean squared error of the predicted numbers, in their unit."),
+    Column("mae", "MAE", "number", "low", "Mean absolute error of the predicted numbers, in their unit."),
+    Column("r2", "R²", "number", "high", "Share of the targets' variance that the model explains."),
+    Column("exact", "all labels right", "share", "high", "Share of the test rows that are right in every label."),
+    Column("auroc", "AUROC", "number", "high", "How well the model ranks rows where it is so above those where not."),
     Column("nll", "NLL", "number", "low", "Mean negative log-likelihood of the right class."),
     Column("ece", "ECE", "share", "low", "Expected calibration error: mean gap of confidence and accuracy."),
     Column("brier", "Brier", "number", "low", "Squared distance of the predicted probabilities from the truth."),
@@ -58,6 +64,12 @@ COLUMNS = (
         "Mean perplexity of the clients' own networks, before fusion, on the test rows.",
     ),
     Column("own_accuracy_worst10", "worst own rows", "share", "high", "The same over the worst tenth of the clients."),
+    Column("own_rmse_mean", "own rows", "number", "low", "Mean RMSE on each client's own held-out rows."),
+    Column("own_rmse_worst10", "worst own rows", "number", "low", "The same over the worst tenth of the clients."),
+    Column(
+        "client_rmse_mean", "client nets", "number", "low", "Mean RMSE of the clients' own networks on the test rows."
+    ),
+    Column("client_rmse_worst10", "worst nets", "number", "low", "The same over the worst tenth of the clients."),
     Column(
         "client_accuracy_mean",
         "client nets",
@@ -170,9 +182,27 @@ def summary(rows: Sequence[Row]) -> list[SummaryRow]:
     return [_summarize_label(label, group) for label, group in by_label(rows).items()]
 
 
+HEADLINES = ("perplexity", "rmse", "accuracy")
+"""What a task is judged by first: texts and numbers by their errors, everything else by its accuracy."""
+
+
+def headline_of(recorded: Iterable[Mapping[str, object]]) -> Column:
+    """The score that rows or summaries are judged by first; accuracy where none is recorded.
+
+    Example:
+        >>> headline_of([{"rmse": 0.2}]).title, headline_of([{}]).title
+        ('RMSE', 'accuracy')
+    """
+    given = list(recorded)
+    key = next((key for key in HEADLINES if any(one.get(key) is not None for one in given)), "accuracy")
+    return next(column for column in COLUMNS if column.key == key)
+
+
 def best_first(table: Sequence[SummaryRow]) -> list[SummaryRow]:
-    """The rows by falling accuracy; those without one last."""
-    return sorted(table, key=lambda row: -row.values["accuracy"].mean if "accuracy" in row.values else 1.0)
+    """The rows by the score their task is judged by, the best first; those without one last."""
+    column = headline_of(row.values for row in table)
+    sign = -1.0 if column.better == "high" else 1.0
+    return sorted(table, key=lambda row: sign * row.values[column.key].mean if column.key in row.values else math.inf)
 
 
 def _summarize_label(label: str, group: list[Row]) -> SummaryRow:

@@ -14,10 +14,10 @@ from fedfuse.errors import ConfigError
 from fedfuse.report.latex import latex_cell, latex_text
 from fedfuse.report.marks import EXPLAINED
 from fedfuse.report.read import Run
-from fedfuse.report.scores import COLUMNS, SummaryRow, summary
+from fedfuse.report.scores import COLUMNS, SummaryRow, headline_of, summary
 from fedfuse.report.stats import half_width
 from fedfuse.report.sweeps import run_titles
-from fedfuse.report.tables import TERMINAL, Cell, Grid, Heading, Spread, grid
+from fedfuse.report.tables import TELLING, Cell, Grid, Heading, Spread, grid
 
 Format: TypeAlias = Literal["md", "latex", "csv", "json"]
 SUFFIXES: Mapping[str, Format] = {".md": "md", ".tex": "latex", ".csv": "csv", ".json": "json"}
@@ -81,13 +81,14 @@ def make_sheet(
     Args:
         runs: one gives a column per score, several a column per run and score.
         rows: labels of methods, in this order; patterns such as `fed*` will do. By default all.
-        columns: keys of scores, in this order; by default the most telling of one run, the accuracy of several.
+        columns: keys of scores, in this order; by default the most telling of one run, of several the first.
         spread: what stands behind ±.
 
     Raises:
         ConfigError: if there is no such method or score.
     """
-    keys = _known_columns(columns) or (TERMINAL[:6] if len(runs) == 1 else ("accuracy",))
+    first = headline_of(row for run in runs for row in run.rows).key
+    keys = _known_columns(columns) or (TELLING if len(runs) == 1 else (first,))
     labels = choose_labels(runs, rows)
     titles = run_titles(runs) if len(runs) > 1 else [run.name for run in runs]
     grids = [grid(_in_order(summary(run.rows), labels), keys, spread) for run in runs]
@@ -240,7 +241,7 @@ WRITERS: Mapping[Format, Callable[[Sheet], str]] = {
 }
 
 
-def markdown(table: Sequence[SummaryRow], keys: Sequence[str] = TERMINAL[:6]) -> str:
+def markdown(table: Sequence[SummaryRow], keys: Sequence[str] = TELLING[:6]) -> str:
     r"""A summary as a Markdown table, the best of each column bold, its ties in italics.
 
     Example:

@@ -17,23 +17,27 @@ __all__ = ["Cell", "Grid", "Heading", "Spread", "SummaryRow", "byte_unit", "grid
 
 Spread: TypeAlias = Literal["sd", "interval"]
 
+TELLING = (
+    *("perplexity", "accuracy", "rmse", "mae", "r2", "exact", "auroc", "nll", "ece"),
+    *("own_accuracy_worst10", "own_rmse_worst10", "bytes_up"),
+)
+"""The columns of a first table, of which every task has its own."""
+
 TERMINAL = (
-    "perplexity",
-    "accuracy",
-    "nll",
-    "ece",
-    "own_accuracy_worst10",
-    "bytes_up",
+    *TELLING,
     "trained",
     "remembered",
     "server_seconds",
     "client_accuracy_worst10",
+    "client_rmse_worst10",
     "brier",
     "own_accuracy_mean",
+    "own_rmse_mean",
     "own_perplexity_worst10",
     "own_perplexity_mean",
     "client_perplexity_mean",
     "client_accuracy_mean",
+    "client_rmse_mean",
     "train_seconds",
     "bytes_down",
     "flops",

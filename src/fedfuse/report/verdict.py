@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedfuse.report.scores import MeanSd, SummaryRow, best_first
+from fedfuse.report.scores import Column, MeanSd, SummaryRow, best_first, headline_of
 from fedfuse.report.stats import LEVEL, paired_difference
 
 
@@ -18,22 +18,23 @@ def verdict(table: Sequence[SummaryRow]) -> str:
         >>> verdict(summary(rows))
         'wb is best: 80.0 % accuracy, 10.0 points ahead of fedavg (70.0 %). One seed says nothing of chance.'
     """
-    scored = [row for row in best_first(table) if "accuracy" in row.values]
+    column = headline_of(row.values for row in table)
+    scored = [row for row in best_first(table) if column.key in row.values]
     if not scored:
         return "No accuracy was recorded."
     if len(scored) == 1:
-        return f"{scored[0].label} reaches {_percent(scored[0].values['accuracy'])} accuracy{_scope_text(scored[0])}."
+        return f"{scored[0].label} reaches {_score(scored[0], column)}{_scope_text(scored[0], column)}."
     first, second = scored[0], scored[1]
-    one, two = first.values["accuracy"], second.values["accuracy"]
-    ahead = 100 * (one.mean - two.mean)
-    if ahead < 0.05:  # not visible in the table, so not claimed
-        level = [row.label for row in scored if 100 * (one.mean - row.values["accuracy"].mean) < 0.05]
-        return f"{_join_words(level)} are level at {_percent(one)} accuracy{_scope_text(first)}."
+    one, two = (row.values[column.key].mean for row in (first, second))
+    ahead, visible = abs(one - two), 0.0005 if column.kind == "share" else 0.0005 * max(abs(one), abs(two))
+    if ahead < visible:  # not visible in the table, so not claimed
+        level = [row.label for row in scored if abs(one - row.values[column.key].mean) < visible]
+        return f"{_join_words(level)} are level at {_score(first, column)}{_scope_text(first, column)}."
     lead = (
-        f"{first.label} is best: {_percent(one)} accuracy{_scope_text(first)}, "
-        f"{ahead:.1f} points ahead of {second.label} ({_percent(two)})."
+        f"{first.label} is best: {_score(first, column)}{_scope_text(first, column)}, "
+        f"{_points(ahead, column)} ahead of {second.label} ({_number(second.values[column.key], column)})."
     )
-    return f"{lead} {_difference_text(first, second)}"
+    return f"{lead} {_difference_text(first, second, column)}"
 
 
 def cautions(table: Sequence[SummaryRow]) -> list[str]:
@@ -53,10 +54,11 @@ def cautions(table: Sequence[SummaryRow]) -> list[str]:
         found.append(f"The methods stand at different rounds ({rounds[0]} to {rounds[-1]}): compare with care.")
     if len({row.seeds for row in table if not row.behind}) > 1:
         found.append("The methods were not run on the same seeds: compare with care.")
+    column = headline_of(row.values for row in table)
     for row in table:
-        scored = row.values["accuracy"].n if "accuracy" in row.values else 0
+        scored = row.values[column.key].n if column.key in row.values else 0
         if scored < len(row.seeds):
-            found.append(f"{row.label} has an accuracy on {scored} of {len(row.seeds)} seeds only.")
+            found.append(f"{row.label} has an {column.title} on {scored} of {len(row.seeds)} seeds only.")
     return found
 
 
@@ -74,15 +76,16 @@ def overall(leaders: Mapping[str, str]) -> str:
     return f"{top} is best in {count} of {len(leaders)} runs" + "".join(f", {who} in {n}" for who, n in rest) + "."
 
 
-def _difference_text(first: SummaryRow, second: SummaryRow) -> str:
+def _difference_text(first: SummaryRow, second: SummaryRow, column: Column) -> str:
     """What the seeds they share say of their difference."""
-    found = paired_difference(*(row.by_seed.get("accuracy", {}) for row in (first, second)))
+    better = (first, second) if column.better == "high" else (second, first)
+    found = paired_difference(*(row.by_seed.get(column.key, {}) for row in better))
     if found is None:
         return "They share no seed, so the difference is not tested."
     if found.low is None or found.high is None or found.p is None:
         return "One seed says nothing of chance."
     words = "More than chance" if found.p < LEVEL else "This may be chance"
-    ends = f"{100 * found.low:.1f} to {100 * found.high:.1f} points"
+    ends = f"{_plain(found.low, column)} to {_points(found.high, column)}"
     return (
         f"{words}: over {found.n} shared seeds the difference is {ends} (95 % interval, {p_text(found.p)} by a paired "
         f"t-test); it is ahead on {found.ahead} of them."
@@ -99,15 +102,29 @@ def p_text(p: float) -> str:
     return f"p = {p:.2g}" if p >= 0.001 else "p < 0.001"
 
 
-def _percent(value: MeanSd) -> str:
-    deviation = "" if value.sd is None else f" ± {100 * value.sd:.1f}"
-    return f"{100 * value.mean:.1f}{deviation} %"
+def _plain(value: float, column: Column) -> str:
+    return f"{100 * value:.1f}" if column.kind == "share" else f"{value:.4g}"
 
 
-def _scope_text(row: SummaryRow) -> str:
+def _points(value: float, column: Column) -> str:
+    return f"{_plain(value, column)} points" if column.kind == "share" else _plain(value, column)
+
+
+def _number(value: MeanSd, column: Column) -> str:
+    deviation = "" if value.sd is None else f" ± {_plain(value.sd, column)}"
+    return f"{_plain(value.mean, column)}{deviation}" + (" %" if column.kind == "share" else "")
+
+
+def _score(row: SummaryRow, column: Column) -> str:
+    """The score with its name, as a sentence has it: 80.0 % accuracy, RMSE 0.31."""
+    shown = _number(row.values[column.key], column)
+    return f"{shown} {column.title}" if column.kind == "share" else f"{column.title} {shown}"
+
+
+def _scope_text(row: SummaryRow, column: Column) -> str:
     """The words that say after which round and over how many seeds, where there is a choice."""
     after = f" after round {row.round}" if row.round > 1 else ""
-    n = row.values["accuracy"].n
+    n = row.values[column.key].n
     return f"{after} over {n} seeds" if n > 1 else after
 
 
