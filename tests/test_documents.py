@@ -88,6 +88,33 @@ def test_readmes_three_sites_exchange_one_file_each(typed: Typed, tmp_path: Path
     assert (tmp_path / "global.safetensors").is_file()
 
 
+def table_of_people(path: Path, seed: int, count: int = 30) -> None:
+    draw = np.random.default_rng(seed)
+    ages, lipids = draw.normal(55, 10, count), draw.normal(240, 50, count)
+    lines = [
+        f"{age:.0f},{'fm'[k % 2]},{'' if k % 9 == 0 else f'{chol:.0f}'},{'ill' if age > 55 else 'healthy'}"
+        for k, (age, chol) in enumerate(zip(ages, lipids, strict=True))
+    ]
+    path.write_text("\n".join(["age,sex,chol [mg/dl],ill", *lines]) + "\n")
+
+
+def test_one_exchange_of_pictures_and_of_tables(typed: Typed, tmp_path: Path) -> None:
+    """The first two sections of the document, line by line."""
+    folder_of_pictures(tmp_path / "patients-a", ("benign", "malignant", "normal"), 1, 4)
+    folder_of_pictures(tmp_path / "patients-b", ("benign", "normal"), 2, 6)
+    folder_of_pictures(tmp_path / "patients-c", ("malignant", "normal", "benign"), 3, 4)
+    folder_of_pictures(tmp_path / "patients-test", ("benign", "malignant", "normal"), 4, 2)
+    for seed, name in enumerate(("a", "b", "new")):
+        table_of_people(tmp_path / f"{name}.csv", seed)
+    short = {"init": " --set local.epochs=2 --set model.hidden=[8]"}
+    lines = [line for _, text in list(blocks("docs/one-shot.md"))[:2] for line in commands(text)]
+    assert len(lines) == 17
+    for line in lines:
+        assert typed(line + short.get(line.split()[1], "")) == 0, line
+    assert (tmp_path / "card.md").read_text().startswith("# all.safetensors")
+    assert (tmp_path / "risks.csv").read_text().startswith("row,predicted,p(healthy),p(ill),entropy")
+
+
 def test_readmes_experiment_is_sound(typed: Typed, tmp_path: Path) -> None:
     (experiment,) = (text for language, text in blocks("README.md") if language == "toml")
     (tmp_path / "one-shot.toml").write_text(experiment)

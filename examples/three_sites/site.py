@@ -1,7 +1,7 @@
 """At a site: train on the rows of this folder, write one file. Run `python site.py FOLDER`.
 
-The folder holds `rows.safetensors` (x, y), which never leaves it, and `start.safetensors`, the common first weights.
-What it sends is `update.safetensors`.
+The folder holds `rows.npz`, which never leaves it, and `federation`, which `fedfuse init` made and every site has. It
+sends `update.safetensors`. The same as `fedfuse update --federation federation --model network:Net --data rows.npz`.
 """
 
 from __future__ import annotations
@@ -10,31 +10,20 @@ import sys
 from pathlib import Path
 
 import torch
-from network import Net
-from safetensors.torch import load_file
 
-import fedfuse
+from fedfuse.federation.agreement import read_federation
+from fedfuse.federation.site import update_by_federation
 
 
 def main(folder: Path) -> None:
+    """Train as all agreed, and say what leaves."""
     torch.set_num_threads(1)
-    rows = load_file(folder / "rows.safetensors")
-    update = fedfuse.local_update(
-        Net(),
-        (rows["x"], rows["y"]),
-        fedfuse.recipe("fedlpa"),
-        client=folder.name,
-        start=folder / "start.safetensors",
-        classes=10,
-        epochs=5,
-        batch_size=16,
-        lr=0.02,
-        momentum=0.9,
-    )
-    path = update.save(folder / "update.safetensors")
+    federation = read_federation(folder / "federation", trusted=["network:Net"])
+    done = update_by_federation(federation, str(folder / "rows.npz"), client=folder.name)
+    path = done.update.save(folder / "update.safetensors")
     print(
-        f"{folder.name}: {update.num_examples:.0f} rows stay, {path.stat().st_size:,} bytes go; "
-        f"they reveal {update.reveals[0]}"
+        f"{folder.name}: {len(done.site)} rows stay, {path.stat().st_size:,} bytes go; "
+        f"they reveal {done.update.reveals[0]}"
     )
 
 

@@ -3,48 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests.conftest import Fedfuse
 
-from fedfuse import cli
 from fedfuse.data import load
 from fedfuse.wire.codec import read
 from fedfuse.wire.messages import NOTE
 
-Fedfuse = Callable[..., tuple[int, str, str]]
 SITES = ("north", "east", "south")
 
 
 @pytest.fixture
-def fedfuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fedfuse:
-    """Runs one command in a folder with the rows of three sites."""
+def fedfuse(fedfuse: Fedfuse, tmp_path: Path) -> Fedfuse:
+    """Types one command in a folder with the rows of three sites."""
     digits = load("digits")
     for place, site in enumerate(SITES):
         rows = digits.train.take(range(100 * place, 100 * place + 80))
         arrays = {"x_train": rows.x, "y_train": rows.y, "x_test": digits.test.x, "y_test": digits.test.y}
         names = np.array(digits.classes)
         np.savez(tmp_path / f"{site}.npz", classes=names, **{k: v.numpy() for k, v in arrays.items()})
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedfuse", *words])
-        capsys.readouterr()
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return (code, *capsys.readouterr())
-
-    return call
+    return fedfuse
 
 
 def assert_runs(fedfuse: Fedfuse, *words: str) -> str:

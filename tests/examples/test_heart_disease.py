@@ -8,12 +8,13 @@ from types import ModuleType
 
 import pytest
 from statsmodels.stats.proportion import proportion_confint
+from tests.conftest import Fedfuse
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "heart_disease"
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("heart_disease_run", EXAMPLE / "run.py")
+def script(name: str = "run") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"heart_disease_{name}", EXAMPLE / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -34,3 +35,35 @@ def test_the_hospitals_reach_the_pooled_fit(real_data: Path, tmp_path: Path) -> 
     assert lines["newton"][2:7] == lines["pooled fit"][2:7]
     assert "below 1e-10 at exchange 6" in told
     assert {"age", "cp=4", "constant"} <= lines.keys()
+
+
+@pytest.mark.paper
+def test_the_journey_from_init_to_a_card(
+    fedfuse: Fedfuse, real_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+
+    def command(*words: str) -> None:
+        said = fedfuse(*words)
+        assert said.code == 0, said.err
+
+    told = script("journey").main(tmp_path, command)
+    lines = {line.split("|")[1].strip(): line.split("|") for line in told.splitlines() if line.startswith("|")}
+    away = {name: line[7] for name, line in lines.items() if "files each" in name or "pooled" in name}
+    assert float(away["newton, 7 files each"]) < 1e-4, "files hold float32"
+    assert lines["newton, 7 files each"][2:5] == lines["pooled fit"][2:5]
+    card = (tmp_path / "card.md").read_text(encoding="utf-8")
+    assert "- switzerland: 30 examples" in card
+    assert "| chol [mg/dl] |" in card
+    assert len((tmp_path / "predictions.csv").read_text(encoding="utf-8").splitlines()) == 255
+
+
+@pytest.mark.paper
+def test_the_files_hold_the_rows_of_the_experiment(
+    real_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    script("journey").write_tables(tmp_path)
+    counts = {path.stem: len(path.read_text().splitlines()) - 1 for path in tmp_path.glob("*.csv")}
+    assert (counts["pooled"], counts["test"]) == (486, 254)
+    assert [counts[name] for name in ("cleveland", "hungarian", "switzerland", "va")] == [199, 172, 30, 85]

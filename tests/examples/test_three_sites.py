@@ -43,7 +43,7 @@ def test_three_processes_three_folders_one_file_each(
     assert all("they reveal second moments of every layer's inputs and gradients" in words for words in said)
     for site in run.SITES:
         files = {path.name for path in (tmp_path / site).iterdir()}
-        assert files == {"rows.safetensors", "start.safetensors", "update.safetensors"}
+        assert files == {"rows.npz", "federation", "update.safetensors"}
         with safe_open(tmp_path / site / "update.safetensors", "pt") as opened:
             assert not {"x", "y"} & set(opened.keys())  # no row leaves its folder
     capsys.readouterr()
