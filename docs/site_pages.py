@@ -6,6 +6,7 @@ MkDocs calls `on_config` first, `on_files` while it collects pages, and `on_page
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
+from fedfuse.experiment.claims import all_findings
+from fedfuse.report.claims import Finding
+from fedfuse.report.reproduction import method_verdicts
 
 ROOT = Path(__file__).resolve().parents[1]
 NETWORK, SHAPE, ROWS = Spec("lenet"), (1, 28, 28), 600
@@ -78,7 +82,16 @@ def method_page(entry: dict[str, Any]) -> str:
         if reveals
         else ["Nothing beside the trained weights and the number of examples."]
     )
-    return "\n".join([*parts, "", *_cost_lines(find_method(entry["name"]).recipe())])
+    parts += ["", *_cost_lines(find_method(entry["name"]).recipe())]
+    if verdicts := method_verdicts(entry["name"], _findings()):
+        parts += ["", "## Claims and verdicts", "", *verdicts, "", "[All claims](../../reproduction.md)"]
+    return "\n".join(parts)
+
+
+@cache
+def _findings() -> tuple[Finding, ...]:
+    """The verdict on every claim, computed once for all pages."""
+    return tuple(all_findings())
 
 
 def _cost_lines(recipe: Recipe) -> list[str]:

@@ -408,6 +408,44 @@ def test_reproduce_explains_what_it_cannot_find(fedfuse: Fedfuse, monkeypatch: p
     refused(fedfuse("reproduce"), "there is no folder of experiments at nowhere")
 
 
+CLAIMS = """[[claims]]
+id = "a"
+paper = "X"
+place = "Table 1"
+says = "fedavg is level with itself"
+file = "paper/table1"
+first = ["fedavg"]
+second = ["fedavg"]
+direction = "level"
+margin = 1.0
+"""
+
+
+@pytest.mark.usefixtures("shelf")
+def test_reproduce_runs_all_stores_and_judges(fedfuse: Fedfuse, tmp_path: Path) -> None:
+    (tmp_path / "shelf" / "claims.toml").write_text(CLAIMS)
+    (tmp_path / "shelf" / "README.md").write_text("<!-- stored paper/table1 -->\n\n<!-- /stored -->\n")
+    (first,) = json.loads(fedfuse("reproduce", "--all", "--workers", "0", "--json").out)
+    assert (first["name"], first["outcome"]) == ("paper/table1", "stored")
+    assert "nothing is missing" in fedfuse("reproduce", "--all").out
+    assert "README.md" in fedfuse("reproduce", "--store").out
+    assert "| fedavg |" in (tmp_path / "shelf" / "README.md").read_text()
+    told = json.loads(fedfuse("reproduce", "--verdicts", "--out", "judged", "--json").out)
+    assert [claim["id"] for claim in told["claims"]] == ["a"]
+    assert told["claims"][0]["verdict"] != "not run"
+    assert "fedavg is level with itself" in (tmp_path / "judged" / "reproduction.md").read_text()
+    assert "fedavg is level with itself" in (tmp_path / "judged" / "reproduction.html").read_text()
+
+
+@pytest.mark.usefixtures("shelf")
+def test_reproduce_refuses_flags_that_exclude_each_other(fedfuse: Fedfuse) -> None:
+    refused(fedfuse("reproduce", "--all", "--verdicts"), "--all and --verdicts were given together")
+    refused(fedfuse("reproduce", "paper/table1", "--all"), "'paper/table1' was given with --all")
+    refused(fedfuse("reproduce", "--hours", "2"), "--hours says when --all stops")
+    refused(fedfuse("reproduce", "--verdicts"), "claims.toml cannot be read")
+    refused(fedfuse("reproduce", "paper/table1", "--store"), "paper/table1 is not finished in runs/paper/table1")
+
+
 # doctor, help
 
 

@@ -12,7 +12,7 @@ from importlib.resources import files as resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fedfuse.cli import agree, console, files, flower, listing, models, results
+from fedfuse.cli import agree, console, files, flower, listing, models, reproduction, results
 from fedfuse.cli.options import Json, Log, Sets, Workers
 from fedfuse.errors import ConfigError, FuseError
 from fedfuse.experiment.watch import Watcher
@@ -122,13 +122,28 @@ def reproduce(
     sets: Sets = None,
     out: Annotated[Path | None, typer.Option(help="Where to put what is made; by default runs/NAME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what is there.")] = False,
+    run_all: Annotated[bool, typer.Option("--all", help="Run every table that has no stored result; goes on.")] = False,
+    hours: Annotated[float | None, typer.Option(help="With --all: stop after so many hours.", min=0)] = None,
+    store: Annotated[bool, typer.Option("--store", help="Store results of run directories; trains nothing.")] = False,
+    verdicts: Annotated[bool, typer.Option("--verdicts", help="Judge every claim by stored results.")] = False,
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
-    """Make the papers' tables and figures again.
+    """Make the papers' tables and figures again, and say which of their claims hold.
 
     NAME is a table or a figure; without one, all are listed.
     """
+    reproduction.check_request(name, {"--all": run_all, "--store": store, "--verdicts": verdicts}, hours)
+    chosen = reproduction.scale_of(scale)
+    if run_all:
+        reproduction.run_all_missing(chosen, hours, out, workers, as_json)
+        return
+    if store:
+        reproduction.store_runs(name, chosen, out, as_json)
+        return
+    if verdicts:
+        reproduction.write_verdicts(chosen, out, as_json)
+        return
     from fedfuse.experiment.reproduce import catalogue, find
 
     if name is None:
@@ -138,9 +153,7 @@ def reproduce(
         else:
             console.table("", ("name", "scales", "what it is"), rows, right=9)
         return
-    if scale not in ("cpu", "paper"):
-        raise ConfigError(f"--scale is {scale!r}, expected cpu or paper")
-    found = find(name, scale)  # type: ignore[arg-type]
+    found = find(name, chosen)
     folder = out or Path("runs") / name
     if isinstance(found, Path):
         _run(found, sets or [], folder, resume=resume, workers=workers, memo=True, as_json=as_json, page=True)

@@ -1,16 +1,20 @@
-"""The papers' tables and figures by name: experiment files at two scales, and figures."""
+"""The papers' tables and figures by name, at two scales: one of them, or all that have no stored result."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fedfuse.core.words import suggest
-from fedfuse.errors import ConfigError
+from fedfuse.errors import ConfigError, FuseError
+from fedfuse.experiment.claims import Scale, file_digests, known_results, load_claims, results_folder
 from fedfuse.experiment.figures import PaperFigure, all_figures, experiments_folder
-
-Scale = Literal["cpu", "paper"]
+from fedfuse.experiment.jobs import jobs_of, run_jobs
+from fedfuse.experiment.watch import Callback
+from fedfuse.report.stored import collect_result, write_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +58,99 @@ def _comment(path: Path) -> str:
     """A file's first comment says what it is."""
     first = path.read_text(encoding="utf-8").split("\n", 1)[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
+
+
+def missing_names(scale: Scale) -> list[str]:
+    """Experiment files without a stored result of their present text; those that claims name come first."""
+    stored, digests = known_results(scale), file_digests(scale)
+    claimed = [claim.file for claim in load_claims() if claim.file]
+    names = [name for name in dict.fromkeys([*claimed, *digests]) if name in digests]
+    return [name for name in names if name not in stored or stored[name].digest != digests[name]]
+
+
+def store_result(name: str, scale: Scale, folder: Path) -> Path:
+    """Store what run directories of an experiment file came to, in a few kilobytes beside the files.
+
+    Raises:
+        ConfigError: if there is no run, or it was not finished.
+    """
+    file = find(name, scale)
+    if not isinstance(file, Path):
+        raise ConfigError(f"{name} is a picture and has no result to store; name an experiment file")
+    jobs = jobs_of(file, out=folder)
+    unfinished = [job.experiment.name for job in jobs.each if not _is_finished(job.folder)]
+    if unfinished:
+        raise ConfigError(
+            f"{name} is not finished in {folder}: {', '.join(unfinished[:3])}{', …' if len(unfinished) > 3 else ''}; "
+            f"continue with: fedfuse reproduce {name} --scale {scale} --out {folder} --resume"
+        )
+    return write_result(collect_result(name, scale, file_digests(scale)[name], folder), results_folder())
+
+
+def _is_finished(folder: Path) -> bool:
+    """Whether every method of a run directory has its last model on every seed."""
+    from fedfuse.experiment.config import load_experiment
+    from fedfuse.experiment.folder import RunFolder
+
+    config, run = folder / "config.toml", RunFolder(folder)
+    if not config.exists():
+        return False
+    experiment = load_experiment(config, [])
+    return all(run.model(label, seed).exists() for label in experiment.recipes() for seed in experiment.seeds)
+
+
+class OutOfTimeError(FuseError):
+    """The hours that were given are over; what was done is kept."""
+
+
+class _Deadline(Callback):
+    """Stops a run after the round in which time ran out: its checkpoint is written by then."""
+
+    def __init__(self, end: float | None, clock: Callable[[], float]) -> None:
+        self.end, self.clock = end, clock
+
+    def is_over(self) -> bool:
+        return self.end is not None and self.clock() >= self.end
+
+    def round_done(self, label: str, seed: int, round_: int, _: Mapping[str, Any]) -> None:
+        if self.is_over():
+            raise OutOfTimeError(f"time is over in {label}, seed {seed}, round {round_}")
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One experiment file of many: what became of it."""
+
+    name: str
+    outcome: Literal["stored", "stopped", "failed", "not begun"]
+    why: str = ""
+
+
+def run_missing(
+    scale: Scale,
+    hours: float | None = None,
+    *,
+    out: Path = Path("runs"),
+    workers: int | None = None,
+    progress: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Attempt]:
+    """Run every experiment file that has no stored result, store what is finished, and say what became of each.
+
+    A killed or stopped run is continued by the next call; clients' updates come from the memo where they were trained
+    before. After so many hours nothing new is begun, and what runs stops at the end of its round.
+    """
+    deadline = _Deadline(None if hours is None else clock() + 3600 * hours, clock)
+    for name in missing_names(scale):
+        if deadline.is_over():
+            yield Attempt(name, "not begun")
+            continue
+        folder = out / name if scale == "cpu" else out / scale / name
+        file = experiments_folder() / f"{name}.{scale}.toml"
+        try:
+            run_jobs(file, out=folder, resume=True, workers=workers, progress=progress, callbacks=[deadline])
+            yield Attempt(name, "stored", str(store_result(name, scale, folder)))
+        except OutOfTimeError as why:
+            yield Attempt(name, "stopped", str(why))
+        except FuseError as why:
+            yield Attempt(name, "failed", str(why))

@@ -1,0 +1,209 @@
+"""Claims as data, and what stored results say of each: the verdict is computed, never written.
+
+A claim compares a score of one or more methods with that of others, or with a number, in some experiments of a file.
+Each method, rival and experiment is one *case*; cases are paired seed by seed, for within an experiment all methods
+that train alike fuse the same updates.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from fedfuse.report.scores import Column
+from fedfuse.report.stats import Difference, paired_difference
+from fedfuse.report.stored import STORED_COLUMNS, StoredResult, Values
+
+Direction = Literal["above", "below", "level"]
+Verdict = Literal["holds", "holds in part", "does not hold", "not testable at this scale", "not run"]
+VERDICTS: Mapping[Verdict, str] = {
+    "holds": "the mean effect is beyond the margin in every case, and so is its whole 95 % interval",
+    "holds in part": "the mean effect over all cases is beyond the margin, but not in each, or not its whole interval",
+    "does not hold": "the mean effect over all cases is not beyond the margin",
+    "not testable at this scale": "the claim needs data or a size that the small files do not have",
+    "not run": "no stored result has what the claim compares",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One sentence of a paper, or of ours, and the comparison that tests it.
+
+    Attributes:
+        id: a short name of its own.
+        paper: whose claim it is.
+        place: where it is made: table, figure, section.
+        says: the sentence, in our words.
+        methods: whose pages show it.
+        published: the published numbers, in words.
+        file: the experiment file that tests it, without its scale.
+        score: what is compared.
+        first: labels of the methods the claim is about.
+        second: labels of those they are compared with; none compares the score itself with the margin.
+        direction: where the first stand: above, below, or level with the second.
+        margin: how far above or below at least, or how far from level at most; in points for shares.
+        effect: the first less the second, or the first over the second.
+        cells: patterns of the experiments it is about.
+        beside: a pattern of the one experiment where the second are read; by default the same one.
+        untestable: why no small file can test it.
+        picture: the figure that shows it, where no number is stored.
+        note: what a reader should know of the comparison.
+    """
+
+    id: str
+    paper: str
+    place: str
+    says: str
+    methods: tuple[str, ...] = ()
+    published: str = ""
+    file: str = ""
+    score: str = "accuracy"
+    first: tuple[str, ...] = ()
+    second: tuple[str, ...] = ()
+    direction: Direction = "above"
+    margin: float = 0.0
+    effect: Literal["difference", "ratio"] = "difference"
+    cells: tuple[str, ...] = ("*",)
+    beside: str = ""
+    untestable: str = ""
+    picture: str = ""
+    note: str = ""
+
+    @property
+    def column(self) -> Column:
+        """The score that is compared."""
+        return STORED_COLUMNS[self.score]
+
+    @property
+    def command(self) -> str:
+        """What makes its numbers, or its picture; nothing where it cannot be tested."""
+        made = self.file or self.picture
+        return f"fedfuse reproduce {made}" if made else ""
+
+    @property
+    def in_points(self) -> bool:
+        """Whether effects are points of a percentage."""
+        return self.column.kind == "share" and self.effect == "difference"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What stored results say of a claim.
+
+    Attributes:
+        claim: the claim.
+        verdict: one of five.
+        effect: the mean over all cases, with its 95 % interval over seeds; None where nothing was measured.
+        cases: how many comparisons there are.
+        agreeing: in how many of them the mean is on the claimed side.
+        missing: labels or experiments that the claim names and no result has.
+        older: whether the result is of another text of the experiment file.
+    """
+
+    claim: Claim
+    verdict: Verdict
+    effect: Difference | None = None
+    cases: int = 0
+    agreeing: int = 0
+    missing: tuple[str, ...] = field(default=())
+    older: bool = False
+
+
+def judge_claim(claim: Claim, results: Mapping[str, StoredResult], digests: Mapping[str, str] | None = None) -> Finding:
+    """The verdict on a claim, by the stored results of experiment files.
+
+    Args:
+        claim: what is claimed.
+        results: stored results by the name of their file.
+        digests: of the files as they are now; a result of another text is marked as older.
+
+    Example:
+        >>> scores = {"a": {"accuracy": {0: 0.8, 1: 0.9}}, "b": {"accuracy": {0: 0.5, 1: 0.61}}}
+        >>> result = StoredResult("x/t", "cpu", "", {"t": scores})
+        >>> claim = Claim("a-b", "X", "Table 1", "a is above b", file="x/t", first=("a",), second=("b",))
+        >>> found = judge_claim(claim, {"x/t": result})
+        >>> found.verdict, round(found.effect.mean, 1), found.effect.n
+        ('holds', 29.5, 2)
+    """
+    if claim.untestable:
+        return Finding(claim, "not testable at this scale")
+    result = results.get(claim.file)
+    if result is None:
+        return Finding(claim, "not run", missing=(claim.file,) if claim.file else ())
+    older = digests is not None and digests.get(claim.file, result.digest) != result.digest
+    cases = list(_cases(claim, result))
+    found = {name: values for name, values in cases if values}
+    missing = tuple(name for name, values in cases if not values)
+    if not found:
+        return Finding(claim, "not run", missing=missing or claim.cells, older=older)
+    effect = _pool(list(found.values()))
+    agreeing = sum(_agrees(claim, statistics.fmean(values.values())) for values in found.values())
+    verdict = _verdict(claim, effect, agreeing, len(found), bool(missing))
+    return Finding(claim, verdict, effect, len(found), agreeing, missing, older)
+
+
+def _verdict(claim: Claim, effect: Difference, agreeing: int, cases: int, missing: bool) -> Verdict:
+    if not _agrees(claim, effect.mean):
+        return "does not hold"
+    ends = (effect.low, effect.high)
+    sure = all(end is not None and _agrees(claim, end) for end in ends)
+    return "holds" if sure and agreeing == cases and not missing else "holds in part"
+
+
+def _agrees(claim: Claim, value: float) -> bool:
+    """Whether an effect is on the claimed side of the margin."""
+    if claim.direction == "level":
+        centre = 1.0 if claim.effect == "ratio" else 0.0
+        return abs(value - centre) <= claim.margin
+    return value > claim.margin if claim.direction == "above" else value < claim.margin
+
+
+def _cases(claim: Claim, result: StoredResult) -> Iterator[tuple[str, Values]]:
+    """Every case by name, with its effect on each seed; none where something is missing."""
+    matched = [cell for cell in result.cells if any(fnmatchcase(cell, pattern) for pattern in claim.cells)]
+    for cell in matched:
+        for first in claim.first:
+            ours = result.cells[cell].get(first, {}).get(claim.score, {})
+            if not claim.second:
+                yield f"{first}, {cell}", {seed: _scaled(claim, value) for seed, value in ours.items()}
+            for second in claim.second:
+                theirs = result.cells.get(_other_cell(claim, cell, result), {}).get(second, {}).get(claim.score, {})
+                yield f"{first} and {second}, {cell}", _effects(claim, ours, theirs)
+
+
+def _other_cell(claim: Claim, cell: str, result: StoredResult) -> str:
+    if not claim.beside:
+        return cell
+    return next((other for other in result.cells if fnmatchcase(other, claim.beside)), "")
+
+
+def _effects(claim: Claim, ours: Values, theirs: Values) -> Values:
+    """Seed by seed the difference, in points for shares, or the ratio."""
+    shared = sorted(ours.keys() & theirs.keys())
+    if claim.effect == "ratio":
+        return {seed: ours[seed] / theirs[seed] for seed in shared if theirs[seed]}
+    return {seed: _scaled(claim, ours[seed] - theirs[seed]) for seed in shared}
+
+
+def _scaled(claim: Claim, value: float) -> float:
+    return 100.0 * value if claim.column.kind == "share" else value
+
+
+def _pool(cases: Sequence[Values]) -> Difference:
+    """The mean over cases of each seed that all of them have, and its interval over seeds."""
+    seeds = set.intersection(*(set(values) for values in cases)) or set.union(*(set(values) for values in cases))
+    means = {seed: statistics.fmean(v[seed] for v in cases if seed in v) for seed in seeds}
+    found = paired_difference(means, dict.fromkeys(means, 0.0))
+    if found is None:  # there is a case, so there is a seed
+        raise ValueError("no case has a seed")
+    return found
+
+
+def judge_all(
+    claims: Sequence[Claim], results: Mapping[str, StoredResult], digests: Mapping[str, str] | None = None
+) -> list[Finding]:
+    """The verdicts on all claims, in their order."""
+    return [judge_claim(claim, results, digests) for claim in claims]

@@ -1,0 +1,258 @@
+"""Verdicts and stored tables in words: a document, a page, and the tables between marks in other documents."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+
+from fedfuse.errors import ConfigError
+from fedfuse.report.claims import VERDICTS, Claim, Finding, Verdict
+from fedfuse.report.scores import MeanSd
+from fedfuse.report.stored import STORED_COLUMNS, StoredResult
+
+TABLE = re.compile(r"<!-- stored (?P<asked>[^>]*?) -->\n.*?<!-- /stored -->", re.DOTALL)
+NEVER_RUN = re.compile(r"<!-- never run (?P<folder>[^>]*?) -->\n.*?<!-- /never run -->", re.DOTALL)
+DASH = "–"
+
+TITLE = "# What holds: every claim, with a verdict"
+PREFACE = """\
+Every sentence below is a claim of one of the five papers, or of ours, in our words. The verdict is computed from
+`experiments/claims.toml` (what is claimed, and which comparison tests it) and `experiments/results/` (scores seed by
+seed); nobody writes it. An *effect* is the first method less the second, or over it where a factor is claimed, the mean
+over all cases of the comparison. Its interval is Student's 95 % over seeds, paired: methods of one file have the same
+start and rows, and fuse the same updates where they train alike. Small files keep the papers' proportions and not their
+size: a verdict is of that scale, and what does not hold here may hold there."""
+CLOSING = """\
+`fedfuse reproduce --verdicts` writes this document; `fedfuse reproduce --all --scale cpu` runs what is missing."""
+HEADINGS = ("claim", "published", "verdict", "effect", "cases", "seeds", "command")
+
+
+def reproduction_document(findings: Sequence[Finding]) -> str:
+    """The whole document in Markdown: what the verdicts mean, how often each was reached, then paper by paper."""
+    parts = [TITLE, PREFACE, _counts_table(findings)]
+    for paper in dict.fromkeys(finding.claim.paper for finding in findings):
+        parts += [f"## {paper}", claims_table([finding for finding in findings if finding.claim.paper == paper])]
+        parts += _notes([finding for finding in findings if finding.claim.paper == paper])
+    parts.append(CLOSING)
+    return "\n\n".join(parts) + "\n"
+
+
+def _counts_table(findings: Sequence[Finding]) -> str:
+    papers = list(dict.fromkeys(finding.claim.paper for finding in findings))
+    lines = [f"| verdict | {' | '.join(papers)} | all | it means |", "|---|" + "--:|" * (len(papers) + 1) + "---|"]
+    for verdict, means in VERDICTS.items():
+        reached = [finding.claim.paper for finding in findings if finding.verdict == verdict]
+        counts = " | ".join(str(reached.count(paper)) for paper in papers)
+        lines.append(f"| {verdict} | {counts} | {len(reached)} | {means} |")
+    return "\n".join(lines)
+
+
+def claims_table(findings: Sequence[Finding]) -> str:
+    """The verdicts as a Markdown table, one row per claim."""
+    lines = ["| claim | where | published | verdict | effect, 95 % interval | cases | seeds | command |"]
+    lines.append("|---|---|---|---|--:|--:|--:|---|")
+    for found in findings:
+        claim = found.claim
+        cells = (claim.says, claim.place, claim.published or DASH, f"**{found.verdict}**", *_measured(found))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _measured(found: Finding) -> tuple[str, str, str, str]:
+    command = f"`{found.claim.command}`" if found.claim.command else DASH
+    if found.effect is None:
+        return DASH, DASH, DASH, command
+    return effect_text(found), f"{found.agreeing} of {found.cases}", str(found.effect.n), command
+
+
+def effect_text(found: Finding) -> str:
+    """An effect with its interval, in points, as a factor, or in the score's own unit.
+
+    Example:
+        >>> from fedfuse.report.stats import Difference
+        >>> claim = Claim("a", "X", "Table 1", "a is above b", first=("a",), second=("b",))
+        >>> effect_text(Finding(claim, "holds", Difference(3, 20.04, 10.0, 30.0, 0.01, 0.25, 3), 1, 1))
+        '+20.0 (+10.0 … +30.0) points'
+    """
+    gap, claim = found.effect, found.claim
+    if gap is None:
+        return DASH
+    write = _number_writer(claim)
+    ends = "" if gap.low is None or gap.high is None else f" ({write(gap.low)} … {write(gap.high)})"
+    unit = " points" if claim.in_points and claim.second else " %" if claim.in_points else ""
+    return f"{write(gap.mean)}{ends}{unit}"
+
+
+def _number_writer(claim: Claim) -> Callable[[float], str]:
+    if claim.effect == "ratio":
+        return lambda value: f"×{value:.3g}"
+    sign, digits = "+" if claim.second else "", 1 if claim.in_points else 3
+    return lambda value: f"{value:{sign}.{digits}f}"
+
+
+def _notes(findings: Sequence[Finding]) -> list[str]:
+    """What a reader must know beside the table: notes, reasons, what is missing, what is older than its file."""
+    lines = []
+    for found in findings:
+        claim = found.claim
+        words = [claim.note, claim.untestable]
+        if found.verdict != "not run" and found.missing:
+            words.append(f"not measured: {', '.join(found.missing)}")
+        if found.older:
+            words.append("the experiment file has changed since it was run")
+        if said := "; ".join(word for word in words if word):
+            lines.append(f"- *{claim.says}* {said[0].upper()}{said[1:]}.")
+    return ["\n".join(lines)] if lines else []
+
+
+def method_verdicts(method: str, findings: Sequence[Finding]) -> list[str]:
+    """The lines of a method's page about its claims; none where no claim names it."""
+    mine = [found for found in findings if method in found.claim.methods]
+    if not mine:
+        return []
+    lines = ["| claim | whose | verdict | effect, 95 % interval | seeds |", "|---|---|---|--:|--:|"]
+    for found in mine:
+        claim, seeds = found.claim, DASH if found.effect is None else str(found.effect.n)
+        where = f"{claim.paper}, {claim.place}"
+        lines.append(f"| {claim.says} | {where} | **{found.verdict}** | {effect_text(found)} | {seeds} |")
+    return lines
+
+
+def stored_table(result: StoredResult, score: str = "accuracy", cells: Sequence[str] = ()) -> str:
+    """A stored result as a Markdown table: methods down, experiments across, mean ± standard deviation over seeds.
+
+    The best of a column is bold.
+    """
+    column, chosen = STORED_COLUMNS[score], [cell for cell in result.cells if not cells or cell in cells]
+    factor, digits = (100.0, 1) if column.kind == "share" else (1e6, 2) if column.kind == "bytes" else (1.0, 3)
+    unit = {"share": ", %", "bytes": ", MB"}.get(column.kind, "")
+    lines = [f"| {column.title}{unit} | {' | '.join(cell.replace('-', ' ') for cell in chosen)} |"]
+    lines.append("|---|" + "--:|" * len(chosen))
+    found = {cell: {label: result.summarize(cell, label, score) for label in result.labels} for cell in chosen}
+    best = {cell: _best_mean(list(values.values()), column.better == "high") for cell, values in found.items()}
+    for label in result.labels:
+        words = [_cell_text(found[cell][label], factor, digits, best[cell]) for cell in chosen]
+        if set(words) != {DASH}:
+            lines.append(f"| {label} | {' | '.join(words)} |")
+    seeds = sorted({s for methods in result.cells.values() for by in methods.values() for s in by.get(score, {})})
+    return "\n".join(lines) + f"\n\nSeeds {_spans(seeds)}; `fedfuse reproduce {result.name} --scale {result.scale}`."
+
+
+def _best_mean(values: Sequence[MeanSd | None], high: bool) -> float | None:
+    means = [value.mean for value in values if value is not None]
+    return (max if high else min)(means) if means else None
+
+
+def _cell_text(value: MeanSd | None, factor: float, digits: int, best: float | None) -> str:
+    if value is None:
+        return DASH
+    deviation = "" if value.sd is None else f" ± {factor * value.sd:.{digits}f}"
+    text = f"{factor * value.mean:.{digits}f}{deviation}"
+    return f"**{text}**" if value.mean == best else text
+
+
+def _spans(seeds: Sequence[int]) -> str:
+    """Whole numbers in words.
+
+    Example:
+        >>> _spans([0, 1, 2]), _spans([0, 3])
+        ('0–2', '0, 3')
+    """
+    if len(seeds) > 2 and seeds[-1] - seeds[0] == len(seeds) - 1:
+        return f"{seeds[0]}–{seeds[-1]}"
+    return ", ".join(map(str, seeds))
+
+
+def fill_tables(text: str, results: Mapping[str, StoredResult], missing: Sequence[str] = ()) -> str:
+    """A document whose marked parts are written anew from stored results.
+
+    `<!-- stored NAME -->` … `<!-- /stored -->` is the accuracy of all methods in all experiments of the file NAME;
+    `<!-- stored NAME SCORE -->` another score; `<!-- never run FOLDER -->` … `<!-- /never run -->` the files of a
+    folder that have no stored result.
+
+    Args:
+        text: the document.
+        results: stored results by the name of their file.
+        missing: names of experiment files without one, with their scale: `fedlpa/table1.paper`.
+
+    Raises:
+        ConfigError: for a mark that asks for a score that is not stored.
+    """
+
+    def write_table(found: re.Match[str]) -> str:
+        asked = found["asked"].strip()
+        name, _, score = asked.partition(" ")
+        if score and score not in STORED_COLUMNS:
+            raise ConfigError(f"there is no stored score {score!r}; expected one of {', '.join(STORED_COLUMNS)}")
+        table = stored_table(results[name], score or "accuracy") if name in results else f"`{name}` was never run."
+        return f"<!-- stored {asked} -->\n{table}\n<!-- /stored -->"
+
+    def write_missing(found: re.Match[str]) -> str:
+        folder = found["folder"].strip()
+        return f"<!-- never run {folder} -->\n{never_run_text(folder, missing)}\n<!-- /never run -->"
+
+    return NEVER_RUN.sub(write_missing, TABLE.sub(write_table, text))
+
+
+def never_run_text(folder: str, missing: Sequence[str]) -> str:
+    """Which files of a folder have no stored result, in words.
+
+    Example:
+        >>> never_run_text("swa", ["swa/table1.cpu", "swa/table1.paper", "ams/skew.cpu"])
+        'No stored result of the small files `table1`; of the files as published `table1`.'
+        >>> never_run_text("swa", [])
+        'Every file has a stored result.'
+    """
+    words = {"cpu": "of the small files", "paper": "of the files as published"}
+    mine = [name.removeprefix(f"{folder}/") for name in missing if name.startswith(f"{folder}/")]
+    names = {scale: [name.removesuffix(f".{scale}") for name in mine if name.endswith(f".{scale}")] for scale in words}
+    parts = [f"{words[scale]} {', '.join(f'`{name}`' for name in each)}" for scale, each in names.items() if each]
+    return f"No stored result {'; '.join(parts)}." if parts else "Every file has a stored result."
+
+
+INK: Mapping[Verdict, str] = {
+    "holds": "#1a7f37",
+    "holds in part": "#9a6700",
+    "does not hold": "#b42318",
+    "not testable at this scale": "#667085",
+    "not run": "#667085",
+}
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #1d2433; }
+table { border-collapse: collapse; width: 100%; margin: 1rem 0 2.5rem; }
+th, td { text-align: left; vertical-align: top; padding: .4rem .6rem; border-bottom: 1px solid #d7dce5; }
+td.n { white-space: nowrap; text-align: right; } .v { font-weight: 600; white-space: nowrap; }
+.t { overflow-x: auto; } code { font-size: .85em; }
+"""
+
+
+def reproduction_page(findings: Sequence[Finding]) -> str:
+    """The verdicts as one self-contained page."""
+    parts = [f"<h1>{escape(TITLE.lstrip('# '))}</h1>", f"<p>{escape(PREFACE).replace('`', '')}</p>"]
+    counts = {verdict: sum(found.verdict == verdict for found in findings) for verdict in VERDICTS}
+    parts.append("<p>" + " · ".join(f"{_verdict_html(v)} {n}" for v, n in counts.items()) + "</p>")
+    for paper in dict.fromkeys(found.claim.paper for found in findings):
+        rows = "".join(_row_html(found) for found in findings if found.claim.paper == paper)
+        heads = "".join(
+            f"<th>{h}</th>" for h in ("claim", "published", "verdict", "effect", "cases", "seeds", "command")
+        )
+        parts.append(f'<h2>{escape(paper)}</h2><div class="t"><table><tr>{heads}</tr>{rows}</table></div>')
+    head = f'<meta charset="utf-8"><title>fedfuse: what holds</title><style>{STYLE}</style>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+
+
+def _row_html(found: Finding) -> str:
+    claim = found.claim
+    effect, cases, seeds, command = _measured(found)
+    numbers = "".join(f'<td class="n">{escape(word)}</td>' for word in (effect, cases, seeds))
+    return (
+        f"<tr><td>{escape(claim.says)}<br><small>{escape(claim.place)}</small></td>"
+        f"<td>{escape(claim.published or DASH)}</td><td>{_verdict_html(found.verdict)}</td>{numbers}"
+        f"<td><code>{escape(command.strip('`'))}</code></td></tr>"
+    )
+
+
+def _verdict_html(verdict: Verdict) -> str:
+    return f'<span class="v" style="color: {INK[verdict]}">{verdict}</span>'

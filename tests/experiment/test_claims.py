@@ -1,0 +1,126 @@
+"""The register: what it may say, and that all it says can be looked up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedfuse.errors import ConfigError
+from fedfuse.experiment.claims import all_findings, load_claims
+from fedfuse.experiment.reproduce import missing_names, run_missing, store_result
+
+GOOD = """
+[[claims]]
+id = "a"
+paper = "X"
+place = "Table 1"
+says = "a is above b"
+file = "x/table1"
+first = ["swa"]
+second = ["fedavg"]
+"""
+
+TABLE = """# Table 1 in small.
+name = "table1"
+rounds = 2
+seeds = [0, 1]
+
+[data]
+source = "digits"
+clients = 3
+train_limit = 60
+test_limit = 40
+
+[model]
+name = "mlp"
+hidden = [4]
+
+[local]
+epochs = 1
+
+[[methods]]
+name = "fedavg"
+
+[[methods]]
+name = "swa"
+"""
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "experiments"
+    (folder / "x").mkdir(parents=True)
+    (folder / "x" / "table1.cpu.toml").write_text(TABLE)
+    (folder / "claims.toml").write_text(GOOD)
+    monkeypatch.setenv("FEDFUSE_EXPERIMENTS", str(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('id = "a"', "", r"claim 1 \(without id\): the key 'id' is missing"),
+        ("first", "frist", "there is no key 'frist'; did you mean 'first'"),
+        ("x/table1", "x/table2", "there is no experiment x/table2.cpu.toml"),
+        ('file = "x/table1"', "", "it needs `file` and `first`"),
+        ('place = "Table 1"', 'place = "Table 1"\nuntestable = "no"', "has no `file` and no `first`"),
+        ('place = "Table 1"', 'place = "T"\nscore = "acuracy"', "score is 'acuracy'; did you mean 'accuracy'"),
+        ('place = "Table 1"', 'place = "T"\ndirection = "level"', "need a `margin`"),
+        ('place = "Table 1"', 'place = "T"\ndirection = "up"', "direction is 'up', expected"),
+        ("[[claims]]", "[claim]", "expected .*claims"),
+        ("[[claims]]", "[[claims", "cannot be read"),
+    ],
+)
+def test_a_mistake_in_the_register_is_one_sentence(shelf: Path, old: str, new: str, said: str) -> None:
+    (shelf / "claims.toml").write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=said):
+        load_claims()
+
+
+def test_every_claim_has_a_name_of_its_own(shelf: Path) -> None:
+    (shelf / "claims.toml").write_text(GOOD + GOOD)
+    with pytest.raises(ConfigError, match=r"claim 2 \(a\): the id stands above already"):
+        load_claims()
+
+
+def test_what_is_missing_is_run_stored_and_judged_and_never_twice(shelf: Path, tmp_path: Path) -> None:
+    assert all_findings()[0].verdict == "not run"
+    assert missing_names("cpu") == ["x/table1"]
+    (attempt,) = run_missing("cpu", out=tmp_path / "runs", workers=0)
+    assert attempt.outcome == "stored"
+    assert (shelf / "results" / "x" / "table1.cpu.json").stat().st_size < 2000
+    (found,) = all_findings()
+    assert found.effect is not None
+    assert found.effect.n == 2
+    assert list(run_missing("cpu", out=tmp_path / "runs", workers=0)) == []
+    (shelf / "x" / "table1.cpu.toml").write_text(TABLE.replace("rounds = 2", "rounds = 3"))
+    assert missing_names("cpu") == ["x/table1"]
+    assert all_findings()[0].older
+
+
+def test_run_directories_count_where_nothing_is_stored(shelf: Path, tmp_path: Path) -> None:
+    list(run_missing("cpu", out=tmp_path / "runs", workers=0))
+    (shelf / "results" / "x" / "table1.cpu.json").unlink()
+    assert all_findings()[0].verdict == "not run"
+    assert all_findings(runs=tmp_path / "runs")[0].effect is not None
+
+
+def test_time_that_is_over_stops_at_a_round_and_the_next_call_goes_on(shelf: Path, tmp_path: Path) -> None:
+    ticks = iter(range(0, 10**6, 600))  # every look at the clock is ten minutes later
+    (attempt,) = run_missing("cpu", 0.5, out=tmp_path / "runs", workers=0, clock=lambda: float(next(ticks)))
+    assert attempt.outcome == "stopped"
+    assert "time is over in fedavg, seed 0, round 2" in attempt.why
+    with pytest.raises(ConfigError, match=r"x/table1 is not finished in .*: table1; continue with: fedfuse reproduce"):
+        store_result("x/table1", "cpu", tmp_path / "runs" / "x" / "table1")
+    (again,) = run_missing("cpu", 0.0, out=tmp_path / "runs", workers=0)
+    assert again.outcome == "not begun"
+    (done,) = run_missing("cpu", out=tmp_path / "runs", workers=0)
+    assert done.outcome == "stored"
+
+
+def test_a_table_that_fails_does_not_keep_others_from_running(shelf: Path, tmp_path: Path) -> None:
+    (shelf / "x" / "table2.cpu.toml").write_text(TABLE.replace('source = "digits"', 'source = "no-such-data"'))
+    outcomes = {attempt.name: attempt.outcome for attempt in run_missing("cpu", out=tmp_path / "runs", workers=0)}
+    assert outcomes == {"x/table1": "stored", "x/table2": "failed"}
