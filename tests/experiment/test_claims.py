@@ -8,7 +8,10 @@ import pytest
 
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.claims import all_findings, load_claims
+from fedfuse.experiment.execute import execute
+from fedfuse.experiment.jobs import jobs_of
 from fedfuse.experiment.reproduce import missing_names, run_missing, store_result
+from fedfuse.report.stored import read_result
 
 GOOD = """
 [[claims]]
@@ -105,6 +108,20 @@ def test_run_directories_count_where_nothing_is_stored(shelf: Path, tmp_path: Pa
     (shelf / "results" / "x" / "table1.cpu.json").unlink()
     assert all_findings()[0].verdict == "not run"
     assert all_findings(runs=tmp_path / "runs")[0].effect is not None
+
+
+def test_a_sweep_may_be_stored_in_part_and_is_then_still_missing(shelf: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    (shelf / "x" / "table1.cpu.toml").write_text(TABLE + "\n[sweep]\nrounds = [1, 2]\n")
+    first = jobs_of(shelf / "x" / "table1.cpu.toml", out=runs).each[0]
+    execute(first.experiment, first.folder, workers=0)
+    with pytest.raises(ConfigError, match="is not finished"):
+        store_result("x/table1", "cpu", runs)
+    with pytest.raises(ConfigError, match="is not finished"):
+        store_result("x/table1", "cpu", tmp_path / "elsewhere", partial=True)  # nothing of it is
+    stored = read_result(store_result("x/table1", "cpu", runs, partial=True))
+    assert (list(stored.cells), stored.unfinished) == (["1"], ("2",))
+    assert missing_names("cpu") == ["x/table1"]
 
 
 def test_time_that_is_over_stops_at_a_round_and_the_next_call_goes_on(shelf: Path, tmp_path: Path) -> None:

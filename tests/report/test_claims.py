@@ -100,6 +100,13 @@ def test_nothing_measured_is_not_run_and_says_what_is_missing() -> None:
     assert judge_claim(claim(cells=("three",)), {"x/t": result(one=GOOD)}).verdict == "not run"
 
 
+def test_an_experiment_that_was_not_finished_keeps_a_claim_from_holding_whole() -> None:
+    part = StoredResult("x/t", "cpu", "", result(one=GOOD).cells, unfinished=("two",))
+    found = judge_claim(claim(), {"x/t": part})
+    assert (found.verdict, found.missing) == ("holds in part", ("all of two",))
+    assert judge_claim(claim(cells=("one",)), {"x/t": part}).verdict == "holds"
+
+
 def test_what_cannot_be_tested_is_said_so_and_older_results_are_marked() -> None:
     untestable = claim(file="", first=(), second=(), untestable="needs a GPU")
     findings = judge_all([untestable, claim()], {"x/t": result(one=GOOD)}, {"x/t": "then"})

@@ -51,6 +51,14 @@ def test_a_sweep_becomes_one_result_by_cell_label_score_and_seed(sweep: Path, tm
     assert read_results(tmp_path / "results", "paper") == {}
 
 
+def test_what_was_not_finished_is_named_and_not_counted(sweep: Path, tmp_path: Path) -> None:
+    result = collect_result("fedlpa/table5", "cpu", "abc", sweep, ["table5-fashion-mnist"])
+    assert list(result.cells) == ["mnist-classes-2"]
+    assert result.unfinished == ("fashion-mnist",)
+    assert read_result(write_result(result, tmp_path / "results")) == result
+    assert "Not finished: fashion mnist." in stored_table(result)
+
+
 def test_costs_add_up_and_curves_leave_their_first_and_last_rounds(tmp_path: Path) -> None:
     write_run(tmp_path / "run", "rounds", {"fedavg": [[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]})
     scores = collect_result("x/rounds", "cpu", "", tmp_path / "run").cells["rounds"]["fedavg"]

@@ -125,6 +125,7 @@ def reproduce(
     run_all: Annotated[bool, typer.Option("--all", help="Run every table that has no stored result; goes on.")] = False,
     hours: Annotated[float | None, typer.Option(help="With --all: stop after so many hours.", min=0)] = None,
     store: Annotated[bool, typer.Option("--store", help="Store results of run directories; trains nothing.")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="With --store: finished parts of a sweep too.")] = False,
     verdicts: Annotated[bool, typer.Option("--verdicts", help="Judge every claim by stored results.")] = False,
     workers: Workers = None,
     as_json: Json = False,
@@ -133,13 +134,13 @@ def reproduce(
 
     NAME is a table or a figure; without one, all are listed.
     """
-    reproduction.check_request(name, {"--all": run_all, "--store": store, "--verdicts": verdicts}, hours)
+    reproduction.check_request(name, {"--all": run_all, "--store": store, "--verdicts": verdicts}, hours, partial)
     chosen = reproduction.scale_of(scale)
     if run_all:
         reproduction.run_all_missing(chosen, hours, out, workers, as_json)
         return
     if store:
-        reproduction.store_runs(name, chosen, out, as_json)
+        reproduction.store_runs(name, chosen, out, partial, as_json)
         return
     if verdicts:
         reproduction.write_verdicts(chosen, out, as_json)

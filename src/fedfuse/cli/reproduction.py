@@ -14,13 +14,15 @@ if TYPE_CHECKING:
     from fedfuse.experiment.claims import Scale
 
 
-def check_request(name: str | None, flags: Mapping[str, bool], hours: float | None) -> None:
+def check_request(name: str | None, flags: Mapping[str, bool], hours: float | None, partial: bool) -> None:
     """Refuse flags that exclude each other, before anything is done."""
     given = [flag for flag, on in flags.items() if on]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} were given together; one after the other: --all, --store, --verdicts")
     if name is not None and given and given != ["--store"]:
         raise ConfigError(f"{name!r} was given with {given[0]}, which is about all of them; leave one of them out")
+    if partial and given != ["--store"]:
+        raise ConfigError("--partial says what --store may store; add --store or leave it out")
     if hours is not None and given != ["--all"]:
         raise ConfigError("--hours says when --all stops; add --all or leave it out")
 
@@ -54,7 +56,7 @@ def run_all_missing(scale: Scale, hours: float | None, out: Path | None, workers
         console.say(f"nothing is missing at the scale {scale}")
 
 
-def store_runs(name: str | None, scale: Scale, out: Path | None, as_json: bool) -> None:
+def store_runs(name: str | None, scale: Scale, out: Path | None, partial: bool, as_json: bool) -> None:
     """Store the results of one table's run directory, or of all that are finished, and write their tables anew."""
     from fedfuse.experiment.reproduce import catalogue, store_result
 
@@ -65,7 +67,7 @@ def store_runs(name: str | None, scale: Scale, out: Path | None, as_json: bool) 
     for each in names:
         folder = base if name and out else base / each
         try:
-            written.append(str(store_result(each, scale, folder)))
+            written.append(str(store_result(each, scale, folder, partial)))
         except ConfigError as why:
             if name:
                 raise

@@ -65,11 +65,18 @@ def missing_names(scale: Scale) -> list[str]:
     stored, digests = known_results(scale), file_digests(scale)
     claimed = [claim.file for claim in load_claims() if claim.file]
     names = [name for name in dict.fromkeys([*claimed, *digests]) if name in digests]
-    return [name for name in names if name not in stored or stored[name].digest != digests[name]]
+    whole = {name for name, result in stored.items() if not result.unfinished and result.digest == digests.get(name)}
+    return [name for name in names if name not in whole]
 
 
-def store_result(name: str, scale: Scale, folder: Path) -> Path:
+def store_result(name: str, scale: Scale, folder: Path, partial: bool = False) -> Path:
     """Store what run directories of an experiment file came to, in a few kilobytes beside the files.
+
+    Args:
+        name: of the experiment file, without its scale.
+        scale: cpu or paper.
+        folder: where it was run.
+        partial: store the finished experiments of a sweep, and the names of those that are not.
 
     Raises:
         ConfigError: if there is no run, or it was not finished.
@@ -79,12 +86,13 @@ def store_result(name: str, scale: Scale, folder: Path) -> Path:
         raise ConfigError(f"{name} is a picture and has no result to store; name an experiment file")
     jobs = jobs_of(file, out=folder)
     unfinished = [job.experiment.name for job in jobs.each if not _is_finished(job.folder)]
-    if unfinished:
+    if unfinished and (not partial or len(unfinished) == len(jobs.each)):
         raise ConfigError(
             f"{name} is not finished in {folder}: {', '.join(unfinished[:3])}{', …' if len(unfinished) > 3 else ''}; "
             f"continue with: fedfuse reproduce {name} --scale {scale} --out {folder} --resume"
         )
-    return write_result(collect_result(name, scale, file_digests(scale)[name], folder), results_folder())
+    result = collect_result(name, scale, file_digests(scale)[name], folder, unfinished)
+    return write_result(result, results_folder())
 
 
 def _is_finished(folder: Path) -> bool:

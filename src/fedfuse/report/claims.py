@@ -8,7 +8,7 @@ that train alike fuse the same updates.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -163,8 +163,8 @@ def _agrees(claim: Claim, value: float) -> bool:
 
 def _cases(claim: Claim, result: StoredResult) -> Iterator[tuple[str, Values]]:
     """Every case by name, with its effect on each seed; none where something is missing."""
-    matched = [cell for cell in result.cells if any(fnmatchcase(cell, pattern) for pattern in claim.cells)]
-    for cell in matched:
+    yield from ((f"all of {cell}", {}) for cell in _matching(claim, result.unfinished))
+    for cell in _matching(claim, result.cells):
         for first in claim.first:
             ours = result.cells[cell].get(first, {}).get(claim.score, {})
             if not claim.second:
@@ -172,6 +172,10 @@ def _cases(claim: Claim, result: StoredResult) -> Iterator[tuple[str, Values]]:
             for second in claim.second:
                 theirs = result.cells.get(_other_cell(claim, cell, result), {}).get(second, {}).get(claim.score, {})
                 yield f"{first} and {second}, {cell}", _effects(claim, ours, theirs)
+
+
+def _matching(claim: Claim, cells: Iterable[str]) -> list[str]:
+    return [cell for cell in cells if any(fnmatchcase(cell, pattern) for pattern in claim.cells)]
 
 
 def _other_cell(claim: Claim, cell: str, result: StoredResult) -> str:

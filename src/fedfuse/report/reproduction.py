@@ -136,7 +136,9 @@ def stored_table(result: StoredResult, score: str = "accuracy", cells: Sequence[
         if set(words) != {DASH}:
             lines.append(f"| {label} | {' | '.join(words)} |")
     seeds = sorted({s for methods in result.cells.values() for by in methods.values() for s in by.get(score, {})})
-    return "\n".join(lines) + f"\n\nSeeds {_spans(seeds)}; `fedfuse reproduce {result.name} --scale {result.scale}`."
+    how = f"\n\nSeeds {_spans(seeds)}; `fedfuse reproduce {result.name} --scale {result.scale}`."
+    left = ", ".join(cell.replace("-", " ") for cell in result.unfinished)
+    return "\n".join(lines) + how + (f" Not finished: {left}." if left else "")
 
 
 def _best_mean(values: Sequence[MeanSd | None], high: bool) -> float | None:

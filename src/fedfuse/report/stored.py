@@ -49,12 +49,14 @@ class StoredResult:
         scale: cpu or paper.
         digest: of the file's text when it was run, so that a changed file is noticed.
         cells: per experiment of its sweep, per label, per score, the value of each seed.
+        unfinished: experiments of its sweep that were not run to the end; what they have is in none of the cells.
     """
 
     name: str
     scale: str
     digest: str
     cells: Mapping[str, Mapping[str, Mapping[str, Values]]]
+    unfinished: tuple[str, ...] = ()
 
     @property
     def labels(self) -> list[str]:
@@ -83,16 +85,23 @@ def digest_of(file: Path) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def collect_result(name: str, scale: str, digest: str, folder: Path) -> StoredResult:
+def collect_result(name: str, scale: str, digest: str, folder: Path, unfinished: Sequence[str] = ()) -> StoredResult:
     """The result that run directories hold: one experiment, or those of a sweep side by side.
+
+    Args:
+        name: of the experiment file, without its scale.
+        scale: cpu or paper.
+        digest: of the file's text.
+        folder: of the run, or of the sweep's runs.
+        unfinished: names of experiments that are not to be counted yet.
 
     Raises:
         ConfigError: if there is no run.
     """
     runs = [read_run(path) for path in find_runs([folder])]
     base = name.rpartition("/")[2]
-    cells = {_cell_name(run.name, base): _scores_of(run) for run in runs}
-    return StoredResult(name, scale, digest, cells)
+    cells = {_cell_name(run.name, base): _scores_of(run) for run in runs if run.name not in unfinished}
+    return StoredResult(name, scale, digest, cells, tuple(_cell_name(left, base) for left in unfinished))
 
 
 def _cell_name(run: str, base: str) -> str:
@@ -137,7 +146,7 @@ def write_result(result: StoredResult, folder: Path) -> Path:
     """Write a result beside the others, one line per method, so that a change is a short difference."""
     path = result_path(result.name, result.scale, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    head = {"name": result.name, "scale": result.scale, "digest": result.digest}
+    head = {"name": result.name, "scale": result.scale, "digest": result.digest, "unfinished": result.unfinished}
     lines = []
     for cell, methods in result.cells.items():
         inner = [f"   {json.dumps(label)}: {_compact(scores)}" for label, scores in methods.items()]
@@ -171,7 +180,7 @@ def read_result(path: Path) -> StoredResult:
             str(cell): {str(label): _by_seed(scores) for label, scores in methods.items()}
             for cell, methods in data["cells"].items()
         }
-        return StoredResult(data["name"], data["scale"], data["digest"], cells)
+        return StoredResult(data["name"], data["scale"], data["digest"], cells, tuple(data.get("unfinished", ())))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as why:
         raise ConfigError(
             f"{path} is no stored result ({type(why).__name__}: {why}); write it again: fedfuse reproduce --store"
