@@ -168,7 +168,7 @@ def _cases(claim: Claim, result: StoredResult) -> Iterator[tuple[str, Values]]:
         for first in claim.first:
             ours = result.cells[cell].get(first, {}).get(claim.score, {})
             if not claim.second:
-                yield f"{first}, {cell}", {seed: _scaled(claim, value) for seed, value in ours.items()}
+                yield f"{first}, {cell}", {seed: _in_points(claim, value) for seed, value in ours.items()}
             for second in claim.second:
                 theirs = result.cells.get(_other_cell(claim, cell, result), {}).get(second, {}).get(claim.score, {})
                 yield f"{first} and {second}, {cell}", _effects(claim, ours, theirs)
@@ -189,10 +189,10 @@ def _effects(claim: Claim, ours: Values, theirs: Values) -> Values:
     shared = sorted(ours.keys() & theirs.keys())
     if claim.effect == "ratio":
         return {seed: ours[seed] / theirs[seed] for seed in shared if theirs[seed]}
-    return {seed: _scaled(claim, ours[seed] - theirs[seed]) for seed in shared}
+    return {seed: _in_points(claim, ours[seed] - theirs[seed]) for seed in shared}
 
 
-def _scaled(claim: Claim, value: float) -> float:
+def _in_points(claim: Claim, value: float) -> float:
     return 100.0 * value if claim.column.kind == "share" else value
 
 

@@ -54,12 +54,12 @@ def claims_table(findings: Sequence[Finding]) -> str:
     lines.append("|---|---|---|---|--:|--:|--:|---|")
     for found in findings:
         claim = found.claim
-        cells = (claim.says, claim.place, claim.published or DASH, f"**{found.verdict}**", *_measured(found))
+        cells = (claim.says, claim.place, claim.published or DASH, f"**{found.verdict}**", *_number_cells(found))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
 
-def _measured(found: Finding) -> tuple[str, str, str, str]:
+def _number_cells(found: Finding) -> tuple[str, str, str, str]:
     command = f"`{found.claim.command}`" if found.claim.command else DASH
     if found.effect is None:
         return DASH, DASH, DASH, command
@@ -247,7 +247,7 @@ def reproduction_page(findings: Sequence[Finding]) -> str:
 
 def _row_html(found: Finding) -> str:
     claim = found.claim
-    effect, cases, seeds, command = _measured(found)
+    effect, cases, seeds, command = _number_cells(found)
     numbers = "".join(f'<td class="n">{escape(word)}</td>' for word in (effect, cases, seeds))
     return (
         f"<tr><td>{escape(claim.says)}<br><small>{escape(claim.place)}</small></td>"
