@@ -5,6 +5,10 @@ Run `python benchmarks/scale.py [--json FILE] [--workers N] [--method NAME] [--c
 60,000 rows, 6 each). Everything a run does is in it: the door, the ledger, checkpoints, scores. Rows are MNIST's where
 it is found, else random ones of that shape. Every case is a process of its own, so that its memory is its own.
 
+With `--stream N` it sends N small replies (sums of five rows each) through the door instead, a thousand at a time, adds
+every thousand up to a region's sum and the regions to one, and prints seconds and the peak of memory on the way.
+Seconds should be linear and memory flat, whatever N is.
+
 - training: seconds in which a worker trains, over the seconds of all rounds (times the number of workers).
 - memory: the peak of round 20 over that of round 5, workers included; 1.00 is flat.
 """
@@ -150,6 +154,19 @@ def in_a_process_of_its_own(clients: int, options: argparse.Namespace) -> dict[s
     return dict(json.loads(done.stdout))
 
 
+def show_stream(count: int, path: Path | None) -> None:
+    from stream import stream
+
+    print(f"{'replies':>10}{'seconds':>10}{'a reply, ms':>14}{'peak, MiB':>12}")
+    marks, arrived = stream(count)
+    for mark in marks:
+        per_reply = 1000 * mark.seconds / mark.replies
+        print(f"{mark.replies:>10d}{mark.seconds:>10.1f}{per_reply:>14.3f}{mark.peak_mib:>12.0f}", flush=True)
+    print(f"{arrived:.0f} rows arrived, {marks[-1].peak_mib / marks[0].peak_mib:.2f} of the first mark's memory")
+    if path:
+        path.write_text(json.dumps([asdict(mark) for mark in marks], indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the rows here")
@@ -158,7 +175,11 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[10, 100, 1_000, 10_000], help="how many there are")
     parser.add_argument("--memo", action="store_true", help="keep trained updates, as `fedfuse run` does")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--stream", type=int, metavar="N", help="send N small replies through the door instead")
     options = parser.parse_args()
+    if options.stream:
+        show_stream(options.stream, options.json)
+        return
     if options.one:
         print(json.dumps(asdict(measure(options.clients[0], options.workers, options.method, options.memo))))
         return
