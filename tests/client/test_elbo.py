@@ -17,7 +17,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Batch, TaskLoss, Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Local
+from fedfuse.core.state import Local, tell_examples
 from fedfuse.errors import RecipeError
 from fedfuse.linalg.divergence import kl_normal
 from fedfuse.models.bayes import BayesianLayers
@@ -83,8 +83,35 @@ def test_the_objective_adds_the_kl_per_row() -> None:
 
 
 @torch.no_grad()
-def test_the_global_prior_is_the_rounds_first_posterior_but_for_the_random_start() -> None:
+def test_the_prior_around_the_start_has_a_variance_per_layer() -> None:
+    start = bayesian_start(last=2)
+    params = start.posterior.mean
+    expected = {
+        mean: sum(
+            float(kl_normal(params[f"net.{n}.weight"], params[f"net.{n}.log_variance"].exp(), m(n), 4.0 / fan_in).sum())
+            for n, fan_in in (("fc1", 4), ("classifier", 5))
+        )
+        for mean, m in (("start", lambda n: params[f"net.{n}.weight"]), ("fan-in", lambda _: 0.0))
+    }
+    for prior, told in expected.items():
+        found = Elbo(prior=prior, scale=2.0).divergence(at_work(start, round_=3))  # type: ignore[arg-type]
+        assert float(found) == pytest.approx(told, rel=1e-5)
+
+
+def test_a_share_of_the_prior_is_by_all_examples_or_all_of_it_where_nobody_tells() -> None:
     start = bayesian_start(last=1)
+    for told, n in ((500, 500), (0, 30), (7, 30)):  # fewer than its own rows cannot be
+        local = at_work(start)
+        local.brief = replace(local.brief, memory=tell_examples(told))
+        local.module.eval()
+        batch = local.rows.x[:8], local.rows.y[:8]
+        pull = Elbo("share")(local, batch) - TaskLoss()(local, batch)
+        assert float(pull.detach()) == pytest.approx(float(Elbo().divergence(local).detach()) / n, rel=1e-3)
+
+
+@torch.no_grad()
+def test_the_global_prior_is_the_rounds_first_posterior_but_for_the_random_start() -> None:
+    start = bayesian_start(last=1, log_variance=-6.0)
     prior = Elbo(prior="global")
     assert float(prior.divergence(at_work(start))) == pytest.approx(float(Elbo().divergence(at_work(start))))
     later = at_work(start, round_=1)
@@ -142,7 +169,7 @@ def test_learned_means_and_variances_are_those_of_the_posterior() -> None:
 def test_at_the_optimizers_own_rate_variances_would_stand_still() -> None:
     own, _, _ = regression()
     module = nn.Linear(4, 1, bias=False)
-    start = BayesianLayers()(Single.of(module, Spec.of(module)), 1, seed=0)
+    start = BayesianLayers(log_variance=-6.0)(Single.of(module, Spec.of(module)), 1, seed=0)
     settings = LocalSettings(
         epochs=5, optimizer={"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}, log_variance_lr=0.05
     )
@@ -184,9 +211,11 @@ def test_noise_follows_the_clients_seed() -> None:
 
 
 def test_options_become_a_recipe() -> None:
-    recipe = Variational(prior="global", scale=0.5, noise=False).recipe(2, MeanIn(RKLB))
-    assert recipe.objective == Elbo(0.1, "global", 0.5)
-    assert recipe.prepare_model == BayesianLayers(last=2, noise=False)
+    recipe = Variational(prior="global", scale=0.5, noise=False, predict_draws=7).recipe(2, MeanIn(RKLB))
+    assert recipe.objective == Elbo("share", "global", 0.5)
+    assert recipe.publishes == ("examples",)
+    assert recipe.prepare_model == BayesianLayers(last=2, noise=False, draws=7)
+    assert Variational(kl=0.5).recipe(1, MeanIn(RKLB)).publishes == ()
     plain = Variational().recipe(0, MeanIn(RKLB))
     assert (plain.objective, plain.prepare_model) == (TaskLoss(), type(plain.prepare_model)())
     assert Variational(layers=("fc1",)).recipe(0, MeanIn(RKLB)).prepare_model == BayesianLayers(0, ("fc1",))

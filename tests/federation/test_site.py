@@ -131,3 +131,15 @@ class Pair(nn.Module):
     def forward(self, x):
         return {"size": x.size(0), "logits": self.top(x.flatten(1))}
 """
+
+
+def test_a_site_says_that_nobody_told_it_how_many_examples_there_are() -> None:
+    """A prior that is weighed by shares needs their whole; told it, the site trains otherwise and says nothing."""
+    common = {"sets": ["local.batch_size=16", "model.hidden=[3]"], "client": "here", "limit": 60}
+    alone, told, other = (
+        site_update("digits", "mlp", method, all_examples=n, **common)
+        for method, n in (("rklb", None), ("rklb", 600), ("fedavg", None))
+    )
+    assert "so the prior was counted in full; give --all-examples, or use pvi" in " ".join(alone.warnings)
+    assert not any("prior" in words for made in (told, other) for words in made.warnings)
+    assert alone.update.payload != told.update.payload

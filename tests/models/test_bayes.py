@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -126,7 +126,7 @@ def test_layers_whose_forward_pass_is_unknown_are_refused() -> None:
 def moments(layer: MeanField, x: Tensor, draws: int = 20_000) -> tuple[Tensor, Tensor]:
     """Mean and variance of a layer's output over drawn weights, the definition itself."""
     generator = torch.Generator().manual_seed(0)
-    names, means, logs = zip(*layer.factors(), strict=True)
+    names, means, logs, _ = zip(*layer.factors(), strict=True)
 
     def output(*noise: Tensor) -> Tensor:
         drawn = {n: m + (v / 2).exp() * e for n, m, v, e in zip(names, means, logs, noise, strict=True)}
@@ -187,10 +187,11 @@ def test_without_noise_a_layer_is_the_plain_one_in_training_and_evaluation() -> 
 def test_probabilities_are_averaged_over_drawn_networks() -> None:
     model = bayesian(net(), last=2, draws=6).eval()
     with torch.no_grad():
+        (stacked,) = model._draw_weights(model.seed, 6)
+        assert stacked.keys() == {"2.weight", "4.weight"}
         each = []
         for draw in range(6):
-            weights = model._draw_weights(draw)
-            assert weights.keys() == {"2.weight", "4.weight"}
+            weights = {name: tensor[draw] for name, tensor in stacked.items()}
             each.append(functional_call(net(), weights, (batch(),), strict=False).softmax(-1))
         torch.testing.assert_close(model(batch()).exp(), torch.stack(each).mean(0))
         torch.testing.assert_close(model(batch(), apart=True).softmax(-1), torch.stack(each))
@@ -198,7 +199,7 @@ def test_probabilities_are_averaged_over_drawn_networks() -> None:
 
 def test_drawn_networks_have_the_posteriors_moments() -> None:
     model = bayesian(nn.Linear(2, 1), log_variance=-1.0, draws=2)
-    drawn = torch.stack([model._draw_weights(s)["weight"] for s in range(3000)])
+    drawn = torch.cat([part["weight"] for part in model._draw_weights(0, 3000)])
     torch.testing.assert_close(drawn.mean(0), model.net.weight, atol=0.04, rtol=0)
     torch.testing.assert_close(drawn.var(0), torch.full((1, 2), math.exp(-1)), atol=0.03, rtol=0)
 
@@ -231,9 +232,75 @@ def test_what_does_not_vary_is_computed_once_and_nothing_changes(make: Any) -> N
     torch.manual_seed(0)
     model = bayesian(make(), draws=3).eval()
     hidden = Bayesian(Whole(model.net), 3).eval()
-    hidden._draw_weights = lambda s: {f"inner.{n}": t for n, t in model._draw_weights(s).items()}  # type: ignore[method-assign]
+
+    def same_draws(seed: int, count: int) -> Iterator[dict[str, Tensor]]:
+        return ({f"inner.{n}": t for n, t in drawn.items()} for drawn in model._draw_weights(seed, count))
+
+    hidden._draw_weights = same_draws  # type: ignore[method-assign]
     x = batch() if make is not lenet else torch.randn(4, 1, 28, 28)
     torch.testing.assert_close(model(x), hidden(x))
+
+
+def test_draws_are_asked_together_and_answer_as_one_by_one() -> None:
+    class Counted(nn.Module):
+        """A network whose passes are counted; one that reads a number off a tensor cannot be asked for many at once."""
+
+        def __init__(self, reads: bool) -> None:
+            super().__init__()
+            self.inner, self.reads, self.passes = net(), reads, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.passes += 1
+            out: Tensor = self.inner(x)
+            return out * (2.0 if self.reads and float(out.sum()) > 1e9 else 1.0)
+
+    answers = []
+    for reads, passes in ((False, 2), (True, 14)):
+        model = bayesian(Counted(reads), last=2, draws=12).eval()
+        with torch.no_grad():
+            answers.append(model(batch(), apart=True))
+        assert (model.net.passes, len(answers[-1])) == (passes, 12)
+    torch.testing.assert_close(*answers)
+
+
+def test_asking_leaves_a_shared_layer_and_a_tied_weight_as_they_were() -> None:
+    class Tied(nn.Module):
+        """Two layers with one weight, and a layer that is used under two names."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.head.weight = self.first.weight
+            self.again = self.first
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.again(x))
+            return out
+
+    model = bayesian(Tied(), layers=["head"], log_variance=0.0, draws=4).eval()
+    before, x = dict(model.named_parameters()), torch.eye(4)
+    with torch.no_grad():
+        each = model(x, apart=True)
+        (drawn,) = model._draw_weights(0, 4)
+        w, first, head = drawn["head.weight"], model.net.first.bias, model.net.head.bias
+        expected = torch.stack([(x @ one.T + first) @ one.T + head for one in w])
+    torch.testing.assert_close(each, expected)  # one weight is drawn once, wherever it stands
+    assert all(after is before[name] for name, after in model.named_parameters())
+
+
+def test_the_first_draws_of_many_are_those_of_few_and_another_seed_has_others() -> None:
+    model = bayesian(net(), last=3, draws=30).eval()
+    many = model(batch(), apart=True)
+    assert many[:10].equal(model(batch(), apart=True, draws=10))
+    assert not many.equal(model(batch(), apart=True, seed=1))
+    assert len(torch.unique(many[:, 0, 0])) == 30
+
+
+def test_a_layers_first_deviation_follows_its_fan_in() -> None:
+    model = bayesian(nn.Sequential(nn.Conv2d(3, 4, 5), nn.Flatten(), nn.Linear(16, 2)), last=2)
+    sigma = [f.log_variance.mul(0.5).exp().unique().item() * f.fan_in**0.5 for f in factors(model)]
+    assert sigma[0] == pytest.approx(sigma[1], rel=1e-5)
+    assert [f.fan_in for f in factors(model)] == [75, 16]
 
 
 def test_it_can_be_mapped_over_rows() -> None:

@@ -123,6 +123,8 @@ def test_a_run_updates_and_files_give_the_same_bytes_or_say_why_not(name: str, t
 def start_of(update: fedfuse.Update, name: str) -> dict[str, Tensor] | None:
     """The common start, where the network that is trained is the one the user chose."""
     begin = start(network(name))
+    if "start" in fedfuse.recipe(name).needs and fedfuse.recipe(name).trains:
+        return begin
     if not fedfuse.recipe(name).trains:
         return begin if update.spec == network(name) else None
     return begin if update.state_dict().keys() == begin.keys() and _same_shapes(update, begin) else None

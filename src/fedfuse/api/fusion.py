@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ from fedfuse.server.door.names import CommonNames
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
 from fedfuse.server.sound import fuse_admitted
 from fedfuse.tasks import CLASSIFICATION, Task, task_header, task_named
-from fedfuse.wire.codec import encode
+from fedfuse.wire.codec import Malformed, decode, encode, read
 from fedfuse.wire.files import save_model
 from fedfuse.wire.messages import reply_header
 
@@ -230,7 +231,28 @@ def _begin(recipe: Recipe, start: str | Path | Mapping[str, Tensor] | None, item
         begin = built_start(items)
     if begin is None and "start" in recipe.needs:
         raise RecipeError(f"method {recipe.name!r} needs the weights the sites started from; pass `start`")
+    return begin if begin is None else _prepared_weights(recipe, begin, items)
+
+
+def _prepared_weights(recipe: Recipe, begin: Params, items: Sequence[Item]) -> Params:
+    """The start as sites trained from it, where the method prepares the network and the plain weights were passed."""
+    prepare = recipe.prepare_model
+    if not isinstance(prepare, PreparesWeights):
+        return begin
+    for payload in (item.payload for item in items):
+        with contextlib.suppress(Malformed):  # the door refuses it by name
+            trained = (decode(payload) if isinstance(payload, bytes) else read(payload)).tensors
+            return begin if begin.keys() <= trained.keys() else prepare.weights_from(begin, trained)
     return begin
+
+
+@runtime_checkable
+class PreparesWeights(Protocol):
+    """A preparation of networks that knows what becomes of their weights without running them."""
+
+    def weights_from(self, plain: Params, trained: Params) -> Params:
+        """The prepared weights that sites began with, given the plain ones and what one of them trained."""
+        ...
 
 
 def _about(recipe: Recipe, admission: Admission, names: CommonNames, task: Task) -> About:

@@ -22,7 +22,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import ClientsOnly, NothingBefore, Work
 from fedfuse.core.settings import LocalSettings, validate_settings
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench, ServerState
+from fedfuse.core.state import EXAMPLES, Bench, ServerState, tell_examples
 from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.door.files import fingerprint, first_difference
@@ -89,6 +89,7 @@ def local_update(
     task: Task | str = CLASSIFICATION,
     seed: int = 0,
     output: int | str | None = None,
+    all_examples: int = 0,
     **settings: Any,
 ) -> Update:
     """Train at a site and bring the evidence a method asks for.
@@ -105,6 +106,7 @@ def local_update(
         task: what is to be learned: "classification", "binary", "multilabel" or "regression".
         seed: fixes every random draw.
         output: which of the network's outputs are the logits, where it gives several: a place, a key or an attribute.
+        all_examples: that all sites hold together, for a prior weighed by shares of them; 0 counts it in full.
         settings: of local training, as in a config file: epochs, batch_size, optimizer, …; `lr` and `momentum`
             are short for the optimizer's.
 
@@ -118,21 +120,19 @@ def local_update(
     task = task_named(task) if isinstance(task, str) else task
     check_supported(recipe, "a site that only brings a file")
     recipe.check_task(task)
-    spec = model if isinstance(model, Spec) else Spec.of(model, output)
-    spec = spec if output is None else replace(spec, output=output)
+    spec = _named_network(model, output)
     data = rows if isinstance(rows, Rows) else Rows(*rows)
     module = spec.build() if isinstance(model, Spec) else model
     begin = {n: t.detach().clone() for n, t in module.state_dict().items()}
-    names = () if classes is None or isinstance(classes, int) else tuple(classes)
-    check_class_names(names)
-    given = classes if isinstance(classes, int) else len(names) or None
-    count = _count_classes(given, Single.of(module, spec), data, task)
+    names = _class_names(classes)
+    count = _count_classes(classes, Single.of(module, spec), data, task)
     if start is not None:
         description, begin = start_of(start)
         spec = _with_start_shape(spec, description)
     first = prepared_start(recipe, spec, begin, Bench(classes=count, seed=seed, task=task))
     _check_fit(first)
-    brief = Brief(0, first.spec, first.posterior.mean, classes=count, task=task)
+    told = tell_examples(all_examples) if EXAMPLES in recipe.publishes else {}
+    brief = Brief(0, first.spec, first.posterior.mean, told, classes=count, task=task)
     packet = decode(_answer(recipe.work(settings_from(settings)), brief, client, data, seed))
     header = {**packet.header, "classes": count, **task_header(task), "layout": describe(first.spec.layout)}
     header |= _tell(recipe, client, names, inputs or _form_of(data), fingerprint(brief.params))
@@ -189,6 +189,19 @@ def bring_evidence(
     return update.telling(start=None) if made.trains else update  # networks trained elsewhere share no start
 
 
+def _class_names(classes: int | Sequence[str] | None) -> tuple[str, ...]:
+    """The names of the classes, where they have any."""
+    names = () if classes is None or isinstance(classes, int) else tuple(classes)
+    check_class_names(names)
+    return names
+
+
+def _named_network(model: nn.Module | Spec, output: int | str | None) -> Spec:
+    """The network, and which of its outputs are the logits."""
+    spec = model if isinstance(model, Spec) else Spec.of(model, output)
+    return spec if output is None else replace(spec, output=output)
+
+
 def _answer(work: Work, brief: Brief, client: str, rows: Rows, seed: int) -> bytes:
     """A client's reply as every engine brings it: everything comes from bytes, and one thread does it."""
     with one_thread():
@@ -216,8 +229,9 @@ def _form_of(rows: Rows) -> RowForm | None:
     return ArrayForm(shape=shape) if shape and 0 not in shape else None
 
 
-def _count_classes(given: int | None, network: Single, rows: Rows, task: Task) -> int:
+def _count_classes(classes: int | Sequence[str] | None, network: Single, rows: Rows, task: Task) -> int:
     """How many classes there are: as the user says, else as many as the network has outputs or the rows have labels."""
+    given = classes if isinstance(classes, int) or classes is None else len(classes) or None
     if flaw := task.flaw(rows.y, given or 0):
         raise ConfigError(f"{flaw} (task {task.name})")
     if isinstance(task, Binary):

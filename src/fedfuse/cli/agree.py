@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from fedfuse.cli import console
-from fedfuse.cli.files import Columns, FederationOption, MomentsFiles, Target, TaskName, refuse_said
+from fedfuse.cli.files import AllExamples, Columns, FederationOption, MomentsFiles, Target, TaskName, refuse_said
 from fedfuse.cli.options import Json, MethodName, Source, said_of_table, split_words, typer
 from fedfuse.errors import ConfigError
 
@@ -50,6 +50,7 @@ def init(
     data: FirstSite = None,
     normalize: Normalize = False,
     least_rows: LeastRows = None,
+    all_examples: AllExamples = None,
     sets: Settings = None,
     start: Start = None,
     seed: Annotated[int, typer.Option(help="Fixes the start and every random draw at sites.")] = 0,
@@ -75,6 +76,7 @@ def init(
         data=data,
         normalize=normalize,
         least_rows=least_rows,
+        all_examples=all_examples,
         sets=sets or [],
         start=start,
         seed=seed,

@@ -38,6 +38,9 @@ Unlabelled = Annotated[str | None, typer.Option(help="Inputs the server holds, t
 AlignName = Annotated[
     str | None, typer.Option(help="Align hidden units first: by weights, activations, transport or graph.")
 ]
+AllExamples = Annotated[
+    int | None, typer.Option(min=1, help="How many examples all sites hold together, if that is known.")
+]
 ImageSize = Annotated[int | None, typer.Option(min=1, help="Resize pictures to this width and height.")]
 TaskName = Annotated[
     str | None, typer.Option("--task", help="classification, binary, multilabel or regression.", callback=check_task)
@@ -76,6 +79,7 @@ def update(
     columns: Columns = None,
     moments: MomentsFiles = None,
     classes: Annotated[str | None, typer.Option(help="Without a federation: the names of all classes.")] = None,
+    all_examples: AllExamples = None,
     seed: Annotated[int | None, typer.Option(help="Fixes every random draw; 0 without a federation.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -89,12 +93,17 @@ def update(
     judged |= {"client": name, "limit": train_limit}
     if federation is None:
         judged |= {"start": start, "seed": seed or 0, "image_size": image_size, "classes": split_words(classes)}
-        judged |= {"task": task or "classification", "table": said_of_table(target, columns, moments)}
+        judged |= {
+            "all_examples": all_examples,
+            "task": task or "classification",
+            "table": said_of_table(target, columns, moments),
+        }
         with console.err.status(f"training on {data}"):
             done = site_update(data, model or "mlp", method or "fedavg", sets or [], **judged)
     else:
         refuse_said({"--method": method, "--start": start, "--image-size": image_size, "--seed": seed, "--task": task})
         refuse_said({"--target": target, "--columns": columns, "--moments": moments, "--classes": classes})
+        refuse_said({"--all-examples": all_examples})
         agreed = _read_agreed(federation, sets or [], model)
         with console.err.status(f"training on {data}"):
             done = update_by_federation(agreed, data, **judged)

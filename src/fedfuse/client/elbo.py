@@ -10,15 +10,18 @@ import torch
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
+from fedfuse.client.cavity import cavity, posterior_before
 from fedfuse.core.precision import in_full
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.seams import Aggregator, Batch, Objective, TaskLoss
+from fedfuse.core.seams import Aggregator, Batch, Objective, ServerStep, TaskLoss
 from fedfuse.core.settings import Settings
-from fedfuse.core.state import Local
+from fedfuse.core.state import EXAMPLES, Local
 from fedfuse.errors import RecipeError
-from fedfuse.models.bayes import BayesianLayers, factors
+from fedfuse.models.bayes import BayesianLayers, Factor, factors, prior_log_variance
 
-Prior = Literal["standard", "global"]
+Prior = Literal["start", "fan-in", "standard", "global", "cavity"]
+Choice = Literal["start", "fan-in", "standard", "global"]
+Weight = NonNegativeFloat | Literal["share"]
 
 
 class Variational(Settings):
@@ -26,36 +29,45 @@ class Variational(Settings):
 
     Attributes:
         layers: names of the layers to make Bayesian, in place of the last ones.
-        log_variance: log σ² every weight starts with.
+        log_variance: log σ² every weight starts with; by default σ is a twentieth of 1/√fan-in.
         bias: whether biases are Gaussians too.
-        prior: "standard" is N(0, scale²) in every round, "global" from the second round on the fused posterior.
-        scale: standard deviation of the standard prior.
-        kl: weight of KL / n in the loss; 0 leaves the loss alone.
+        prior: "start" is N(m, scale²/fan-in) around the means m that a round starts from, "fan-in" the same around 0,
+            "standard" is N(0, scale²) as published, "global" from the second round on the posterior it starts from.
+        scale: standard deviation of the prior, in the units that it names.
+        kl: "share" divides KL by the number of examples of all clients, so that the prior is counted once; a number
+            is the weight of KL divided by the client's own examples (1 as published), and 0 leaves the loss alone.
         noise: false trains and predicts at the means, a control.
         released: start as the released code does, log σ² at −9 and clamped to [−8, 8], so that it never learns.
-        draws: networks drawn to predict.
+        predict_draws: networks drawn to predict; the rounds before the last are scored with ten.
     """
 
     layers: tuple[str, ...] = ()
-    log_variance: float = -6.0
+    log_variance: float | None = None
     bias: bool = False
-    prior: Prior = "standard"
+    prior: Choice = "start"
     scale: PositiveFloat = 1.0
-    kl: NonNegativeFloat = 0.1
+    kl: Weight = "share"
     noise: bool = True
     released: bool = False
-    draws: PositiveInt = 10
+    predict_draws: PositiveInt = 100
 
-    def recipe(self, last: int, aggregate: Aggregator) -> Recipe:
+    def recipe(self, last: int, aggregate: Aggregator, steps: tuple[ServerStep, ...] = ()) -> Recipe:
         """Bayesian layers, their objective, and how they are fused; without such layers, plain training."""
         if last == 0 and not self.layers:
-            return Recipe(aggregate=aggregate)
+            return Recipe(aggregate=aggregate, steps=steps)
         return Recipe(
-            objective=Elbo(self.kl, self.prior, self.scale), aggregate=aggregate, prepare_model=self._prepare(last)
+            objective=Elbo(self.kl, self.prior, self.scale),
+            aggregate=aggregate,
+            steps=steps,
+            prepare_model=self.prepare(last),
+            publishes=(EXAMPLES,) if self.kl == "share" else (),
         )
 
-    def _prepare(self, last: int) -> BayesianLayers:
-        return BayesianLayers(last, self.layers, self.log_variance, self.bias, self.noise, self.released, self.draws)
+    def prepare(self, last: int) -> BayesianLayers:
+        """What makes the layers Bayesian."""
+        return BayesianLayers(
+            last, self.layers, self.log_variance, self.bias, self.noise, self.released, self.predict_draws
+        )
 
 
 USUAL = Variational()
@@ -63,14 +75,17 @@ USUAL = Variational()
 
 @dataclass(frozen=True, slots=True)
 class Elbo:
-    """The negative evidence lower bound per row: base + kl · KL(q ‖ prior) / n (eq. 3, divided by the n rows).
+    """The negative evidence lower bound per row: base + κ · KL(q ‖ prior) / n_k (eq. 3, divided by the n_k rows).
+
+    With kl = "share", κ = n_k/n is the client's share of all n examples, so that KL is divided by n. Then the
+    reverse-KL barycenter with these very shares is the posterior of all rows where that is Gaussian: a client's
+    precision is P₀ + Λ_k/κ_k, and Σ κ_k (P₀ + Λ_k/κ_k) = P₀ + Σ Λ_k. A client that is not told n takes its own n_k.
 
     The base loss is that of one draw of the noise per example. With diagonal Gaussians KL is closed:
-    ½ Σ (σ² + (μ − m)²) / s² − 1 − log(σ²/s²), the prior N(m, s²) being N(0, scale²) or, from the second round on, the
-    posterior that the round began with.
+    ½ Σ (σ² + (μ − m)²) / s² − 1 − log(σ²/s²), the prior being N(m, s²).
     """
 
-    kl: float = 1.0
+    kl: float | Literal["share"] = 1.0
     prior: Prior = "standard"
     scale: float = 1.0
     base: Objective = field(default_factory=TaskLoss)
@@ -78,23 +93,32 @@ class Elbo:
     def __call__(self, local: Local, batch: Batch) -> Tensor:
         """The base loss and the pull of the prior."""
         loss = self.base(local, batch)
-        return loss if self.kl == 0 else loss + self.kl / len(local.rows) * self.divergence(local)
+        return loss if self.kl == 0 else loss + self._weight(local) * self.divergence(local)
+
+    def _weight(self, local: Local) -> float:
+        """What KL is multiplied by: κ / n_k."""
+        return 1 / local.all_examples if self.kl == "share" else self.kl / len(local.rows)
 
     def divergence(self, local: Local) -> Tensor:
         """KL of all Bayesian weights from their prior."""
-        parts = [
-            kl_diagonal(mean, log_variance, *self._prior(local, name))
-            for name, mean, log_variance in factors(local.module)
-        ]
+        parts = [kl_diagonal(f.mean, f.log_variance, *self._prior(local, f)) for f in factors(local.module)]
         if not parts:
             raise RecipeError("the evidence lower bound needs Bayesian layers and the network has none; use last ≥ 1")
         return torch.stack(parts).sum()
 
-    def _prior(self, local: Local, name: str) -> tuple[Tensor | float, Tensor | float]:
+    def _prior(self, local: Local, factor: Factor) -> tuple[Tensor | float, Tensor | float]:
         """Mean and log-variance of one tensor's prior."""
-        if self.prior == "standard" or local.brief.round == 0:  # nobody believes in the random start
+        if self.prior == "standard":
             return 0.0, 2 * math.log(self.scale)
-        return local.once("elbo/prior", _posterior_before)[name]
+        usual = prior_log_variance(factor.fan_in, self.scale)
+        if self.prior == "fan-in":
+            return 0.0, usual
+        if self.prior == "cavity":
+            return local.once("elbo/cavity", lambda client: cavity(client, self.scale))[factor.name]
+        before = local.once("elbo/before", posterior_before)[factor.name]
+        if self.prior == "global":  # nobody believes in the random start
+            return (before.mean, before.log_variance) if local.brief.round else (0.0, 2 * math.log(self.scale))
+        return before.mean, usual
 
 
 def kl_diagonal(mean: Tensor, log_variance: Tensor, m: Tensor | float, log_v: Tensor | float) -> Tensor:
@@ -106,11 +130,5 @@ def kl_diagonal(mean: Tensor, log_variance: Tensor, m: Tensor | float, log_v: Te
     """
     mean, log_variance = in_full(mean), in_full(log_variance)
     gap = log_variance - log_v
-    away = (mean - m).square() * (-torch.as_tensor(log_v)).exp()
+    away = (mean - m).square() * (-torch.as_tensor(log_v, dtype=mean.dtype)).exp()
     return (gap.exp() + away - 1 - gap).sum() / 2
-
-
-def _posterior_before(local: Local) -> dict[str, tuple[Tensor, Tensor]]:
-    """Mean and log-variance, as its layer sees it, of every Gaussian the round began with."""
-    start = local.frozen("before", local.brief.params)
-    return {name: (mean, log_variance) for name, mean, log_variance in factors(start)}

@@ -234,8 +234,8 @@ def _role(part: nn.Module, name: str, tensor: Tensor) -> Role:
 
 def _stands_beside(name: str, tensor: Tensor, params: Params) -> bool:
     """Whether a tensor has the name and the shape of a mean's log-variances."""
-    mean = params.get(_mean_of(name))
-    return mean is not None and mean is not tensor and mean.shape == tensor.shape
+    mean = None if _mean_of(name) == name else params.get(_mean_of(name))
+    return mean is not None and mean.shape == tensor.shape
 
 
 def _log_variances_at(path: str, roles: Mapping[str, Role]) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ from fedfuse.core.seams import (
 )
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench, ServerState
+from fedfuse.core.state import EXAMPLES, Bench, ServerState, tell_examples
 from fedfuse.errors import RecipeError
 from fedfuse.tasks import Classification, Task
 
@@ -179,6 +179,8 @@ class Recipe:
         whatever starts of their own they had.
         """
         prepared = self.prepare_models(state if self.trains else replace(state, starts={}), bench)
+        if EXAMPLES in self.publishes:
+            prepared = replace(prepared, memory={**prepared.memory, **tell_examples(bench.num_examples)})
         return self.before_first_round(prepared, bench) if state.round == 0 else prepared
 
     def _prepare(self, start: Single, bench: Bench, *whose: str) -> Single:

@@ -26,6 +26,9 @@ from fedfuse.tasks import CLASSIFICATION, Task
 
 T = TypeVar("T")
 
+EXAMPLES = "examples"
+"""A kind of published memory: how many examples all clients hold together, under "examples/all"."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
@@ -95,6 +98,7 @@ class Bench:
         rows: labelled rows the server holds, if any.
         unlabelled: inputs without labels, if any.
         population: how many clients there are, asked or not.
+        num_examples: how many examples they hold together, 0 if nobody knows.
         classes: how many classes there are.
         local: the settings clients train with.
         seed: the run's seed.
@@ -113,6 +117,7 @@ class Bench:
     inputs: InputForm | None = None
     task: Task = CLASSIFICATION
     features: tuple[str, ...] = ()
+    num_examples: int = 0
 
     progress: Progress = field(default=_tell_nobody, repr=False, compare=False)
 
@@ -178,6 +183,12 @@ class Local:
         """What is to be learned."""
         return self.brief.task
 
+    @property
+    def all_examples(self) -> float:
+        """How many examples all clients hold together, if the brief tells; else as many as this one has."""
+        told = self.brief.memory.get(f"{EXAMPLES}/all")
+        return float(len(self.rows)) if told is None else max(float(told), float(len(self.rows)))
+
     def stream(self, *purpose: str | int) -> torch.Generator:
         """A random stream of this client in this round."""
         return stream(self.seed, self.brief.round, self.client, *purpose)
@@ -236,6 +247,16 @@ def entries_of(memory: Params, kind: str) -> dict[str, Tensor]:
 def with_kind(kind: str, params: Params) -> dict[str, Tensor]:
     """The inverse of `entries_of`: entries renamed to "kind/…"."""
     return {f"{kind}/{name}": t for name, t in params.items()}
+
+
+def tell_examples(count: int) -> dict[str, Tensor]:
+    """The published memory that tells clients how many examples they all hold; nothing where nobody knows.
+
+    Example:
+        >>> tell_examples(500), tell_examples(0)
+        ({'examples/all': tensor(500., dtype=torch.float64)}, {})
+    """
+    return with_kind(EXAMPLES, {"all": torch.tensor(float(count), dtype=torch.float64)}) if count else {}
 
 
 def representation(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

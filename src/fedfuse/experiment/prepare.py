@@ -87,6 +87,7 @@ class PreparedExperiment:
         parts = self._partition(seed, sites is None)
         population = Population(train, parts.clients if sites is None else dict.fromkeys(sites, torch.arange(0)))
         server = train.take(parts.server) if len(parts.server) else None
+        plan = self._plan(population.sizes() if sites is None else sites, sites is not None)
         bench = Bench(
             server,
             self.unlabelled,
@@ -97,11 +98,13 @@ class PreparedExperiment:
             self.inputs,
             task,
             self.dataset.features,
+            sum(plan.enrolled.values()),
         )
         held_out = {c: train.take(rows) for c, rows in parts.validation.items()}
         score = self.experiment.judge
-        judge = Judge(test, classes, score.bins, held_out, score.clients, ood_inputs=self.ood_inputs, task=task)
-        plan = self._plan(population.sizes() if sites is None else sites, sites is not None)
+        judge = Judge(
+            test, classes, score.bins, held_out, score.clients, ood_inputs=self.ood_inputs, task=task, seed=seed
+        )
         return Setting(seed, parts, population, bench, judge, self._start(seed, population), plan)
 
     def _partition(self, seed: int, whole: bool) -> Partition:

@@ -49,6 +49,7 @@ class Agreement(Settings):
         start: a short name of the common start, so that a site notices a wrong one.
         seed: of every random draw at sites.
         least_rows: a site with fewer rows brings nothing.
+        all_examples: how many examples all sites hold together, if that is known.
         task: what is to be learned.
         classes: the name of each class, in the order of the network's outputs; of a table's labels or numbers, which
             its targets name, none.
@@ -63,6 +64,7 @@ class Agreement(Settings):
     start: str = ""
     seed: int = 0
     least_rows: PositiveInt = 10
+    all_examples: PositiveInt | None = None
     task: Literal["classification", "binary", "multilabel", "regression"] = "classification"
     classes: tuple[ClassName, ...] = ()
     model: NameWithOptions

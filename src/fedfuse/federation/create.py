@@ -37,6 +37,7 @@ def create_federation(
     data: str | None = None,
     normalize: bool = False,
     least_rows: int | None = None,
+    all_examples: int | None = None,
     sets: Sequence[str] = (),
     start: Path | None = None,
     seed: int = 0,
@@ -57,6 +58,7 @@ def create_federation(
         data: a first site's rows, for whatever of classes, size and channels is not said.
         normalize: shift and scale inputs by that first site's mean and standard deviation.
         least_rows: a site with fewer rows brings nothing.
+        all_examples: how many examples all sites hold together, if that is known.
         sets: `model.key=value`, `local.key=value` and `method.key=value`.
         start: common weights, if not drawn by the seed.
         seed: of the start and of every draw at sites.
@@ -75,14 +77,22 @@ def create_federation(
     values: dict[str, Any] = {
         "name": name or folder.resolve().name,
         "seed": seed,
-        **({} if least_rows is None else {"least_rows": least_rows}),
+        **{key: n for key, n in (("least_rows", least_rows), ("all_examples", all_examples)) if n is not None},
         **found,
-        "model": {"name": network, **options["model"]},
-        "method": {"name": method, **options["method"]},
-        "local": {**TRAINING, **options["local"], "optimizer": {**OPTIMIZER, **options["local"].get("optimizer", {})}},
+        **_name_parts(network, method, options),
     }
     agreement = validate_settings(Agreement, values)
     return write_federation(folder, agreement, None if start is None else start_of(start)[1])
+
+
+def _name_parts(network: str, method: str, options: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The network, the method and the training, each with what `--set` says of it."""
+    local = options["local"]
+    return {
+        "model": {"name": network, **options["model"]},
+        "method": {"name": method, **options["method"]},
+        "local": {**TRAINING, **local, "optimizer": {**OPTIMIZER, **local.get("optimizer", {})}},
+    }
 
 
 def _is_table(data: str | None) -> bool:

@@ -17,6 +17,7 @@ from fedfuse.core.columns import TableForm
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.settings import validate_settings
+from fedfuse.core.state import EXAMPLES
 from fedfuse.data.site import SiteRows, read_site
 from fedfuse.errors import ConfigError
 from fedfuse.federation.agreement import Agreement, FederationFolder
@@ -153,6 +154,7 @@ def site_update(
     task: str = CLASSIFICATION.name,
     table: TableAgreement | None = None,
     classes: Sequence[str] = (),
+    all_examples: int | None = None,
 ) -> SiteUpdate:
     """Train without a federation: classes and form of rows are what the source has, by name and in that order."""
     options, learns = read_sets(sets), task_named(task)
@@ -176,6 +178,7 @@ def site_update(
         "inputs": site.form,
         "method": {"name": method, **options["method"]},
         "local": options["local"],
+        "all_examples": all_examples,
     }
     agreed = validate_settings(Agreement, values)
     begin = agreed.first_weights() if start is None else start
@@ -201,7 +204,7 @@ def _train_and_assess(
         else:
             seen = _assess(update, used, "the rows it was trained on")
     loss = update.facts.get("loss")
-    return SiteUpdate(update, site, loss, seen, (*site.remarks, *_warnings(site, seen)))
+    return SiteUpdate(update, site, loss, seen, (*site.remarks, *_warnings(site, seen), *_warn_of_share(agreed)))
 
 
 def _train(site: SiteRows, agreed: Agreement, start: Path | Mapping[str, Tensor], client: str) -> Update:
@@ -216,6 +219,7 @@ def _train(site: SiteRows, agreed: Agreement, start: Path | Mapping[str, Tensor]
         inputs=agreed.inputs,
         task=agreed.learns,
         seed=agreed.seed,
+        all_examples=agreed.all_examples or 0,
         **settings,
     )
 
@@ -275,6 +279,16 @@ def _folds(y: Tensor, folds: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         fold_of[members] = (dealt + np.arange(len(members))) % folds
         dealt += len(members)
     return fold_of
+
+
+def _warn_of_share(agreed: Agreement) -> list[str]:
+    """A method that weighs its prior by the site's share of all examples, where nobody says how many there are."""
+    if agreed.all_examples is not None or EXAMPLES not in agreed.method.recipe().publishes:
+        return []
+    return [
+        f"method {agreed.method.name!r} weighs its prior by this site's share of all examples and nobody says how many "
+        "there are, so the prior was counted in full; give --all-examples, or use pvi, which needs no such number"
+    ]
 
 
 def _warnings(site: SiteRows, seen: Assessment | None) -> list[str]:

@@ -7,6 +7,7 @@ Kingma et al. 2015); in evaluation a fixed number of networks is drawn and their
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
@@ -15,28 +16,31 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fedfuse.core.messages import Form
 from fedfuse.core.model import Single
-from fedfuse.core.params import Layout
+from fedfuse.core.params import Layout, Params
 from fedfuse.core.rng import seeded, stream
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
+from fedfuse.models.draws import answer_each
 from fedfuse.models.layers import whole
 from fedfuse.tasks import CLASSIFICATION, Task, task_header, task_named
 
 RELEASED_START = -9.0
 RELEASED_BOUNDS = (-8.0, 8.0)  # the released code sees no log-variance outside, so that none below ever learns
+_NARROW = 0.05  # σ at the start, in units of the usual prior's
+_AT_A_TIME = 10  # networks drawn and asked together
 _TINY = 1e-16  # keeps the square root differentiable where nothing varies
 
 
 class Factor(NamedTuple):
-    """One tensor's Gaussian: its name, its mean, and its log σ² as the layer sees it."""
+    """One tensor's Gaussian: its name, its mean, its log σ² as the layer sees it, and the inputs its layer sums."""
 
     name: str
     mean: Tensor
     log_variance: Tensor
+    fan_in: int
 
 
 class MeanField(nn.Module):
@@ -70,9 +74,10 @@ class MeanField(nn.Module):
 
     def factors(self) -> Iterator[Factor]:
         """The Gaussians this layer holds."""
-        yield Factor("weight", self.weight, self.clamp_log_variance(self.log_variance))
+        fan_in = self.weight[0].numel()
+        yield Factor("weight", self.weight, self.clamp_log_variance(self.log_variance), fan_in)
         if self.bias is not None and self.bias_log_variance is not None:
-            yield Factor("bias", self.bias, self.clamp_log_variance(self.bias_log_variance))
+            yield Factor("bias", self.bias, self.clamp_log_variance(self.bias_log_variance), fan_in)
 
     def forward(self, input: Tensor) -> Tensor:
         """Output at the means; while training, a draw from N(x μᵀ + b, x² (σ²)ᵀ), of its own for every example."""
@@ -133,7 +138,7 @@ class Bayesian(nn.Module):
         task: what its outputs mean: what is averaged over the draws.
     """
 
-    def __init__(self, net: nn.Module, draws: int = 10, seed: int = 0, task: str = "classification") -> None:
+    def __init__(self, net: nn.Module, draws: int = 100, seed: int = 0, task: str = "classification") -> None:
         super().__init__()
         self.task = task_named(task)
         self.net = net
@@ -150,28 +155,34 @@ class Bayesian(nn.Module):
         """The layout of the network within."""
         return Layout.of(self.net).under("net")
 
-    def forward(self, x: Tensor, apart: bool = False) -> Tensor:
+    def forward(self, x: Tensor, apart: bool = False, draws: int | None = None, seed: int | None = None) -> Tensor:
         """Outputs of one noisy pass while training, else those of the mean prediction over the draws.
 
         Args:
             x: a batch.
             apart: give every draw's outputs, draws × rows × outputs, instead of their average.
+            draws: how many networks are drawn, if not as many as usual.
+            seed: of the draws, if not its own.
         """
         if self.training or not self.noise:
             logits: Tensor = self.net(x)
             return logits[None] if apart else logits
         common, rest = _halves(self.net)
         x = common(x)
-        each = torch.stack([functional_call(rest, self._draw_weights(s), (x,)) for s in range(self.draws)])
+        seed, count = self.seed if seed is None else seed, self.draws if draws is None else draws
+        linear = all(isinstance(layer, BayesLinear) for _, layer in mean_fields(rest))
+        each = torch.cat([answer_each(rest, weights, x, linear) for weights in self._draw_weights(seed, count)])
         return each if apart else self.task.average(each)
 
-    def _draw_weights(self, draw: int) -> dict[str, Tensor]:
-        """The Bayesian layers' weights of one drawn network."""
-        drawn = {}
-        for name, mean, log_variance in factors(self.net):
-            noise = torch.randn(mean.shape, generator=stream(self.seed, "draw", name, draw))
-            drawn[name] = mean + (log_variance / 2).exp() * noise.to(mean)
-        return drawn
+    def _draw_weights(self, seed: int, count: int) -> Iterator[dict[str, Tensor]]:
+        """The Bayesian layers' weights of so many networks, stacked a few at a time so that memory stays small."""
+        for begin in range(0, count, _AT_A_TIME):
+            drawn = {}
+            for name, mean, log_variance, _ in factors(self.net):
+                draw = stream(seed, "draw", name, begin)
+                noise = torch.randn((_AT_A_TIME, *mean.shape), generator=draw)[: count - begin]
+                drawn[name] = mean + (log_variance / 2).exp() * noise.to(mean)
+            yield drawn
 
 
 def bayesian(
@@ -179,11 +190,11 @@ def bayesian(
     last: int = 1,
     layers: Sequence[str] = (),
     *,
-    log_variance: float = -6.0,
+    log_variance: float | None = None,
     bias: bool = False,
     noise: bool = True,
     released: bool = False,
-    draws: int = 10,
+    draws: int = 100,
     seed: int = 0,
     task: str = "classification",
 ) -> Bayesian:
@@ -196,7 +207,7 @@ def bayesian(
         model: any network.
         last: how many layers, counted from the end.
         layers: the layers' names, in place of `last`.
-        log_variance: log σ² every weight starts with.
+        log_variance: log σ² every weight starts with; by default σ is a twentieth of 1/√fan-in.
         bias: whether biases are Gaussians too; else they are plain numbers.
         noise: whether anything is drawn; False gives the same layers as a control without noise.
         released: as the released code starts: log σ² ~ N(−9, 0.001²) clamped to [−8, 8], so that it never learns,
@@ -213,7 +224,7 @@ def bayesian(
         >>> sorted(net.state_dict())
         ['net.0.bias', 'net.0.weight', 'net.2.bias', 'net.2.log_variance', 'net.2.weight']
         >>> tuple(net.eval()(torch.ones(2, 4)).shape), tuple(net(torch.ones(2, 4), apart=True).shape)
-        ((2, 3), (10, 2, 3))
+        ((2, 3), (100, 2, 3))
     """
     chosen = _named_layers(model, layers) if layers else _last(model, whole("bayesian", "last", last))
     twins = {id(layer): _twin(name, layer, log_variance, bias, noise, released) for name, layer in chosen}
@@ -245,11 +256,11 @@ class BayesianLayers:
 
     last: int = 1
     layers: tuple[str, ...] = ()
-    log_variance: float = -6.0
+    log_variance: float | None = None
     bias: bool = False
     noise: bool = True
     released: bool = False
-    draws: int = 10
+    draws: int = 100
 
     def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:  # noqa: ARG002
         """The start with Bayesian layers; a network that has them stays as it is."""
@@ -264,6 +275,16 @@ class BayesianLayers:
         spec = Spec("bayesian", {"of": start.spec.to_json(), **options}, prototype=prototype)
         return Single.of(module, spec)
 
+    def weights_from(self, plain: Params, trained: Params) -> Params:
+        """What a network with these plain weights begins with, told by a trained one, without the network's code."""
+        begin = {f"net.{name}": tensor for name, tensor in plain.items()}
+        for mean, log_variance in Layout.guess(trained).log_variances.items():
+            weight = begin.get(mean.removesuffix("bias") + "weight" if mean.endswith("bias") else mean)
+            if weight is not None and mean in begin:
+                first = usual_log_variance(weight) if self.log_variance is None else self.log_variance
+                begin[log_variance] = torch.full_like(begin[mean], first)
+        return begin
+
     def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:  # noqa: ARG002
         """Log-variances beside the means of some layer."""
         return None if layout.log_variances else "layers with log-variances beside their weights"
@@ -277,8 +298,28 @@ def mean_fields(model: nn.Module) -> list[tuple[str, MeanField]]:
 def factors(model: nn.Module) -> Iterator[Factor]:
     """The Gaussians of all Bayesian layers of a network, under their full names."""
     for path, layer in mean_fields(model):
-        for name, mean, log_variance in layer.factors():
-            yield Factor(f"{path}.{name}" if path else name, mean, log_variance)
+        for factor in layer.factors():
+            yield factor._replace(name=f"{path}.{factor.name}" if path else factor.name)
+
+
+def prior_log_variance(fan_in: int, scale: float) -> float:
+    """Log-variance of the prior that is usual for a layer which sums so many inputs: scale²/fan-in.
+
+    Example:
+        >>> round(math.exp(prior_log_variance(100, 2.0)), 9)
+        0.04
+    """
+    return 2 * math.log(scale) - math.log(fan_in)
+
+
+def usual_log_variance(weight: Tensor) -> float:
+    """Where log σ² of a layer's weights starts: σ is a twentieth of 1/√fan-in, the usual prior's deviation.
+
+    Example:
+        >>> usual_log_variance(torch.zeros(10, 100)) < prior_log_variance(100, 1.0)
+        True
+    """
+    return prior_log_variance(weight[0].numel(), _NARROW)
 
 
 def _halves(net: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -313,7 +354,9 @@ def _named_layers(model: nn.Module, names: Sequence[str]) -> list[tuple[str, Pla
     return [(name, found[name]) for name in names]
 
 
-def _twin(name: str, layer: PlainLayer, log_variance: float, bias: bool, noise: bool, released: bool) -> MeanField:
+def _twin(
+    name: str, layer: PlainLayer, log_variance: float | None, bias: bool, noise: bool, released: bool
+) -> MeanField:
     """The Bayesian layer with a plain layer's sizes and its very parameters."""
     if isinstance(layer, MeanField) or type(layer) not in _TWINS:
         raise ConfigError(
@@ -323,8 +366,9 @@ def _twin(name: str, layer: PlainLayer, log_variance: float, bias: bool, noise: 
     sizes = {size: getattr(layer, size) for size in _SIZES[type(layer)]}
     twin = _TWINS[type(layer)](**sizes, bias=layer.bias is not None, device="meta")
     twin.weight, twin.bias = layer.weight, layer.bias
-    twin.log_variance = nn.Parameter(torch.full_like(twin.weight, log_variance))
-    log_variances = torch.full_like(twin.bias, log_variance) if bias and twin.bias is not None else None
+    first = usual_log_variance(twin.weight) if log_variance is None else log_variance
+    twin.log_variance = nn.Parameter(torch.full_like(twin.weight, first))
+    log_variances = torch.full_like(twin.bias, first) if bias and twin.bias is not None else None
     twin.bias_log_variance = None if log_variances is None else nn.Parameter(log_variances)
     twin.noise, twin.bounds, twin.training = noise, None, layer.training
     return _as_released(twin) if released else twin

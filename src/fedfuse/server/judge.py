@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -14,8 +15,10 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.server.door.admit import Admission
 from fedfuse.server.door.files import fingerprint
-from fedfuse.server.uncertainty import each_draw, need_answering, predict, read_draws
+from fedfuse.server.uncertainty import AS_IT_SAYS, Draws, each_draw, need_answering, read_draws
 from fedfuse.tasks import CLASSIFICATION, Task
+
+_FEW_DRAWS = 10  # networks drawn for a score on the way, or of a client's own network
 
 
 class AskModels(Protocol):
@@ -45,6 +48,7 @@ class Judge:
         ood_inputs: out-of-distribution inputs, which a model should be less sure of.
         task: what is to be learned, and so what is scored.
         ask: who asks models about the test rows.
+        seed: of the networks that a Bayesian one draws; each run has draws of its own, all its methods the same.
     """
 
     test: Rows
@@ -56,28 +60,32 @@ class Judge:
     ood_inputs: Tensor | None = None
     task: Task = CLASSIFICATION
     ask: AskModels = ask_here
+    seed: int = 0
     _test_scores: dict[tuple[Spec, str], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def score(self, model: Model, admission: Admission | None = None, last: bool = True) -> dict[str, Any]:
         """Every score of the task; and, when wanted, how the clients fare one by one."""
-        scores = self._score_members(model) if isinstance(model, Apart) else self.evaluate(model)
+        draws = Draws(None if last else _FEW_DRAWS, self.seed)
+        scores = self._score_members(model, draws) if isinstance(model, Apart) else self.evaluate(model, draws=draws)
         if admission is not None and (self.clients == "every" or (self.clients == "last" and last)):
             scores |= self._score_clients(model, admission)
         return scores
 
-    def evaluate(self, model: Model, rows: Rows | None = None) -> dict[str, Any]:
+    def evaluate(self, model: Model, rows: Rows | None = None, draws: Draws = AS_IT_SAYS) -> dict[str, Any]:
         """Every score of one model that answers `logits`."""
         rows = self.test if rows is None else rows
-        [each] = self.ask(each_draw, [need_answering(model)], rows, self.batch)
+        draw = partial(each_draw, draws=draws)
+        [each] = self.ask(draw, [need_answering(model)], rows, self.batch)
         prediction = read_draws(each, self.classes, self.task)
         scores = self.task.measure(prediction.outputs, rows.y, self.classes, self.bins) | prediction.scores()
         if self.ood_inputs is None or rows is not self.test:
             return scores
-        return scores | prediction.compare_ood(predict(model, self.ood_inputs, self.classes, self.batch, self.task))
+        elsewhere = ask_in_batches(draw, need_answering(model), self.ood_inputs, self.batch)
+        return scores | prediction.compare_ood(read_draws(elsewhere, self.classes, self.task))
 
-    def _score_members(self, model: Apart) -> dict[str, Any]:
+    def _score_members(self, model: Apart, draws: Draws) -> dict[str, Any]:
         """The members' mean scores, and their tables taken together."""
-        return self.task.pool([self.evaluate(member) for member in model.members])
+        return self.task.pool([self.evaluate(member, draws=draws) for member in model.members])
 
     def _score_clients(self, model: Model, admission: Admission) -> dict[str, Any]:
         """Each client's own network on the test rows; on its held-out rows, the model it would go on to use."""
@@ -87,7 +95,7 @@ class Judge:
         }
         test = self._client_scores(networks)
         own = (
-            self._held_out_scores(networks)
+            self._held_out_scores(dict(zip(networks, model.members, strict=True)))
             if isinstance(model, Apart)
             else self._held_out_scores(dict.fromkeys(self.held_out, model))
         )
@@ -111,13 +119,21 @@ class Judge:
         """Networks' headlines on the test rows; methods that fuse the same updates ask for them again and again."""
         keys = {client: (network.spec, fingerprint(network.posterior.mean)) for client, network in networks.items()}
         fresh = {key: networks[client] for client, key in keys.items() if key not in self._test_scores}
-        for key, found in zip(fresh, self.ask(logits_of, list(fresh.values()), self.test, self.batch), strict=True):
-            self._test_scores[key] = self.task.score(found[0], self.test.y, self.classes)
+        for key, each in zip(fresh, self.ask(self._few, list(fresh.values()), self.test, self.batch), strict=True):
+            self._test_scores[key] = self._headline(each, self.test)
         return {client: self._test_scores[key] for client, key in keys.items()}
 
     def _score(self, model: Model, rows: Rows) -> float:
         """The headline alone."""
-        return self.task.score(answers(model, rows.x, self.batch), rows.y, self.classes)
+        return self._headline(ask_in_batches(self._few, need_answering(model), rows.x, self.batch), rows)
+
+    def _headline(self, each: Tensor, rows: Rows) -> float:
+        return self.task.score(read_draws(each, self.classes, self.task).outputs, rows.y, self.classes)
+
+    @property
+    def _few(self) -> AskModel:
+        """How a client's own network is asked: with a few draws."""
+        return partial(each_draw, draws=Draws(_FEW_DRAWS, self.seed))
 
 
 def log_probabilities(model: Model, x: Tensor, batch: int = 1000) -> Tensor:

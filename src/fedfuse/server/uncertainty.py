@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.func import functional_call
@@ -49,6 +50,16 @@ class Prediction:
         return found
 
 
+class Draws(NamedTuple):
+    """How a Bayesian network is asked: how many networks are drawn, and from which seed; None is as it says itself."""
+
+    number: int | None = None
+    seed: int | None = None
+
+
+AS_IT_SAYS = Draws()
+
+
 def predict(model: Model, x: Tensor, classes: int, batch: int = 1000, task: Task = CLASSIFICATION) -> Prediction:
     """A model's answers, batch by batch; outputs beyond those the task has ("none of them") are left out.
 
@@ -77,14 +88,20 @@ def read_draws(each: Tensor, classes: int, task: Task = CLASSIFICATION) -> Predi
     return Prediction(task.average(each), mutual_information(each, task), task)
 
 
-def each_draw(model: Answering, x: Tensor) -> Tensor:
+def each_draw(model: Answering, x: Tensor, draws: Draws = AS_IT_SAYS) -> Tensor:
     """Outputs of every network a Bayesian one draws, draws × rows × outputs; of any other model, one."""
     if isinstance(model, Single) and isinstance(network := model.spec.skeleton(), Bayesian):
         own = drop_tied_names(model.spec, model.posterior.mean)
-        drawn: Tensor = functional_call(network, own, (model.spec.cast(x),), {"apart": True})
+        asked = {"apart": True, "draws": _fewer(draws.number, network.draws), "seed": draws.seed}
+        drawn: Tensor = functional_call(network, own, (model.spec.cast(x),), asked)
         return drawn
     outputs = model.logits(x)
     return outputs[None] if outputs.ndim > 2 else outputs.reshape(1, len(x), -1)
+
+
+def _fewer(asked: int | None, usual: int) -> int:
+    """As many draws as are asked for, and never more than the network takes by itself."""
+    return usual if asked is None else min(asked, usual)
 
 
 def mutual_information(each: Tensor, task: Task = CLASSIFICATION) -> Tensor | None:

@@ -1,7 +1,8 @@
-"""Barycenters that are no plain mean in a chart: of the α-divergences, and of Gaussians with full covariance.
+"""Barycenters that are no plain mean in a chart: those of the α-divergences.
 
 arXiv:2412.11646 defines the fused posterior as q* = argmin_q Σ_k w_k D(p_k ‖ q) (eq. 4). For reverse KL, Wasserstein-2
-and KL this is a mean in a chart (`charts.py`). Here are the others, found by iteration.
+and KL this is a mean in a chart (`charts.py`). Here are the others, found by iteration. With full covariance reverse KL
+is FedLPA (`natural.py`), and Wasserstein-2 has the plain mean, whatever the covariances.
 """
 
 from __future__ import annotations
@@ -9,25 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fedfuse.core.factor import dense
-from fedfuse.core.messages import ClientUpdate, Cohort
-from fedfuse.core.params import Params
-from fedfuse.core.posterior import Diag
-from fedfuse.core.seams import ServerPart
-from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, NotConverged
-from fedfuse.linalg.damping import damp
-from fedfuse.linalg.psd import inv_sqrtm, inverse, sqrtm, symmetrize
-from fedfuse.nets.blocks import Block, blocks_of
 from fedfuse.server.aggregate.charts import Pair
-from fedfuse.server.aggregate.mean import ALL_LAWS, mean_by_examples
-from fedfuse.server.aggregate.natural import factors_of
-from fedfuse.wire.codec import forms_of
 
 _PIECE = 4096  # elements searched at a time: their many terms stay in cache
 Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -114,58 +103,6 @@ def alpha_barycenter(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class FullBarycenter(ServerPart):
-    """Fuse small layers with their full covariances; tensors without one, and larger layers, take the plain mean.
-
-    A client's covariance of a layer's rows [W | b] is (B ⊗ A)⁻¹, from its damped Kronecker factors. The reverse-KL
-    barycenter then is FedLPA's exact solution, found densely; the Wasserstein-2 barycenter has the plain mean and a
-    covariance of its own. The fused posterior keeps the marginal variances.
-
-    Attributes:
-        rule: "reverse-kl" or "wasserstein".
-        damping: λ added to the factors, half of it to each.
-        largest: most weights a layer may have; memory grows with their square, time with their cube.
-    """
-
-    rule: Literal["reverse-kl", "wasserstein"] = "reverse-kl"
-    damping: float = 1e-3
-    largest: int = 1000
-    needs: ClassVar[frozenset[str]] = frozenset({"kron"})
-    laws: ClassVar[frozenset[str]] = ALL_LAWS
-
-    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
-        """Fuse layer by layer; the facts name those that had a covariance."""
-        sources, spec = [u.posterior.mean for u in cohort], cohort.updates[0].spec
-        mean: dict[str, Tensor] = {}
-        variance: dict[str, Tensor] = {}
-        fused = [b for b in blocks_of(spec, "plain") if b.groups == 1 and self._fits(b, sources[0])]
-        for block in fused:
-            like = {n: sources[0][n] for n in block.tensors}
-            layer_mean, layer_variance = self._layer(cohort, block)
-            mean |= block.split(layer_mean[None], like)
-            variance |= block.split(layer_variance[None], like)
-        mean |= {n: mean_by_examples(cohort, n) for n in cohort.names if n not in mean}
-        after = state.fused({n: mean[n] for n in cohort.names}, Diag(variance), spec)
-        return after.noting(full_covariance=[block.name for block in fused])
-
-    def _fits(self, block: Block, params: Params) -> bool:
-        return math.prod(block.sizes(forms_of(params))) <= self.largest
-
-    def _layer(self, cohort: Cohort, block: Block) -> Pair:
-        """A layer's fused [W | b] and the variance of each of its weights."""
-        matrices = torch.stack([block.matrices(u.posterior.mean)[0].double() for u in cohort])
-        covariances = torch.stack([inverse(self._precision(u, block)) for u in cohort])
-        barycenter = reverse_kl_barycenter if self.rule == "reverse-kl" else wasserstein_barycenter
-        mean, covariance = barycenter(matrices.flatten(1), covariances, cohort.weights)
-        return mean.view(matrices.shape[1:]), covariance.diagonal().view(matrices.shape[1:])
-
-    def _precision(self, update: ClientUpdate, block: Block) -> Tensor:
-        A, B = factors_of(update, block)
-        A, B = damp(dense(A).double(), dense(B).double(), self.damping, "trace")
-        return torch.kron(dense(B), dense(A))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Clients:
     """Gaussians clients × elements, and w (clients × 1); with V = α v + (1 − α) v_k, d = m − μ_k and c = α (1 − α)."""
@@ -237,65 +174,3 @@ def _relax(damping: Tensor) -> Tensor:
 def _slack(alpha: float) -> float:
     """Rounding of the nearness, whose numerator is divided by c."""
     return 1e-13 + 1e-15 / abs(alpha * (1 - alpha))
-
-
-def reverse_kl_barycenter(means: Tensor, covariances: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and covariance of the reverse-KL barycenter of Gaussians (eq. 8), in float64.
-
-    Σ = (Σ_k w_k Σ_k⁻¹)⁻¹ and μ = Σ Σ_k w_k Σ_k⁻¹ μ_k. With Kronecker precisions this is FedLPA's solution.
-
-    Args:
-        means: clients × d.
-        covariances: clients × d × d, positive definite.
-        weights: one per client, summing to 1.
-
-    Example:
-        >>> mean, covariance = reverse_kl_barycenter(
-        ...     torch.tensor([[0.0], [2.0]]), torch.tensor([[[1.0]], [[0.25]]]), torch.tensor([0.5, 0.5]))
-        >>> round(mean.item(), 6), round(covariance.item(), 6)
-        (1.6, 0.4)
-    """
-    precision = torch.zeros_like(covariances[0], dtype=torch.float64)
-    pull = torch.zeros_like(means[0], dtype=torch.float64)
-    for weight, mean, covariance in zip(weights.tolist(), means.double(), covariances.double(), strict=True):
-        term = weight * inverse(covariance)
-        precision += term
-        pull += term @ mean
-    covariance = inverse(precision)
-    return covariance @ pull, covariance
-
-
-def wasserstein_barycenter(
-    means: Tensor, covariances: Tensor, weights: Tensor, *, tol: float = 1e-10, max_iters: int = 500
-) -> tuple[Tensor, Tensor]:
-    """Mean and covariance of the Wasserstein-2 barycenter of Gaussians (eq. 10), in float64.
-
-    μ = Σ_k w_k μ_k; Σ is the fixed point Σ = Σ_k w_k (Σ^½ Σ_k Σ^½)^½, reached by
-    S ← S^{−½} (Σ_k w_k (S^½ Σ_k S^½)^½)² S^{−½} (Álvarez-Esteban et al. 2016) from (Σ_k w_k Σ_k^½)², which is the
-    answer already where the covariances commute.
-
-    Raises:
-        NotConverged: if the limit is reached.
-
-    Example:
-        >>> mean, covariance = wasserstein_barycenter(
-        ...     torch.tensor([[0.0], [2.0]]), torch.tensor([[[1.0]], [[0.25]]]), torch.tensor([0.5, 0.5]))
-        >>> round(mean.item(), 6), round(covariance.item(), 6)
-        (1.0, 0.5625)
-    """
-    shares, means = weights.double(), means.double()
-    first = sum((w * sqrtm(c.double()) for w, c in zip(shares, covariances, strict=True)), means.new_zeros(()))
-    S = first @ first
-    for _ in range(max_iters):
-        root, back = sqrtm(S), inv_sqrtm(S)
-        terms = (w * sqrtm(root @ c.double() @ root) for w, c in zip(shares, covariances, strict=True))
-        T = sum(terms, means.new_zeros(()))
-        new = symmetrize(back @ T @ T @ back)
-        change = float((new - S).norm() / new.norm().clamp(min=math.ulp(0.0)))
-        S = new
-        if change <= tol:
-            return shares @ means, S
-    raise NotConverged(
-        f"the Wasserstein barycenter of {len(covariances)} covariances: after {max_iters} iterations it still moves by "
-        f"{change:.1e}, expected {tol:.0e}; look for a covariance that is nearly singular"
-    )
