@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -89,10 +90,15 @@ def load_claims(path: Path | None = None) -> list[Claim]:
             raise ConfigError(f"{where}: {why}") from why
         if claim.id in found:
             raise ConfigError(f"{where}: the id stands above already; give every claim a name of its own")
-        if claim.file and not any((path.parent / f"{claim.file}.{scale}.toml").is_file() for scale in SCALES):
-            raise ConfigError(f"{where}: there is no experiment {claim.file}.cpu.toml beside the register")
-        found[claim.id] = claim
+        found[claim.id] = replace(claim, scale=_smallest_scale(claim.file, path.parent, where)) if claim.file else claim
     return list(found.values())
+
+
+def _smallest_scale(file: str, folder: Path, where: str) -> Scale:
+    for scale in SCALES:
+        if (folder / f"{file}.{scale}.toml").is_file():
+            return scale
+    raise ConfigError(f"{where}: there is no experiment {file}.cpu.toml beside the register")
 
 
 def _read_tables(path: Path) -> list[dict[str, Any]]:

@@ -51,6 +51,7 @@ class Claim:
         untestable: why no small file can test it.
         picture: the figure that shows it, where no number is stored.
         note: what a reader should know of the comparison.
+        scale: the smallest at which there is such a file.
     """
 
     id: str
@@ -71,6 +72,7 @@ class Claim:
     untestable: str = ""
     picture: str = ""
     note: str = ""
+    scale: str = "cpu"
 
     @property
     def column(self) -> Column:
@@ -80,8 +82,9 @@ class Claim:
     @property
     def command(self) -> str:
         """What makes its numbers, or its picture; nothing where it cannot be tested."""
-        made = self.file or self.picture
-        return f"fedfuse reproduce {made}" if made else ""
+        if self.file:
+            return f"fedfuse reproduce {self.file} --scale {self.scale}"
+        return f"fedfuse reproduce {self.picture}" if self.picture else ""
 
     @property
     def in_points(self) -> bool:

@@ -232,7 +232,7 @@ td.n { white-space: nowrap; text-align: right; } .v { font-weight: 600; white-sp
 
 def reproduction_page(findings: Sequence[Finding]) -> str:
     """The verdicts as one self-contained page."""
-    parts = [f"<h1>{escape(TITLE.lstrip('# '))}</h1>", f"<p>{escape(PREFACE).replace('`', '')}</p>"]
+    parts = [f"<h1>{escape(TITLE.lstrip('# '))}</h1>", f"<p>{escape(re.sub('[`*]', '', PREFACE))}</p>"]
     counts = {verdict: sum(found.verdict == verdict for found in findings) for verdict in VERDICTS}
     parts.append("<p>" + " · ".join(f"{_verdict_html(v)} {n}" for v, n in counts.items()) + "</p>")
     for paper in dict.fromkeys(found.claim.paper for found in findings):

@@ -23,7 +23,6 @@ STORED = (
     "bytes_up",
     "flops",
     "server_seconds",
-    "parameters",
 )
 """The scores that are stored; columns nobody recorded are left out."""
 
@@ -34,7 +33,7 @@ STORED_COLUMNS: Mapping[str, Column] = {
     **{column.key: column for column in (SPAN, FIRST)},
 }
 
-DIGITS = 5  # significant digits: a ten-thousandth of an accuracy is one test row of ten thousand
+DIGITS = 4  # significant digits: a ten-thousandth of an accuracy is one test row of ten thousand
 
 Values = Mapping[int, float]
 """A score by seed."""
@@ -157,10 +156,11 @@ def write_result(result: StoredResult, folder: Path) -> Path:
 
 
 def _compact(scores: Mapping[str, Values]) -> str:
-    """Seeds once, then a list per score; a seed without a value has null."""
+    """Seeds once, then a list per score, or one number where all seeds have the same; null where a seed has none."""
     seeds = sorted({seed for values in scores.values() for seed in values})
     lists = {key: [values.get(seed) for seed in seeds] for key, values in scores.items()}
-    return json.dumps({"seeds": seeds, **lists}, separators=(",", ":"))
+    short = {key: each[0] if len(set(each)) == 1 else each for key, each in lists.items()}
+    return json.dumps({"seeds": seeds, **short}, separators=(",", ":"))
 
 
 def result_path(name: str, scale: str, folder: Path) -> Path:
@@ -189,10 +189,10 @@ def read_result(path: Path) -> StoredResult:
 
 def _by_seed(scores: Mapping[str, Any]) -> dict[str, Values]:
     seeds = scores["seeds"]
+    lists = {key: v if isinstance(v, list) else [v] * len(seeds) for key, v in scores.items() if key != "seeds"}
     return {
         key: {int(seed): float(v) for seed, v in zip(seeds, values, strict=True) if v is not None}
-        for key, values in scores.items()
-        if key != "seeds"
+        for key, values in lists.items()
     }
 
 
