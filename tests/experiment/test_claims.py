@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,15 @@ def test_what_is_missing_is_run_stored_and_judged_and_never_twice(shelf: Path, t
     (shelf / "x" / "table1.cpu.toml").write_text(TABLE.replace("rounds = 2", "rounds = 3"))
     assert missing_names("cpu") == ["x/table1"]
     assert all_findings()[0].older
+
+
+def test_nothing_is_trained_twice(shelf: Path, tmp_path: Path) -> None:
+    for out, trains in ((tmp_path / "runs", True), (tmp_path / "again", False)):
+        list(run_missing("cpu", out=out, workers=0))
+        shutil.rmtree(shelf / "results")
+        lines = [json.loads(line) for line in (out / "x" / "table1" / "ledger.jsonl").read_text().splitlines()]
+        assert any(line["trained"] for line in lines) == trains
+        assert len(lines) == 8
 
 
 def test_run_directories_count_where_nothing_is_stored(shelf: Path, tmp_path: Path) -> None:
