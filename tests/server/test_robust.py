@@ -103,7 +103,7 @@ def test_with_a_ratio_the_median_move_is_the_limit() -> None:
     assert most == pytest.approx(moves[2], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", GUARDS)
+@pytest.mark.parametrize("name", [name for name in GUARDS if name != "private"])  # which is noise, and no judge
 def test_one_liar_cannot_carry_the_mean_away(name: str) -> None:
     """Five alike and one far away: behind a guard the mean stays with the five."""
     honest = [

@@ -139,7 +139,7 @@ def fuse(
             be run: to answer together, to be aligned, distilled or pruned. Nothing that files name is run unasked.
         server_rows: labelled rows the server holds, for methods that need them.
         unlabelled: inputs without labels the server holds, for distillation.
-        guard: a robust filter: "clip", "krum", "median", "trimmed", or a table, {"name": "krum", "byzantine": 2}.
+        guard: a filter: "clip", "krum", "median", "trimmed", "private", or a table, {"name": "krum", "byzantine": 2}.
         align: how hidden units are aligned before that: "weights", "activations", "transport", "graph", or a table.
         quorum: the share of sources that must be admitted.
         seed: fixes every random draw of the server.

@@ -274,7 +274,7 @@ def fuse(
         list[str] | None,
         typer.Option(help="A network that is not fedfuse's own, where it must be run; may be repeated."),
     ] = None,
-    guard: Annotated[str | None, typer.Option(help="A robust filter first: clip, krum, median or trimmed.")] = None,
+    guard: Annotated[str | None, typer.Option(help="A filter first: clip, krum, median, trimmed or private.")] = None,
     align: AlignName = None,
     server_data: ServerData = None,
     unlabelled: Unlabelled = None,

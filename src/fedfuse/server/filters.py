@@ -14,6 +14,7 @@ from fedfuse.core.settings import explain
 from fedfuse.core.words import check_options, suggest
 from fedfuse.errors import ConfigError
 from fedfuse.server.align.alignment import ALIGNMENTS, AlignUnits, Matching, Reference
+from fedfuse.server.client_noise import ClientNoise
 from fedfuse.server.robust import GUARDS
 from fedfuse.server.steps.renorm import RestateNorms
 from fedfuse.server.steps.repair import Repair
@@ -49,7 +50,7 @@ def with_filters(recipe: Recipe, *, align: AlignChoice = None, guard: GuardChoic
     Args:
         recipe: what fuses.
         align: "weights", "activations", "transport" or "graph"; or a table with the name and options; or one made.
-        guard: "clip", "krum", "median" or "trimmed"; or a table with the name and options; or one made.
+        guard: "clip", "krum", "median", "trimmed" or "private"; or a table with the name and options; or one made.
 
     Raises:
         ConfigError: for a name or an option that does not exist, with the nearest one that does.
@@ -66,6 +67,8 @@ def with_filters(recipe: Recipe, *, align: AlignChoice = None, guard: GuardChoic
     label = recipe.label or recipe.name
     if guard is not None:
         word, found = find_guard(guard)
+        if isinstance(found, ClientNoise):
+            found.check_recipe(recipe)
         label, recipe = f"{label}+{word}", replace(recipe, guard=found)
     if align is not None:
         word, alignment, steps = find_alignment(align)

@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedfuse.core.messages import ClientUpdate, Cohort
+from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Params, squared_distance
 from fedfuse.core.seams import Guard, ServerPart
 from fedfuse.core.state import ServerState
 from fedfuse.errors import RecipeError
 from fedfuse.server.aggregate.mean import BLOCK, mean_by_examples
-from fedfuse.wire.codec import LazyParams, forms_of
+from fedfuse.server.client_noise import ClientNoise
+from fedfuse.server.shorten import shorten_move
 
 # What still holds behind a filter: one client may be moved, and examples no longer weigh as they did.
 _LAWS = frozenset({"order", "agree", "pure", "dtype", "finite", "repeat"})
@@ -43,7 +44,7 @@ class NormClip(ServerPart):
         moves = [math.sqrt(squared_distance(u.posterior.mean, start)) for u in cohort]
         limit = self.limit if self.limit is not None else self.ratio * float(torch.tensor(moves).median())
         factors = [min(1.0, limit / move) if move > 0 else 1.0 for move in moves]
-        return Cohort(tuple(_shorten_move(u, start, f) if f < 1 else u for u, f in zip(cohort, factors, strict=True)))
+        return Cohort(tuple(shorten_move(u, start, f) if f < 1 else u for u, f in zip(cohort, factors, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +106,12 @@ GUARDS: Mapping[str, type[Guard]] = {
     "krum": Krum,
     "median": CoordinateMedian,
     "trimmed": TrimmedMean,
+    "private": ClientNoise,
 }
 
 
 def _floating_names(params: Params) -> Iterator[str]:
     return (n for n in params if params[n].is_floating_point())
-
-
-def _shorten_move(update: ClientUpdate, start: Params, factor: float) -> ClientUpdate:
-    mean = update.posterior.mean
-
-    def fetch(name: str, begin: int, end: int) -> Tensor:
-        theirs, ours = (p[name].reshape(-1)[begin:end] for p in (mean, start))
-        return torch.lerp(ours, theirs, factor) if theirs.is_floating_point() else theirs
-
-    return replace(update, posterior=replace(update.posterior, mean=LazyParams(forms_of(mean), fetch)))
 
 
 def _pairwise(cohort: Cohort) -> Tensor:

@@ -16,6 +16,7 @@ from fedfuse.core.messages import Cohort
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
+from fedfuse.server.client_noise import ClientNoise
 
 _ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
@@ -70,7 +71,8 @@ def filter_cohort(recipe: Recipe, cohort: Cohort, state: ServerState, bench: Ben
         _check_comparable(cohort, recipe)
         guarded = recipe.guard(cohort, state)
         dropped = [client for client in cohort.clients if client not in guarded.clients]
-        cohort, facts = guarded, facts | {"guard": repr(recipe.guard), "guard_dropped": dropped}
+        told = recipe.guard.facts(state.round + 1) if isinstance(recipe.guard, ClientNoise) else {}
+        cohort, facts = guarded, facts | {"guard": repr(recipe.guard), "guard_dropped": dropped, **told}
     return cohort, facts
 
 
