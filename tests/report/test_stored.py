@@ -52,11 +52,12 @@ def test_a_sweep_becomes_one_result_by_cell_label_score_and_seed(sweep: Path, tm
 
 
 def test_what_was_not_finished_is_named_and_not_counted(sweep: Path, tmp_path: Path) -> None:
-    result = collect_result("fedlpa/table5", "cpu", "abc", sweep, ["table5-fashion-mnist"])
-    assert list(result.cells) == ["mnist-classes-2"]
-    assert result.unfinished == ("fashion-mnist",)
+    partly = {"table5-fashion-mnist": [], "table5-mnist-classes-2-niid-bench": [("fedlpa", 0)]}
+    result = collect_result("fedlpa/table5", "cpu", "abc", sweep, partly)
+    assert result.cells == {"mnist-classes-2": {"fedlpa": {"accuracy": {0: 0.8}, "bytes_up": {0: 1000.0}}}}
+    assert result.unfinished == ("fashion-mnist", "mnist-classes-2")
     assert read_result(write_result(result, tmp_path / "results")) == result
-    assert "Not finished: fashion mnist." in stored_table(result)
+    assert "Not finished: fashion mnist, mnist classes 2." in stored_table(result)
 
 
 def test_costs_add_up_and_curves_leave_their_first_and_last_rounds(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def reproduce(
     run_all: Annotated[bool, typer.Option("--all", help="Run every table that has no stored result; goes on.")] = False,
     hours: Annotated[float | None, typer.Option(help="With --all: stop after so many hours.", min=0)] = None,
     store: Annotated[bool, typer.Option("--store", help="Store results of run directories; trains nothing.")] = False,
-    partial: Annotated[bool, typer.Option("--partial", help="With --store: finished parts of a sweep too.")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="With --store: what is finished, if not all.")] = False,
     verdicts: Annotated[bool, typer.Option("--verdicts", help="Judge every claim by stored results.")] = False,
     workers: Workers = None,
     as_json: Json = False,

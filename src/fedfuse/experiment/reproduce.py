@@ -12,9 +12,10 @@ from fedfuse.core.words import suggest
 from fedfuse.errors import ConfigError, FuseError
 from fedfuse.experiment.claims import Scale, file_digests, known_results, load_claims, results_folder
 from fedfuse.experiment.figures import PaperFigure, all_figures, experiments_folder
-from fedfuse.experiment.jobs import jobs_of, run_jobs
+from fedfuse.experiment.folder import RunFolder
+from fedfuse.experiment.jobs import Job, jobs_of, run_jobs
 from fedfuse.experiment.watch import Callback
-from fedfuse.report.stored import collect_result, write_result
+from fedfuse.report.stored import Pair, collect_result, write_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def store_result(name: str, scale: Scale, folder: Path, partial: bool = False) -
         name: of the experiment file, without its scale.
         scale: cpu or paper.
         folder: where it was run.
-        partial: store the finished experiments of a sweep, and the names of those that are not.
+        partial: store the methods and seeds that are finished, and the names of experiments that are not.
 
     Raises:
         ConfigError: if there is no run, or it was not finished.
@@ -85,26 +86,24 @@ def store_result(name: str, scale: Scale, folder: Path, partial: bool = False) -
     if not isinstance(file, Path):
         raise ConfigError(f"{name} is a picture and has no result to store; name an experiment file")
     jobs = jobs_of(file, out=folder)
-    unfinished = [job.experiment.name for job in jobs.each if not _is_finished(job.folder)]
-    if unfinished and (not partial or len(unfinished) == len(jobs.each)):
+    done = {job.experiment.name: _finished_pairs(job) for job in jobs.each}
+    asked = {job.experiment.name: len(job.experiment.methods) * len(job.experiment.seeds) for job in jobs.each}
+    unfinished = {run: pairs for run, pairs in done.items() if len(pairs) < asked[run]}
+    if unfinished and not (partial and any(done.values())):
+        some = list(unfinished)
         raise ConfigError(
-            f"{name} is not finished in {folder}: {', '.join(unfinished[:3])}{', …' if len(unfinished) > 3 else ''}; "
+            f"{name} is not finished in {folder}: {', '.join(some[:3])}{', …' if len(some) > 3 else ''}; "
             f"continue with: fedfuse reproduce {name} --scale {scale} --out {folder} --resume"
         )
     result = collect_result(name, scale, file_digests(scale)[name], folder, unfinished)
     return write_result(result, results_folder())
 
 
-def _is_finished(folder: Path) -> bool:
-    """Whether every method of a run directory has its last model on every seed."""
-    from fedfuse.experiment.config import load_experiment
-    from fedfuse.experiment.folder import RunFolder
-
-    config, run = folder / "config.toml", RunFolder(folder)
-    if not config.exists():
-        return False
-    experiment = load_experiment(config, [])
-    return all(run.model(label, seed).exists() for label in experiment.recipes() for seed in experiment.seeds)
+def _finished_pairs(job: Job) -> set[Pair]:
+    """The labels and seeds of an experiment that have left their last model in its directory."""
+    run, experiment = RunFolder(job.folder), job.experiment
+    pairs = {(label, seed) for label in experiment.recipes() for seed in experiment.seeds}
+    return {(label, seed) for label, seed in pairs if run.model(label, seed).exists()}
 
 
 class OutOfTimeError(FuseError):

@@ -166,7 +166,7 @@ def _agrees(claim: Claim, value: float) -> bool:
 
 def _cases(claim: Claim, result: StoredResult) -> Iterator[tuple[str, Values]]:
     """Every case by name, with its effect on each seed; none where something is missing."""
-    yield from ((f"all of {cell}", {}) for cell in _matching(claim, result.unfinished))
+    yield from ((cell, {}) for cell in _matching(claim, result.unfinished))
     for cell in _matching(claim, result.cells):
         for first in claim.first:
             ours = result.cells[cell].get(first, {}).get(claim.score, {})

@@ -98,7 +98,7 @@ def _notes(findings: Sequence[Finding]) -> list[str]:
         claim = found.claim
         words = [claim.note, claim.untestable]
         if found.verdict != "not run" and found.missing:
-            words.append(f"not measured: {', '.join(found.missing)}")
+            words.append(f"missing in whole or in part: {', '.join(found.missing)}")
         if found.older:
             words.append("the experiment file has changed since it was run")
         if said := "; ".join(word for word in words if word):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedfuse.errors import ConfigError
-from fedfuse.report.read import Row, Run, find_runs, number, read_run
+from fedfuse.report.read import Row, find_runs, number, read_run
 from fedfuse.report.scores import COLUMNS, Column, MeanSd, by_label, mean_sd, summary
 
 STORED = (
@@ -38,6 +38,9 @@ DIGITS = 4  # significant digits: a ten-thousandth of an accuracy is one test ro
 Values = Mapping[int, float]
 """A score by seed."""
 
+Pair = tuple[str, int]
+"""A method's label and a seed."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredResult:
@@ -48,7 +51,7 @@ class StoredResult:
         scale: cpu or paper.
         digest: of the file's text when it was run, so that a changed file is noticed.
         cells: per experiment of its sweep, per label, per score, the value of each seed.
-        unfinished: experiments of its sweep that were not run to the end; what they have is in none of the cells.
+        unfinished: experiments that were not run to the end; of these the cells have the methods and seeds that were.
     """
 
     name: str
@@ -84,7 +87,9 @@ def digest_of(file: Path) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def collect_result(name: str, scale: str, digest: str, folder: Path, unfinished: Sequence[str] = ()) -> StoredResult:
+def collect_result(
+    name: str, scale: str, digest: str, folder: Path, unfinished: Mapping[str, Collection[Pair]] | None = None
+) -> StoredResult:
     """The result that run directories hold: one experiment, or those of a sweep side by side.
 
     Args:
@@ -92,15 +97,19 @@ def collect_result(name: str, scale: str, digest: str, folder: Path, unfinished:
         scale: cpu or paper.
         digest: of the file's text.
         folder: of the run, or of the sweep's runs.
-        unfinished: names of experiments that are not to be counted yet.
+        unfinished: experiments that were not run to the end, with the labels and seeds of each that were.
 
     Raises:
         ConfigError: if there is no run.
     """
+    base, partly = name.rpartition("/")[2], unfinished or {}
     runs = [read_run(path) for path in find_runs([folder])]
-    base = name.rpartition("/")[2]
-    cells = {_cell_name(run.name, base): _scores_of(run) for run in runs if run.name not in unfinished}
-    return StoredResult(name, scale, digest, cells, tuple(_cell_name(left, base) for left in unfinished))
+    rows = {
+        run.name: [r for r in run.rows if run.name not in partly or (r["label"], r["seed"]) in partly[run.name]]
+        for run in runs
+    }
+    cells = {_cell_name(run, base): _scores_of(each) for run, each in rows.items() if each}
+    return StoredResult(name, scale, digest, cells, tuple(_cell_name(run, base) for run in partly))
 
 
 def _cell_name(run: str, base: str) -> str:
@@ -113,10 +122,10 @@ def _cell_name(run: str, base: str) -> str:
     return run.removeprefix(f"{base}-").removesuffix("-niid-bench") if run != base else base
 
 
-def _scores_of(run: Run) -> dict[str, dict[str, Values]]:
+def _scores_of(rows: Sequence[Row]) -> dict[str, dict[str, Values]]:
     """Per label and score the value of each seed that reached the label's last round."""
-    groups, found = by_label(run.rows), dict[str, dict[str, Values]]()
-    for row in summary(run.rows):
+    groups, found = by_label(rows), dict[str, dict[str, Values]]()
+    for row in summary(rows):
         scores = {key: row.by_seed[key] for key in STORED if key in row.by_seed}
         if row.round > 1:
             scores |= _curve_scores(groups[row.label], row.seeds, row.round)
