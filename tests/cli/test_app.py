@@ -542,6 +542,14 @@ def test_a_check_says_how_long_it_may_take(fedfuse: Fedfuse) -> None:
     assert told["experiments"][0]["seconds"].keys() == {"fedavg", "fednova"}
 
 
+def test_a_check_says_where_feddu_is_fedavg(fedfuse: Fedfuse) -> None:
+    """Everybody takes part, so the cohort's divergence from everybody is zero."""
+    some = ("--set", "data.server_fraction=0.2", "--set", 'methods=[{name="feddu"}]', "--set", "seeds=[0]")
+    assert "feddu: everybody takes part" in fedfuse("run", "study.toml", "--check", *some).out
+    fewer = ("--set", "clients_per_round=1")
+    assert "everybody" not in fedfuse("run", "study.toml", "--check", *some, *fewer).out
+
+
 def test_a_long_run_is_announced(fedfuse: Fedfuse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedfuse.experiment.execute.estimate_seconds", lambda *_: {"fedavg": 900.0, "dense": 9000.0})
     said = run(fedfuse, "--no-page", "--set", "seeds=[0]")

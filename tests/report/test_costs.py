@@ -84,19 +84,29 @@ def test_the_target_is_reached_by_the_mean_over_five_rounds() -> None:
     assert (found.rounds, found.flops, found.sent, found.seeds) == (8, 80, 24, (1, 1))
 
 
+def test_the_servers_work_and_seconds_stand_beside_the_clients() -> None:
+    rows = [{**r, "server_flops": 4.0, "train_seconds": 2.0, "server_seconds": 0.5} for r in climbing(0, 0.05)]
+    rows[0]["first_flops"] = 100.0
+    (found,) = target_costs({"wb": rows}, 0.3)
+    assert (found.server_flops, found.seconds) == (132.0, 20.0)
+    rows[3]["remembered"] = 2
+    (found,) = target_costs({"wb": rows}, 0.3)
+    assert found.seconds is None, "who remembers what another method trained is not faster"
+
+
 def test_seeds_that_never_got_there_are_told() -> None:
     rows = [*climbing(0, 0.05), *climbing(1, 0.001)]
     (found,) = target_costs({"wb": rows}, 0.3)
     assert found.seeds == (1, 2)
     (never,) = target_costs({"wb": climbing(0, 0.001)}, 0.3)
-    assert target_table([never])[1] == (("wb", ("0 of 1", "–", "–", "–")),)
+    assert target_table([never])[1] == (("wb", ("0 of 1", "–", "–", "–", "–", "–")),)
 
 
 def test_what_the_target_cost_has_one_unit_per_column() -> None:
     found = [TargetCost("a", (1, 1), 3.0, 9e9, 1_500_000), TargetCost("b", (1, 1), 3.0, 4e6, 2_000)]
     heads, rows = target_table(found)
-    assert heads == ("seeds", "rounds", "clients' work, GFLOP", "sent, MB")
-    assert [cells[2:] for _, cells in rows] == [("9.00", "1.50"), ("0.00", "0.00")]
+    assert heads == ("seeds", "rounds", "clients' work, GFLOP", "server's work, GFLOP", "sent, MB", "seconds")
+    assert [cells[2:] for _, cells in rows] == [("9.00", "–", "1.50", "–"), ("0.00", "–", "0.00", "–")]
 
 
 def test_the_target_is_the_files_or_what_half_of_the_methods_reach() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedfuse.core.inputs import InputForm
 from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
@@ -18,6 +19,7 @@ from fedfuse.engines.local import InProcess, Population
 from fedfuse.engines.memo import Memo
 from fedfuse.engines.pool import Pool
 from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.nets.cost import pass_flops
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.loop import Record, RunPlan, run
 from fedfuse.server.roster import ShareServerRows, WithServer
@@ -63,6 +65,20 @@ def test_the_server_answers_in_every_round_beside_those_chosen() -> None:
         assert other.facts["clients"]["server"]["num_examples"] == 30
         assert not other.facts["refused"]
     assert not same(plain[-1], hybrid[-1])
+
+
+def test_what_a_server_sends_itself_is_not_sent_and_its_work_is_its_own() -> None:
+    plain = federate(find_method("fedavg").recipe(), None)
+    known = replace(BENCH, rows=rows(30, 9), inputs=InputForm((4,)))
+    engine, plan = InProcess(people(), seed=3), RunPlan(2, 2, enrolled=people().sizes())
+    hybrid = list(run(find_method("hybrid_fl").recipe(), engine, known, None, start(), plan))
+    for one, other in zip(plain, hybrid, strict=True):
+        for key in ("bytes_up", "bytes_down"):
+            assert other.facts[key] == pytest.approx(one.facts[key], rel=0.01), "headers differ by some names"
+        passes = 2 * 30 * 3  # epochs, rows, and three passes of a row
+        assert other.facts["server_flops"] == passes * pass_flops(SPEC, (4,))
+        trained = sum(f["num_examples"] for c, f in other.facts["clients"].items() if c != "server")
+        assert other.facts["flops"] == 2 * 3 * trained * pass_flops(SPEC, (4,))
 
 
 def test_the_server_is_a_client_like_any_other() -> None:

@@ -206,16 +206,19 @@ def _check(file: Path, sets: list[str], workers: int | None, as_json: bool) -> N
 
     blank: dict[str, None] = {}
     seconds: list[dict[str, float]] = []
+    remarks: list[dict[str, tuple[str, ...]]] = []
     for cell in cells:
         prepared = prepare(cell, load_or_outline)
         _tell_flaws(prepared, as_json)
         seconds.append(estimate_seconds(prepared, workers))
+        remarks.append(prepared.remarks())
         if "outline" in prepared.dataset.facts:
             blank[prepared.dataset.name] = None
     if as_json:
         facts = [
             {"name": cell.name, "methods": list(cell.recipes()), "seeds": list(cell.seeds), "seconds": each}
-            for cell, each in zip(cells, seconds, strict=True)
+            | ({"remarks": told} if told else {})
+            for cell, each, told in zip(cells, seconds, remarks, strict=True)
         ]
         console.say_json({"ok": True, "experiments": facts, "data_missing": list(blank)})
         return
@@ -225,6 +228,8 @@ def _check(file: Path, sets: list[str], workers: int | None, as_json: bool) -> N
     )
     for cell, each in zip(cells, seconds, strict=True):
         console.say(f"{cell.name} {_time_words(each)}")
+    for line in dict.fromkeys(f"{label}: {w}" for told in remarks for label, words in told.items() for w in words):
+        console.say(line)
     for name in blank:
         console.say(f"{name} is not whole on this machine: its form was checked, not its rows, which a run needs")
 

@@ -293,6 +293,12 @@ class Recipe:
                 now._check_parts(rounds, bench, state)
             now = now.later[1] if now.later and now.later[0] < rounds else None
 
+    def remarks(self, asked: int, bench: Bench) -> tuple[str, ...]:
+        """What a user should know before training, of every part and of those of the recipes that take over."""
+        later = self.later[1].remarks(asked, bench) if self.later else ()
+        own = tuple(words for part in self._parts if (words := part.remark(asked, bench)))
+        return tuple(dict.fromkeys((*own, *later)))
+
     def _check_parts(self, rounds: int, bench: Bench, state: ServerState) -> None:
         networks = {"": state.start.spec} | {client: start.spec for client, start in state.starts.items()}
         for part in self._parts:

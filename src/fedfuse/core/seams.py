@@ -143,6 +143,10 @@ class ServerPart:
         """About how many examples it passes through a network in a round of so many clients, for `--check`."""
         return 0.0
 
+    def remark(self, asked: int, bench: Bench) -> str:  # noqa: ARG002 - the seam's signature
+        """What a user should know before training when so many clients are asked a round, if anything."""
+        return ""
+
     @property
     def only_sums(self) -> bool:
         """Whether it reads nothing of its clients but sums over them, so that secure aggregation fits."""
@@ -213,6 +217,9 @@ class Maker(Protocol):
         """See `ServerPart`."""
 
     def passes(self, clients: int, bench: Bench) -> float:
+        """See `ServerPart`."""
+
+    def remark(self, asked: int, bench: Bench) -> str:
         """See `ServerPart`."""
 
     @property

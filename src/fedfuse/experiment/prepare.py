@@ -153,6 +153,13 @@ class PreparedExperiment:
             setting.bench.need_rows("select = 'best-on-server'")
         return {label: found[label] for label in self.recipes if label in found}
 
+    def remarks(self) -> dict[str, tuple[str, ...]]:
+        """What a user should know before training, by method."""
+        setting = self.setting(self.experiment.seeds[0])
+        asked = min(setting.plan.per_round or setting.bench.population, setting.bench.population)
+        found = {label: recipe.remarks(asked, setting.bench) for label, recipe in self.recipes.items()}
+        return {label: words for label, words in found.items() if words}
+
     def _check_recipe(self, recipe: Recipe, setting: Setting, last: bool) -> None:
         """Check a method on one seed; on the last it also takes a step, which is the same on all of them."""
         exchanges, bench = recipe.exchanges(self.experiment.rounds, self.spec), setting.bench

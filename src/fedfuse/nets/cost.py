@@ -16,8 +16,9 @@ from fedfuse.core.inputs import run_once
 from fedfuse.core.messages import Brief, ClientUpdate
 from fedfuse.core.params import Params
 from fedfuse.core.seams import Work
+from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import entries_of
+from fedfuse.core.state import Bench, ServerState, entries_of
 from fedfuse.errors import ConfigError
 
 MASK = "mask"  # the kind of memory that says which weights a network has
@@ -112,6 +113,30 @@ def cohort_flops(
         except ConfigError:
             return None
     return CohortFlops(int(training), int(evidence))
+
+
+def training_passes(settings: LocalSettings, rows: int, steps: int) -> float:
+    """Passes of single rows through a network that plain training took: three per row of every batch.
+
+    Example:
+        >>> training_passes(LocalSettings(epochs=2, batch_size=4), rows=10, steps=6)
+        60.0
+    """
+    return TRAINING_PASSES * min(settings.epochs * rows, steps * settings.batch_size)
+
+
+def count_server_work(state: ServerState, passes: float, bench: Bench) -> ServerState:
+    """The state that has noted so many passes of single rows at the server, as the fact `server_flops`.
+
+    Nobody knows how many FLOPs that is where nobody knows what an input looks like; then nothing is noted.
+    """
+    if bench.inputs is None:
+        return state
+    try:
+        flops = int(passes * pass_flops(state.single.spec, bench.inputs.shape))
+    except ConfigError:
+        return state
+    return state.noting(server_flops=state.facts.get("server_flops", 0) + flops)
 
 
 class SparseSavings(NamedTuple):

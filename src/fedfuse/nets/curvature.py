@@ -53,7 +53,8 @@ class CurvatureProbe:
 
         H is the Hessian at the weights W′, and Δ = W − W′ leads back to the start W. The map
         B(Δ) = H Δ − ∇L(W′ + Δ) measures what a quadratic does not see; its Lipschitz constant is estimated between
-        Δ and 0: ‖H Δ − ∇L(W) + ∇L(W′)‖ / ‖Δ‖.
+        Δ and 0: ‖H Δ − ∇L(W) + ∇L(W′)‖ / ‖Δ‖. The paper's Δ leads back over T rounds of training; a client
+        knows the start of its round only, so Δ spans one round here.
         """
         with sdpa_kernel(SDPBackend.MATH):  # the fast kernels of attention have no second derivative
             return self._measure(module.eval(), start, rows, generator, task)

@@ -33,8 +33,11 @@ class TargetCost:
         label: the method.
         seeds: how many of its seeds got there, and of how many.
         rounds: mean number of rounds over the seeds that did.
-        flops: the clients' training until then.
+        flops: the clients' training and evidence until then.
         sent: bytes up and down until then.
+        server_flops: the server's steps until then, a first stage among them.
+        seconds: of clients and server until then, on this machine; None where clients were remembered from another
+            method, for then nobody knows.
     """
 
     label: str
@@ -42,6 +45,8 @@ class TargetCost:
     rounds: float | None
     flops: float | None
     sent: float | None
+    server_flops: float | None = None
+    seconds: float | None = None
 
 
 def target_table(found: Sequence[TargetCost]) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
@@ -49,7 +54,7 @@ def target_table(found: Sequence[TargetCost]) -> tuple[tuple[str, ...], tuple[tu
 
     Example:
         >>> target_table([TargetCost("wb", (1, 1), 3.0, 9e9, 1_500), TargetCost("x", (0, 1), None, None, None)])[0]
-        ('seeds', 'rounds', "clients' work, GFLOP", 'sent, kB')
+        ('seeds', 'rounds', "clients' work, GFLOP", "server's work, GFLOP", 'sent, kB', 'seconds')
     """
     flops, flop = flop_unit(max((cost.flops or 0.0 for cost in found), default=0.0))
     sent, byte = byte_unit(max((cost.sent or 0.0 for cost in found), default=0.0))
@@ -59,13 +64,19 @@ def target_table(found: Sequence[TargetCost]) -> tuple[tuple[str, ...], tuple[tu
             (
                 f"{cost.seeds[0]} of {cost.seeds[1]}",
                 "–" if cost.rounds is None else f"{cost.rounds:.1f}",
-                "–" if cost.flops is None else f"{cost.flops / flops:,.2f}",
-                "–" if cost.sent is None else f"{cost.sent / sent:,.2f}",
+                _amount(cost.flops, flops),
+                _amount(cost.server_flops, flops),
+                _amount(cost.sent, sent),
+                "–" if cost.seconds is None else f"{cost.seconds:,.1f}",
             ),
         )
         for cost in found
     )
-    return ("seeds", "rounds", f"clients' work, {flop}", f"sent, {byte}"), rows
+    return ("seeds", "rounds", f"clients' work, {flop}", f"server's work, {flop}", f"sent, {byte}", "seconds"), rows
+
+
+def _amount(value: float | None, unit: float) -> str:
+    return "–" if value is None else f"{value / unit:,.2f}"
 
 
 def traffic(groups: Groups, inks: Inks) -> Figure | None:
@@ -231,7 +242,7 @@ def target_costs(groups: Groups, target: float) -> list[TargetCost]:
     Example:
         >>> rows = [{"seed": 0, "round": at, "accuracy": 0.2 * at, "flops": 3.0, "bytes_up": 1} for at in (1, 2, 3)]
         >>> target_costs({"wb": rows}, 0.4)[0]
-        TargetCost(label='wb', seeds=(1, 1), rounds=3.0, flops=9.0, sent=3.0)
+        TargetCost(label='wb', seeds=(1, 1), rounds=3.0, flops=9.0, sent=3.0, server_flops=None, seconds=None)
     """
     return [_target_cost(label, rows, target) for label, rows in groups.items()]
 
@@ -241,18 +252,24 @@ def _target_cost(label: str, rows: Sequence[Row], target: float) -> TargetCost:
     spent = [found for seed in seeds if (found := _until(rows, seed, target)) is not None]
     if not spent:
         return TargetCost(label, (0, len(seeds)), None, None, None)
-    rounds, flops, sent = (sum(column) / len(spent) for column in zip(*spent, strict=True))
-    return TargetCost(label, (len(spent), len(seeds)), rounds, flops or None, sent or None)
+    rounds, flops, sent, server, seconds = (sum(column) / len(spent) for column in zip(*spent, strict=True))
+    known = None if math.isnan(seconds) else seconds or None
+    return TargetCost(label, (len(spent), len(seeds)), rounds, flops or None, sent or None, server or None, known)
 
 
-def _until(rows: Sequence[Row], seed: int, target: float) -> tuple[float, float, float] | None:
-    """(rounds, FLOPs, bytes) until one seed's smoothed accuracy is at the target."""
+def _until(rows: Sequence[Row], seed: int, target: float) -> tuple[float, ...] | None:
+    """(rounds, FLOPs, bytes, the server's FLOPs, seconds) until one seed's smoothed accuracy is at the target."""
     mine = [row for row in rows if row["seed"] == seed and number(row, "accuracy") is not None]
     smooth = _smooth(mine, seed)
     there = [at for at, score in enumerate(smooth) if score >= target - 1e-12]
     if not there:
         return None
     done = mine[: len(mine) - len(smooth) + there[0] + 1]
-    flops = sum(number(row, "flops") or 0.0 for row in done)
-    sent = sum((number(row, "bytes_up") or 0.0) + (number(row, "bytes_down") or 0.0) for row in done)
-    return float(len(done)), flops, sent
+    remembered = any(number(row, "remembered") for row in done)
+    seconds = math.nan if remembered else _spent(done, "train_seconds", "server_seconds")
+    server = _spent(done, "server_flops", "first_flops")
+    return float(len(done)), _spent(done, "flops"), _spent(done, "bytes_up", "bytes_down"), server, seconds
+
+
+def _spent(rows: Sequence[Row], *keys: str) -> float:
+    return sum(number(row, key) or 0.0 for row in rows for key in keys)

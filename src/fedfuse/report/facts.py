@@ -40,6 +40,22 @@ class MethodFacts:
     maps: tuple[Figure, ...]
 
 
+def remarks(groups: Groups) -> list[str]:
+    """What parts of a method wanted a reader to know before comparing (the fact `remark`), once per method.
+
+    Example:
+        >>> remarks({"feddu": [{"seed": 0, "round": r, "facts": {"remark": "it is FedAvg"}} for r in (1, 2)]})
+        ['feddu: it is FedAvg.']
+    """
+    found = {(label, words) for label, rows in groups.items() for row in rows if (words := _remark(row))}
+    return [f"{label}: {words.rstrip('.')}." for label in groups for name, words in sorted(found) if name == label]
+
+
+def _remark(row: Row) -> str:
+    words = part(row, "facts").get("remark")
+    return words if isinstance(words, str) else ""
+
+
 def method_facts(groups: Groups) -> list[MethodFacts]:
     """What each method noted in its last round, without those that noted nothing.
 

@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 from fedfuse.errors import ConfigError
 from fedfuse.report import calibration, costs, plots
 from fedfuse.report.answering import answer_cost
-from fedfuse.report.facts import MethodFacts, fact_name, fact_text, flatten, method_facts
+from fedfuse.report.facts import MethodFacts, fact_name, fact_text, flatten, method_facts, remarks
 from fedfuse.report.marks import EXPLAINED
 from fedfuse.report.plots import Figure, Groups, Inks
 from fedfuse.report.read import Row, Run, find_runs, items, number, part, read_run
@@ -74,6 +74,8 @@ COSTS = (
     "bytes_down",
     "flops",
     "evidence_flops",
+    "server_flops",
+    "first_flops",
     "train_seconds",
     "server_seconds",
     "diagnostic_seconds",
@@ -171,7 +173,7 @@ def _chapter(run: Run, inks: Inks, anchor: str) -> Chapter:
         name=run.name,
         headline=_headline(run, table),
         verdict=verdict(table),
-        cautions=tuple(cautions(table)),
+        cautions=(*cautions(table), *remarks(ranked)),
         table=_summary_grid(table),
         scores=_scores(ranked, inks, risks),
         partitions=tuple((seed, picture) for seed, picture in maps if picture),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from fedfuse.core.seams import Engine
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.terms import Terms
 from fedfuse.errors import QuorumLost
-from fedfuse.nets.cost import cohort_flops, sparse_savings
+from fedfuse.nets.cost import CohortFlops, cohort_flops, sparse_savings
 from fedfuse.server.door.admit import Admission, Rules, admit_all
 from fedfuse.server.sound import fuse_admitted
 from fedfuse.wire.messages import brief_size
@@ -100,6 +100,7 @@ def one_round(
         enrolled=enrolled,
         training=bench.local,
         trains=recipe.trains,
+        unsent=frozenset(terms.always),
         own_word=plan.own_word | (set(asked) - enrolled.keys() - set(terms.always)),
     )
     train_seconds = time.perf_counter() - began
@@ -108,10 +109,12 @@ def one_round(
     check_quorum(admission, asked, plan.rules.quorum, state.round)
     scores = judge.score(after.model, admission, after.round == plan.rounds) if judge else {}
     facts = _round_facts(recipe, admission, brief, asked, bench, terms)
+    facts |= _server_work(recipe, admission, state, after, bench, terms)
     seconds = {"train_seconds": train_seconds, "server_seconds": clock.seconds["server"]}
     if "diagnostics" in clock.seconds:
         seconds["diagnostic_seconds"] = clock.seconds["diagnostics"]
-    return Record(after, {**facts, **scores, **seconds, "facts": after.facts})
+    noted = {key: fact for key, fact in after.facts.items() if key != "server_flops"}
+    return Record(after, {**facts, **scores, **seconds, "facts": noted})
 
 
 def choose_clients(clients: tuple[str, ...], per_round: int | None, seed: int, round_: int) -> tuple[str, ...]:
@@ -155,15 +158,15 @@ def _round_facts(
     recipe: Recipe, admission: Admission, brief: Brief, asked: tuple[str, ...], bench: Bench, terms: Terms
 ) -> dict[str, Any]:
     clients = {u.client: {"num_examples": u.num_examples, "steps": u.steps, **u.facts} for u in admission.cohort}
-    work, shape = recipe.work(bench.local), bench.inputs.shape if bench.inputs else None
-    flops = cohort_flops(admission.cohort, work, shape, brief.round)
+    flops = _flops_of(recipe, admission, bench, brief.round, lambda client: client not in terms.always)
+    others = tuple(client for client in asked if client not in terms.always)  # a server sends itself nothing
     saved, replies = sparse_savings(brief), admission.trained + admission.remembered
     return {
         "round": brief.round + 1,
         "clients": clients,
         "bytes_up": admission.bytes_up - saved.up * replies,
-        "bytes_down": _bytes_down(brief, asked)
-        - saved.down * len(asked)
+        "bytes_down": _bytes_down(brief, others)
+        - saved.down * len(others)
         + (terms.shared_bytes if brief.round == 0 else 0),
         "flops": None if flops is None else sum(flops),
         "evidence_flops": None if flops is None else flops.evidence,
@@ -174,3 +177,21 @@ def _round_facts(
         "dropped": admission.dropped,
         "reveals": [*terms.reveals, *(e.reveals for e in recipe.evidence if e.reveals)],
     }
+
+
+def _flops_of(
+    recipe: Recipe, admission: Admission, bench: Bench, round_: int, whom: Callable[[str], bool]
+) -> CohortFlops | None:
+    """What a round took of some of those who answered."""
+    shape = bench.inputs.shape if bench.inputs else None
+    return cohort_flops((u for u in admission.cohort if whom(u.client)), recipe.work(bench.local), shape, round_)
+
+
+def _server_work(
+    recipe: Recipe, admission: Admission, before: ServerState, after: ServerState, bench: Bench, terms: Terms
+) -> dict[str, int | None]:
+    """FLOPs of the server's steps, of its own training where it answers as a client, and of a first stage, if any."""
+    own = _flops_of(recipe, admission, bench, before.round, lambda client: client in terms.always)
+    first = before.facts.get("server_flops") if before.round == 0 else None
+    steps = None if own is None else sum(own) + after.facts.get("server_flops", 0)
+    return {"server_flops": steps} | ({} if first is None else {"first_flops": first})

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedfuse.client.evidence.counts import LabelCounts
+from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import ClientUpdate, Cohort, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.registry import find_method
@@ -19,6 +20,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import RecipeError
+from fedfuse.nets.cost import pass_flops
 from fedfuse.server.door.admit import Contract, admit
 from fedfuse.server.labels import divergence
 from fedfuse.server.loop import RunPlan, run
@@ -182,7 +184,9 @@ def test_where_everybody_takes_part_it_says_that_it_is_fedavg() -> None:
     at = bench(rows(24, labels=2), population=3)
     told = DynamicUpdate()(start(), skewed, at).facts["server_step"]
     assert (told["alpha"], told["taken"]) == (0, False)
-    assert "this is FedAvg" in told["why"]
+    assert "it is FedAvg to the last bit" in told["why"]
+    assert DynamicUpdate().remark(3, at) == told["why"]
+    assert DynamicUpdate().remark(2, at) == DynamicUpdate(divergence="clients").remark(3, at) == ""
     each = DynamicUpdate(divergence="clients")(start(), skewed, at).facts["server_step"]
     assert each["cohort_divergence"] == pytest.approx(divergence(torch.tensor([1, 0, 0]), torch.ones(3)))
     assert each["taken"]
@@ -192,3 +196,14 @@ def test_where_everybody_takes_part_it_says_that_it_is_fedavg() -> None:
     assert weighed["cohort_divergence"] == pytest.approx((30 * want[0] + 10 * want[1]) / 40)
     few = DynamicUpdate(least=0.9)(start(), cohort([30, 0, 0]), at).facts["server_step"]
     assert few["why"].startswith("alpha is")
+
+
+def test_the_servers_work_is_counted() -> None:
+    """Two looks at its rows, and three passes per row and epoch of training; one look where no step is taken."""
+    few = replace(bench(rows(24, labels=2), population=9), inputs=InputForm((4,)))
+    skewed = cohort([30, 0, 0])
+    after = DynamicUpdate(epochs=2)(start(), skewed, few).facts
+    assert after["server_step"]["taken"]
+    one = pass_flops(SPEC, (4,))
+    assert after["server_flops"] == (2 * 24 + 3 * 2 * 24) * one
+    assert DynamicUpdate(least=2.0)(start(), skewed, few).facts["server_flops"] == 24 * one

@@ -152,6 +152,7 @@ def admit_all(
     trains: bool = True,
     own_word: AbstractSet[str] | None = None,
     anchored: bool = True,
+    unsent: AbstractSet[str] = frozenset(),
 ) -> Admission:
     """Judge a round's replies as they arrive; beyond the memory limit they wait in files.
 
@@ -167,6 +168,7 @@ def admit_all(
         trains: whether they were asked to train at all; if not, they send no weights.
         own_word: whose number of examples nobody else vouches for; by default everybody's who did not enrol.
         anchored: whether clients began with the brief's weights.
+        unsent: whose replies are the server's own and travel nowhere, so that their bytes do not count.
     """
     rules, enrolled, opened = rules or Rules(), enrolled or {}, opened or {}
     admission, updates = Admission(Cohort(()), Spool(rules.memory)), dict[str, ClientUpdate]()
@@ -177,7 +179,7 @@ def admit_all(
         if envelope.payload is None:
             admission.dropped.append({"client": envelope.client, "reason": envelope.dropped})
             continue
-        admission.bytes_up += _size(envelope)
+        admission.bytes_up += 0 if envelope.client in unsent else _size(envelope)
         admission.remembered += envelope.remembered
         admission.trained += not envelope.remembered
         try:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedfuse.core.effort import TRAINING_PASSES
 from fedfuse.core.messages import Cohort, Start
 from fedfuse.core.model import Answering
 from fedfuse.core.precision import answer_in_full
@@ -19,7 +20,7 @@ from fedfuse.core.settings import Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, entries_of
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.nets.cost import MASK
+from fedfuse.nets.cost import MASK, count_server_work
 from fedfuse.nets.inputs import common_form
 from fedfuse.server.aggregate.ensemble import inference_costs
 from fedfuse.server.aggregate.mean import mean_of
@@ -162,7 +163,9 @@ class Distill(ServerPart):
             learner = _Learner.of(student.to(device), start.spec, state)
             facts = self._train(learner, teacher, bench, state.round)
         mean = {n: t.detach().cpu() for n, t in student.state_dict().items()}
-        fused = state.fused(mean, spec=start.spec)
+        fused = count_server_work(
+            state.fused(mean, spec=start.spec), TRAINING_PASSES * self.passes(len(cohort), bench), bench
+        )
         return fused.noting(distilled=facts, **inference_costs(fused.single, [u.spec for u in cohort], bench))
 
     def _start(self, state: ServerState, cohort: Cohort, teacher: Teacher, bench: Bench) -> Start:

@@ -17,6 +17,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.settings import LocalSettings, Settings
 from fedfuse.core.state import Bench, ServerState
+from fedfuse.nets.cost import count_server_work, training_passes
 from fedfuse.server.judge import log_probabilities
 from fedfuse.server.labels import MissingCounts, cohort_histogram, divergence, population_histogram, record_label_counts
 from fedfuse.server.training import common_training, train_on
@@ -25,8 +26,8 @@ Need: TypeAlias = Literal["complement", "inverse"]
 Skew: TypeAlias = Literal["cohort", "clients"]
 
 _EVERYBODY = (
-    "everybody took part, so the cohort's labels are everybody's and this is FedAvg; ask fewer clients a round, or set "
-    'divergence = "clients"'
+    "everybody takes part, so the cohort's labels are everybody's and FedDU takes no step: it is FedAvg to the last "
+    'bit; ask fewer clients a round, or set divergence = "clients"'
 )
 _SMALL = 1e-2  # what keeps the inverse of an accuracy finite
 
@@ -118,9 +119,13 @@ class DynamicUpdate(ServerPart):
         accuracy, loss = accuracy_and_loss(state.single, rows)
         share, facts = self._share(state, cohort, bench, rows, accuracy)
         if share <= self.least:
-            why = _EVERYBODY if self._is_fedavg(cohort, bench) else f"alpha is {share:.2g}"
-            return state.noting(server_step={**facts, "taken": False, "why": why})
-        trained = train_on(rows, state, self._settings(cohort, bench), bench)
+            remark = {"remark": _EVERYBODY} if self._is_fedavg(len(cohort), bench) else {}
+            why = _EVERYBODY if remark else f"alpha is {share:.2g}"
+            state = count_server_work(state, len(rows), bench)
+            return state.noting(server_step={**facts, "taken": False, "why": why}, **remark)
+        settings = self._settings(cohort, bench)
+        trained = train_on(rows, state, settings, bench)
+        state = count_server_work(state, 2 * len(rows) + training_passes(settings, len(rows), trained.steps), bench)
         moved = state.fused(interpolate(state.single.posterior.mean, trained.params, share))
         after = accuracy_and_loss(moved.single, rows)[1]
         taken = after <= self.explode * loss
@@ -146,8 +151,12 @@ class DynamicUpdate(ServerPart):
         each = [divergence(u.notes["counts/labels"], everyone) for u in cohort]
         return float(torch.tensor(each, dtype=torch.float64) @ cohort.weights)
 
-    def _is_fedavg(self, cohort: Cohort, bench: Bench) -> bool:
-        return self.divergence == "cohort" and len(cohort) >= bench.population > 0
+    def remark(self, asked: int, bench: Bench) -> str:
+        """That everybody takes part, where this makes it FedAvg."""
+        return _EVERYBODY if self._is_fedavg(asked, bench) else ""
+
+    def _is_fedavg(self, clients: int, bench: Bench) -> bool:
+        return self.divergence == "cohort" and clients >= bench.population > 0
 
     def _settings(self, cohort: Cohort, bench: Bench) -> LocalSettings:
         """How the server trains: as the clients did, but for what it was told."""

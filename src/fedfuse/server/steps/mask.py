@@ -9,13 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedfuse.core.effort import TRAINING_PASSES
 from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Params
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.errors import ConfigError
-from fedfuse.nets.cost import MASK, density, layer_costs
+from fedfuse.nets.cost import MASK, count_server_work, density, layer_costs, training_passes
 from fedfuse.nets.gradients import is_every_nth, maskable, squared_gradients
 from fedfuse.nets.inputs import input_form
 from fedfuse.server.aggregate.mean import weighted_mean
@@ -121,6 +122,7 @@ class MagnitudeMask(ServerPart):
             return state.noting(density=density(state.single.posterior.mean, state.memory))
         if done == 0:
             target, facts = self.rate(state, cohort, bench)
+            state = count_server_work(state, facts.pop("server_passes", 0.0), bench)
             memory = {**state.memory, _TARGET: torch.tensor(target, dtype=torch.float64)}
             state = replace(state, memory=memory).noting(pruned={"rate": target, **facts})
         rate = iterated_rate(float(state.memory[_TARGET]), done + 1, self.times)
@@ -276,4 +278,6 @@ class PruneFirst:
             module, tuple(masks), rows, batch=size, batches=self.batches, generator=draw, task=bench.task
         )
         new = self.exchange(trained.params, masks, worth, times_of(spec, bench))
+        looked_at = TRAINING_PASSES * self.batches * min(size, len(rows))
+        state = count_server_work(state, training_passes(settings, len(rows), trained.steps) + looked_at, bench)
         return apply_masks(state.fused(trained.params), new)

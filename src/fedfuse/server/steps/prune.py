@@ -19,6 +19,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.errors import ConfigError
 from fedfuse.nets.channels import Group, Location, channel_groups, keep_channels, move_units
+from fedfuse.nets.cost import count_server_work
 from fedfuse.nets.inputs import input_form
 from fedfuse.nets.removal import removal_flaw
 from fedfuse.server.steps.ranks import feature_ranks
@@ -122,6 +123,9 @@ class Prune(ServerPart):
     from every tensor they stand in. At least one always stays. Then BatchNorm's running statistics are estimated anew
     on the server's rows, where it has any: channels that are gone leave those behind them with other means.
 
+    The paper prunes convolutions one by one. Where several add into one stream, as in a residual network, their
+    channels stand in one group here: they share a rate, that of their weights together, and a score, the mean of theirs.
+
     Attributes:
         round: after which it happens, counted from 0.
         rate: which share of all weights may go.
@@ -183,6 +187,8 @@ class Prune(ServerPart):
         model = state.single
         filters = self._filters(model.spec, input_form(bench, model.spec).shape)
         rate, facts = self.rate(state, cohort, bench)
+        looks = min(self.images, len(bench.rows)) if self.by == "rank" and bench.rows is not None else 0
+        state = count_server_work(state, facts.pop("server_passes", 0.0) + looks, bench)
         rates = layer_rates(model, filters, rate, self.layer_rule)
         scores = self._scores(state, filters, bench)
         pairs = zip(filters, scores, strict=True)
@@ -190,7 +196,7 @@ class Prune(ServerPart):
         smaller = shrink_state(state, keep)
         widths = {g.name: [len(units), g.size] for g, units in keep.items()}
         if self.renorm and bench.rows is not None and len(bench.rows):
-            smaller = RestateNorms()(smaller, cohort, bench)
+            smaller = count_server_work(RestateNorms()(smaller, cohort, bench), len(bench.rows), bench)
         return smaller.noting(pruned={"rate": rate, "layer_rates": rates, "kept": widths, **facts})
 
     def _filters(self, spec: Spec, shape: tuple[int, ...]) -> tuple[Filters, ...]:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from fedfuse.core.effort import TRAINING_PASSES
 from fedfuse.core.messages import Cohort
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
@@ -32,6 +33,9 @@ def gap_rate(spectrum: Spectrum, lipschitz: float) -> float:
 
     Below such a gap the loss is so flat beside its own non-linearity that those directions may go. With a spectrum by
     quadrature m/d is the weight of the values up to the gap. Without any such gap nothing may go, and the rate is 0.
+
+    The paper calls d the rank of the Hessian. A rank by quadrature is a guess, so d is the number of parameters here,
+    and eigenvalues at zero count among the m.
 
     Example:
         >>> four = Spectrum(torch.tensor([[0.0, 0.1, 0.2, 9.0]]), torch.full((1, 4), 0.25))
@@ -200,11 +204,18 @@ class SpectralRate(ServerPart):
         counts = [*(u.notes["counts/labels"] for u in cohort), rows.counts(bench.classes)]
         divergences = [divergence(c, everyone) for c in counts]
         rate, weights = combined_rate(list(rates.values()), num_examples, divergences, self.eps)
-        return rate, {"rates": rates, "rate_weights": dict(zip(rates, weights, strict=True))}
+        facts = {"rates": rates, "rate_weights": dict(zip(rates, weights, strict=True))}
+        return rate, facts | {"server_passes": self._server_passes(cohort, bench)}
 
     def rate_of(self, curvature: Curvature) -> float:
         """One participant's rate."""
         return plateau_rate(curvature.spectrum) if self.rule == "plateau" else gap_rate(*curvature)
+
+    def _server_passes(self, cohort: Cohort, bench: Bench) -> float:
+        """Passes of single rows at the server: its training, and Hessian-vector products of twice a gradient's work."""
+        rows, settings = len(bench.need_rows("FedAP")), common_training(cohort, bench, "FedAP")
+        products = self.probe.steps * self.probe.probes * min(rows, self.probe.rows)
+        return TRAINING_PASSES * (settings.epochs * rows + 2 * products)
 
     def _server(self, state: ServerState, cohort: Cohort, bench: Bench) -> Curvature:
         model, rows = state.single, bench.need_rows("FedAP")
