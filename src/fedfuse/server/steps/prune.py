@@ -124,7 +124,7 @@ class Prune(ServerPart):
     on the server's rows, where it has any: channels that are gone leave those behind them with other means.
 
     The paper prunes convolutions one by one. Where several add into one stream, as in a residual network, their
-    channels stand in one group here: they share a rate, that of their weights together, and a score, the mean of theirs.
+    channels stand in one group here: they share a rate, that of their weights together, and a mean score.
 
     Attributes:
         round: after which it happens, counted from 0.
