@@ -165,11 +165,14 @@ def test_memories_of_the_models_shape_shrink_with_it() -> None:
     spec, shape = NETWORKS["lenet"]
     net = spec.build()
     memory = {f"control/{n}": p.detach().clone() for n, p in net.named_parameters()}
-    state = ServerState(0, Single.of(net, spec), {**memory, "labels/client-0": torch.ones(10)})
+    masks = {f"mask/{n}": p.detach() > 0 for n, p in net.named_parameters() if p.ndim > 1}
+    state = ServerState(0, Single.of(net, spec), {**memory, **masks, "labels/client-0": torch.ones(10)})
     filters = filters_of(spec, shape)
     smaller = shrink_state(state, {filters[1].group: torch.tensor([0, 3, 7])})
     for name, tensor in smaller.single.posterior.mean.items():
         assert smaller.memory[f"control/{name}"].equal(tensor), name
+        if f"mask/{name}" in masks:
+            assert smaller.memory[f"mask/{name}"].equal(tensor > 0), name
     assert smaller.memory["labels/client-0"].shape == (10,)
 
 
