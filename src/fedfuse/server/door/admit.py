@@ -114,6 +114,12 @@ class Admission:
     trained: int = 0
     remembered: int = 0
 
+    def count(self, envelope: Envelope, sent: bool) -> None:
+        """Add a reply to the numbers; what a server sends itself has not been sent."""
+        self.bytes_up += _size(envelope) if sent else 0
+        self.remembered += envelope.remembered
+        self.trained += not envelope.remembered
+
 
 def admit(envelope: Envelope, contract: Contract, packet: Packet | None = None) -> ClientUpdate:
     """Untrusted to trusted, or `Refused`; one client's fault never ends a round.
@@ -179,9 +185,7 @@ def admit_all(
         if envelope.payload is None:
             admission.dropped.append({"client": envelope.client, "reason": envelope.dropped})
             continue
-        admission.bytes_up += 0 if envelope.client in unsent else _size(envelope)
-        admission.remembered += envelope.remembered
-        admission.trained += not envelope.remembered
+        admission.count(envelope, sent=envelope.client not in unsent)
         try:
             _check_turn(envelope.client, expected, updates)
             heard, contract = brief.to(envelope.client), common
@@ -196,12 +200,11 @@ def admit_all(
         except Refused as why:
             admission.refused.append(why.facts())
     doubtful = updates.keys() - enrolled.keys() if own_word is None else own_word
-    doubtful = doubtful if trains else frozenset()  # sums weigh as what they are
-    claims = Claims(training if rules.told_steps and trains else None, doubtful, rules.examples_ratio)
+    told = training if rules.told_steps and trains else None
+    claims = Claims(told, doubtful if trains else frozenset(), rules.examples_ratio)  # sums weigh as what they are
     bounded = keep_within_bounds(list(updates.values()), levers, claims, rules.bounds)
-    admission.refused, admission.clipped = admission.refused + bounded.refused, bounded.clipped
-    admission.cohort = Cohort.of(bounded.updates)
-    return admission
+    refused, cohort = admission.refused + bounded.refused, Cohort.of(bounded.updates)
+    return replace(admission, cohort=cohort, refused=refused, clipped=bounded.clipped)
 
 
 def _measure(update: ClientUpdate, heard: Brief, contract: Contract) -> dict[str, Lever]:
