@@ -49,6 +49,7 @@ NETWORKS: dict[str, tuple[Task, Spec]] = {
     "own": (CLASSIFICATION, Spec.of(Encoder())),
 }
 COUNT_CLASSES = {"ams", "dense", "fedov", "pfnm", "fedma", "feddu", "fedap", "fedduap", "imc", "refit", "ridge"}
+COUNT_CLASSES |= {"temperature"}
 MOVE_INPUTS = {"dense", "fedov", "ridge"}
 OTHER_NETWORKS = {"pfnm": "fully connected", "fedma": "one plain layer after another"}
 LATER = {"fedap", "fedduap", "hrank", "imc"}  # they prune after many rounds, whatever the network

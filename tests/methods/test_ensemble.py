@@ -178,3 +178,12 @@ def test_networks_without_a_common_input_cannot_be_asked_together() -> None:
     small = Spec("lenet", {"size": 12, "maps": [3, 4], "hidden": [6], "classes": 3})
     with pytest.raises(RecipeError, match="read inputs of 1×12×12 and 64 have none in common"):
         common_form(Bench(), [FLAT, small])
+
+
+def test_it_may_end_a_run_of_another_method_and_nothing_may_follow_it() -> None:
+    """The ensemble of the last round's clients, beside which a fused network stands in a table of several rounds."""
+    plain, mixed = method("fedavg"), method("ensemble")
+    plain.then(4, mixed).check(5, Bench(classes=3))
+    for recipe, rounds in ((plain.then(3, mixed), 5), (mixed, 2), (mixed.then(1, plain), 2)):
+        with pytest.raises(RecipeError, match="let it follow another method in the last round"):
+            recipe.check(rounds, Bench(classes=3))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import fedfuse
 from fedfuse.client.evidence.kfac import KroneckerFactors
 from fedfuse.core.messages import Envelope
 from fedfuse.core.model import Single
@@ -115,6 +116,37 @@ def test_a_transformer_is_not_averaged_in_disguise(options: dict[str, Any]) -> N
     seen = fused["words.weight"] - plain["words.weight"]
     assert torch.allclose(seen[0], torch.zeros(8), atol=1e-6)  # nobody learns anything of the token that pads
     assert bool((seen[1:].abs().amax(1) > 1e-5).all())
+
+
+class Listener(nn.Module):
+    """Layers that have no factors: attention to other widths, a norm by root mean squares, a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.attend = nn.MultiheadAttention(6, 2, kdim=4, vdim=4, batch_first=True)
+        self.norm, self.recur = nn.RMSNorm(6), nn.LSTM(6, 5, batch_first=True)
+        self.classes = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen, _ = self.attend(self.first(x), x, x, need_weights=False)
+        return self.classes(self.recur(self.norm(seen))[0][:, -1])
+
+
+def test_what_has_no_factors_is_averaged_and_named() -> None:
+    torch.manual_seed(0)
+    net, sites = Listener(), []
+    for k in range(3):
+        draw = torch.Generator().manual_seed(k)
+        rows = Rows(torch.randn(30, 5, 4, generator=draw), torch.randint(3, (30,), generator=draw))
+        sites.append(fedfuse.local_update(net, rows, fedlpa(min_rows=1), client=f"s{k}", epochs=2, lr=0.1))
+    fused, plain = (fedfuse.fuse(sites, recipe) for recipe in (fedlpa(min_rows=1), "fedavg"))
+    named = {name.partition(".")[0] for name in fused.facts["averaged"]}
+    assert named == {"attend", "norm", "recur"}
+    assert not {n for n in fused.facts["averaged"] if n.startswith(("first", "classes"))}
+    means, found = plain.state_dict(), fused.state_dict()
+    assert all(torch.allclose(found[n], means[n]) for n in fused.facts["averaged"])
+    assert not torch.allclose(found["first.weight"], means["first.weight"], atol=1e-4)
 
 
 def test_a_split_by_evidence_needs_a_damping_by_evidence() -> None:

@@ -276,14 +276,15 @@ class Recipe:
             ConfigError: likewise, from a part that does not fit the network.
         """
         now: Recipe | None = self
+        begins = 0
         while now is not None:
             ends = now.later[0] if now.later else rounds
             now.check_task(bench.task)
             now.check_inputs(bench)
-            if now.result == "mixture" and (ends > 1 or now.later):
+            if now.result == "mixture" and (ends - begins > 1 or now.later):
                 raise RecipeError(
                     f"recipe {now.name!r} ends a round with a mixture of networks, which cannot be trained further; "
-                    "use rounds = 1 or add a distillation step"
+                    "use rounds = 1, let it follow another method in the last round, or add a distillation step"
                 )
             if "server_rows" in now.needs:
                 bench.need_rows(f"recipe {now.name!r}")
@@ -291,7 +292,7 @@ class Recipe:
                 bench.need_unlabelled(f"recipe {now.name!r}")
             if state is not None and state.round == 0:
                 now._check_parts(rounds, bench, state)
-            now = now.later[1] if now.later and now.later[0] < rounds else None
+            now, begins = (now.later[1] if now.later and now.later[0] < rounds else None), ends
 
     def remarks(self, asked: int, bench: Bench) -> tuple[str, ...]:
         """What a user should know before training, of every part and of those of the recipes that take over."""
