@@ -98,7 +98,7 @@ def fit_together(command: Command, exchanges: int) -> None:
     """Newton's method by files: in each exchange every hospital sends sums at the model that all have."""
     now = "federation/w0.safetensors"
     for _ in range(exchanges):
-        sums = [f"{hospital}.sums.safetensors" for hospital in HOSPITALS]
+        sums = [f"sums/{hospital}.safetensors" for hospital in HOSPITALS]  # a site is called by its file
         for hospital, file in zip(HOSPITALS, sums, strict=True):
             command("evidence", now, "--data", f"{hospital}.csv", "--method", "newton", "-o", file)
         command("fuse", *sums, "--method", "newton", "--start", now, "-o", "newton.safetensors")

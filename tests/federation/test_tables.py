@@ -355,3 +355,21 @@ def test_the_order_of_a_sites_columns_never_changes_the_fused_answers(
         fused.append((fuse_files([path], federation=agreed).logits(made.site.rows.x), moments))
     assert torch.equal(fused[0][0], fused[1][0])
     assert fused[0][1] == fused[1][1]
+
+
+@pytest.mark.usefixtures("hospitals")
+def test_a_runs_model_reads_another_table(fedfuse: Fedfuse) -> None:
+    """A model file of `run` tells the columns and the scale it was trained with."""
+    Path("study.toml").write_text(
+        'name = "cost"\ntask = "regression"\nrounds = 2\n[data]\nsource = "a.csv"\nclients = 2\n'
+        'partition = { kind = "iid" }\noptions = { target = "cost", columns = ["age", "sex", "chol"] }\n'
+        '[model]\nname = "mlp"\nhidden = []\n[local]\nepochs = 3\noptimizer = { name = "sgd", lr = 0.1 }\n'
+        '[[methods]]\nname = "fedavg"\n'
+    )
+    ok(fedfuse("run", "study.toml", "--workers", "0", "--out", "run"))
+    (model,) = Path("run/models").glob("*.safetensors")
+    scores = json.loads(ok(fedfuse("evaluate", model, "--data", "test.csv", "--json")).out)
+    assert scores[str(model)]["rows"] == 90
+    assert scores[str(model)]["rmse"] < 400
+    ok(fedfuse("predict", model, "--data", "test.csv", "-o", "p.csv"))
+    assert Path("p.csv").read_text().startswith("row,cost\n")

@@ -97,7 +97,8 @@ def _say_agreement(folder: Path, agreed: Agreement, as_json: bool) -> None:
         console.say_json({"folder": str(folder), **agreed.model_dump(mode="json", exclude_none=True)})
         return
     console.say(f"{folder}: {agreed.model.name} on {agreed.inputs}, fused by {agreed.method.name}")
-    console.say(f"{'classes' if agreed.classes else 'targets'}: {', '.join(agreed.output_names)}")
+    named = "targets" if agreed.task in ("regression", "multilabel") else "classes"
+    console.say(f"{named}: {', '.join(agreed.output_names)}")
     if agreed.awaits_moments:
         console.say(
             "its columns wait for a common scale: send the folder to every site, which runs: fedfuse moments "

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedfuse.core.columns import TableForm
 from fedfuse.core.rows import Rows, describe
 from fedfuse.errors import ConfigError
 from fedfuse.tasks import CLASSIFICATION, Task
@@ -33,6 +34,7 @@ class Dataset:
         features: the name of each feature, of a table.
         owners: who holds each training row by nature, where that is known.
         vocabulary: what each token stands for, where rows are texts.
+        form: the columns of a table and their scale, by which a model's file can read another table.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Dataset:
     features: tuple[str, ...] = ()
     owners: tuple[str, ...] = ()
     vocabulary: tuple[str, ...] = ()
+    form: TableForm | None = None
 
     @property
     def has_labels(self) -> bool:

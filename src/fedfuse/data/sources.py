@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedfuse.core.columns import TableForm
 from fedfuse.core.folders import cache_folder
 from fedfuse.data import download, formats, images
 from fedfuse.data.formats import NPZ_KEYS, ArraySplit
@@ -79,6 +80,7 @@ class _OpenedSource:
     missing: tuple[str, ...] = ()
     official_rows: tuple[int, int] | None = None
     facts: Mapping[str, object] = field(default_factory=dict)
+    form: TableForm | None = None
 
 
 def source_names() -> tuple[str, ...]:
@@ -174,7 +176,7 @@ def _take_rows(raw: _OpenedSource, train_limit: int | None, test_limit: int | No
     features = train.features if isinstance(train, TableSplit) else ()
     owners = train.owners if isinstance(train, TableSplit | TextSplit) else ()
     tokens = train.vocabulary if isinstance(train, TextSplit) else ()
-    return Dataset(raw.name, train.rows(), test.rows(), raw.classes, facts, task, features, owners, tokens)
+    return Dataset(raw.name, train.rows(), test.rows(), raw.classes, facts, task, features, owners, tokens, raw.form)
 
 
 def load_or_outline(
@@ -249,7 +251,8 @@ def _open(source: str, options: Options, task: Task) -> _OpenedSource:
     if location.suffix in SUFFIXES:
         _refuse_options(source, options, OPTIONS)
         halves = open_table(location, options, task)
-        return _OpenedSource(source, halves.train, halves.test, halves.classes, str(location), (location.name,))
+        named = (str(location), (location.name,))
+        return _OpenedSource(source, halves.train, halves.test, halves.classes, *named, form=halves.form)
     if location.suffix in TEXTS or reads_texts(task):
         return _open_texts(source, location, options, task)
     return _open_folder(source, location, options)

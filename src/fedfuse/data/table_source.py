@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedfuse.core.columns import TableForm
+from fedfuse.core.columns import TableForm, TargetColumn
 from fedfuse.data.rows import Array, Rows, stratified_split
 from fedfuse.data.stores import Store
 from fedfuse.data.table_form import TableMoments, encode_table
@@ -45,11 +45,12 @@ class TableSplit:
 
 @dataclass(frozen=True, slots=True)
 class TableHalves:
-    """A table as rows to train on and rows to judge on, and the names of its classes or targets."""
+    """A table as rows to train on and rows to judge on, the names of its classes or targets, and its columns."""
 
     train: TableSplit
     test: TableSplit
     classes: tuple[str, ...]
+    form: TableForm | None = None
 
 
 def open_table(path: Path, options: Mapping[str, object], task: Task) -> TableHalves:
@@ -76,9 +77,10 @@ def open_table(path: Path, options: Mapping[str, object], task: Task) -> TableHa
     y, classes = encode_targets(table, targets, task)
     train, test = _split(y, options.get("test_fraction", 0.2), path)
     own, rest = table.take(train.tolist()), table.take(test.tolist())
-    form = TableMoments.of(own, names, _words(options, "categorical", path)).form()
+    targeted = [TargetColumn(name=name) for name in targets]
+    form = TableMoments.of(own, names, _words(options, "categorical", path)).form(targeted)
     owners = tuple(v or "unknown" for v in own.words(extra[0])) if extra else ()
-    return TableHalves(_rows(own, form, y[train], owners), _rows(rest, form, y[test]), classes)
+    return TableHalves(_rows(own, form, y[train], owners), _rows(rest, form, y[test]), classes, form)
 
 
 def _rows(table: RawTable, form: TableForm, y: Array, owners: tuple[str, ...] = ()) -> TableSplit:

@@ -254,8 +254,9 @@ class _MethodRun:
             model, best = load_model(self._best_path(), self._trusted_factories(), self.prepared.spec)
             facts["round"] = best["round"]
             self._mark_selected(int(best["round"]))
-        names = distinct_names(self.prepared.dataset.classes)
-        about = About(method=self.label, class_names=names, versions=versions())
+        names, form = distinct_names(self.prepared.dataset.classes), self.prepared.dataset.form
+        told = None if self.prepared.experiment.data.standardize else form  # rows scaled twice have no form to tell
+        about = About(method=self.label, class_names=names, inputs=told, versions=versions())
         save_model(model, self.folder.model(self.label, self.setting.seed), facts, about)
 
     def _mark_selected(self, chosen: int) -> None:
