@@ -277,7 +277,12 @@ def test_columns_and_rows_that_are_too_few_or_too_many(fedfuse: Fedfuse) -> None
     refused(fedfuse("init", "x", "--task", "guess", "--columns", "age"), "--task is 'guess', expected one of")
     refused(fedfuse("init", "x", "--columns", "sex:f|", "--target", "ill"), "'sex:f|' is no column")
     refused(fedfuse("init", "x", "--columns", "age", "--target", "age", "--classes", "a,b"), "'age' stands there twice")
-    refused(fedfuse("init", "x", "--columns", "age", "--target", "ill"), "expected two or more classes")
+    refused(fedfuse("init", "x", "--columns", "age", "--target", "ill"), "the classes of 'ill' are not named")
+    named = [row | {"name": f"patient {k}"} for k, row in enumerate(people(20, 5))]
+    write(Path("d.csv"), named)
+    for command in (("init", "x"), ("moments", "-o", "d.moments"), ("update", "-o", "d.safetensors")):
+        said = fedfuse(*command, "--data", "d.csv", "--target", "ill")
+        refused(said, "d.csv: column 'name' has another word in every row", "--columns")
     said = fedfuse("init", "x", "--columns", "age", "--target", "ill,b", "--task", "regression", "--method", "ams")
     assert said.code == 2
     assert "task is regression; use another method" in said.err
@@ -363,7 +368,7 @@ def test_a_runs_model_reads_another_table(fedfuse: Fedfuse) -> None:
     Path("study.toml").write_text(
         'name = "cost"\ntask = "regression"\nrounds = 2\n[data]\nsource = "a.csv"\nclients = 2\n'
         'partition = { kind = "iid" }\noptions = { target = "cost", columns = ["age", "sex", "chol"] }\n'
-        '[model]\nname = "mlp"\nhidden = []\n[local]\nepochs = 3\noptimizer = { name = "sgd", lr = 0.1 }\n'
+        '[model]\nname = "mlp"\nhidden = []\n[local]\nepochs = 20\noptimizer = { name = "sgd", lr = 0.1 }\n'
         '[[methods]]\nname = "fedavg"\n'
     )
     ok(fedfuse("run", "study.toml", "--workers", "0", "--out", "run"))

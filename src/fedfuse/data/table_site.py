@@ -102,13 +102,30 @@ def read_table_rows(
     return TableRows(rows, names, form, tuple(numbered[i] for i in there), tuple(remarks))
 
 
+def other_columns(table: RawTable, targets: Sequence[str]) -> list[str]:
+    """The columns beside the targets, where nobody chose any.
+
+    Raises:
+        ConfigError: if one of them names the rows, for its words would become categories that everybody sees.
+    """
+    names = [name for name in table.columns if name not in targets]
+    for name in names:
+        words = table.column(name)
+        if len(words) >= _FEW and len(set(words)) == len(words) and not table.is_numeric(name):
+            raise ConfigError(
+                f"{table.where}: column {name!r} has another word in every row and would name them to everybody; "
+                "choose the columns to learn from with --columns"
+            )
+    return names
+
+
 def form_of_table(table: RawTable, choice: TableChoice, task: Task) -> TableForm:
     """The form a table has by itself, scaled by its own moments."""
     if not choice.targets:
         raise ConfigError(f"{table.where}: say which column is to be predicted: --target …")
     for name in choice.targets:
         table.column(name)
-    names = [c.name for c in choice.columns] or [name for name in table.columns if name not in choice.targets]
+    names = [c.name for c in choice.columns] or other_columns(table, choice.targets)
     words = [c.name for c in choice.columns if isinstance(c, CategoricalColumn)]
     numbers = choice.targets if isinstance(task, Regression) else ()
     moments = TableMoments.of(table, [*names, *numbers], words)

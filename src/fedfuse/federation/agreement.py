@@ -80,13 +80,13 @@ class Agreement(Settings):
     @model_validator(mode="after")
     def _check_names(self) -> Self:
         check_class_names(self.output_names)
+        if isinstance(self.inputs, TableForm):
+            _check_targets(self.inputs, self.task, self.classes)
         least, most = _NAMES[self.task]
         count, words = len(self.output_names), "classes" if self.task in ("classification", "binary") else "targets"
         if not least <= count <= most:
             wanted = "two" if least == most else "two or more" if least == 2 else "one or more"
             raise ValueError(f"there is {names_text(self.output_names) or 'none'}, expected {wanted} {words}")
-        if isinstance(self.inputs, TableForm):
-            _check_targets(self.inputs, self.task, self.classes)
         return self
 
     @property

@@ -16,7 +16,7 @@ from fedfuse.core.messages import client_order
 from fedfuse.core.settings import Settings, validate_settings
 from fedfuse.data.sources import local_path
 from fedfuse.data.table_form import ColumnMoments, TableMoments, looks_like_another_unit
-from fedfuse.data.table_site import TableChoice, rows_with
+from fedfuse.data.table_site import TableChoice, other_columns, rows_with
 from fedfuse.data.tables import RawTable, read_table
 from fedfuse.errors import ConfigError
 from fedfuse.federation.agreement import FederationFolder, scale_federation
@@ -124,7 +124,7 @@ def moments_of_table(source: str, site: str, task: Task, choice: TableChoice, le
     table = _open(source)
     table = table.take(rows_with(table, choice.targets))
     _check_rows(table, least_rows)
-    names = [c.name for c in choice.columns] or [name for name in table.columns if name not in choice.targets]
+    names = [c.name for c in choice.columns] or other_columns(table, choice.targets)
     words = [c.name for c in choice.columns if isinstance(c, CategoricalColumn)]
     for column in choice.columns:
         if isinstance(column, NumericColumn):
