@@ -130,6 +130,45 @@ def test_a_network_of_the_users_own(fedfuse: Fedfuse, sites: Path) -> None:
     assert safetensors.torch.load_file("g.safetensors")["body.1.weight"].shape == (5, 64)
 
 
+ODD = """
+import torch
+from torch import nn
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(8, 6, batch_first=True), nn.Linear(6, 10)
+
+    def forward(self, x):
+        return self.out(self.lstm(x[:, 0])[0][:, -1])
+
+class Running(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.out = nn.Linear(64, 6), nn.Linear(6, 10)
+
+    def forward(self, x):
+        return self.out(self.enter(x.flatten(1)).relu().cumsum(1))
+"""
+
+
+@pytest.mark.parametrize(("network", "told"), [("Recurrent", ""), ("Running", "not aligned: enter.weight (cumsum)")])
+def test_units_that_could_not_be_aligned_are_named(
+    fedfuse: Fedfuse, sites: Path, tmp_path: Path, network: str, told: str
+) -> None:
+    (tmp_path / "odd.py").write_text(ODD)
+    for site in (0, 1):
+        words = ("--data", sites / f"site-{site}.npz", "--model", f"odd:{network}", "-o", f"{site}.safetensors")
+        assert fedfuse("update", *words).code == 0
+    said = fedfuse(
+        *("fuse", "0.safetensors", "1.safetensors", "--model", f"odd:{network}", "--align", "weights"),
+        *("-o", "all.safetensors"),
+    )
+    assert said.code == 0, said.err
+    assert told in said.err
+    assert ("not aligned" in said.err) == bool(told)
+
+
 @pytest.mark.parametrize("quorum", [0.5, 0.9])
 def test_a_bad_file_is_told_and_the_quorum_decides(fedfuse: Fedfuse, files: list[Path], quorum: float) -> None:
     tampered(files[1], lambda tensors: tensors["~kron/fc1/out"].fill_(float("nan")))

@@ -332,4 +332,6 @@ def _say_fused(fused: Fused, output: Path, count: int, how: str, as_json: bool) 
     if fused.about.class_names:
         named = "targets" if fused.about.task in ("regression", "multilabel") else "classes"
         console.say(f"{named}: {', '.join(fused.about.class_names)}")
+    if left_out := fused.facts.get("not_aligned"):
+        console.warn(f"not aligned: {', '.join(left_out)}; these units were averaged where they stand")
     console.say(f"{output}: {count - len(fused.refused)} of {count} updates {how} by {fused.about.method}")
