@@ -35,7 +35,7 @@ Settings = Annotated[
 
 def init(
     folder: Annotated[Path, typer.Argument()],
-    more_moments: Annotated[list[Path] | None, typer.Argument(metavar="[MOMENTS]...")] = None,
+    more_moments: Annotated[list[Path] | None, typer.Argument()] = None,
     model: Model = None,
     method: MethodName = "fedavg",
     task: TaskName = None,
@@ -59,7 +59,8 @@ def init(
 ) -> None:
     """Once, for everybody: write down what all sites agree on, with the weights they begin with.
 
-    FOLDER is made, to be sent to every site. A table's columns get their scale from MOMENTS, or wait for `scale`.
+    FOLDER is made, to be sent to every site. A table's columns get their scale from --moments, or wait for `scale`;
+    MORE_MOMENTS are further files behind --moments.
     """
     from fedfuse.federation.create import create_federation
 
