@@ -132,14 +132,20 @@ def evidence(
         list[str] | None,
         typer.Option("--model", help="package.module:Class that the file names, or plain weights are of."),
     ] = None,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a text that a folder's network reads.")] = 128,
     as_json: Json = False,
 ) -> None:
     """At a site: bring the evidence a method asks for at a finished model, without training.
 
     MODEL is a file that `fuse`, `run` or `update` wrote, or plain safetensors of a network trained elsewhere (--model).
     For a method that does not train, such as refit, it is the model all sites have, which whoever fuses passes as
-    --start; for any other, such as fedlpa, the site's own.
+    --start; for any other, such as fedlpa, the site's own. It may be a folder of transformers, whose tokenizer reads the
+    texts of a .jsonl file.
     """
+    if model.is_dir():
+        asked = method or "regmean"
+        _folder_evidence(model, data, output, asked, sets or [], client or output.stem, train_limit, length, as_json)
+        return
     from fedfuse.federation.agreement import read_federation
     from fedfuse.federation.evidence import Saying, site_evidence
 
@@ -162,6 +168,31 @@ def evidence(
             saying=said,
         )
     _write_update(done, output, as_json)
+
+
+def _folder_evidence(
+    folder: Path,
+    data: str,
+    output: Path,
+    method: str,
+    sets: list[str],
+    client: str,
+    limit: int | None,
+    length: int,
+    as_json: bool,
+) -> None:
+    """Evidence at the weights of a folder of transformers."""
+    from fedfuse.federation.checkpoint import checkpoint_evidence
+
+    with console.err.status(f"looking at {data}"):
+        update = checkpoint_evidence(folder, data, method, sets, client=client, limit=limit, length=length)
+        update.save(output)
+    facts = {"file": str(output), "bytes": output.stat().st_size, "examples": update.num_examples}
+    if as_json:
+        console.say_json(facts | {"reveals": list(update.reveals)})
+        return
+    console.say(f"{output}: {facts['bytes']:,} bytes, of {update.num_examples:,.0f} rows")
+    console.say(f"it reveals {'; '.join(update.reveals) or 'nothing beside its weights'}")
 
 
 def _write_update(done: SiteUpdate, output: Path, as_json: bool) -> None:

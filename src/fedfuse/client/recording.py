@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfuse.core.hooks import forward_hooks
+from fedfuse.core.padding import HidePadding, padding_of
 from fedfuse.nets.blocks import Block
 
 
@@ -27,6 +28,7 @@ class LayerCall:
         x: what it read.
         probe: zeros that were added to its output.
         group: which of the block's matrices read it, where each has inputs of its own; None for all of them.
+        known: where its output belongs to no padding, if some does: x has those positions alone.
     """
 
     block: Block
@@ -34,6 +36,7 @@ class LayerCall:
     x: Tensor
     probe: Tensor
     group: int | None = None
+    known: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,14 +50,27 @@ class _Recorder:
     block: Block
     calls: list[LayerCall]
     group: int | None = None
+    padding: HidePadding | None = None
+    batch: list[int] = field(default_factory=list)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         return self.note(module, args[0] if args else kwargs["input"], output)
 
     def note(self, module: nn.Module, x: Tensor, output: Tensor) -> Tensor:
+        if isinstance(module, nn.Embedding) and self.batch and len(x) == 1 < self.batch[-1]:
+            # places that all rows share are read once: every row reads them, and has a gradient of its own
+            x, output = x.expand(self.batch[-1], *x.shape[1:]), output.expand(self.batch[-1], *output.shape[1:])
         probe = torch.zeros_like(output, requires_grad=True)
-        self.calls.append(LayerCall(self.block, module, x.detach(), probe, self.group))
+        known = self._known(x, output)
+        seen = x.detach() if known is None else x.detach()[known]
+        self.calls.append(LayerCall(self.block, module, seen, probe, self.group, known))
         return output + probe
+
+    def _known(self, x: Tensor, output: Tensor) -> Tensor | None:
+        """Where there is no padding, if a layer reads one thing for every token."""
+        known = None if self.padding is None else self.padding.known
+        fits = known is not None and x.shape[:2] == known.shape == output.shape[:2]
+        return known if fits else None
 
 
 @contextmanager
@@ -67,13 +83,27 @@ def record_calls(module: nn.Module, blocks: Sequence[Block]) -> Iterator[list[La
         f"{path}.{leaf}".removeprefix(".") for path in attentions for leaf in ("in_proj_weight", "out_proj.weight")
     }
     watched = [b for weight, b in by_weight.items() if weight not in within and b.kind != "attention"]
-    hooks = ((module.get_submodule(b.weight.rpartition(".")[0]), _Recorder(b, calls)) for b in watched)
+    padding, batch = padding_of(module), list[int]()
+    hooks = (
+        (module.get_submodule(b.weight.rpartition(".")[0]), _Recorder(b, calls, None, padding, batch)) for b in watched
+    )
     with ExitStack() as stack:
         stack.enter_context(plain_attention())
         for path, attention in attentions.items():
             stack.enter_context(_spread_attention(attention, path, by_weight, calls))
         stack.enter_context(forward_hooks(hooks, with_kwargs=True))
+        stack.enter_context(forward_hooks([(module, _count_rows(batch))], before=True, with_kwargs=True))
         yield calls
+
+
+def _count_rows(batch: list[int]) -> Callable[..., None]:
+    """A hook that notes how many rows a network is given."""
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        batch[:] = [len(x)] if isinstance(x, Tensor) and x.ndim else []
+
+    return note
 
 
 def _attentions(module: nn.Module) -> Iterator[tuple[str, nn.MultiheadAttention]]:

@@ -50,8 +50,12 @@ def choose_output(module: nn.Module, output: Output) -> nn.Module:
 
 def understood_output(module: nn.Module) -> Output | None:
     """The output that is meant where nobody says which: networks of `transformers` give their logits among others."""
-    own = any(base.__module__.partition(".")[0] == "transformers" for base in type(module).__mro__)
-    return "logits" if own and output_of(module) is None else None
+    return "logits" if is_of_transformers(module) and output_of(module) is None else None
+
+
+def is_of_transformers(module: nn.Module) -> bool:
+    """Whether a network is of the library `transformers`, or inherits from one that is."""
+    return any(base.__module__.partition(".")[0] == "transformers" for base in type(module).__mro__)
 
 
 def output_of(module: nn.Module) -> Output | None:

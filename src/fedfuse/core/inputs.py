@@ -10,10 +10,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.answers import logits_in
+from fedfuse.core.answers import is_of_transformers, logits_in
 from fedfuse.core.rng import seeded, stream
 from fedfuse.core.spec import Spec, factory_of
 from fedfuse.errors import ConfigError, FuseError, error_text
+
+_TEXT = 16  # tokens of a text that is made up to look at a network
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,10 @@ def own_form(spec: Spec) -> InputForm | None:
         ((3, 32, 32), (784,))
     """
     inner = spec.options.get("of")
-    if spec.prototype is not None or not spec.can_run:  # a described network's factory is a word from a file
+    if not spec.can_run:  # a described network's factory is a word from a file
         return None
+    if spec.prototype is not None:
+        return _form_by_config(spec.prototype)
     if isinstance(inner, dict):
         return own_form(Spec.from_json(inner, spec.factories))
     try:
@@ -72,6 +76,20 @@ def own_form(spec: Spec) -> InputForm | None:
     if "tokens" in sizes and "length" in sizes:
         return InputForm((sizes["length"],), tokens=sizes["tokens"])
     return InputForm((sizes["inputs"],)) if "inputs" in sizes else None
+
+
+def _form_by_config(module: nn.Module) -> InputForm | None:
+    """What a network of `transformers` reads, as its config tells: pictures, or tokens of a text that is not long."""
+    config = getattr(module, "config", None)
+    if not is_of_transformers(module) or config is None:
+        return None
+    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+    if isinstance(size, int) and isinstance(channels, int):
+        return InputForm((channels, size, size))
+    tokens, most = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
+    if not isinstance(tokens, int):
+        return None
+    return InputForm((min(_TEXT, most) if isinstance(most, int) else _TEXT,), tokens=tokens)
 
 
 def _own_shape(spec: Spec) -> tuple[int, ...] | None:

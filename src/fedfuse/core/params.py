@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 Params: TypeAlias = Mapping[str, Tensor]
 Role: TypeAlias = Literal["weight", "bias", "norm", "log_variance", "statistic", "counter"]
-LayerKind: TypeAlias = Literal["linear", "conv", "transposed", "embedding", "attention", "other"]
+LayerKind: TypeAlias = Literal["linear", "conv", "transposed", "turned", "embedding", "attention", "other"]
 
 PARAMETERS: tuple[Role, ...] = ("weight", "bias", "norm", "log_variance")  # the roles of what can be trained
 
@@ -44,8 +44,9 @@ class Layer:
 
     Attributes:
         name: the module's path.
-        kind: "linear" or "conv"; "transposed" (a transposed convolution), "embedding", "attention" (the packed
-            projections of queries, keys and values), or "other" (a token, a recurrent layer, …).
+        kind: "linear" or "conv"; "transposed" (a transposed convolution), "turned" (a linear layer whose weight
+            is in × out, as GPT-2 has them), "embedding", "attention" (the packed projections of queries, keys and
+            values), or "other" (a token, a recurrent layer, …).
         weight: the weight's name.
         bias: the bias's name, if there is one.
         followers: normalization parameters and statistics that act on this layer's output.
@@ -81,18 +82,15 @@ class Layer:
 
     def matrix(self, params: Params) -> Tensor:
         """The layer as one matrix [W | b], out × (in·kh·kw + 1): weight and bias never part."""
-        weight = params[self.weight].flatten(1)
+        weight = params[self.weight].mT if self.kind == "turned" else params[self.weight].flatten(1)
         return weight if self.bias is None else torch.cat([weight, params[self.bias][:, None]], 1)
 
     def split(self, matrix: Tensor, like: Params) -> dict[str, Tensor]:
         """The inverse of `matrix`, with the shapes and dtypes of `like`."""
         weight = like[self.weight]
-        if self.bias is None:
-            return {self.weight: matrix.reshape(weight.shape).to(weight.dtype)}
-        return {
-            self.weight: matrix[:, :-1].reshape(weight.shape).to(weight.dtype),
-            self.bias: matrix[:, -1].to(like[self.bias].dtype),
-        }
+        rows = matrix if self.bias is None else matrix[:, :-1]
+        found = {self.weight: (rows.mT if self.kind == "turned" else rows).reshape(weight.shape).to(weight.dtype)}
+        return found if self.bias is None else found | {self.bias: matrix[:, -1].to(like[self.bias].dtype)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +309,12 @@ def _kind(part: nn.Module, leaf: str) -> LayerKind:
     for parts, weight, kind in _KINDS:
         if isinstance(part, parts) and leaf == weight:
             return kind
-    return "other"
+    return "turned" if _is_turned(part) and leaf == "weight" else "other"
+
+
+def _is_turned(part: nn.Module) -> bool:
+    """Whether a module is the linear layer of GPT-2, which `transformers` calls Conv1D: x W + b with W in × out."""
+    return type(part).__name__ == "Conv1D" and type(part).__module__.startswith("transformers.")
 
 
 def _tied(named: Iterable[tuple[str, nn.Parameter]]) -> tuple[tuple[str, ...], ...]:

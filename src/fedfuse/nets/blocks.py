@@ -17,7 +17,7 @@ from fedfuse.core.params import Layer, Layout, Params
 from fedfuse.core.spec import Spec
 
 Factors: TypeAlias = tuple[Factor, Factor]
-Kind: TypeAlias = Literal["linear", "conv", "transposed", "embedding", "attention", "norm"]
+Kind: TypeAlias = Literal["linear", "conv", "transposed", "turned", "embedding", "attention", "norm"]
 Which: TypeAlias = Literal["all", "plain"]
 
 
@@ -76,6 +76,8 @@ class Block:
             return math.prod(shape), 1
         if self.kind == "embedding":
             return shape[0], shape[1]
+        if self.kind == "turned":
+            return shape[0] + (self.bias is not None), shape[1]
         if self.kind == "transposed":
             return shape[0] // self.groups * math.prod(shape[2:]) + (self.bias is not None), shape[1]
         return math.prod(shape[1:]) + (self.bias is not None), shape[0] // self.groups
@@ -83,14 +85,14 @@ class Block:
     def _as_rows(self, weight: Tensor) -> Tensor:
         if self.kind == "norm":
             return weight.reshape(1, 1, -1)
-        if self.kind == "embedding":
+        if self.kind in ("embedding", "turned"):
             return weight.mT[None]
         if self.kind == "transposed":
             return self._turn_kernel(weight.unflatten(0, (self.groups, -1))).transpose(1, 2).flatten(2)
         return weight.flatten(1).view(self.groups, -1, math.prod(weight.shape[1:]))
 
     def _from_rows(self, matrices: Tensor, like: Tensor) -> Tensor:
-        if self.kind == "embedding":
+        if self.kind in ("embedding", "turned"):
             matrices = matrices[0].mT
         elif self.kind == "transposed":
             inputs, out, *kernel = like.shape

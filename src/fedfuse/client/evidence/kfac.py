@@ -48,6 +48,7 @@ _log = logging.getLogger(__name__)
 
 Sharing: TypeAlias = Literal["expand", "reduce"]
 
+_SUMS = 1 << 27  # numbers that sums may hold at a time, 1 GiB; wider networks are gone through several times
 _MAX_DAMPING = 1e3  # the search for the best one ends there
 
 
@@ -219,7 +220,8 @@ def even_out(factor: Factor) -> Factor:
 
 
 def _mask_padding(call: LayerCall, grad: Tensor) -> Tensor:
-    """The gradient that a layer learns from: an embedding learns nothing of the token that pads."""
+    """The gradient that a layer learns from, nothing of what pads: neither positions nor an embedding's token."""
+    grad = grad if call.known is None else grad[call.known]
     if isinstance(call.module, nn.Embedding) and call.module.padding_idx is not None:
         return grad * (call.x != call.module.padding_idx)[..., None]
     return grad
@@ -273,8 +275,19 @@ class KroneckerFactors(PlainEvidence):
 
     def __call__(self, local: Local) -> Params:
         """One pass over the rows with the trained weights."""
-        blocks = blocks_of(local.brief.spec, self.layers)
-        factors = kronecker_factors(
+        blocks, few = blocks_of(local.brief.spec, self.layers), too_few_rows(local, self.min_rows)
+        notes: dict[str, Tensor] = {}
+        for some in (blocks,) if self.choose else self._passes_over(blocks, local):
+            factors = self._factors(some, local)
+            if few:
+                factors = {layer: (even_out(A), even_out(B)) for layer, (A, B) in factors.items()}
+            for block in some:
+                notes |= self.packing.notes(block, factors[block.name])
+        return notes | (_preferred_damping(local, blocks, factors) if self.choose else {})
+
+    def _factors(self, blocks: Sequence[Block], local: Local) -> dict[str, Factors]:
+        """One pass over the rows; every pass draws the same labels."""
+        return kronecker_factors(
             local.module,
             blocks,
             local.rows,
@@ -285,12 +298,19 @@ class KroneckerFactors(PlainEvidence):
             generator=local.stream("fisher"),
             task=local.task,
         )
-        if too_few_rows(local, self.min_rows):
-            factors = {layer: (even_out(A), even_out(B)) for layer, (A, B) in factors.items()}
-        notes: dict[str, Tensor] = {}
+
+    def _passes_over(self, blocks: Sequence[Block], local: Local) -> Iterator[Sequence[Block]]:
+        """The blocks of each pass: as many as have sums that fit the memory, one at least."""
+        forms, some, size = forms_of(local.brief.params), list[Block](), 0
         for block in blocks:
-            notes |= self.packing.notes(block, factors[block.name])
-        return notes | (_preferred_damping(local, blocks, factors) if self.choose else {})
+            inn, out = block.sizes(forms)
+            more = block.groups * ((inn if block.has_diagonal_inputs else inn * inn) + out * out)
+            if some and size + more > _SUMS:
+                yield some
+                some, size = [], 0
+            some.append(block)
+            size += more
+        yield some
 
     def passes(self, effort: Effort) -> float:
         """A pass forward, one back to every layer's output, and the products of A and B: d² + d′² for d d′."""
