@@ -53,8 +53,17 @@ def notes_of(update: fedfuse.Update) -> dict[str, Tensor]:
     return {n: t.clone() for n, t in split(decode(update.payload))[1].items()}
 
 
-@pytest.mark.parametrize("method", ["regmean", "fisher", "fedlpa"])
-@pytest.mark.parametrize("kind", KINDS)
+SLOW = [pytest.param(kind, m, marks=pytest.mark.slow) for kind in ("tokens", "masked") for m in ("fisher", "fedlpa")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        *((kind, "regmean") for kind in KINDS),
+        *((kind, m) for kind in ("sequence", "next", "pictures") for m in ("fisher", "fedlpa")),
+        *SLOW,
+    ],
+)
 def test_every_kind_of_network_brings_evidence(data: Path, kind: str, method: str) -> None:
     updates = [
         checkpoint_evidence(folder, str(data / KINDS[kind][1]), method, client=folder.name, length=12)
