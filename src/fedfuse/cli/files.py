@@ -139,8 +139,8 @@ def evidence(
 
     MODEL is a file that `fuse`, `run` or `update` wrote, or plain safetensors of a network trained elsewhere (--model).
     For a method that does not train, such as refit, it is the model all sites have, which whoever fuses passes as
-    --start; for any other, such as fedlpa, the site's own. It may be a folder of transformers, whose tokenizer reads the
-    texts of a .jsonl file.
+    --start; for any other, such as fedlpa, the site's own. It may be a folder of transformers, whose tokenizer reads
+    the texts of a .jsonl file.
     """
     if model.is_dir():
         asked = method or "regmean"
