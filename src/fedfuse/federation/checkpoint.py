@@ -27,7 +27,7 @@ _MASKED = 0.15  # the share of tokens that BERT is asked for
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class OpenedCheckpoint:
     """A folder as `save_pretrained` writes it, opened: the network, how it reads, and what it tells.
 
     Attributes:
@@ -92,7 +92,7 @@ def checkpoint_evidence(
     return update.telling(start=None) if recipe.trains else update  # networks trained elsewhere share no start
 
 
-def open_folder(path: Path) -> Folder:
+def open_folder(path: Path) -> OpenedCheckpoint:
     """A folder's network and tokenizer; nothing is downloaded and no code of the folder runs.
 
     Raises:
@@ -116,7 +116,7 @@ def open_folder(path: Path) -> Folder:
             hide_padding(module, tokenizer.pad_token_id)
     tells_classes = kind in ("ForSequenceClassification", "ForTokenClassification", "ForImageClassification")
     labels = tuple(str(module.config.id2label[i]) for i in range(module.config.num_labels)) if tells_classes else ()
-    return Folder(path, module.eval(), kind, tokenizer, labels)
+    return OpenedCheckpoint(path, module.eval(), kind, tokenizer, labels)
 
 
 def _library() -> Any:
@@ -188,25 +188,25 @@ def _pad_rows(tokens: Sequence[Sequence[int]], fill: int) -> Tensor:
     return torch.tensor([[*row, *[fill] * (width - len(row))] for row in tokens], dtype=torch.int64)
 
 
-def _padding(opened: Folder) -> int:
+def _padding(opened: OpenedCheckpoint) -> int:
     if opened.tokenizer.pad_token_id is None:
         raise ConfigError(f"the tokenizer of {opened.path} has no token for padding; set its pad_token")
     return int(opened.tokenizer.pad_token_id)
 
 
-def _encode(opened: Folder, texts: Sequence[str], length: int) -> list[list[int]]:
+def _encode(opened: OpenedCheckpoint, texts: Sequence[str], length: int) -> list[list[int]]:
     read: list[list[int]] = opened.tokenizer(list(texts), truncation=True, max_length=length)["input_ids"]
     return read
 
 
-def _texts_with_classes(opened: Folder, source: str, length: int, limit: int | None) -> Rows:
+def _texts_with_classes(opened: OpenedCheckpoint, source: str, length: int, limit: int | None) -> Rows:
     rows = list(_read_lines(source, limit))
     y = [_label(where, row.get("label"), opened.labels) for where, row in rows]
     tokens = _encode(opened, [_text(where, row) for where, row in rows], length)
     return Rows(_pad_rows(tokens, _padding(opened)), torch.tensor(y))
 
 
-def _words_with_labels(opened: Folder, source: str, length: int, limit: int | None) -> Rows:
+def _words_with_labels(opened: OpenedCheckpoint, source: str, length: int, limit: int | None) -> Rows:
     """Words with a label each; the first token of a word carries it."""
     xs, ys = [], []
     for where, row in _read_lines(source, limit):
@@ -225,7 +225,7 @@ def _words_with_labels(opened: Folder, source: str, length: int, limit: int | No
     return Rows(_pad_rows(xs, _padding(opened)), _pad_rows(ys, NO_TARGET))
 
 
-def _texts_to_go_on(opened: Folder, source: str, length: int, limit: int | None) -> Rows:
+def _texts_to_go_on(opened: OpenedCheckpoint, source: str, length: int, limit: int | None) -> Rows:
     """Every token's target is the next one."""
     tokens = [row for row in _all_tokens(opened, source, length + 1, limit) if len(row) > 1]
     if not tokens:
@@ -238,7 +238,7 @@ def _texts_to_go_on(opened: Folder, source: str, length: int, limit: int | None)
     return Rows(x, _pad_rows([row[1:] for row in tokens], NO_TARGET))
 
 
-def _texts_with_gaps(opened: Folder, source: str, length: int, limit: int | None) -> Rows:
+def _texts_with_gaps(opened: OpenedCheckpoint, source: str, length: int, limit: int | None) -> Rows:
     """Some tokens are hidden, always the same ones, and are the targets."""
     mask, special = opened.tokenizer.mask_token_id, set(opened.tokenizer.all_special_ids)
     if mask is None:
@@ -249,11 +249,11 @@ def _texts_with_gaps(opened: Folder, source: str, length: int, limit: int | None
     return Rows(x.masked_fill(hidden, mask), x.masked_fill(~hidden, NO_TARGET))
 
 
-def _all_tokens(opened: Folder, source: str, length: int, limit: int | None) -> list[list[int]]:
+def _all_tokens(opened: OpenedCheckpoint, source: str, length: int, limit: int | None) -> list[list[int]]:
     return _encode(opened, [_text(where, row) for where, row in _read_lines(source, limit)], length)
 
 
-def _pictures(opened: Folder, source: str, length: int, limit: int | None) -> Rows:  # noqa: ARG001 - the readers' form
+def _pictures(opened: OpenedCheckpoint, source: str, length: int, limit: int | None) -> Rows:  # noqa: ARG001 - the readers' form
     """Pictures in the size that the config says, scaled as the folder's preprocessor says."""
     from fedfuse.core.forms import PictureForm
 
@@ -274,7 +274,7 @@ def _read_scale(path: Path) -> dict[str, tuple[float, ...]]:
         raise ConfigError(f"{file} cannot be read: {why!r}; it should say image_mean and image_std") from why
 
 
-_READERS: Mapping[str, Callable[[Folder, str, int, int | None], Rows]] = {
+_READERS: Mapping[str, Callable[[OpenedCheckpoint, str, int, int | None], Rows]] = {
     "ForSequenceClassification": _texts_with_classes,
     "ForTokenClassification": _words_with_labels,
     "ForCausalLM": _texts_to_go_on,
