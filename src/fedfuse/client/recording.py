@@ -61,12 +61,12 @@ class _Recorder:
             # places that all rows share are read once: every row reads them, and has a gradient of its own
             x, output = x.expand(self.batch[-1], *x.shape[1:]), output.expand(self.batch[-1], *output.shape[1:])
         probe = torch.zeros_like(output, requires_grad=True)
-        known = self._known(x, output)
+        known = self._real_places(x, output)
         seen = x.detach() if known is None else x.detach()[known]
         self.calls.append(LayerCall(self.block, module, seen, probe, self.group, known))
         return output + probe
 
-    def _known(self, x: Tensor, output: Tensor) -> Tensor | None:
+    def _real_places(self, x: Tensor, output: Tensor) -> Tensor | None:
         """Where there is no padding, if a layer reads one thing for every token."""
         known = None if self.padding is None else self.padding.known
         fits = known is not None and x.shape[:2] == known.shape == output.shape[:2]
