@@ -42,7 +42,8 @@ def population() -> Population:
 
 def bench() -> Bench:
     server = images(99, 30)
-    return Bench(server, server.x, len(SIZES), CLASSES, LOCAL, SEED, InputForm((1, 8, 8)))
+    told = sum(SIZES)
+    return Bench(server, server.x, len(SIZES), CLASSES, LOCAL, SEED, InputForm((1, 8, 8)), num_examples=told)
 
 
 def rounds_of(recipe: Recipe) -> int:
