@@ -1,6 +1,7 @@
 """How much can one admitted client of ten do? Methods × levers × guards, on digits.
 
-Run `python benchmarks/influence.py [--full] [--json FILE] [--methods NAME …] [--guards NAME …]`. After honest rounds
+Run `python benchmarks/influence.py [--full] [--seeds N …] [--alphas A …] [--json FILE] [--methods NAME …]
+[--guards NAME …]`. After honest rounds
 of FedAvg the tenth client turns: it sends what it learned from its rows under the label 0, as long a move as its honest
 one, or walks back, each with honest evidence, and pulls one lever: it multiplies what scales its say by every factor of
 a ladder up to a million. Each reply passes the real door with its default bounds. What is shown for a lever is the
@@ -260,12 +261,16 @@ def rows_of(method: str, guard: str, seed: int, alpha: float) -> Iterator[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--seeds", nargs="*", type=int, help="default: 0, with --full 0 to 4")
+    parser.add_argument("--alphas", nargs="*", type=float, help="default: 1.0, with --full 0.3 and 1.0")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
     parser.add_argument("--guards", nargs="*", default=list(GUARDS))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    worlds = [(s, a) for a in (0.3, 1.0) for s in range(5)] if args.full else [(0, 1.0)]
+    seeds = args.seeds or (range(5) if args.full else (0,))
+    alphas = args.alphas or ((0.3, 1.0) if args.full else (1.0,))
+    worlds = [(seed, alpha) for alpha in alphas for seed in seeds]
     found = []
     for method in args.methods:
         for guard in args.guards:

@@ -59,6 +59,12 @@ class QuorumLost(FuseError):
     exit_code = 3
 
 
+class ClientsDropped(FuseError):
+    """A run ended without some clients that had crashed, and its file does not allow that."""
+
+    exit_code = 4
+
+
 class NotConverged(FuseError):
     """A solver stopped before it reached its tolerance."""
 
@@ -76,8 +82,23 @@ def error_text(why: BaseException) -> str:
     return f"{type(why).__name__}: {lines[0][:200] if lines else 'no reason given'}"
 
 
+def printable(text: str, keep: str = "") -> str:
+    r"""A text whose control characters are spelt out, so that a file's name cannot steer a terminal.
+
+    Args:
+        text: from wherever.
+        keep: control characters that may stay, such as line ends.
+
+    Example:
+        >>> printable("site\x1b[2J.safetensors")
+        'site\\x1b[2J.safetensors'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
 def _short(value: object, limit: int = 120) -> str:
     """A value as text that cannot flood a log, whatever a client put in it."""
-    text = value if isinstance(value, str) else repr(value)
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: 2 * limit])
+    text = printable((value if isinstance(value, str) else repr(value))[: 2 * limit])
     return text if len(text) <= limit else text[: limit - 1] + "…"

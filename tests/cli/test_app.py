@@ -20,10 +20,14 @@ from tests.conftest import Fedfuse, Said
 from fedfuse import cli
 from fedfuse.cli import console
 from fedfuse.cli.options import typer
+from fedfuse.core.messages import Brief
 from fedfuse.core.registry import all_methods
+from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.data import source_names
 from fedfuse.errors import QuorumLost
 from fedfuse.models import model_names
+from fedfuse.training.round import client_round
 
 FILE = """
 rounds = 1
@@ -597,3 +601,22 @@ print("all of them")
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout.endswith("all of them\n"), done.stderr
+
+
+def test_a_run_that_lost_a_client_to_a_crash_is_a_success_only_if_its_file_allows_it(
+    fedfuse: Fedfuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(work: Work, brief: Brief, client: str, rows: Rows, **more: Any) -> Any:
+        if client == "client-01" and brief.round == 0:
+            raise MemoryError("no room")
+        return client_round(work, brief, client, rows, **more)
+
+    monkeypatch.setattr("fedfuse.engines.local.client_round", crash)
+    said = run(fedfuse, "--no-memo", "--set", "seeds=[0]")
+    assert said.code == 4
+    assert "client-01 in round 1 of fedavg, seed 0 (MemoryError: no room)" in said.err
+    assert "set server.allow_dropped = true to allow it" in said.err
+    assert (tmp_path / "runs" / "study" / "results.json").exists()
+    said = run(fedfuse, "--no-memo", "--set", "seeds=[0]", "--set", "server.allow_dropped=true", "--resume")
+    assert said.code == 0
+    assert said.err.splitlines()[-1].startswith("warning: rounds went on without clients that crashed: client-01")

@@ -87,3 +87,19 @@ def test_a_hint_is_for_who_looks_on(screen: io.StringIO, monkeypatch: pytest.Mon
     monkeypatch.setattr(console, "err", Console(file=quiet, force_terminal=False))
     console.hint("wait a little")
     assert quiet.getvalue() == ""
+
+
+def test_what_others_call_their_files_does_nothing_to_a_terminal(
+    screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file called `x<ESC>[2J` cleared the screen of whoever fused it."""
+    for name in ("out", "err"):
+        monkeypatch.setattr(console, name, Console(file=screen, width=120, highlight=False))
+    name = "site\x1b[2J\x07[/red]\u202e.safetensors"
+    for show in (console.say, console.complain, console.warn, console.note):
+        show(name)
+    console.table(name, (name, "n"), [(name, 1)])
+    drawn = screen.getvalue()
+    assert drawn.count("site\\x1b[2J\\x07[/red]\\u202e.safetensors") == 7
+    assert "\x1b[2J" not in drawn
+    assert not set("\x07\u202e") & set(drawn)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import pickle  # noqa: TID251 (a hostile file is made here)
+import zipfile
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from scipy.io import savemat
 
 from fedfuse.data import formats
+from fedfuse.data.site import read_site
+from fedfuse.data.sources import load
 from fedfuse.errors import ConfigError
 
 
@@ -122,6 +125,7 @@ def test_arrays_find_their_channel_axis(shape, expected):
         ({"x_train": np.array([["a"] * 3] * 4)}, "x is <U1"),
         ({"x_train": np.zeros(4)}, r"x is float64 of shape \(4,\)"),
         ({"x_train": np.full((4, 3), np.nan)}, "not finite"),
+        ({"x_train": np.zeros((4, 3), dtype=np.longdouble)}, "expected numbers of at most 64 bits"),
         ({"y_train": np.zeros(4)}, "y is float64"),
         ({"y_train": np.array([-1, 0, 0, 0])}, "whole number from 0"),
         ({"y_train": np.zeros((4, 1), dtype=int)}, "y is int64 of shape"),
@@ -164,3 +168,26 @@ def test_a_cut_npz_is_damaged(tmp_path):
         (tmp_path / "x.npz").write_bytes(broken)
         with pytest.raises(ConfigError, match=r"x\.npz"):
             formats.read_npz(tmp_path / "x.npz")
+
+
+@pytest.mark.parametrize("kind", [">f4", ">f8", ">i4", ">u2", "u8", "f2", "i1"])
+def test_numbers_of_any_width_and_byte_order_become_rows(kind):
+    x = np.arange(12).reshape(4, 3).astype(kind)
+    train, _ = formats.splits_from_arrays(arrays_of(x_train=x), "mine")
+    assert train.rows().x.double().numpy() == pytest.approx(x.astype(np.float64))
+
+
+@pytest.mark.parametrize("classes", [np.array("cat"), np.array([["cat", "dog"]]), np.array([0.5, 1.5]), np.array(3)])
+def test_names_of_classes_are_a_list(classes, tmp_path):
+    """An array without axes was walked through, which ended in a traceback."""
+    np.savez(tmp_path / "x.npz", **arrays_of(), classes=classes)
+    for read in (lambda: load(str(tmp_path / "x.npz")), lambda: read_site(str(tmp_path / "x.npz"))):
+        with pytest.raises(ConfigError, match="x.npz: classes is .*, expected one name for each class"):
+            read()
+
+
+def test_an_array_larger_than_memory_is_one_sentence(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive, archive.open("x.npy", "w") as member:
+        np.lib.format.write_array_header_1_0(member, {"descr": "<f8", "fortran_order": False, "shape": (10**15,)})
+    with pytest.raises(ConfigError, match=r"x\.npz (promises arrays that do not fit into memory|is damaged)"):
+        formats.read_npz(tmp_path / "x.npz")

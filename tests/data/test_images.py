@@ -95,3 +95,23 @@ def test_tiny_imagenet_annotations_must_name_known_classes(tiny, tmp_path):
         images.tiny_imagenet_test(Folder(tiny.write(tmp_path, files)))
     with pytest.raises(ConfigError, match=r"wnids\.txt is damaged"):
         images.tiny_imagenet_ids(Folder(tiny.write(tmp_path, {"wnids.txt": b"\xff\xfe\x81"})))
+
+
+@pytest.mark.parametrize("name", ["../../secret.png", "sub/val_0.JPEG", "/etc/hostname", "..", "a\\b.png"])
+def test_no_list_of_tiny_imagenet_leads_out_of_its_folder(tiny, tmp_path, name):
+    """A picture named `../../secret.png` in the list of validation pictures was read."""
+    (tmp_path / "secret.png").write_bytes(tiny.picture_bytes(9))
+    files = tiny.tiny_imagenet_files()
+    lists = files | {"val/val_annotations.txt": f"{name}\tn01000001\t0\t0\t1\t1".encode()}
+    with pytest.raises(ConfigError, match=r"val_annotations\.txt is damaged: .*without folders"):
+        images.tiny_imagenet_test(Folder(tiny.write(tmp_path / "a", lists)))
+    with pytest.raises(ConfigError, match=r"wnids\.txt is damaged: .*without folders"):
+        images.tiny_imagenet_train(Folder(tiny.write(tmp_path / "b", files | {"wnids.txt": name.encode()})))
+
+
+def test_a_picture_of_too_many_pixels_is_refused_by_its_header(tiny, tmp_path):
+    """Ten thousand pixels a side of one colour are a file of some kilobytes and 300 MB of memory."""
+    (tmp_path / "huge.png").write_bytes(tiny.picture_bytes(0, (10_000, 10_000)))
+    split = images.ImageSplit(Folder(tmp_path), np.array(["huge.png"]), np.array([0]))
+    with pytest.raises(ConfigError, match=r"huge\.png is damaged: Image size \(100000000 pixels\) exceeds limit"):
+        split.open("huge.png")

@@ -4,6 +4,7 @@ import gzip
 
 import pytest
 
+from fedfuse.data import stores
 from fedfuse.data.stores import Folder, Tar, Zip, open_store
 from fedfuse.errors import ConfigError
 
@@ -82,3 +83,35 @@ def test_absent_files_are_named(tmp_path, tiny):
     (tmp_path / "set.tar.gz").write_bytes(tiny.tar_bytes(FILES, "top"))
     with pytest.raises(ConfigError, match="holds no absent"):
         Tar(tmp_path / "set.tar.gz").read("absent")
+
+
+def test_no_more_is_unzipped_than_the_reader_allows(tiny, tmp_path):
+    """A file of 389 kB took 381 MB before anybody looked at what it was."""
+    bomb = gzip.compress(bytes(10**7))
+    (tmp_path / "x.gz").write_bytes(bomb)
+    (tmp_path / "set.zip").write_bytes(tiny.zip_bytes({"x": bytes(10**7)}, "top"))
+    for store in (Folder(tmp_path), Zip(tmp_path / "set.zip")):
+        with pytest.raises(ConfigError, match="x.* is damaged: it unzips to more than 1,000,000 bytes"):
+            store.read("x", limit=10**6)
+        assert len(store.read("x")) == 10**7
+
+
+def test_a_tar_of_more_than_the_limit_is_not_read(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "MOST_BYTES", 1000)
+    (tmp_path / "set.tar.gz").write_bytes(tiny.tar_bytes({"a": bytes(600), "b": bytes(600)}, "top"))
+    with pytest.raises(ConfigError, match="unzips to more than 1,000 bytes"):
+        Tar(tmp_path / "set.tar.gz").read("a")
+
+
+def test_several_gzipped_pieces_in_a_row_are_one_file(tmp_path):
+    (tmp_path / "x.gz").write_bytes(gzip.compress(b"one ") + gzip.compress(b"two") + bytes(8))
+    assert Folder(tmp_path).read("x") == b"one two"
+
+
+@pytest.mark.parametrize("name", ["../secret", "a/../../secret", "/etc/hostname", "a\0b"])
+def test_no_name_leads_out_of_a_folder(tmp_path, name):
+    (tmp_path / "secret").write_text("s")
+    (tmp_path / "set").mkdir()
+    for ask in (Folder(tmp_path / "set").has, Folder(tmp_path / "set").read, Folder(tmp_path / "set").listing):
+        with pytest.raises(ConfigError, match="which is not inside it"):
+            ask(name)

@@ -361,12 +361,16 @@ def test_the_best_model_survives_and_a_lost_one_is_found_again(tiny: Tiny, tmp_p
     local = {"batch_size": 8, "optimizer": {"lr": 1.5}}  # wild enough for the last round not to be the best
     experiment = tiny("fedavg", rounds=4, data=data, local=local, select="best-on-server")
     run(experiment, tmp_path / "whole")
-    for lose in (False, True):
-        out = tmp_path / f"lost-{lose}"
+    for lose in ("", "lost", "flipped"):  # one flipped bit was published, with exit code 0
+        out = tmp_path / f"best-{lose}"
         with pytest.raises(Crash):
             run(experiment, out, watch=DiesAfter(3))
-        if lose:
-            (out / "checkpoints" / "fedavg-0" / "best.safetensors").unlink()
+        best = out / "checkpoints" / "fedavg-0" / "best.safetensors"
+        if lose == "lost":
+            best.unlink()
+        elif lose == "flipped":
+            data = best.read_bytes()
+            best.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
         watch = DiesAfter(99)
         run(experiment, out, resume=True, watch=watch)
         assert watch.begun[0][1] == (0 if lose else 3)

@@ -176,3 +176,26 @@ def test_an_interrupted_start_is_as_quiet(file: Path, tmp_path: Path, seconds: f
     assert_all_gone(workers)
     assert "stopped; continue with" in said
     assert "Traceback" not in said
+
+
+def test_a_terminated_run_leaves_no_temporary_folders(file: Path, tmp_path: Path) -> None:
+    """`kill` left a folder `pymp-…` of Python's multiprocessing in the folder for temporary files."""
+    out, temporary = tmp_path / "out", tmp_path / "tmp"
+    temporary.mkdir()
+    process = subprocess.Popen(
+        command(file, out, "--no-memo"),
+        env={**environment(tmp_path), "TMPDIR": str(temporary)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (out / "ledger.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    workers = family(process)
+    assert list(temporary.iterdir())
+    process.terminate()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert_all_gone(workers)
+    assert "stopped; continue with" in said
+    assert not list(temporary.iterdir())

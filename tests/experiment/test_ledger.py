@@ -99,3 +99,12 @@ def test_plain_values_are_json(tmp_path: Path) -> None:
     assert plain(value) == {"1": [True, None, [2.5]], "t": [None, 1.0], "p": "x"}
     write_json(tmp_path / "a" / "b.json", value)
     assert json.loads((tmp_path / "a" / "b.json").read_text()) == plain(value)
+
+
+def test_a_ledger_that_is_a_directory_is_one_sentence(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    assert ledger.lines() == []
+    ledger.path.mkdir()
+    for use in (ledger.lines, ledger.drop_partial_line, lambda: ledger.append({"label": "a"})):
+        with pytest.raises(ConfigError, match="ledger.jsonl.*: Is a directory"):
+            use()

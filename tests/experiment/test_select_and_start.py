@@ -159,7 +159,7 @@ def test_the_first_fusion_is_of_networks_that_began_apart(tiny: Tiny) -> None:
 def test_methods_are_compared_from_the_same_separate_starts(tiny: Tiny, tmp_path: Path) -> None:
     execute(tiny("fedavg", "swa", start="separate", rounds=1), tmp_path / "run", workers=0)
     told = [json.loads(text) for text in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
-    losses = [{c: facts["loss"] for c, facts in line["clients"].items()} for line in told]
+    losses = [{c: facts["facts"]["loss"] for c, facts in line["clients"].items()} for line in told]
     assert losses[0] == losses[1]
 
 

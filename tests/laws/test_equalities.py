@@ -100,7 +100,7 @@ def test_moons_loss_in_round_two_is_the_one_worked_out_by_hand() -> None:
     second = next(rounds)
     for client, own in data.items():
         expected = by_hand(net, given, kept[client], own, mu, temperature)
-        assert second.facts["clients"][client]["loss"] == pytest.approx(expected, rel=1e-5)
+        assert second.facts["clients"][client]["facts"]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 @torch.no_grad()

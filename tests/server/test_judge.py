@@ -159,8 +159,9 @@ def test_clients_are_scored_on_the_test_rows_and_on_rows_of_their_own() -> None:
     judge = Judge(corners(0, 1, 2, 1), 3, held_out=held, clients="every")
     scores = judge.score(IDENTITY, admitted(a=IDENTITY, b=TURNED), last=False)
     clients = scores["clients"]
-    assert clients["a"] == {"num_examples": 1.0, "steps": 1, "loss": 0.5, "accuracy": 0.75, "own_accuracy": 1.0}
-    assert clients["b"] == {"num_examples": 2.0, "steps": 2, "loss": 0.5, "accuracy": 0.25, "own_accuracy": 0.5}
+    told = {"facts": {"loss": 0.5}}
+    assert clients["a"] == {"num_examples": 1.0, "steps": 1, **told, "accuracy": 0.75, "own_accuracy": 1.0}
+    assert clients["b"] == {"num_examples": 2.0, "steps": 2, **told, "accuracy": 0.25, "own_accuracy": 0.5}
     assert clients["c"] == {"own_accuracy": 0.0}  # it was not asked in this round, and is judged all the same
     assert scores["client_accuracy_mean"] == 0.5
     assert scores["client_accuracy_weighted"] == pytest.approx((0.75 + 2 * 0.25) / 3)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from fedfuse.core.messages import Brief, Envelope
+from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope
 from fedfuse.core.model import Apart, Model, Single
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
@@ -23,9 +23,11 @@ from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import QuorumLost
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.door.admit import Admission, Rules
+from fedfuse.server.judge import Judge
 from fedfuse.server.loop import Record, RunPlan, choose_clients, run
 from fedfuse.wire.codec import decode
 from fedfuse.wire.messages import encode_brief
+from fedfuse.wire.spool import Spool
 
 SPEC = Spec("mlp", {"inputs": 3, "hidden": [4], "classes": 2})
 SIZES = {"c0": 4, "c1": 6, "c2": 10, "c3": 12}
@@ -194,3 +196,13 @@ def test_what_arrives_is_what_was_sent() -> None:
     record = rounds(Recipe(aggregate=Mean()), federation())[0]
     assert record.facts["bytes_up"] == sum(len(p) for p in sent.values() if isinstance(p, bytes))
     assert all(isinstance(p, bytes) and decode(p).header["num_examples"] == SIZES[c] for c, p in sent.items())
+
+
+def test_what_a_client_says_of_itself_touches_nothing_of_ours() -> None:
+    """Facts called `num_examples` and `own_accuracy` stood in the ledger in the place of ours."""
+    said = {"num_examples": 1e9, "own_accuracy": 1.0, "loss": 0.5}
+    network = Single.of(SPEC.build(), SPEC)
+    update = ClientUpdate("c", network.posterior, 8.0, 3, SPEC, facts=said)
+    judge = Judge(Rows(torch.zeros(4, 3), torch.arange(4) % 2), 2, clients="every")
+    told = judge.score(network, Admission(Cohort.of([update]), Spool(2**20)))["clients"]["c"]
+    assert told == {"num_examples": 8.0, "steps": 3, "facts": said, "accuracy": 0.5}

@@ -67,7 +67,7 @@ def test_memories_follow_prunings_and_nobody_is_lost(method: str, last: bool, pe
     for n, t in entries_of(state.memory, "control").items():
         assert t.shape == sizes[n]
     kind = "control" if method == "scaffold" else "last"
-    told = [f for r in records for f in r.facts["clients"].values()]
+    told = [f["facts"] for r in records for f in r.facts["clients"].values()]
     assert any(f"carried over {kind}" in f for f in told)
     assert not any(name.startswith("forgot") for f in told for name in f)
     assert all(CHANNELS in {name.partition("/")[0] for name in m} for m in engine.memories.values())

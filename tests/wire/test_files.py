@@ -16,7 +16,7 @@ from fedfuse.errors import ConfigError
 from fedfuse.nets.combine import MeanProbability
 from fedfuse.nets.mixture import Mixture
 from fedfuse.wire.codec import write
-from fedfuse.wire.files import load_model, save_model
+from fedfuse.wire.files import load_answering, load_model, save_model
 
 SPEC = Spec("mlp", {"inputs": 3, "hidden": [2], "classes": 2})
 X = torch.randn(4, 3)
@@ -100,3 +100,30 @@ def test_a_damaged_or_missing_file_is_one_sentence(tmp_path: Path) -> None:
     for name in ("m", "nowhere"):
         with pytest.raises(ConfigError, match="is not a model file of fedfuse"):
             load_model(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "header", [{"members": []}, {"members": [], "combine": "MeanProbability", "options": {}, "weights": []}]
+)
+def test_a_model_without_members_is_one_sentence(header: dict[str, object], tmp_path: Path) -> None:
+    write(tmp_path / "m", {"w": torch.ones(1)}, {"kind": "model", **header})
+    for load in (load_model, load_answering):
+        with pytest.raises(ConfigError, match="it names no networks, expected at least one member"):
+            load(tmp_path / "m")
+
+
+def test_whichever_bit_is_flipped_no_other_model_is_loaded(tmp_path: Path) -> None:
+    """Weights with a flipped bit were published without a word."""
+    path, model, refused = tmp_path / "m", single(), 0
+    save_model(model, path, {"round": 3})
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 5):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        try:
+            found, facts = load_model(path)
+        except ConfigError:
+            refused += 1
+        else:  # it stood in the space between two words, or in the name of the checksum
+            assert facts["round"] == 3
+            assert all(torch.equal(found.posterior.mean[n], t) for n, t in model.posterior.mean.items())
+    assert refused > 0.9 * len(range(0, len(whole), 5))

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fedfuse.cli import agree, console, files, flower, listing, models, reproduction, results
 from fedfuse.cli.options import Json, Log, Sets, Workers
-from fedfuse.errors import ConfigError, FuseError
+from fedfuse.cli.stopping import stop_cleanly, stop_code
+from fedfuse.errors import ClientsDropped, ConfigError, FuseError
 from fedfuse.experiment.watch import Watcher
 
 if TYPE_CHECKING:
@@ -260,8 +261,7 @@ def _time_words(seconds: Mapping[str, float]) -> str:
 def _announce(seconds: Mapping[str, float]) -> None:
     """Say before a long run how long it may be."""
     if sum(seconds.values()) > _LONG:
-        words = f"this {_time_words(seconds)}; Ctrl-C stops it, --resume goes on"
-        console.err.print(words, markup=False, soft_wrap=True)
+        console.note(f"this {_time_words(seconds)}; Ctrl-C stops it, --resume goes on")
 
 
 def _count_text(number: int, thing: str) -> str:
@@ -300,14 +300,31 @@ def _run(
                 done.append(execute(what, where, **options, watch=several, announce=_announce))
             if not as_json:
                 console.out.print(rich_table(summary(done[-1].rows), what.name, console.out.width))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as why:
         console.complain(f"stopped; continue with: {_how_to_resume(file, sets, jobs.folder)}")
-        raise typer.Exit(1) from None
+        raise typer.Exit(stop_code(why)) from None
     page_file = write_page([job.folder for job in jobs.each], jobs.folder / "report.html") if page else None
     if as_json:
         console.say_json(console.results_json(jobs.merge_results(done), page_file))
+    else:
+        console.say(f"files: {jobs.folder}" + (f"   page: {page_file}" if page_file else ""))
+    for job, run_results in zip(jobs.each, done, strict=True):
+        _tell_dropped(run_results.dropped_clients(), job.experiment.server.allow_dropped)
+
+
+def _tell_dropped(dropped: list[str], allowed: bool) -> None:
+    """Say who was left out of a round because it crashed; unless the file allows that, the run was no success.
+
+    Raises:
+        ClientsDropped: which ends the command with its own exit code; the results are written by then.
+    """
+    if not dropped:
         return
-    console.say(f"files: {jobs.folder}" + (f"   page: {page_file}" if page_file else ""))
+    more = f" and {len(dropped) - 3} more times" if len(dropped) > 3 else ""
+    text = f"rounds went on without clients that crashed: {', '.join(dropped[:3])}{more}"
+    if not allowed:
+        raise ClientsDropped(f"{text}; mend the cause and run again, or set server.allow_dropped = true to allow it")
+    console.warn(f"{text}; server.allow_dropped allows it")
 
 
 def _find_logger(words: str) -> Watcher:
@@ -354,13 +371,14 @@ def main() -> None:
     _use_one_thread()
     sys.path[:] = _import_path(sys.path, sys.argv[1:], str(Path.cwd()))
     try:
-        app()
+        with stop_cleanly():
+            app()
     except FuseError as why:
         console.complain(str(why))
         raise SystemExit(why.exit_code) from None
     except OSError as why:
         console.complain(f"{why.filename or 'a file'} cannot be used: {why.strerror or why}")
         raise SystemExit(ConfigError.exit_code) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as why:
         console.complain("stopped")
-        raise SystemExit(1) from None
+        raise SystemExit(stop_code(why)) from None

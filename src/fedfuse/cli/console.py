@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from fedfuse.errors import printable
 from fedfuse.experiment.ledger import flat, plain
 from fedfuse.experiment.progress import show_progress
 from fedfuse.experiment.watch import Watcher
@@ -25,23 +27,38 @@ err = Console(stderr=True, highlight=False)
 
 def say(text: str) -> None:
     """One line for a person."""
-    out.print(text, markup=False, soft_wrap=True)
+    out.print(_visible(text), markup=False, soft_wrap=True)
 
 
 def complain(text: str) -> None:
     """One sentence about what went wrong."""
-    err.print(f"error: {text}", style="red", markup=False, soft_wrap=True)
+    err.print(f"error: {_visible(text)}", style="red", markup=False, soft_wrap=True)
 
 
 def warn(text: str) -> None:
     """One sentence that a person should read before going on."""
-    err.print(f"warning: {text}", style="yellow", markup=False, soft_wrap=True)
+    err.print(f"warning: {_visible(text)}", style="yellow", markup=False, soft_wrap=True)
 
 
 def hint(text: str) -> None:
     """One line that only a person who looks on needs, if there is anything to say."""
     if text and err.is_terminal:
-        err.print(text, markup=False, soft_wrap=True)
+        err.print(_visible(text), markup=False, soft_wrap=True)
+
+
+def note(text: str, style: str = "") -> None:
+    """One line beside the result: what was left out, or how long something may take."""
+    err.print(_visible(text), style=style, markup=False, soft_wrap=True)
+
+
+def _visible(text: str) -> str:
+    """Text that says what it says and does nothing to a terminal; names of files and sites are others' words."""
+    return printable(text, keep="\n\t")
+
+
+def _plain_words(value: object) -> Text:
+    """A cell that is never taken for markup: `[/]` is a fine name for a file."""
+    return Text(_visible(str(value)))
 
 
 def say_json(value: object) -> None:
@@ -51,11 +68,11 @@ def say_json(value: object) -> None:
 
 def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]], right: int = 1) -> None:
     """A table; columns from the `right`-th on are numbers."""
-    grid = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    grid = Table(title=_plain_words(title), title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column, head in enumerate(heads):
-        grid.add_column(head, justify="right" if column >= right else "left", overflow="fold")
+        grid.add_column(_plain_words(head), justify="right" if column >= right else "left", overflow="fold")
     for row in rows:
-        grid.add_row(*(str(cell) for cell in row))
+        grid.add_row(*map(_plain_words, row))
     out.print(grid)
 
 

@@ -357,7 +357,7 @@ def _say_fused(fused: Fused, output: Path, count: int, how: str, as_json: bool) 
         return
     for refusal in fused.refused:
         reason = f"{refusal['client']}: {refusal['field']} is {refusal['got']}, expected {refusal['expected']}"
-        console.err.print(f"refused {reason}", style="yellow", markup=False, soft_wrap=True)
+        console.note(f"refused {reason}", "yellow")
     for remark in fused.remarks:
         console.warn(remark)
     if fused.about.class_names:

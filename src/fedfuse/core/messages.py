@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,7 +104,7 @@ class ClientUpdate:
         steps: local optimizer steps.
         notes: further evidence, by name.
         spec: the network the weights belong to.
-        facts: small numbers for the ledger (loss, …).
+        facts: small numbers it says of itself (loss, …), for the ledger alone.
         training: how it was trained, if it says so.
     """
 
@@ -116,6 +116,10 @@ class ClientUpdate:
     notes: Params = field(default_factory=dict)
     facts: Mapping[str, float] = field(default_factory=dict)
     training: LocalSettings | None = None
+
+    def record(self) -> dict[str, Any]:
+        """What the ledger says of it: numbers that were checked, and apart from them what the client says itself."""
+        return {"num_examples": self.num_examples, "steps": self.steps, "facts": dict(self.facts)}
 
 
 @dataclass(frozen=True, slots=True)

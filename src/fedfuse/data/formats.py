@@ -5,7 +5,6 @@ Every reader checks magic numbers and lengths, so a cut or foreign file is named
 
 from __future__ import annotations
 
-import io
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedfuse.data.matlab import NotMatlab, read_arrays
 from fedfuse.data.rows import Array, Rows
 from fedfuse.data.stores import ARCHIVE_ERRORS, damaged_error
 from fedfuse.data.transforms import scale01
@@ -100,13 +100,10 @@ def parse_cifar(data: bytes, label_bytes: int, label_at: int, where: object) -> 
 
 def parse_svhn(data: bytes, where: object) -> ArraySplit:
     """SVHN's cropped digits: X (32, 32, 3, n) and y (n, 1) in a MATLAB 5 file, where label 10 is digit 0."""
-    from scipy.io import loadmat
-
     try:
-        content = loadmat(io.BytesIO(data), variable_names=["X", "y"])
+        content = read_arrays(data, ("X", "y"))
         x, y = content["X"], content["y"].reshape(-1)
-    # A scrambled MATLAB file surfaces as almost any exception inside scipy's parser.
-    except Exception as error:
+    except (NotMatlab, KeyError) as error:
         raise damaged_error(where, f"it is no MATLAB 5 file with X and y ({error})") from error
     if x.dtype != np.uint8 or x.shape != (32, 32, 3, len(y)) or not np.isin(y, range(1, 11)).all():
         raise damaged_error(where, f"X is {x.dtype} of shape {x.shape}, y of shape {y.shape}, expected (32, 32, 3, n)")
@@ -118,6 +115,8 @@ def read_npz(path: Path) -> dict[str, Array]:
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:  # noqa: TID251
             return {key: archive[key] for key in archive.files if key in (*NPZ_KEYS, *WHOLE_KEYS, "classes")}
+    except MemoryError as error:
+        raise ConfigError(f"{path} promises arrays that do not fit into memory; check that they are meant") from error
     except (*ARCHIVE_ERRORS, zipfile.BadZipFile, AttributeError) as error:
         if "pickle" in str(error).lower():
             raise ConfigError(
@@ -125,6 +124,24 @@ def read_npz(path: Path) -> dict[str, Array]:
                 "with numpy.savez and numeric types"
             ) from error
         raise damaged_error(path, error) from error
+
+
+def named_classes(arrays: Mapping[str, Array], where: object) -> tuple[str, ...] | None:
+    """The names of classes that an `.npz` brings, or None where it brings none.
+
+    Example:
+        >>> named_classes({"classes": np.array(["cat", "dog"])}, "pets.npz")
+        ('cat', 'dog')
+    """
+    if "classes" not in arrays:
+        return None
+    names = arrays["classes"]
+    if names.ndim != 1 or names.dtype.kind not in "Uui":
+        raise ConfigError(
+            f"{where}: classes is {names.dtype} of shape {names.shape}, expected one name for each class; "
+            "save it with classes=numpy.array(['cat', 'dog'])"
+        )
+    return tuple(map(str, names))
 
 
 def splits_from_arrays(
@@ -153,11 +170,11 @@ def split_from_arrays(
 
 def _as_images(value: object, where: object) -> Array:
     """Rows as (n, features) or (n, channels, height, width); the channel axis may be missing or last."""
-    x = np.asarray(value)
-    if x.dtype.kind not in "uif" or x.ndim not in (2, 3, 4):
+    x = _in_native_order(np.asarray(value))
+    if x.dtype.kind not in "uif" or x.dtype.itemsize > 8 or x.ndim not in (2, 3, 4):
         raise ConfigError(
-            f"{where}: x is {x.dtype} of shape {x.shape}, expected numbers of shape (n, features), "
-            "(n, height, width), (n, channels, height, width) or (n, height, width, channels)"
+            f"{where}: x is {x.dtype} of shape {x.shape}, expected numbers of at most 64 bits and of shape "
+            "(n, features), (n, height, width), (n, channels, height, width) or (n, height, width, channels)"
         )
     if x.dtype.kind == "f" and not np.isfinite(x).all():
         raise ConfigError(f"{where}: x holds values that are not finite, expected numbers; clean them")
@@ -166,6 +183,11 @@ def _as_images(value: object, where: object) -> Array:
     if x.ndim == 4 and x.shape[3] in (1, 3) and x.shape[1] not in (1, 3):
         return x.transpose(0, 3, 1, 2)
     return x
+
+
+def _in_native_order(x: Array) -> Array:
+    """The same numbers with their bytes in this machine's order, the only one that torch reads."""
+    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
 
 
 def _as_targets(value: object, where: object, task: Task) -> Array:

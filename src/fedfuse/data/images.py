@@ -6,6 +6,7 @@ Only the pictures that are asked for are decoded, so a limit saves time and memo
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,7 +82,9 @@ class ImageSplit:
     def open(self, name: str) -> Image.Image:
         """One picture, of which only the header is read until its pixels are asked for."""
         try:
-            return Image.open(io.BytesIO(self.store.read(str(name))))
+            with warnings.catch_warnings():  # more pixels than PIL thinks sane are refused, not warned of
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                return Image.open(io.BytesIO(self.store.read(str(name))))
         except Exception as error:  # likewise
             if isinstance(error, ConfigError):
                 raise
@@ -186,9 +189,10 @@ def tiny_imagenet_test(store: Store) -> ImageSplit:
     ids = {one: label for label, one in enumerate(tiny_imagenet_ids(store))}
     where = "val/val_annotations.txt"
     entries = [line.split("\t")[:2] for line in _lines(store, where)]
-    if bad := [entry for entry in entries if len(entry) != 2 or entry[1] not in ids]:
+    if bad := [entry for entry in entries if len(entry) != 2 or not _is_plain(entry[0]) or entry[1] not in ids]:
         raise damaged_error(
-            store.location / where, f"a line says {bad[0]}, expected a picture and a class of wnids.txt"
+            store.location / where,
+            f"a line says {bad[0]}, expected the name of a picture without folders and a class of wnids.txt",
         )
     present = [(f"val/images/{name}", ids[one]) for name, one in entries if store.has(f"val/images/{name}")]
     names, labels = [name for name, _ in present], [label for _, label in present]
@@ -197,7 +201,10 @@ def tiny_imagenet_test(store: Store) -> ImageSplit:
 
 def tiny_imagenet_ids(store: Store) -> tuple[str, ...]:
     """The WordNet ids of the classes, sorted: their positions are the labels."""
-    return tuple(sorted(_lines(store, "wnids.txt")))
+    ids = tuple(sorted(_lines(store, "wnids.txt")))
+    if bad := [one for one in ids if not _is_plain(one)]:
+        raise damaged_error(store.location / "wnids.txt", f"a line says {bad[0]!r}, expected an id without folders")
+    return ids
 
 
 def tiny_imagenet_classes(store: Store) -> tuple[str, ...]:
@@ -215,6 +222,11 @@ def is_picture(name: str) -> bool:
         (True, False)
     """
     return Path(name).suffix.lower() in SUFFIXES
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name leads to no other folder."""
+    return not set(name) & {"/", "\\", "\0"} and name not in ("", ".", "..")
 
 
 def _split_from_class_lists(store: Store, names: Sequence[Sequence[str]], image_size: int | None) -> ImageSplit:

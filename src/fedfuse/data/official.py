@@ -25,6 +25,8 @@ DIGITS = tuple("0123456789")
 Part = tuple[str, ...]
 """Files that only make sense together, such as images and their labels."""
 
+_LARGEST_IDX = 64 * 2**20  # the largest official file, MNIST's training images, has 47 MB
+
 
 class Split(Protocol):
     """One half of a set as found on disk, before it is limited and turned into tensors."""
@@ -103,7 +105,9 @@ def _concatenate(splits: Sequence[ArraySplit]) -> ArraySplit:
 def _read_idx(store: Store, parts: Sequence[Part]) -> ArraySplit:
     return _concatenate(
         [
-            formats.parse_idx_pair(store.read(pixels), store.read(labels), store.location / pixels)
+            formats.parse_idx_pair(
+                store.read(pixels, _LARGEST_IDX), store.read(labels, _LARGEST_IDX), store.location / pixels
+            )
             for pixels, labels in parts
         ]
     )

@@ -245,7 +245,8 @@ def _open_arrays(source: str, location: Path, half: Half, task: Task) -> _Found:
         told = f"y_{half}" in arrays
     rows = split.rows()
     most = _count_names(rows, task)
-    names = tuple(map(str, arrays["classes"])) if "classes" in arrays else tuple(map(str, range(most)))
+    named = formats.named_classes(arrays, location)
+    names = tuple(map(str, range(most))) if named is None else named
     if most > len(names):
         raise ConfigError(f"{source}: a label is {most - 1} and there are {len(names)} names of classes; name them all")
     return _Found(rows.x, rows.y, names, part, told)

@@ -339,8 +339,8 @@ def _open_npz(source: str, location: Path, options: Options, task: Task) -> _Ope
     _refuse_options(source, options, ())
     arrays = formats.read_npz(location)
     train, test = formats.splits_from_arrays(arrays, location, task)
-    names = arrays.get("classes")
-    classes = tuple(map(str, names)) if names is not None else _number_classes(task, train, test)
+    names = formats.named_classes(arrays, location)
+    classes = _number_classes(task, train, test) if names is None else names
     return _OpenedSource(source, train, test, classes, str(location), (location.name,))
 
 

@@ -5,20 +5,23 @@ Reading an archive in place leaves no half-unpacked folder behind and lets no me
 
 from __future__ import annotations
 
-import gzip
+import io
 import tarfile
 import zipfile
 import zlib
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from fedfuse.errors import ConfigError
 
 ARCHIVE_ERRORS = (OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError, RuntimeError, ValueError)
 """What the standard library raises on an archive that is cut short, scrambled or locked."""
+
+MOST_BYTES = 2**30
+"""A file or an archive's content may unzip to so many bytes, unless its reader knows better."""
 
 
 class Store(Protocol):
@@ -33,8 +36,8 @@ class Store(Protocol):
         """Whether there is a file or folder of this name."""
         ...
 
-    def read(self, name: str) -> bytes:
-        """The content of a file."""
+    def read(self, name: str, limit: int = MOST_BYTES) -> bytes:
+        """The content of a file; one that would unzip to more than the limit is damaged."""
         ...
 
     def listing(self, folder: str) -> list[str]:
@@ -55,12 +58,12 @@ class Folder:
 
     def has(self, name: str) -> bool:
         """Whether there is a file or folder of this name, plain or gzipped."""
-        return (self.location / name).exists() or self._gzip_path(name).is_file()
+        return self._path(name).exists() or self._path(f"{name}.gz").is_file()
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, limit: int = MOST_BYTES) -> bytes:
         """The content of a file, unzipped."""
-        plain = self.location / name
-        path = plain if plain.exists() else self._gzip_path(name)
+        plain = self._path(name)
+        path = plain if plain.exists() else self._path(f"{name}.gz")
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -68,21 +71,24 @@ class Folder:
                 f"{path} cannot be read: {error.strerror}; check that it is a file you may read"
             ) from error
         try:
-            return data if path == plain else _gunzip(data)
+            return data if path == plain else _gunzip(data, limit)
         except ARCHIVE_ERRORS as error:
             raise damaged_error(path, error) from error
 
     def listing(self, folder: str) -> list[str]:
         """The visible names directly inside a folder, sorted."""
         try:
-            return sorted(entry.name for entry in (self.location / folder).iterdir() if entry.name[0] != ".")
+            return sorted(entry.name for entry in self._path(folder).iterdir() if entry.name[0] != ".")
         except OSError as error:
             raise ConfigError(
                 f"{self.location / folder} cannot be listed: {error.strerror}; check the folder"
             ) from error
 
-    def _gzip_path(self, name: str) -> Path:
-        return self.location / f"{name}.gz"
+    def _path(self, name: str) -> Path:
+        """Where a file lies; names come from lists in the data, which may not lead out of the folder."""
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
+            raise damaged_error(self.location, f"it names the file {name!r}, which is not inside it")
+        return self.location / name
 
 
 class Zip:
@@ -95,10 +101,13 @@ class Zip:
         """Whether there is a file or folder of this name."""
         return name in self._members or name in self._children
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, limit: int = MOST_BYTES) -> bytes:
         """The content of a file."""
         try:
-            return self._archive.read(self._members[name])
+            member = self._archive.getinfo(self._members[name])
+            if member.file_size > limit:
+                raise ValueError(_too_large(limit))
+            return self._archive.read(member)
         except (*ARCHIVE_ERRORS, KeyError) as error:
             raise damaged_error(f"{name} in {self.location}", error) from error
 
@@ -138,7 +147,7 @@ class Tar:
         """Whether there is a file of this name."""
         return name in self._content
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, limit: int = MOST_BYTES) -> bytes:  # noqa: ARG002 (all of it was limited when read)
         """The content of a file."""
         try:
             return self._content[name]
@@ -152,9 +161,12 @@ class Tar:
     @cached_property
     def _content(self) -> dict[str, bytes]:
         content: dict[str, bytes] = {}
+        left = MOST_BYTES
         try:
             with tarfile.open(self.location) as archive:
                 for member in archive:
+                    if (left := left - member.size) < 0:
+                        raise ValueError(_too_large(MOST_BYTES))
                     if member.isfile() and (stream := archive.extractfile(member)):
                         content[member.name] = stream.read()
         except ARCHIVE_ERRORS as error:
@@ -174,10 +186,24 @@ def open_store(location: Path) -> Store:
     return Tar(location) if ".tar" in location.suffixes else Folder(location)
 
 
-def _gunzip(data: bytes) -> bytes:
+def _gunzip(data: bytes, limit: int) -> bytes:
+    """What a gzipped file holds, which may be several such files in a row; nothing beyond the limit is unzipped."""
     if not data:  # The standard library takes an empty file for an empty archive.
         raise EOFError("it is empty")
-    return gzip.decompress(data)
+    out = io.BytesIO()
+    while data:
+        unzip = zlib.decompressobj(zlib.MAX_WBITS | 16)  # 16: with the header of gzip
+        out.write(unzip.decompress(data, limit + 1 - out.tell()))
+        if out.tell() > limit:
+            raise ValueError(_too_large(limit))
+        if not unzip.eof:
+            raise EOFError("it ends before its last byte")
+        data = unzip.unused_data.lstrip(b"\0")  # tapes and some tools pad with zeros
+    return out.getvalue()
+
+
+def _too_large(limit: int) -> str:
+    return f"it unzips to more than {limit:,} bytes"
 
 
 def _strip_top_folder(names: list[str]) -> dict[str, str]:

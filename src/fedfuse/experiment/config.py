@@ -158,13 +158,23 @@ class JudgeConfig(Settings):
 
 
 class ServerConfig(Settings):
-    """What the server insists on: quorum, the largest num_examples, memory for updates in MiB."""
+    """What the server insists on.
+
+    Attributes:
+        quorum: the share of asked clients without which a round does not count.
+        examples_ratio: a number of examples by a client's own word above this multiple of the median is refused.
+        bounds: how far above the others a client's levers may be.
+        enrol: how many examples sites have, by the operator's word.
+        memory_mib: memory for updates.
+        allow_dropped: whether a run that lost clients to crashes still ends as a success.
+    """
 
     quorum: Annotated[float, Field(ge=0, le=1)] = 0.5
     examples_ratio: Annotated[float, Field(gt=1)] = 10.0
     bounds: Bounds = Bounds()
     enrol: dict[str, PositiveInt] = Field(default_factory=dict)
     memory_mib: PositiveInt = 2048
+    allow_dropped: bool = False
 
 
 class LocalConfig(LocalSettings):

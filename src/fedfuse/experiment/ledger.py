@@ -54,15 +54,14 @@ class Ledger:
 
     def drop_partial_line(self) -> None:
         """Remove a line that a crash left unfinished, so that the next one starts on a new line."""
-        if self.path.exists() and (whole := self.path.read_bytes().rfind(b"\n") + 1) < self.path.stat().st_size:
+        data = self._read()
+        if (whole := data.rfind(b"\n") + 1) < len(data):
             os.truncate(self.path, whole)
 
     def lines(self) -> list[dict[str, Any]]:
         """Every whole line; the last one for a label, seed and round wins."""
-        if not self.path.exists():
-            return []
         found: dict[tuple[object, ...], dict[str, Any]] = {}
-        for text in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for text in self._read().decode(errors="replace").splitlines():
             try:
                 line = json.loads(text)
             except ValueError:
@@ -70,6 +69,18 @@ class Ledger:
             if isinstance(line, dict) and {"label", "seed", "round"} <= line.keys():
                 found[line["label"], line["seed"], line["round"]] = line
         return list(found.values())
+
+    def _read(self) -> bytes:
+        """The file's bytes, none where there is no file."""
+        try:
+            return self.path.read_bytes()
+        except FileNotFoundError:
+            return b""
+        except OSError as why:
+            raise ConfigError(
+                f"the ledger {self.path} cannot be read: {why.strerror or why}; remove what lies there or choose "
+                "another --out"
+            ) from why
 
     def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
         """Rewrite the file with the lines that pass; it is replaced whole."""

@@ -56,6 +56,14 @@ class Results:
         ]
         return "\n".join([*parts, f"<p>files: <code>{escape(str(self.folder))}</code></p>"])
 
+    def dropped_clients(self) -> list[str]:
+        """Who was left out of a round for a crash, each in words: client, method, seed, round and reason."""
+        return [
+            f"{entry['client']} in round {row['round']} of {row['label']}, seed {row['seed']} ({entry['reason']})"
+            for row in self.rows
+            for entry in row.get("dropped", ())
+        ]
+
     def _by_experiment(self) -> dict[str, list[Mapping[str, Any]]]:
         each: dict[str, list[Mapping[str, Any]]] = {}
         for row in self.rows:

@@ -51,7 +51,7 @@ class Checkpoints:
             "specs": {client: start.spec.to_json() for client, start in state.starts.items()},
         }
         with write_atomically(round_folder / SEAL) as file:
-            file.write(json.dumps(seal).encode())
+            file.write(json.dumps({**seal, "checksum": _text_checksum(seal)}).encode())
         self._tidy()
 
     def restore(
@@ -113,13 +113,17 @@ class Checkpoints:
             shutil.rmtree(round_folder, ignore_errors=True)
         used = set[str]()
         for round_ in self._rounds():
-            with contextlib.suppress(OSError, ValueError, KeyError):  # a damaged round needs its parts no longer
+            with contextlib.suppress(FuseError, OSError, ValueError, KeyError):  # a damaged round needs no parts
                 used.update(self._seal(round_)["parts"].values())
         for path in set((self.folder / "parts").glob("*")) - {self._part_path(checksum) for checksum in used}:
             path.unlink(missing_ok=True)
 
     def _seal(self, round_: int) -> dict[str, Any]:
-        return dict(json.loads((self._round_folder(round_) / SEAL).read_bytes()))
+        path = self._round_folder(round_) / SEAL
+        seal = dict(json.loads(path.read_bytes()))
+        if seal.pop("checksum", None) != _text_checksum(seal):
+            raise ConfigError(f"the checkpoint {path} is damaged")
+        return seal
 
     def _round_folder(self, round_: int) -> Path:
         return self.folder / f"round-{round_:06d}"
@@ -140,6 +144,8 @@ def conflicts(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """
     free = ("rounds", "seeds", "methods", "name")
     bound = [{key: value for key, value in values.items() if key not in free} for values in (old, new)]
+    for values in bound:  # how a run ends changes none of its lines
+        values["server"] = {key: value for key, value in values.get("server", {}).items() if key != "allow_dropped"}
     found = [f"{key} {words}" for key, words in changed_keys(*bound).items()]
     found += [f"seeds no longer has {seed}" for seed in old.get("seeds", []) if seed not in new.get("seeds", [])]
     if old.get("rounds", 1) > new.get("rounds", 1):
@@ -150,6 +156,10 @@ def conflicts(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def _check(path: Path, checksum: str) -> None:
     if _checksum(path) != checksum:
         raise ConfigError(f"the checkpoint {path} is damaged")
+
+
+def _text_checksum(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _checksum(path: Path) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup, escape
 
+from fedfuse.errors import printable
 from fedfuse.report.looks import Shape, look
 
 
@@ -22,10 +23,7 @@ def legible(text: str) -> str:
         >>> print(legible("a" + chr(0x202E) + chr(27) + "b"))
         a\u202e\x1bb
     """
-    if text.isprintable():
-        return text
-    kept = (c if c.isprintable() or c in "\n\t\u00a0" else c.encode("unicode_escape").decode() for c in text)
-    return "".join(kept)
+    return printable(text, keep="\n\t\u00a0")
 
 
 def short(text: str, limit: int) -> str:

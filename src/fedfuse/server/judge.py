@@ -90,9 +90,7 @@ class Judge:
     def _score_clients(self, model: Model, admission: Admission) -> dict[str, Any]:
         """Each client's own network on the test rows; on its held-out rows, the model it would go on to use."""
         networks = {u.client: Single(u.spec, u.posterior) for u in admission.cohort}
-        facts: dict[str, dict[str, float]] = {
-            u.client: {"num_examples": u.num_examples, "steps": u.steps, **u.facts} for u in admission.cohort
-        }
+        facts = {u.client: u.record() for u in admission.cohort}
         test = self._client_scores(networks)
         own = (
             self._held_out_scores(dict(zip(networks, model.members, strict=True)))

@@ -157,7 +157,7 @@ def _bytes_down(brief: Brief, asked: tuple[str, ...]) -> int:
 def _round_facts(
     recipe: Recipe, admission: Admission, brief: Brief, asked: tuple[str, ...], bench: Bench, terms: Terms
 ) -> dict[str, Any]:
-    clients = {u.client: {"num_examples": u.num_examples, "steps": u.steps, **u.facts} for u in admission.cohort}
+    clients = {u.client: u.record() for u in admission.cohort}
     flops = _flops_of(recipe, admission, bench, brief.round, lambda client: client not in terms.always)
     others = tuple(client for client in asked if client not in terms.always)  # a server sends itself nothing
     saved, replies = sparse_savings(brief), admission.trained + admission.remembered

@@ -155,7 +155,7 @@ def encode(tensors: Params, header: Mapping[str, Any]) -> bytes:
         (3, [1.0, 2.0])
     """
     head, ordered = _head(tensors, header)
-    return b"".join([head, *(_raw(tensors[name]) for name in ordered)])
+    return b"".join([head, *(tensor_bytes(tensors[name]) for name in ordered)])
 
 
 def write(path: Path, tensors: Params, header: Mapping[str, Any], durable: bool = True) -> int:
@@ -164,7 +164,7 @@ def write(path: Path, tensors: Params, header: Mapping[str, Any], durable: bool 
     with write_atomically(path, durable) as file:
         file.write(head)
         for name in ordered:
-            file.write(_raw(tensors[name]))
+            file.write(tensor_bytes(tensors[name]))
         return file.tell()
 
 
@@ -270,7 +270,8 @@ def _head(tensors: Params, header: Mapping[str, Any]) -> tuple[bytes, list[str]]
     return len(text).to_bytes(8, "little") + text, ordered
 
 
-def _raw(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's numbers as they stand in a message."""
     return memoryview(_bytes_of(tensor.detach().cpu().contiguous()))
 
 

@@ -330,7 +330,7 @@ def _read_facts(header: Mapping[str, Any]) -> dict[str, float]:
     facts = header.get("facts")
     if not isinstance(facts, dict):
         return {}
-    plain = {str(k)[:40]: v for k, v in list(facts.items())[:16] if isinstance(v, int | float)}
+    plain = {_printable(k[:40]): v for k, v in list(facts.items())[:16] if isinstance(v, int | float)}
     return {k: float(v) for k, v in plain.items() if not isinstance(v, bool) and abs(v) < 1e300}
 
 
