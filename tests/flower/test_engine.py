@@ -23,7 +23,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.flower import engine as flower
-from fedfuse.flower.engine import ENROL, SITE, Federation, FlowerEngine
+from fedfuse.flower.engine import ENROL, SITE, Federation, FlowerEngine, Member
 from fedfuse.flower.records import PARAMS, REPLY
 from fedfuse.flower.site import client_app
 from fedfuse.server.door.admit import Admission, admit_all
@@ -33,6 +33,26 @@ SPEC = Spec("mlp", {"inputs": 6, "hidden": [4], "classes": 3})
 PEOPLE = Population.of({f"client-{i}": rows(i, n) for i, n in enumerate((14, 9, 22))})
 PLAIN = find_method("fedavg").recipe()
 Spoil = Callable[[RecordDict], None]
+
+
+class FakeClock:
+    """Time that passes only when somebody sleeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self._events = 0.0, list[tuple[float, Callable[[], object]]]()
+        monkeypatch.setattr(flower, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for event in [event for event in self._events if event[0] <= self.now]:
+            self._events.remove(event)
+            event[1]()
+
+    def at(self, when: float, what: Callable[[], object]) -> None:
+        self._events.append((when, what))
 
 
 def a_brief(round_: int = 0) -> Brief:
@@ -123,6 +143,69 @@ def test_the_deadline_ends_a_round_without_the_silent(monkeypatch: pytest.Monkey
     assert got["client-2"].payload
 
 
+def a_deployment(quorum: float = 0.5, **settings: float) -> tuple[FakeGrid, FlowerEngine]:
+    """The same nodes, none of them a part of a simulation."""
+    grid, engine = a_federation()
+    members = {name: Member(member.node, member.rows) for name, member in engine.federation.members.items()}
+    engine.federation = Federation(grid, 3, quorum, members=members, **settings)
+    return grid, engine
+
+
+def test_a_round_closes_some_time_after_its_quorum_and_not_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One silent node cost every round the whole deadline, an hour by default."""
+    clock = FakeClock(monkeypatch)
+    grid, engine = a_deployment(patience=30.0)
+    grid.nodes[node_of(engine, "client-1")].silent = True
+    got = exchanged(engine)
+    assert got["client-1"].payload is None
+    assert got["client-1"].dropped.startswith("no answer when the round was closed, 30")
+    assert 30 <= clock.now < 40
+
+
+def test_a_late_answer_is_refused_by_name_in_the_round_in_which_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeClock(monkeypatch)
+    grid, engine = a_deployment(patience=5.0)
+    slow = grid.nodes[node_of(engine, "client-1")]
+    slow.silent = True
+    assert [d["client"] for d in admitted(engine).dropped] == ["client-1"]
+    slow.silent = False
+    second = admitted(engine)
+    assert second.cohort.clients == PEOPLE.clients  # its answer to this round is as good as anybody's
+    assert second.refused == [
+        {
+            "client": "client-1",
+            "field": "reply",
+            "got": "an answer to round 1",
+            "expected": "one that came before that round was closed",
+        }
+    ]
+    assert admitted(engine).refused == []
+
+
+def test_whoever_answers_with_rubbish_closes_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three are a quorum; one of them lies at once, and the slow one is waited for."""
+    clock = FakeClock(monkeypatch)
+    grid, engine = a_deployment(quorum=0.6, patience=1.0, deadline=500.0)
+    spoilt(grid, node_of(engine, "client-0"), lambda content: content.config_records["reply.words"].update(round=77))
+    slow = grid.nodes[node_of(engine, "client-2")]
+    slow.silent = True
+    clock.at(100.0, lambda: setattr(slow, "silent", False))
+    seen = admitted(engine)
+    assert seen.cohort.clients == ("client-1", "client-2")
+    assert [r["client"] for r in seen.refused] == ["client-0"]
+
+
+def test_a_simulation_waits_for_everybody_and_each_round_has_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock(monkeypatch)
+    grid, engine = a_federation()
+    engine.federation.deadline = (300.0, 200.0)
+    grid.nodes[node_of(engine, "client-1")].silent = True
+    for round_, seconds in ((0, 300.0), (1, 200.0), (5, 200.0)):
+        clock.now = 0.0
+        assert exchanged(engine, brief=a_brief(round_))["client-1"].dropped == f"no answer within {seconds:g} s"
+        assert clock.now == pytest.approx(seconds)
+
+
 def test_a_node_that_went_is_told_and_may_come_back() -> None:
     grid, engine = a_federation()
     gone = node_of(engine, "client-2")
@@ -197,7 +280,7 @@ def test_a_registered_node_cannot_make_a_deployment_look_like_a_simulation() -> 
 
     grid = FakeGrid()
     grid.add(claims, name="north")
-    federation = Federation(grid, 1, patience=5, names=PEOPLE.clients)
+    federation = Federation(grid, 1, wait=5, names=PEOPLE.clients)
     federation.gather()
     assert federation.members.keys() == {"north"}
     assert not federation.is_simulated
@@ -211,7 +294,7 @@ def test_a_node_that_cannot_load_the_app_is_told_and_one_that_went_is_asked_agai
 
     grid = FakeGrid()
     node = grid.add(fails)
-    federation = Federation(grid, 1, patience=0.5)
+    federation = Federation(grid, 1, wait=0.5)
     with pytest.raises(QuorumLost, match=f"node {node}: Flower reports error 1: no module named fedfuse"):
         federation.gather()
     assert next(codes, None) is None  # asked twice: the first time it had gone away
@@ -221,12 +304,12 @@ def test_too_few_nodes_are_one_sentence() -> None:
     grid = FakeGrid()
     grid.add(client_app(TestSite(PEOPLE, PLAIN, LOCAL)), **{"partition-id": 7})
     with pytest.raises(QuorumLost, match=r"0 of 4 clients enrolled within 0.2 s and the quorum is 50%; node 1000: Ind"):
-        Federation(grid, 4, patience=0.2, names=PEOPLE.clients).gather()
+        Federation(grid, 4, wait=0.2, names=PEOPLE.clients).gather()
 
 
 def test_a_federation_begins_with_a_quorum() -> None:
     grid = grid_of(client_app(TestSite(PEOPLE, PLAIN, LOCAL)), 3)
-    federation = Federation(grid, 5, patience=0.5, names=PEOPLE.clients)
+    federation = Federation(grid, 5, wait=0.5, names=PEOPLE.clients)
     federation.gather()
     assert len(federation.members) == 3
 

@@ -19,7 +19,9 @@ def flower(
     run: Annotated[bool, typer.Option("--run", help="Run it on Flower's simulation engine instead.")] = False,
     out: Annotated[Path | None, typer.Option(help="With --run, the run directory; by default runs/NAME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="With --run, go on with what is there.")] = False,
-    deadline: Annotated[float, typer.Option(min=0.1, help="With --run, seconds a round may take.")] = 3600.0,
+    deadline: Annotated[
+        float | None, typer.Option(min=0.1, help="With --run, seconds a round may take; by default as FILE says.")
+    ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="With --run, clients that train at a time.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -50,7 +52,7 @@ def _write(experiment: Experiment, folder: Path, as_json: bool) -> None:
 
 
 def _simulate(
-    experiment: Experiment, out: Path | None, resume: bool, deadline: float, workers: int | None, as_json: bool
+    experiment: Experiment, out: Path | None, resume: bool, deadline: float | None, workers: int | None, as_json: bool
 ) -> None:
     from fedfuse.experiment.jobs import run_folder
     from fedfuse.flower.run import simulate

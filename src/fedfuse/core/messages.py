@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,6 +84,15 @@ class Envelope:
     """What the transport brings back from one client: untrusted bytes (or a file of them), or why there are none.
 
     `client` is the transport's word for who sent it, never the sender's own.
+
+    Attributes:
+        client: who sent it.
+        payload: what came.
+        dropped: why nothing came.
+        seconds: how long the client was at it.
+        remembered: nothing was trained for it.
+        late: the closed round that it answers, where it came too late.
+        on_refused: told when the door refuses it, for a transport that waits for good answers.
     """
 
     client: str
@@ -91,6 +100,8 @@ class Envelope:
     dropped: str = ""
     seconds: float = 0.0
     remembered: bool = False
+    late: int | None = None
+    on_refused: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

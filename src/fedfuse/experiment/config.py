@@ -14,6 +14,8 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeFloat,
+    PositiveFloat,
     PositiveInt,
     field_validator,
     model_validator,
@@ -167,6 +169,9 @@ class ServerConfig(Settings):
         enrol: how many examples sites have, by the operator's word.
         memory_mib: memory for updates.
         allow_dropped: whether a run that lost clients to crashes still ends as a success.
+        deadline: seconds a round may take on a federation; of a list, each round its own and later ones the last.
+        patience: seconds such a round waits for others once the quorum has answered, or as long again as that took.
+        wait: seconds to wait for all sites at the beginning.
     """
 
     quorum: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -175,6 +180,9 @@ class ServerConfig(Settings):
     enrol: dict[str, PositiveInt] = Field(default_factory=dict)
     memory_mib: PositiveInt = 2048
     allow_dropped: bool = False
+    deadline: PositiveFloat | Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = 3600.0
+    patience: NonNegativeFloat = 60.0
+    wait: PositiveFloat = 3600.0
 
 
 class LocalConfig(LocalSettings):

@@ -23,6 +23,7 @@ from fedfuse.wire.files import load_model, save_model
 
 KEEP = 2  # the last one, and the one before in case the last was damaged
 SEAL = "seal.json"
+_OPERATIONAL = frozenset({"allow_dropped", "deadline", "patience", "wait"})  # keys of the server that bind no line
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +145,8 @@ def conflicts(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """
     free = ("rounds", "seeds", "methods", "name")
     bound = [{key: value for key, value in values.items() if key not in free} for values in (old, new)]
-    for values in bound:  # how a run ends changes none of its lines
-        values["server"] = {key: value for key, value in values.get("server", {}).items() if key != "allow_dropped"}
+    for values in bound:
+        values["server"] = {key: value for key, value in values.get("server", {}).items() if key not in _OPERATIONAL}
     found = [f"{key} {words}" for key, words in changed_keys(*bound).items()]
     found += [f"seeds no longer has {seed}" for seed in old.get("seeds", []) if seed not in new.get("seeds", [])]
     if old.get("rounds", 1) > new.get("rounds", 1):

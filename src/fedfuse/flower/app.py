@@ -39,7 +39,8 @@ A fedfuse experiment as a Flower {flower} app. The experiment is `federation/exp
     flwr run . SUPERLINK --stream --run-config "out='/data/runs/{name}' resume=true deadline=600.0"
 
 `out` is the run directory on the SuperLink's machine, `resume` goes on with what is in it, `deadline` is how many
-seconds a round waits for its clients, and `wait` how many the beginning waits for all sites.
+seconds a round waits for its clients, and `wait` how many the beginning waits for all sites; 0 takes what the
+experiment's `server.deadline` and `server.wait` say.
 
 Each SuperNode points to its own rows, by
 `--node-config 'data="/data/mine.npz" name="north"'` or by `FEDFUSE_SITE_DATA`. fedfuse must be installed on every
@@ -100,7 +101,7 @@ def _project(experiment: Experiment) -> str:
                     "app": {
                         "publisher": "fedfuse",
                         "components": apps,
-                        "config": {"out": "", "resume": False, "deadline": 3600.0, "wait": 3600.0},
+                        "config": {"out": "", "resume": False, "deadline": 0.0, "wait": 0.0},
                     }
                 },
             },

@@ -8,12 +8,13 @@ an answer says of itself, and the server holds one reply at a time: large ones w
 from __future__ import annotations
 
 import gc
+import math
 import shutil
 import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -58,6 +59,52 @@ class Member(NamedTuple):
 
 
 @dataclass(slots=True)
+class OpenRound:
+    """When a round is over: at its deadline, or some time after a quorum has answered well.
+
+    Attributes:
+        round: its number.
+        quorum: how many good answers allow it to close.
+        deadline: seconds it may take.
+        patience: seconds it waits for others after that, or as long again as the quorum took.
+    """
+
+    round: int
+    quorum: int
+    deadline: float
+    patience: float
+    good: int = 0
+    _began: float = field(default_factory=lambda: time.monotonic())
+    _quorum_after: float = math.inf  # seconds until the quorum had answered
+
+    def count_answer(self) -> None:
+        """A client has answered."""
+        self.good += 1
+        if self.good >= self.quorum and self._quorum_after == math.inf:
+            self._quorum_after = self._elapsed()
+
+    def discount_answer(self) -> None:
+        """An answer that was counted is refused: whoever answers with rubbish must not close a round."""
+        self.good -= 1
+        if self.good < self.quorum:
+            self._quorum_after = math.inf
+
+    def seconds_left(self) -> float:
+        """How long it is still open."""
+        early = self._quorum_after + max(self.patience, self._quorum_after)
+        return min(self.deadline, early) - self._elapsed()
+
+    def reason(self) -> str:
+        """Why it closed without somebody."""
+        if self._elapsed() < self.deadline and self._quorum_after < math.inf:
+            return f"no answer when the round was closed, {self._elapsed():.3g} s after it began and with its quorum"
+        return f"no answer within {self.deadline:g} s"
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._began
+
+
+@dataclass(slots=True)
 class Federation:
     """The nodes behind a grid, by the names of their clients.
 
@@ -65,8 +112,10 @@ class Federation:
         grid: how messages travel.
         expected: how many clients there should be.
         quorum: the share of them without which nothing begins.
-        deadline: seconds a round may take.
-        patience: seconds to wait for everybody at the beginning.
+        deadline: seconds a round may take; of several, each round its own and later ones the last.
+        wait: seconds to wait for everybody at the beginning.
+        patience: seconds a round waits for others once the quorum has answered, or as long again as that took. In a
+            simulation nobody is slow: clients wait for this machine's cores, and a round waits for them.
         names: what clients are called in a simulation, by the number of their partition.
         members: who takes part, by client.
         unknown_nodes: connected nodes that do not take part, and why.
@@ -76,13 +125,15 @@ class Federation:
     grid: Grid
     expected: int
     quorum: float = 0.5
-    deadline: float = 3600.0
-    patience: float = 3600.0
+    deadline: float | Sequence[float] = 3600.0
+    wait: float = 3600.0
+    patience: float = 60.0
     names: Sequence[str] = ()
     members: dict[str, Member] = field(default_factory=dict)
     unknown_nodes: dict[int, str] = field(default_factory=dict)
     closed: bool = False
     _asked: dict[int, str] = field(default_factory=dict)  # node → the message that asks it to enrol
+    _unanswered: dict[str, tuple[str, int]] = field(default_factory=dict)  # message → client and closed round
 
     @property
     def is_simulated(self) -> bool:
@@ -90,12 +141,12 @@ class Federation:
         return bool(self.members) and all(member.partition >= 0 for member in self.members.values())
 
     def gather(self) -> None:
-        """Wait until all expected clients have enrolled; after `patience` seconds a quorum is enough.
+        """Wait until all expected clients have enrolled; after `wait` seconds a quorum is enough.
 
         Raises:
             QuorumLost: if fewer came than may begin.
         """
-        ends, pause = time.monotonic() + self.patience, _PAUSE
+        ends, pause = time.monotonic() + self.wait, _PAUSE
         while not self._complete() and time.monotonic() < ends and not self.closed:
             time.sleep(pause)
             pause = min(pause * _PAUSE_GROWTH, _LONGEST_PAUSE)
@@ -103,7 +154,7 @@ class Federation:
             silent = [f"node {node}: it has not said who it is" for node in self._asked]
             why = "; ".join([*self.unknown_nodes.values(), *silent]) or "no other node connected"
             raise QuorumLost(
-                f"{len(self.members)} of {self.expected} clients enrolled within {self.patience:g} s and the quorum is "
+                f"{len(self.members)} of {self.expected} clients enrolled within {self.wait:g} s and the quorum is "
                 f"{self.quorum:.0%}; {why}; start the missing SuperNodes or lower data.clients"
             )
 
@@ -134,13 +185,30 @@ class Federation:
         sent = {node: message.metadata.message_id for node, message in messages.items()}
         self._asked |= {node: message_id for node, message_id in sent.items() if message_id in taken}
 
-    def ask(
-        self, messages: dict[Any, Message], patience: float, weight: int = 0
-    ) -> Iterator[tuple[Any, Message | str]]:
+    def deadline_of(self, round_: int) -> float:
+        """How many seconds a round may take.
+
+        Example:
+            >>> Federation(None, 1, deadline=(600.0, 60.0)).deadline_of(5)
+            60.0
+        """
+        each = (self.deadline,) if isinstance(self.deadline, int | float) else self.deadline
+        return each[min(round_, len(each) - 1)]
+
+    def open_round(self, round_: int, asked: int) -> OpenRound:
+        """A round that begins now."""
+        patience = math.inf if self.is_simulated else self.patience
+        return OpenRound(round_, math.ceil(self.quorum * asked), self.deadline_of(round_), patience)
+
+    def ask(self, messages: dict[str, Message], now: OpenRound, weight: int = 0) -> Iterator[tuple[str, Message | str]]:
         """Send messages and give each its reply, or why there is none, as they come; `messages` is emptied.
 
-        Each is asked for alone: the reply is then surely this one's, and only one is in memory. `weight` is how many
-        bytes the messages share.
+        Each is asked for alone: the reply is then surely this one's, and only one is in memory.
+
+        Args:
+            messages: by client.
+            now: the round they belong to, which says when it is over.
+            weight: how many bytes the messages share.
         """
         taken = set(self.grid.push_messages(list(messages.values()))) if messages else set()
         sent = {key: message.metadata.message_id for key, message in messages.items()}
@@ -150,8 +218,8 @@ class Federation:
         for key in [key for key, message_id in sent.items() if message_id not in taken]:
             del sent[key]
             yield key, "the SuperLink would not take the message for it"
-        ends, pause = time.monotonic() + patience, _PAUSE
-        while sent and time.monotonic() < ends and not self.closed:
+        pause = _PAUSE
+        while sent and now.seconds_left() > 0 and not self.closed:
             before = len(sent)
             for key, message_id in list(sent.items()):
                 if reply := next(iter(self.grid.pull_messages([message_id])), None):
@@ -160,9 +228,18 @@ class Federation:
                     reply = None
             pause = _PAUSE if len(sent) < before else min(pause * _PAUSE_GROWTH, _LONGEST_PAUSE)
             if sent:
-                time.sleep(max(0.0, min(pause, ends - time.monotonic())))
+                time.sleep(max(0.0, min(pause, now.seconds_left())))
+        self._unanswered |= {message_id: (key, now.round) for key, message_id in sent.items()}
         for key in sent:
-            yield key, f"no answer within {patience:g} s"
+            yield key, now.reason()
+
+    def late_answers(self) -> Iterator[tuple[str, int]]:
+        """Clients whose answers to closed rounds have come by now, and which rounds; what they say is not read."""
+        for message_id, (client, round_) in list(self._unanswered.items()):
+            if reply := next(iter(self.grid.pull_messages([message_id])), None):
+                del self._unanswered[message_id]
+                if not reply.has_error():
+                    yield client, round_
 
     def _enrol(self, node: int, registered: str, reply: Message | str, online: Mapping[int, str]) -> None:
         if isinstance(reply, str):
@@ -221,7 +298,9 @@ class FlowerEngine:
         return tuple(sorted(here, key=client_order))
 
     def exchange(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> Iterator[Envelope]:
-        """Send the brief, then bring answers as they come, until all have answered or the deadline is over.
+        """Send the brief, then bring answers as they come, until all have answered or the round is over.
+
+        Answers to earlier rounds that come now are told as late ones.
 
         Raises:
             ConfigError: if the brief or the work cannot travel.
@@ -231,7 +310,7 @@ class FlowerEngine:
                 f"method {self.label!r} cannot run on a federation: its server changes what clients do beyond what an "
                 "experiment file says, by lending them rows for instance; run it on this machine"
             )
-        which, members, deadline = fingerprint(work), self.federation.members, self.federation.deadline
+        which, members = fingerprint(work), self.federation.members
         online = self.federation.poll_nodes()
         here = [client for client in asked if members[client].node in online]
         messages = self._messages(brief, which, here)
@@ -239,14 +318,20 @@ class FlowerEngine:
             yield Envelope(f"node {node}", None, dropped=why)
         yield from (Envelope(client, None, dropped="it is not connected") for client in asked if client not in here)
         self._inbox = Inbox(INBOX_BYTES)  # it stays until the next round: models are fused from its files
-        for client, reply in self.federation.ask(messages, deadline, forms_size(forms_of(brief.params))):
-            yield self._close(self._inbox.open(client, reply))
+        now = self.federation.open_round(brief.round, len(asked))
+        for client, reply in self.federation.ask(messages, now, forms_size(forms_of(brief.params))):
+            envelope = self._inbox.open(client, reply)
+            if envelope.payload is not None:
+                now.count_answer()
+                envelope = replace(envelope, on_refused=now.discount_answer)
+            yield self._close(envelope)
             del reply
+        yield from (Envelope(client, None, late=round_) for client, round_ in self.federation.late_answers())
 
     def _messages(self, brief: Brief, which: str, clients: list[str]) -> dict[str, Message]:
         """A message per client; whoever empties it holds the last of the brief's copies."""
         per_brief, round_ = OncePerBrief(brief, BriefRecords.of), str(brief.round)
-        ttl = max(self.federation.deadline, 1.0)
+        ttl = max(self.federation.deadline_of(brief.round), 1.0)
         messages = {}
         for client in clients:
             content = per_brief.for_client(client).to(Order(self.label, self.seed, client, which))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import sys
@@ -35,7 +36,6 @@ from fedfuse.server.judge import AskModels, ask_here
 from flwr.app import Context  # isort: skip - after records has checked that it is there
 from flwr.serverapp import Grid, ServerApp  # isort: skip
 
-DEADLINE = 3600.0
 # By default Ray runs its workers at low priority, and warns about accelerators that are not used here.
 _RAY = {"RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 _log = logging.getLogger(__name__)
@@ -120,8 +120,7 @@ class ExperimentServer:
         path: the experiment file.
         out: the run directory; by default `out` of the run's config, or else runs/NAME.
         resume: go on with what is there; by default as the run's config says.
-        deadline: seconds a round may take; by default as the run's config says, and so are the seconds to `wait` for
-            the sites at the beginning.
+        deadline: seconds a round may take; by default as the run's config says, or else the file.
         watch: notified of progress.
     """
 
@@ -138,10 +137,16 @@ class ExperimentServer:
         experiment, run_config = load_experiment(self.path), context.run_config
         out = self.out or Path(str(run_config.get("out") or Path("runs") / experiment.name))
         resume = bool(run_config.get("resume", False)) if self.resume is None else self.resume
-        deadline = float(run_config.get("deadline", DEADLINE)) if self.deadline is None else self.deadline
-        clients, wait = experiment.data.clients, float(run_config.get("wait", DEADLINE))
-        quorum, names = experiment.server.quorum, client_ids(clients)
-        self.federation = Federation(grid, clients, quorum, deadline, wait, names)
+        server, clients = experiment.server, experiment.data.clients
+        self.federation = Federation(
+            grid,
+            clients,
+            server.quorum,
+            deadline=self.deadline or _seconds(run_config, "deadline") or server.deadline,
+            wait=_seconds(run_config, "wait") or server.wait,
+            patience=server.patience,
+            names=client_ids(clients),
+        )
         # every round is a line of the server's output, which `flwr run --stream` brings to whoever started it
         runs = len(experiment.methods) * len(experiment.seeds)
         watch = self.watch or lines(runs, experiment.name, sys.stdout, seconds=0.0, rounds_only=True)
@@ -158,6 +163,21 @@ class ExperimentServer:
             self.federation.closed = True
 
 
+def _seconds(run_config: Mapping[str, Any], key: str) -> float:
+    """A number of seconds that a run's config gives; 0 leaves it to the experiment file.
+
+    Raises:
+        ConfigError: if it is no such number.
+    """
+    try:
+        seconds = float(run_config.get(key, 0.0))
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(f"{key} of the run's config is {run_config[key]!r}, expected seconds, or 0 for the file's")
+    return seconds
+
+
 def server_app(path: str | Path) -> ServerApp:
     """Flower's `ServerApp` for an experiment file."""
     app = ServerApp()
@@ -170,7 +190,7 @@ def simulate(
     out: Path,
     *,
     resume: bool = False,
-    deadline: float = DEADLINE,
+    deadline: float | None = None,
     workers: int | None = None,
     watch: Watcher | None = None,
 ) -> Results:
@@ -180,7 +200,7 @@ def simulate(
         experiment: what to run.
         out: the run directory.
         resume: go on with what is in it.
-        deadline: seconds a round may take.
+        deadline: seconds a round may take; by default as the file says.
         workers: how many clients train at a time; by default one per core.
         watch: notified of progress.
     """

@@ -182,6 +182,11 @@ def admit_all(
     common = Contract.of(brief.to(""), evidence, training, trains=trains, anchored=anchored)
     for envelope in envelopes:
         admission.seconds += envelope.seconds
+        if envelope.late is not None:
+            words = "one that came before that round was closed"
+            answer = f"an answer to round {envelope.late + 1}"
+            admission.refused.append(Refused(envelope.client, "reply", answer, words).facts())
+            continue
         if envelope.payload is None:
             admission.dropped.append({"client": envelope.client, "reason": envelope.dropped})
             continue
@@ -199,6 +204,8 @@ def admit_all(
             levers[update.client], updates[update.client] = _measure(update, heard, contract), update
         except Refused as why:
             admission.refused.append(why.facts())
+            if envelope.on_refused is not None:
+                envelope.on_refused()
     doubtful = updates.keys() - enrolled.keys() if own_word is None else own_word
     told = training if rules.told_steps and trains else None
     claims = Claims(told, doubtful if trains else frozenset(), rules.examples_ratio)  # sums weigh as what they are
