@@ -101,7 +101,7 @@ class Envelope:
     seconds: float = 0.0
     remembered: bool = False
     late: int | None = None
-    on_refused: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+    on_refused: Callable[[], object] = field(default=bool, repr=False, compare=False)  # by default nobody listens
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,20 +182,14 @@ def admit_all(
     common = Contract.of(brief.to(""), evidence, training, trains=trains, anchored=anchored)
     for envelope in envelopes:
         admission.seconds += envelope.seconds
-        if envelope.late is not None:
-            words = "one that came before that round was closed"
-            answer = f"an answer to round {envelope.late + 1}"
-            admission.refused.append(Refused(envelope.client, "reply", answer, words).facts())
-            continue
         if envelope.payload is None:
-            admission.dropped.append({"client": envelope.client, "reason": envelope.dropped})
+            _note_absence(envelope, admission)
             continue
         admission.count(envelope, sent=envelope.client not in unsent)
         try:
             _check_turn(envelope.client, expected, updates)
-            heard, contract = brief.to(envelope.client), common
-            if envelope.client in brief.own:
-                contract = Contract.of(heard, evidence, training, trains=trains, anchored=anchored)
+            heard, own = brief.to(envelope.client), envelope.client in brief.own
+            contract = Contract.of(heard, evidence, training, trains=trains, anchored=anchored) if own else common
             if envelope.client in enrolled:
                 contract = replace(contract, enrolled=enrolled[envelope.client])
             packet = opened.get(envelope.client)
@@ -204,14 +198,22 @@ def admit_all(
             levers[update.client], updates[update.client] = _measure(update, heard, contract), update
         except Refused as why:
             admission.refused.append(why.facts())
-            if envelope.on_refused is not None:
-                envelope.on_refused()
+            envelope.on_refused()
     doubtful = updates.keys() - enrolled.keys() if own_word is None else own_word
     told = training if rules.told_steps and trains else None
     claims = Claims(told, doubtful if trains else frozenset(), rules.examples_ratio)  # sums weigh as what they are
     bounded = keep_within_bounds(list(updates.values()), levers, claims, rules.bounds)
     refused, cohort = admission.refused + bounded.refused, Cohort.of(bounded.updates)
     return replace(admission, cohort=cohort, refused=refused, clipped=bounded.clipped)
+
+
+def _note_absence(envelope: Envelope, admission: Admission) -> None:
+    """Write down why a client brought nothing: it could not, or it was too late for a round that is closed."""
+    if envelope.late is None:
+        admission.dropped.append({"client": envelope.client, "reason": envelope.dropped})
+        return
+    answer, words = f"an answer to round {envelope.late + 1}", "one that came before that round was closed"
+    admission.refused.append(Refused(envelope.client, "reply", answer, words).facts())
 
 
 def _measure(update: ClientUpdate, heard: Brief, contract: Contract) -> dict[str, Lever]:
