@@ -81,7 +81,7 @@ class OpenRound:
         """A client has answered."""
         self.good += 1
         if self.good >= self.quorum and self._quorum_after == math.inf:
-            self._quorum_after = self._elapsed()
+            self._quorum_after = self._seconds_open()
 
     def discount_answer(self) -> None:
         """An answer that was counted is refused: whoever answers with rubbish must not close a round."""
@@ -92,15 +92,15 @@ class OpenRound:
     def seconds_left(self) -> float:
         """How long it is still open."""
         early = self._quorum_after + max(self.patience, self._quorum_after)
-        return min(self.deadline, early) - self._elapsed()
+        return min(self.deadline, early) - self._seconds_open()
 
     def reason(self) -> str:
         """Why it closed without somebody."""
-        if self._elapsed() < self.deadline and self._quorum_after < math.inf:
-            return f"no answer when the round was closed, {self._elapsed():.3g} s after it began and with its quorum"
+        if self._seconds_open() < self.deadline and self._quorum_after < math.inf:
+            return f"no answer when the round was closed, {self._seconds_open():.3g} s after it began and with its quorum"
         return f"no answer within {self.deadline:g} s"
 
-    def _elapsed(self) -> float:
+    def _seconds_open(self) -> float:
         return time.monotonic() - self._began
 
 
