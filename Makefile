@@ -5,7 +5,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install --quiet -c constraints.t
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-all lint types catalogue docs bench format clean
+.PHONY: demo test test-all fuzz lint types catalogue docs bench format clean
 
 demo: $(VENV)/.core
 	$(VENV)/bin/fedfuse demo
@@ -16,6 +16,9 @@ test: lint types
 test-all: $(VENV)/.dev
 	$(PY) -m pytest -n 2 -m "(paper or browser or slow) and not flower"
 	$(PY) -m pytest -m flower  # each starts processes and ports of its own: one at a time
+
+fuzz: $(VENV)/.dev
+	$(PY) tests/door/fuzz.py --count $(or $(COUNT),1000000)
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

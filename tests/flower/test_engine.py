@@ -158,7 +158,7 @@ def test_a_round_closes_some_time_after_its_quorum_and_not_at_the_deadline(monke
     grid.nodes[node_of(engine, "client-1")].silent = True
     got = exchanged(engine)
     assert got["client-1"].payload is None
-    assert got["client-1"].dropped.startswith("no answer when the round was closed, 30")
+    assert got["client-1"].dropped.startswith("no answer when the round closed with its quorum, 30")
     assert 30 <= clock.now < 40
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -16,7 +16,7 @@ from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Diag, Posterior
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.seams import Guard
+from fedfuse.core.seams import Guard, ServerPart
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
@@ -145,3 +145,47 @@ def test_impossible_guards_say_so() -> None:
         Krum()(cohort(STATES[:3]), START)
     with pytest.raises(RecipeError, match=r"\[0, 0.5\)"):
         TrimmedMean(0.5)(cohort(STATES), START)
+
+
+def with_fisher(states: list[dict[str, Tensor]], *scales: float) -> Cohort:
+    """Clients whose weights are alike and whose evidence is not."""
+    fisher = torch.rand(2, 3, generator=torch.Generator().manual_seed(5))
+    seen = zip(cohort(states), scales, strict=True)
+    return Cohort(
+        tuple(replace(u, notes={"fisher/0.weight": s * (1 + 0.1 * k) * fisher}) for k, (u, s) in enumerate(seen))
+    )
+
+
+@pytest.mark.parametrize("scale", [30.0, 1e6, 1e30, 1e200])
+def test_krum_sees_evidence_that_claims_to_be_very_sure(scale: float) -> None:
+    """It looked at weights alone: whoever sent an honest move with a Fisher of a thousand times took the model over."""
+    near = [{n: t + 0.01 * k if t.is_floating_point() else t for n, t in drawn(0).items()} for k in range(6)]
+    scales = [1.0, 1.0, 1.0, scale, 1.0, 1.0]
+    assert Krum()(cohort(near), START).clients != ("c0", "c1", "c2", "c4", "c5")
+    assert Krum()(with_fisher(near, *scales), START).clients == ("c0", "c1", "c2", "c4", "c5")
+
+
+def test_evidence_of_another_rank_or_of_few_is_not_compared() -> None:
+    seen = with_fisher(STATES, *[1.0] * 6).updates
+    odd = replace(seen[2], notes={"fisher/0.weight": torch.ones(2, 1)})
+    assert Krum()(Cohort((*seen[:2], odd, *seen[3:])), START).clients == Krum()(cohort(STATES), START).clients
+    bare = replace(seen[2], notes={})
+    assert Krum()(Cohort((*seen[:2], bare, *seen[3:])), START).clients == Krum()(cohort(STATES), START).clients
+
+
+@dataclass(frozen=True, slots=True)
+class WhoIsThere(ServerPart):
+    """A step that writes down whose updates it was given."""
+
+    seen: list[tuple[str, ...]] = field(default_factory=list)
+
+    def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
+        self.seen.append(cohort.clients)
+        return state
+
+
+def test_whom_a_guard_drops_no_step_sees() -> None:
+    far = [*STATES[:5], drawn(7, 1e3)]
+    step = WhoIsThere()
+    fuse_round(Recipe(aggregate=Mean(), guard=Krum(), steps=(step,)), cohort(far), START, Bench())
+    assert step.seen == [("c0", "c1", "c2", "c3", "c4")]

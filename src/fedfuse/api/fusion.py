@@ -15,6 +15,7 @@ from fedfuse.api.runs import recipe as make_recipe
 from fedfuse.api.sums import SUMS, add_updates, check_sums, kept_updates, sums_to_keep, take_out
 from fedfuse.api.update import Update, check_supported, prepared_start, start_of
 from fedfuse.core.about import About, Contribution, versions
+from fedfuse.core.bounds import Bounds
 from fedfuse.core.description import describe
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Answering, Model, Single
@@ -23,6 +24,7 @@ from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import AsChosen
+from fedfuse.core.settings import validate_settings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
@@ -48,7 +50,7 @@ class Fused:
     """The result of a fusion: the model, who was refused and why, and what the aggregator noted.
 
     `about` is what its file says of itself (classes, inputs, method, sites); `remarks` are sentences for a reader;
-    `sums` is what it was made of, where the method reads nothing but sums.
+    `sums` is what it was made of, where the method reads nothing but sums; `clipped` tells whose say was weakened.
     """
 
     model: Model
@@ -57,6 +59,7 @@ class Fused:
     about: About = field(default_factory=About)
     remarks: tuple[str, ...] = ()
     sums: tuple[Update, ...] = field(default=(), repr=False)
+    clipped: tuple[Mapping[str, str], ...] = ()
 
     @property
     def task(self) -> Task:
@@ -120,6 +123,7 @@ def fuse(
     unlabelled: Tensor | None = None,
     guard: GuardChoice = None,
     align: AlignChoice = None,
+    bounds: Bounds | Mapping[str, Any] | None = None,
     quorum: float = 0.5,
     seed: int = 0,
     into: str | Path | None = None,
@@ -135,12 +139,12 @@ def fuse(
         recipe: the method, or its name.
         num_examples: behind each one; needed for state dicts unless all weigh alike, else read from the update.
         start: the common weights they started from, for methods that need them.
-        model: the network the weights belong to, or several; needed where a network that is not fedfuse's own must
-            be run: to answer together, to be aligned, distilled or pruned. Nothing that files name is run unasked.
+        model: the network the weights belong to, or several; needed where one that is not fedfuse's own must be run.
         server_rows: labelled rows the server holds, for methods that need them.
         unlabelled: inputs without labels the server holds, for distillation.
         guard: a filter: "clip", "krum", "median", "trimmed", "private", or a table, {"name": "krum", "byzantine": 2}.
         align: how hidden units are aligned before that: "weights", "activations", "transport", "graph", or a table.
+        bounds: how far above the others one source's say may be, as `server.bounds` of a file says: {"ratio": 1.5}.
         quorum: the share of sources that must be admitted.
         seed: fixes every random draw of the server.
         into: a fused file that keeps its sums (of `ridge` or `refit`): the updates are added to them.
@@ -162,13 +166,28 @@ def fuse(
     begin = _begin(recipe, start, items)
     bench = Bench(rows=_rows(server_rows), unlabelled=unlabelled, population=len(items), seed=seed)
     recipe.check(1, bench)
-    admission, brief, names = gather(items, recipe, begin, _networks(recipe, model, seed), Rules(quorum=quorum))
+    admission, brief, names = gather(items, recipe, begin, _networks(recipe, model, seed), _rules(quorum, bounds))
     _check_kept([item.client for item in items[: len(kept)]], admission, into)
     state = fuse_admitted(recipe, admission, *_ready(recipe, bench, brief, names))
     check_enough(admission, len(items), quorum)
-    about = _about(recipe, admission, names, brief.task)
-    sums = _sums(recipe, admission, brief, begin, about, keep_sites)
-    return Fused(state.model, tuple(admission.refused), state.facts, about, names.remarks, sums)
+    fused = _result(recipe, admission, state, names, brief.task)
+    return replace(fused, sums=_sums(recipe, admission, brief, begin, fused.about, keep_sites))
+
+
+def _rules(quorum: float, bounds: Bounds | Mapping[str, Any] | None) -> Rules:
+    found = bounds if isinstance(bounds, Bounds) else validate_settings(Bounds, bounds or {}, "bounds")
+    return Rules(quorum=quorum, bounds=found)
+
+
+def _result(recipe: Recipe, admission: Admission, state: ServerState, names: CommonNames, task: Task) -> Fused:
+    return Fused(
+        state.model,
+        tuple(admission.refused),
+        state.facts,
+        _about(recipe, admission, names, task),
+        names.remarks,
+        clipped=tuple(admission.clipped),
+    )
 
 
 def _recipe_behind_filters(recipe: Recipe | str, align: AlignChoice, guard: GuardChoice) -> Recipe:

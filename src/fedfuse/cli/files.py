@@ -296,7 +296,7 @@ def fuse(
     method: MaybeMethod = None,
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", help="An option of the method, or guard.key=…, align.key=…; may be repeated."),
+        typer.Option("--set", help="An option of the method, or of guard., align. and bounds.; may be repeated."),
     ] = None,
     start: Annotated[Path | None, typer.Option(help="The weights all started from, where a method needs them.")] = None,
     num_examples: Annotated[list[float] | None, typer.Option(help="Examples behind each file, in order.")] = None,
@@ -352,12 +352,17 @@ def fuse(
 def _say_fused(fused: Fused, output: Path, count: int, how: str, as_json: bool) -> None:
     if as_json:
         facts = {"file": str(output), "refused": [dict(r) for r in fused.refused], "facts": fused.facts}
+        facts |= {"clipped": [dict(c) for c in fused.clipped]}
         told = fused.about.model_dump(mode="json", include={"method", "class_names", "sites"})
         console.say_json(facts | told | {"remarks": list(fused.remarks)})
         return
     for refusal in fused.refused:
         reason = f"{refusal['client']}: {refusal['field']} is {refusal['got']}, expected {refusal['expected']}"
         console.note(f"refused {reason}", "yellow")
+    for weak in fused.clipped:
+        console.note(
+            f"weakened {weak['client']}: {weak['field']} is {weak['got']}, expected {weak['expected']}", "yellow"
+        )
     for remark in fused.remarks:
         console.warn(remark)
     if fused.about.class_names:

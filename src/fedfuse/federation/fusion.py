@@ -42,7 +42,7 @@ def fuse_files(
     Args:
         updates: the files.
         method: the method's name; by default the federation's, or else fedavg.
-        sets: `key=value` for an option of the method, `guard.key=value` and `align.key=value` for one of theirs.
+        sets: `key=value` for an option of the method, `guard.key`, `align.key` and `bounds.key` for one of theirs.
         federation: what the sites agreed on: the method, the start and the classes.
         start: the weights all started from.
         num_examples: examples behind each file.
@@ -57,7 +57,7 @@ def fuse_files(
         remove: sites taken out of it, by name or by update file.
         keep_sites: let the fused file keep each site's sums apart.
     """
-    options = read_options(sets)
+    bounds = (options := read_options(sets)).pop("bounds", {})
     filters = {kind: _with_options(kind, name, options) for kind, name in (("guard", guard), ("align", align))}
     _check_files([*updates, *([] if into is None else [into])])
     fused = fuse(
@@ -68,6 +68,7 @@ def fuse_files(
         model=[Spec(name) for name in models] or None,
         server_rows=None if server_data is None else load(server_data).train,
         unlabelled=None if unlabelled is None else load(unlabelled).train.x,
+        bounds=bounds,
         quorum=quorum,
         seed=seed,
         into=into,
@@ -76,7 +77,7 @@ def fuse_files(
         guard=filters["guard"],
         align=filters["align"],
     )
-    return fused if federation is None else _as_agreed(fused, federation)
+    return _as_agreed(federation, fused)
 
 
 def read_options(sets: Sequence[str]) -> dict[str, Any]:
@@ -103,8 +104,10 @@ def chosen_recipe(
     return agreed.model_copy(update=options).recipe() if options else agreed.recipe()
 
 
-def _as_agreed(fused: Fused, federation: FederationFolder) -> Fused:
-    """The fused model, if its classes are those of the federation."""
+def _as_agreed(federation: FederationFolder | None, fused: Fused) -> Fused:
+    """The fused model, if its classes are those of the federation, where there is one."""
+    if federation is None:
+        return fused
     agreed, found = federation.agreement, fused.about.class_names
     if found and found != agreed.output_names:
         raise ConfigError(

@@ -97,7 +97,7 @@ class OpenRound:
     def reason(self) -> str:
         """Why it closed without somebody."""
         if self._seconds_open() < self.deadline and self._quorum_after < math.inf:
-            return f"no answer when the round was closed, {self._seconds_open():.3g} s after it began and with its quorum"
+            return f"no answer when the round closed with its quorum, {self._seconds_open():.3g} s after it began"
         return f"no answer within {self.deadline:g} s"
 
     def _seconds_open(self) -> float:

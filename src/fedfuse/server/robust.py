@@ -27,6 +27,7 @@ from fedfuse.server.shorten import shorten_move
 # What still holds behind a filter: one client may be moved, and examples no longer weigh as they did.
 _LAWS = frozenset({"order", "agree", "pure", "dtype", "finite", "repeat"})
 _NOTHING: frozenset[str] = frozenset()
+_FAR = 1e300  # where a distance overflows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,11 @@ class NormClip(ServerPart):
 
 @dataclass(frozen=True, slots=True)
 class Krum(ServerPart):
-    """Keep the `keep` clients whose n − f − 2 nearest neighbours are nearest (Blanchard et al. 2017; Multi-Krum)."""
+    """Keep the `keep` clients whose n − f − 2 nearest neighbours are nearest (Blanchard et al. 2017; Multi-Krum).
+
+    Distances are taken in the space that is fused in: between weights and, in units of its own, between what came with
+    them (factors, Fisher, controls, …): whoever only claims to be very sure stands as far away as who moved far.
+    """
 
     byzantine: int = 1
     keep: int | None = None
@@ -115,12 +120,42 @@ def _floating_names(params: Params) -> Iterator[str]:
 
 
 def _pairwise(cohort: Cohort) -> Tensor:
-    """Squared distances between clients, one tensor at a time."""
-    total = torch.zeros(len(cohort), len(cohort), dtype=torch.float64)
-    for name in _floating_names(cohort.updates[0].posterior.mean):
-        rows = cohort.stack(name).flatten(1).double()
-        total += torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").square()
+    """Squared distances between clients: of their weights and of each kind of evidence, each in units of its median."""
+    names = list(_floating_names(cohort.updates[0].posterior.mean))
+    parts = [_in_units(sum((_distances(cohort.stack(name)) for name in names), _no_distance(cohort)))]
+    kinds = dict.fromkeys(name.partition("/")[0] for update in cohort for name in update.notes)
+    parts += [_in_units(_evidence_distances(cohort, kind)) for kind in kinds]
+    return sum(parts, _no_distance(cohort))
+
+
+def _evidence_distances(cohort: Cohort, kind: str) -> Tensor:
+    """Squared distances between what clients sent as one kind of evidence, each tensor by its median length."""
+    total, first = _no_distance(cohort), cohort.updates[0].notes
+    for name in (name for name in first if name.partition("/")[0] == kind):
+        each = [update.notes.get(name) for update in cohort]
+        if not all(t is not None and t.shape == first[name].shape and t.is_floating_point() for t in each):
+            continue  # ranks may differ, and who lacks a layer's evidence has no say in it
+        stack = torch.stack([t.double() for t in each if t is not None])
+        lengths = torch.linalg.vector_norm(stack.flatten(1), dim=1)
+        total += _distances(stack / max(float(lengths.median()), 1e-300))
     return total
+
+
+def _distances(stack: Tensor) -> Tensor:
+    rows = stack.flatten(1).double()
+    return torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").square()
+
+
+def _no_distance(cohort: Cohort) -> Tensor:
+    return torch.zeros(len(cohort), len(cohort), dtype=torch.float64)
+
+
+def _in_units(distances: Tensor) -> Tensor:
+    """Distances divided by the median of those between two clients, so that kinds of evidence can be added."""
+    finite = distances.nan_to_num(nan=_FAR, posinf=_FAR)
+    between = finite[torch.ones_like(finite).triu(1).bool()]
+    unit = float(between.median()) or float(between.max())  # the first is nothing where most agree
+    return finite / unit if unit > 0 else finite
 
 
 def _with_common_mean(cohort: Cohort, centre: Any) -> Cohort:

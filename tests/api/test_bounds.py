@@ -1,0 +1,57 @@
+"""Bounds where files are fused: an argument of `fuse`, and `--set bounds.…` of the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedfuse
+from fedfuse.core.bounds import Bounds
+from fedfuse.errors import ConfigError
+from fedfuse.federation.fusion import fuse_files
+from fedfuse.wire.codec import write
+
+START = {"w": torch.ones(4)}
+
+
+def sites(last: float) -> list[dict[str, Tensor]]:
+    """Five sites that moved by about one, and one that moved further."""
+    return [{"w": START["w"] + step} for step in (0.9, 1.0, 1.1, 1.0, 1.0, last)]
+
+
+def test_whoever_is_above_the_bound_is_weakened_and_named() -> None:
+    fused = fedfuse.fuse(sites(7.0), start=START)
+    assert [c["client"] for c in fused.clipped] == ["model-6"]
+    assert fused.refused == ()
+    assert float(fused.state_dict()["w"][0]) == pytest.approx(1 + (5 + 2.5) / 6)
+
+
+@pytest.mark.parametrize("bounds", [{"ratio": 10.0}, Bounds(ratio=10.0)])
+def test_the_bound_is_the_callers_to_set(bounds: Bounds | dict[str, float]) -> None:
+    fused = fedfuse.fuse(sites(7.0), start=START, bounds=bounds)
+    assert (fused.clipped, fused.refused) == ((), ())
+    assert float(fused.state_dict()["w"][0]) == pytest.approx(1 + 12 / 6)
+
+
+def test_far_above_it_is_refused_unless_the_caller_clips() -> None:
+    assert [r["client"] for r in fedfuse.fuse(sites(7.0), start=START, bounds={"margin": 1.0}).refused] == ["model-6"]
+    assert fedfuse.fuse(sites(1e6), start=START, bounds={"over": "clip"}).refused == ()
+
+
+@pytest.mark.parametrize("bounds", [{"ratios": 2}, {"ratio": 0.5}, {"over": "shout"}])
+def test_bounds_that_are_none_are_one_sentence(bounds: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="bounds"):
+        fedfuse.fuse(sites(1.0), start=START, bounds=bounds)
+
+
+def test_the_command_takes_them_by_set(tmp_path: Path) -> None:
+    files = [tmp_path / f"site-{k}.safetensors" for k in range(6)]
+    for path, params in zip(files, sites(7.0), strict=True):
+        write(path, params, {})
+    write(tmp_path / "w0.safetensors", START, {})
+    start = tmp_path / "w0.safetensors"
+    assert [c["client"] for c in fuse_files(files, start=start).clipped] == ["site-5"]
+    assert fuse_files(files, sets=["bounds.ratio=10"], start=start).clipped == ()
