@@ -6,6 +6,7 @@ MkDocs calls `on_config` first, `on_files` while it collects pages, and `on_page
 from __future__ import annotations
 
 import re
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from fedfuse.report.claims import Finding
 from fedfuse.report.reproduction import method_verdicts
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).parent))  # MkDocs loads this file by its path
+from graph_picture import picture_of  # noqa: E402
+
 NETWORK, SHAPE, ROWS = Spec("lenet"), (1, 28, 28), 600
 """What bytes and passes are told for: LeNet on 28×28 pixels, ten classes, a client of 600 rows."""
 
@@ -41,7 +45,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links to code of the repository become its path: the site has the documents only."""
+    """Links to code of the repository become its path, as the site has the documents only; graphs become pictures."""
+    markdown = re.sub(r"```mermaid\n(.*?)```", lambda found: picture_of(found[1]), markdown, flags=re.DOTALL)
     return re.sub(r"\[([^\]]+)\]\(\.\./(?:examples|tests|src|benchmarks)[^)]*\)", r"\1", markdown)
 
 

@@ -26,6 +26,9 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert {f"methods/reference/{entry['name']}.html" for entry in list_catalogue()} <= pages.keys()
     lpa = pages["methods/reference/fedlpa.html"].read_text(encoding="utf-8")
     assert all(words in lpa for words in ("Options", "second moments", "bytes up", "evidence"))
+    house = pages["architecture.html"].read_text(encoding="utf-8")
+    assert house.count("<rect") > 15
+    assert "graph TD" not in house
     assert "local_update" in pages["reference/fedfuse.html"].read_text(encoding="utf-8")
     for path in pages.values():
         loaded = re.findall(
