@@ -299,6 +299,17 @@ def test_two_starts_without_a_majority_cannot_be_fused() -> None:
         fedfuse.fuse([update(0, start=0), update(1, start=1)], "fedlpa", model=net())
 
 
+def test_aligned_networks_may_begin_apart_unless_the_start_is_needed() -> None:
+    apart = [update(0, "fedavg", start=0), update(1, "fedavg", start=1)]
+    fused = fedfuse.fuse(apart, "fedavg", model=net(), align="weights")
+    assert fused.refused == ()
+    assert not same(fused.state_dict(), fedfuse.fuse([u.state_dict() for u in apart], "fedavg").state_dict())
+    with pytest.raises(QuorumLost, match="start is"):
+        fedfuse.fuse(apart, "fedavg", model=net())
+    with pytest.raises(QuorumLost, match="start is"):
+        fedfuse.fuse(apart, "task_arithmetic", model=net(), align="weights", start=net(0).state_dict())
+
+
 def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
     paths = [update(k, "fedavg").save(tmp_path / f"clinic-{k}" / "update.safetensors") for k in range(3)]
     tampered(paths[1], infinite_weight)

@@ -25,7 +25,8 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import EXAMPLES, Bench, ServerState, tell_examples
 from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.server.door.files import fingerprint, first_difference
+from fedfuse.server.door.differences import first_difference
+from fedfuse.server.door.files import fingerprint
 from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Task, task_header, task_named
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read, write

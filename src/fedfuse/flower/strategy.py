@@ -38,7 +38,7 @@ from fedfuse.flower.parts import (
 from fedfuse.flower.plain import NUM_EXAMPLES, average_numbers, numbers_in, plain_envelope, steps_by
 from fedfuse.flower.records import BriefRecords, Order, fingerprint, to_arrays, to_tensors
 from fedfuse.server.door.admit import Admission, Rules, admit_all
-from fedfuse.server.door.files import first_difference
+from fedfuse.server.door.differences import first_difference
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
 from fedfuse.server.loop import check_quorum, choose_clients
 from fedfuse.server.sound import fuse_admitted

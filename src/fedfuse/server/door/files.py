@@ -22,7 +22,8 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.rng import seeded
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, QuorumLost, Refused
-from fedfuse.server.door.admit import Admission, Rules, admit_all, form_words
+from fedfuse.server.door.admit import Admission, Rules, admit_all
+from fedfuse.server.door.differences import first_difference, shorten
 from fedfuse.server.door.names import CommonNames, agree_on_names, find_odd_numbers, put_in_order
 from fedfuse.tasks import CLASSIFICATION, task_named
 from fedfuse.wire.codec import Malformed, Packet, decode, encode, forms_of, read
@@ -122,6 +123,8 @@ def gather(
     """
     opened, refused = _open_all(items, None if recipe.trains else start)
     opened = _fitting(opened, recipe, refused)
+    if recipe.align is not None and "start" not in recipe.needs:
+        opened = [_without_start(o) for o in opened]  # networks are aligned because they began apart
     names, told = agree_on_names({o.item.client: o.packet.header for o in opened}, recipe, refused)
     opened = [o for o in opened if o.item.client in told]
     if recipe.mixes_networks:
@@ -157,6 +160,11 @@ def gather(
     admission.refused = [r.facts() for r in [*refused, *unordered]] + admission.refused
     check_enough(admission, len(items), rules.quorum)
     return Gathered(admission, brief, names)
+
+
+def _without_start(opened: _OpenedItem) -> _OpenedItem:
+    header = {field: value for field, value in opened.packet.header.items() if field != "start"}
+    return replace(opened, packet=replace(opened.packet, header=header))
 
 
 def built_start(items: Sequence[Item]) -> Params | None:
@@ -365,20 +373,6 @@ def _reply(opened: _OpenedItem, brief: Brief, recipe: Recipe) -> Packet:
     return Packet(facts, tensors.part(lambda n: not n.startswith(NOTE) or n in asked), opened.packet.size)
 
 
-def first_difference(got: Mapping[str, Form], expected: Mapping[str, Form]) -> tuple[str, str, str] | None:
-    """The first tensor in which two layouts differ, and how it is in each, in words."""
-    for name in sorted(got.keys() | expected.keys()):
-        if got.get(name) != expected.get(name):
-            here, there = (form_words(forms[name]) if name in forms else "missing" for forms in (got, expected))
-            return _shorten(name), here, there
-    return None
-
-
-def _shorten(text: object) -> str:
-    """A word from a file, fit for a terminal."""
-    return ascii(text)[:80] if not str(text).isprintable() else str(text)[:80]
-
-
 def _refusal_of(odd: _OpenedItem, good: _OpenedItem) -> Refused:
     """Why an update is not like the others, by its first difference."""
     if found := first_difference(odd.forms, good.forms):
@@ -387,9 +381,8 @@ def _refusal_of(odd: _OpenedItem, good: _OpenedItem) -> Refused:
     for field in _SHARED:
         theirs, most = odd.packet.header.get(field), good.packet.header.get(field)
         if theirs != most:
-            return Refused(
-                odd.item.client, field, *_START if field == "start" else (theirs, f"{_shorten(most)}, as most have")
-            )
+            words = _START if field == "start" else (theirs, f"{shorten(most)}, as most have")
+            return Refused(odd.item.client, field, *words)
     return Refused(odd.item.client, "layout", "another one", "the layout most have")
 
 
