@@ -198,7 +198,7 @@ def test_a_truncated_file_another_network_and_another_start_are_told(
 
 def test_what_cannot_be_is_one_sentence(fedfuse: Fedfuse, sites: Path, files: list[Path]) -> None:
     cases = {
-        ("fuse", "absent.safetensors", "-o", "x"): "there is no file absent.safetensors",
+        ("fuse", "absent.safetensors", "-o", "x"): "there is no file or folder absent.safetensors",
         ("fuse", files[0], "--method", "fedlpaa", "-o", "x"): "did you mean 'fedlpa'?",
         ("fuse", files[0], "--set", "dampin=3", "--method", "fedlpa", "-o", "x"): "did you mean 'damping'?",
         ("fuse", files[0], "--method", "fednova", "-o", "x"): "needs the weights the sites started from",

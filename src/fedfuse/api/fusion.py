@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor, nn
 
+from fedfuse.api.checkpoints import (
+    Folders,
+    check_folders,
+    folder_remarks,
+    fuse_at_once,
+    fuse_in_parts,
+    write_checkpoint,
+)
 from fedfuse.api.runs import recipe as make_recipe
-from fedfuse.api.sums import SUMS, add_updates, check_sums, kept_updates, sums_to_keep, take_out
+from fedfuse.api.sums import SUMS, add_updates, check_kept, check_sums, kept_updates, sums_to_keep, take_out
 from fedfuse.api.update import Update, check_supported, prepared_start, start_of
 from fedfuse.core.about import About, Contribution, versions
 from fedfuse.core.bounds import Bounds
@@ -33,14 +41,11 @@ from fedfuse.server.door.admit import Admission, Rules
 from fedfuse.server.door.files import Item, built_start, check_enough, fingerprint, gather
 from fedfuse.server.door.names import CommonNames
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
-from fedfuse.server.sound import fuse_admitted
 from fedfuse.tasks import CLASSIFICATION, Task, task_header, task_named
-from fedfuse.wire.codec import Malformed, decode, encode, read
+from fedfuse.wire.codec import Malformed, as_lazy, decode, encode, forms_size, read
 from fedfuse.wire.files import save_model
+from fedfuse.wire.folders import folder_of, is_folder, parse_dtype, parse_size, with_dtype
 from fedfuse.wire.messages import reply_header
-
-if TYPE_CHECKING:
-    pass
 
 Source: TypeAlias = "Update | str | Path | Mapping[str, Tensor] | nn.Module"
 
@@ -51,6 +56,8 @@ class Fused:
 
     `about` is what its file says of itself (classes, inputs, method, sites); `remarks` are sentences for a reader;
     `sums` is what it was made of, where the method reads nothing but sums; `clipped` tells whose say was weakened.
+    What was made of checkpoint folders is saved as one, with config and tokenizer; its tensors are fused when they are
+    asked for. Adapters make an adapter.
     """
 
     model: Model
@@ -60,15 +67,25 @@ class Fused:
     remarks: tuple[str, ...] = ()
     sums: tuple[Update, ...] = field(default=(), repr=False)
     clipped: tuple[Mapping[str, str], ...] = ()
+    folders: Folders = field(default_factory=Folders, repr=False)
 
     @property
     def task(self) -> Task:
         """What the model was made for."""
         return task_named(self.about.task or CLASSIFICATION.name)
 
+    def state(self) -> Params:
+        """The fused weights under their plain names, to be asked for one by one."""
+        return _one(self.model).posterior.mean
+
+    def num_bytes(self, dtype: str | None = None) -> int:
+        """How many bytes the fused weights take, in another dtype if one is named."""
+        given = self.folders.dtype if dtype is None else parse_dtype(dtype)
+        return forms_size(with_dtype(as_lazy(self.state()), given).forms)
+
     def state_dict(self) -> dict[str, Tensor]:
         """The fused weights under their plain names."""
-        return dict(_one(self.model).posterior.mean)
+        return dict(self.state())
 
     def module(self, like: nn.Module | None = None) -> nn.Module:
         """A network with the fused weights: a new one, or the given one filled in."""
@@ -105,8 +122,31 @@ class Fused:
             )
         return self.sums[0]
 
-    def save(self, path: str | Path) -> Path:
-        """Write one file; a single network's loads with plain safetensors into your own model."""
+    def save(
+        self,
+        path: str | Path,
+        *,
+        shard_size: str = "5GB",
+        dtype: str | None = None,
+        watch: Callable[[int], None] | None = None,
+    ) -> Path:
+        """Write one file, or one folder if folders were fused; it appears whole or not at all.
+
+        A single network's file loads with plain safetensors into your own model, a folder by `from_pretrained`.
+
+        Args:
+            path: the file or folder.
+            shard_size: of a folder's files, at most.
+            dtype: of a folder's weights; by default the widest that came.
+            watch: called with the bytes of each of a folder's tensors as it is fused.
+        """
+        if self.folders:
+            given = None if dtype is None else parse_dtype(dtype)
+            size = parse_size(shard_size)
+            write_checkpoint(self.state(), self.folders, self.about, Path(path), size, given, watch)
+            return Path(path)
+        if dtype is not None:
+            raise ConfigError("dtype is for checkpoint folders; the file of a model keeps the dtype of its updates")
         notes, headers = sums_to_keep(self.sums)
         save_model(self.model, Path(path), {SUMS: headers} if headers else None, self.about, notes)
         return Path(path)
@@ -124,13 +164,13 @@ def fuse(
     guard: GuardChoice = None,
     align: AlignChoice = None,
     bounds: Bounds | Mapping[str, Any] | None = None,
-    quorum: float = 0.5,
+    quorum: float | None = None,
     seed: int = 0,
     into: str | Path | None = None,
     remove: Sequence[str | Path] = (),
     keep_sites: bool = False,
 ) -> Fused:
-    """Fuse what sites brought: updates, files, modules or plain state dicts.
+    """Fuse what sites brought: updates, files, checkpoint folders, modules or plain state dicts.
 
     The layout most of them share is the contract; the odd ones are refused by name and the others fused.
 
@@ -138,14 +178,14 @@ def fuse(
         updates: what to fuse.
         recipe: the method, or its name.
         num_examples: behind each one; needed for state dicts unless all weigh alike, else read from the update.
-        start: the common weights they started from, for methods that need them.
-        model: the network the weights belong to, or several; needed where one that is not fedfuse's own must be run.
+        start: the common weights they started from, for methods that need them; adapters are merged into theirs.
+        model: the network or networks, where one that is not fedfuse's own must be run: nothing files name is run.
         server_rows: labelled rows the server holds, for methods that need them.
         unlabelled: inputs without labels the server holds, for distillation.
         guard: a filter: "clip", "krum", "median", "trimmed", "private", or a table, {"name": "krum", "byzantine": 2}.
         align: how hidden units are aligned before that: "weights", "activations", "transport", "graph", or a table.
         bounds: how far above the others one source's say may be, as `server.bounds` of a file says: {"ratio": 1.5}.
-        quorum: the share of sources that must be admitted.
+        quorum: the share of sources that must be admitted: by default half of updates, and all of checkpoint folders.
         seed: fixes every random draw of the server.
         into: a fused file that keeps its sums (of `ridge` or `refit`): the updates are added to them.
         remove: sites to take out of those sums, by name where they were kept apart, else by their update files.
@@ -156,22 +196,28 @@ def fuse(
         ConfigError: if there is nothing to fuse, or it does not fit the network or the start that was named.
 
     Example:
-        >>> import torch
-        >>> fuse([{"w": torch.zeros(1)}, {"w": torch.ones(1)}], "fedavg", num_examples=[1, 3]).state_dict()
+        >>> fuse([{"w": Tensor([0.0])}, {"w": Tensor([1.0])}], "fedavg", num_examples=[1, 3]).state_dict()
         {'w': tensor([0.7500])}
     """
     recipe = _recipe_behind_filters(recipe, align, guard)
-    kept = _read_kept(recipe, into, remove)
-    items = _items([*kept, *updates], num_examples)
-    begin = _begin(recipe, start, items)
+    folders, kept = check_folders(updates, start), _read_kept(recipe, into, remove)
+    quorum = (1.0 if folders else 0.5) if quorum is None else quorum
+    items = _items([*kept, *updates], num_examples, folders)
+    begin = _begin(recipe, None if folders.packets and "start" not in recipe.needs else start, items)
     bench = Bench(rows=_rows(server_rows), unlabelled=unlabelled, population=len(items), seed=seed)
     recipe.check(1, bench)
     admission, brief, names = gather(items, recipe, begin, _networks(recipe, model, seed), _rules(quorum, bounds))
-    _check_kept([item.client for item in items[: len(kept)]], admission, into)
-    state = fuse_admitted(recipe, admission, *_ready(recipe, bench, brief, names))
+    check_kept([item.client for item in items[: len(kept)]], admission, into)
+    fused = _fuse(recipe, admission, *_ready(recipe, bench, brief, names), folders)
     check_enough(admission, len(items), quorum)
-    fused = _result(recipe, admission, state, names, brief.task)
+    fused = _with_origin(fused, admission, names, _about(recipe, admission, names, brief.task))
     return replace(fused, sums=_sums(recipe, admission, brief, begin, fused.about, keep_sites))
+
+
+def _with_origin(fused: Fused, admission: Admission, names: CommonNames, about: About) -> Fused:
+    """The result with who was fused, refused and weakened."""
+    refused, clipped = tuple(admission.refused), tuple(admission.clipped)
+    return replace(fused, refused=refused, clipped=clipped, about=about, remarks=names.remarks + fused.remarks)
 
 
 def _rules(quorum: float, bounds: Bounds | Mapping[str, Any] | None) -> Rules:
@@ -179,15 +225,12 @@ def _rules(quorum: float, bounds: Bounds | Mapping[str, Any] | None) -> Rules:
     return Rules(quorum=quorum, bounds=found)
 
 
-def _result(recipe: Recipe, admission: Admission, state: ServerState, names: CommonNames, task: Task) -> Fused:
-    return Fused(
-        state.model,
-        tuple(admission.refused),
-        state.facts,
-        _about(recipe, admission, names, task),
-        names.remarks,
-        clipped=tuple(admission.clipped),
-    )
+def _fuse(recipe: Recipe, admission: Admission, state: ServerState, bench: Bench, folders: Folders) -> Fused:
+    """The model, its facts and remarks: of folders tensor by tensor where the method allows it."""
+    in_parts = bool(folders) and recipe.tensorwise
+    model, facts = (fuse_in_parts if in_parts else fuse_at_once)(recipe, admission, state, bench)
+    told = folder_remarks(recipe, admission, in_parts) if folders else ()
+    return Fused(model, facts=facts, remarks=(*told, *facts.get("remarks", ())), folders=folders)
 
 
 def _recipe_behind_filters(recipe: Recipe | str, align: AlignChoice, guard: GuardChoice) -> Recipe:
@@ -214,16 +257,6 @@ def _read_kept(recipe: Recipe, into: str | Path | None, remove: Sequence[str | P
         return []
     check_sums(recipe, "adding to a fused file")
     return take_out(kept_updates(Path(into)), [str(site) for site in remove], Path(into))
-
-
-def _check_kept(clients: Sequence[str], admission: Admission, into: str | Path | None) -> None:
-    """Go on only if all that a fused file keeps was fused again: otherwise sites would be lost unasked."""
-    for refusal in admission.refused:
-        if refusal["client"] in clients:
-            raise ConfigError(
-                f"what {into} keeps of {refusal['client']} does not suit the updates: {refusal['field']} is "
-                f"{refusal['got']}, expected {refusal['expected']}; add updates made for the same model"
-            )
 
 
 def _sums(
@@ -304,7 +337,7 @@ def _prepared_spec(recipe: Recipe, given: nn.Module | Spec, seed: int) -> Spec:
     return prepared_start(recipe, spec, spec.skeleton().state_dict(), Bench(seed=seed)).spec
 
 
-def _items(updates: Sequence[Source], num_examples: Sequence[float] | None) -> list[Item]:
+def _items(updates: Sequence[Source], num_examples: Sequence[float] | None, folders: Folders) -> list[Item]:
     if not updates:
         raise ConfigError("there is nothing to fuse: pass at least one update, file or state dict")
     if num_examples is not None and len(num_examples) != len(updates):
@@ -313,7 +346,7 @@ def _items(updates: Sequence[Source], num_examples: Sequence[float] | None) -> l
         )
     given = list(num_examples) if num_examples is not None else [None] * len(updates)
     items = [
-        _item(u, position, num_examples)
+        _item(u, position, num_examples, folders)
         for position, (u, num_examples) in enumerate(zip(updates, given, strict=True), 1)
     ]
     names = Counter(item.client for item in items)
@@ -330,12 +363,13 @@ def _by_path(item: Item) -> Item:
     return replace(item, client=str(item.payload)) if isinstance(item.payload, Path) else item
 
 
-def _item(source: Source, position: int, num_examples: float | None) -> Item:
+def _item(source: Source, position: int, num_examples: float | None, folders: Folders) -> Item:
     match source:
         case Update():
             return Item(source.client, source.payload, num_examples, source.spec)
         case str() | Path():
-            return Item(Path(source).stem, Path(source), num_examples)
+            name = folder_of(source).name if is_folder(source) else Path(source).stem
+            return Item(name, Path(source), num_examples, packet=folders.packets.get(folder_of(source)))
         case nn.Module():
             return Item(f"model-{position}", encode(source.state_dict(), {}), num_examples)
         case Mapping():

@@ -18,6 +18,7 @@ from fedfuse.api.update import Update
 from fedfuse.core.messages import ClientUpdate
 from fedfuse.core.recipe import Recipe
 from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.server.door.admit import Admission
 from fedfuse.wire.codec import Malformed, decode, encode, read
 from fedfuse.wire.messages import NOTE, mark_notes
 
@@ -119,3 +120,13 @@ def _subtract(total: Update, path: Path) -> Update:
     if left <= 0 or not all(bool(torch.isfinite(t).all()) for t in notes.values()):
         raise ConfigError(f"{path} is no part of these sums, or all of them: {left:g} examples would be left")
     return Update(total.client, encode(notes, {**whole.header, "num_examples": left}))
+
+
+def check_kept(clients: Sequence[str], admission: Admission, into: str | Path | None) -> None:
+    """Go on only if all that a fused file keeps was fused again: otherwise sites would be lost unasked."""
+    for refusal in admission.refused:
+        if refusal["client"] in clients:
+            raise ConfigError(
+                f"what {into} keeps of {refusal['client']} does not suit the updates: {refusal['field']} is "
+                f"{refusal['got']}, expected {refusal['expected']}; add updates made for the same model"
+            )

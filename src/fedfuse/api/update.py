@@ -30,6 +30,7 @@ from fedfuse.server.door.files import fingerprint
 from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Task, task_header, task_named
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read, write
+from fedfuse.wire.folders import is_folder, open_weights
 from fedfuse.wire.messages import NOTE, encode_brief, receive_brief
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def local_update(
     spec = _named_network(model, output)
     data = rows if isinstance(rows, Rows) else Rows(*rows)
     module = spec.build() if isinstance(model, Spec) else model
-    begin = {n: t.detach().clone() for n, t in module.state_dict().items()}
+    begin: Params = {n: t.detach().clone() for n, t in module.state_dict().items()}
     names = _class_names(classes)
     count = _count_classes(classes, Single.of(module, spec), data, task)
     if start is not None:
@@ -255,10 +256,12 @@ def settings_from(given: Mapping[str, Any]) -> LocalSettings:
     )
 
 
-def start_of(source: str | Path | Mapping[str, Tensor]) -> tuple[object, dict[str, Tensor]]:
-    """The description of its network that a start file carries, if any, and its weights."""
+def start_of(source: str | Path | Mapping[str, Tensor]) -> tuple[object, Params]:
+    """The description of its network that a start file carries, if any, and its weights; a folder's stay on disk."""
     if not isinstance(source, str | Path):
         return None, dict(source)
+    if is_folder(source):
+        return None, open_weights(Path(source)).tensors
     try:
         packet = read(Path(source))
     except Malformed as why:

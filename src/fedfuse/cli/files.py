@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fedfuse.cli import console
+from fedfuse.cli.fused import numbers_of_examples, save, say_fused
 from fedfuse.cli.options import (
     Json,
     MaybeMethod,
@@ -21,7 +22,6 @@ from fedfuse.cli.options import (
 from fedfuse.errors import ConfigError
 
 if TYPE_CHECKING:  # it brings torch, which a person who asks for help need not wait for
-    from fedfuse.api import Fused
     from fedfuse.federation.agreement import FederationFolder
     from fedfuse.federation.site import SiteUpdate
 
@@ -41,6 +41,19 @@ AlignName = Annotated[
 AllExamples = Annotated[
     int | None, typer.Option(min=1, help="How many examples all sites hold together, if that is known.")
 ]
+Networks = Annotated[
+    list[str] | None, typer.Option("--model", help="A network that is not fedfuse's own, to be run; may be repeated.")
+]
+Start = Annotated[
+    Path | None, typer.Option("--start", "--base", help="The weights all started from, where a method needs them.")
+]
+NumExamples = Annotated[list[str] | None, typer.Option(help="Examples behind each, in order, as in 100,300.")]
+Quorum = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=1.0, help="The share that must be admitted: half of updates, all of folders."),
+]
+ShardSize = Annotated[str, typer.Option(help="The largest file of a folder that is written, as in 5GB.")]
+Dtype = Annotated[str | None, typer.Option(help="Of a folder's weights: float32, bfloat16, …; by default the widest.")]
 ImageSize = Annotated[int | None, typer.Option(min=1, help="Resize pictures to this width and height.")]
 TaskName = Annotated[
     str | None, typer.Option("--task", help="classification, binary, multilabel or regression.", callback=check_task)
@@ -298,13 +311,10 @@ def fuse(
         list[str] | None,
         typer.Option("--set", help="An option of the method, or of guard., align. and bounds.; may be repeated."),
     ] = None,
-    start: Annotated[Path | None, typer.Option(help="The weights all started from, where a method needs them.")] = None,
-    num_examples: Annotated[list[float] | None, typer.Option(help="Examples behind each file, in order.")] = None,
-    quorum: Annotated[float, typer.Option(min=0.0, max=1.0, help="The share that must be admitted.")] = 0.5,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(help="A network that is not fedfuse's own, where it must be run; may be repeated."),
-    ] = None,
+    start: Start = None,
+    num_examples: NumExamples = None,
+    quorum: Quorum = None,
+    model: Networks = None,
     guard: Annotated[str | None, typer.Option(help="A filter first: clip, krum, median, trimmed or private.")] = None,
     align: AlignName = None,
     server_data: ServerData = None,
@@ -314,11 +324,14 @@ def fuse(
     remove: Remove = None,
     keep_sites: KeepSites = False,
     partial: Partial = False,
+    shard_size: ShardSize = "5GB",
+    dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
     """Anywhere: admit update files, fuse them, write one model file; no server needed.
 
-    UPDATES are files that `update` wrote, or plain safetensors of weights.
+    UPDATES are files that `update` wrote, plain safetensors of weights, or checkpoint folders as `save_pretrained`
+    writes them; of folders a folder is made.
     """
     from fedfuse.federation.agreement import read_federation
     from fedfuse.federation.fusion import fuse_files
@@ -332,7 +345,7 @@ def fuse(
             sets or [],
             federation=agreed,
             start=start,
-            num_examples=num_examples,
+            num_examples=numbers_of_examples(num_examples),
             quorum=quorum,
             models=model or [],
             guard=guard,
@@ -344,30 +357,6 @@ def fuse(
             remove=remove or [],
             keep_sites=keep_sites,
         )
-        fused.partial().save(output) if partial else fused.save(output)
+    save(fused.partial() if partial else fused, output, shard_size, dtype)
     how = f"{'added up' if partial else 'fused'}{f' into the sums of {into}' if into else ''}"
-    _say_fused(fused, output, len(updates), how, as_json)
-
-
-def _say_fused(fused: Fused, output: Path, count: int, how: str, as_json: bool) -> None:
-    if as_json:
-        facts = {"file": str(output), "refused": [dict(r) for r in fused.refused], "facts": fused.facts}
-        facts |= {"clipped": [dict(c) for c in fused.clipped]}
-        told = fused.about.model_dump(mode="json", include={"method", "class_names", "sites"})
-        console.say_json(facts | told | {"remarks": list(fused.remarks)})
-        return
-    for refusal in fused.refused:
-        reason = f"{refusal['client']}: {refusal['field']} is {refusal['got']}, expected {refusal['expected']}"
-        console.note(f"refused {reason}", "yellow")
-    for weak in fused.clipped:
-        console.note(
-            f"weakened {weak['client']}: {weak['field']} is {weak['got']}, expected {weak['expected']}", "yellow"
-        )
-    for remark in fused.remarks:
-        console.warn(remark)
-    if fused.about.class_names:
-        named = "targets" if fused.about.task in ("regression", "multilabel") else "classes"
-        console.say(f"{named}: {', '.join(fused.about.class_names)}")
-    if left_out := fused.facts.get("not_aligned"):
-        console.warn(f"not aligned: {', '.join(left_out)}; these units were averaged where they stand")
-    console.say(f"{output}: {count - len(fused.refused)} of {count} updates {how} by {fused.about.method}")
+    say_fused(fused, output, len(updates), how, as_json)

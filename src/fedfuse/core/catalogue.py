@@ -18,12 +18,15 @@ from fedfuse.errors import ConfigError
 if TYPE_CHECKING:
     from fedfuse.core.registry import Method
 
-Family = Literal["weights", "base", "posterior", "statistics", "predictions", "matched", "server rows", "pruned"]
+Family = Literal[
+    "weights", "base", "adapters", "posterior", "statistics", "predictions", "matched", "server rows", "pruned"
+]
 
 # Where a method takes its mean, in the order in which families are listed.
 FAMILIES: dict[Family, str] = {
     "weights": "of the weights",
     "base": "of moves from a common base",
+    "adapters": "of low-rank adapters",
     "posterior": "in a chart of the posterior",
     "statistics": "of sufficient statistics",
     "predictions": "of predictions",

@@ -153,6 +153,11 @@ class ServerPart:
         return False
 
     @property
+    def knows_adapters(self) -> bool:
+        """Whether it knows that of a low-rank adapter's two factors the product counts; others may not fuse them."""
+        return False
+
+    @property
     def tensorwise(self) -> bool:
         """Whether what becomes of a tensor depends on that tensor alone, so that a model can be fused in parts."""
         return False
@@ -160,10 +165,7 @@ class ServerPart:
     def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
         """Say before anybody trains what could not work, in a `ConfigError` that names the remedy.
 
-        Args:
-            networks: the network of each client that has one of its own, and under "" everybody else's.
-            bench: what the server has.
-            rounds: how many there will be.
+        `networks` has the network of each client that has one of its own, and under "" everybody else's.
         """
 
 
@@ -228,6 +230,10 @@ class Maker(Protocol):
 
     @property
     def tensorwise(self) -> bool:
+        """See `ServerPart`."""
+
+    @property
+    def knows_adapters(self) -> bool:
         """See `ServerPart`."""
 
     def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fedfuse.api import Fused, fuse
 from fedfuse.api import recipe as recipe_of
+from fedfuse.api.checkpoints import default_method
 from fedfuse.core.about import names_text
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.spec import Spec
@@ -26,7 +27,7 @@ def fuse_files(
     federation: FederationFolder | None = None,
     start: Path | None = None,
     num_examples: Sequence[float] | None = None,
-    quorum: float = 0.5,
+    quorum: float | None = None,
     models: Sequence[str] = (),
     guard: str | None = None,
     align: str | None = None,
@@ -41,12 +42,12 @@ def fuse_files(
 
     Args:
         updates: the files.
-        method: the method's name; by default the federation's, or else fedavg.
+        method: the method's name; by default the federation's, or else the mean: fedavg, and flora for adapters alone.
         sets: `key=value` for an option of the method, `guard.key`, `align.key` and `bounds.key` for one of theirs.
         federation: what the sites agreed on: the method, the start and the classes.
-        start: the weights all started from.
+        start: the weights all started from, or the folder of adapters' base.
         num_examples: examples behind each file.
-        quorum: the share that must be admitted.
+        quorum: the share that must be admitted; by default half of updates, and all of checkpoint folders.
         models: networks that may be run, as names of `fedfuse.models` or package.module:Class.
         guard: a robust filter's name.
         align: an alignment's name.
@@ -62,7 +63,7 @@ def fuse_files(
     _check_files([*updates, *([] if into is None else [into])])
     fused = fuse(
         updates,
-        chosen_recipe(method, options, federation),
+        chosen_recipe(method or default_method(updates, start), options, federation),
         num_examples=num_examples or None,
         start=federation.start if start is None and federation is not None else start,
         model=[Spec(name) for name in models] or None,
@@ -90,8 +91,8 @@ def read_options(sets: Sequence[str]) -> dict[str, Any]:
 
 def _check_files(paths: Sequence[Path]) -> None:
     for path in paths:
-        if not path.is_file():
-            raise ConfigError(f"there is no file {path}")
+        if not path.exists():
+            raise ConfigError(f"there is no file or folder {path}")
 
 
 def chosen_recipe(

@@ -52,7 +52,8 @@ def fuse_round(
     """
     clock = clock or Clock()
     with clock.counting("server"):
-        refuse_adapters(cohort.names, recipe.name)
+        if not recipe.aggregate.knows_adapters:
+            refuse_adapters(cohort.names, recipe.name)
         cohort, facts = filter_cohort(recipe, cohort, state, bench)
         after = recipe.aggregate(cohort, replace(state, facts=facts), bench)
     for step in recipe.steps:
@@ -103,5 +104,5 @@ def refuse_adapters(names: Iterable[str], method: str) -> None:
         if any(part in _ADAPTERS for part in name.split(".")):
             raise ConfigError(
                 f"{name!r} belongs to a low-rank adapter and method {method!r} would fuse its factors apart, which is "
-                "not the mean of their products; merge each adapter into its base weights first, then fuse those"
+                "not the mean of their products; fuse by flora or flexlora, or merge adapters into their base (--base)"
             )

@@ -158,9 +158,14 @@ def encode(tensors: Params, header: Mapping[str, Any]) -> bytes:
     return b"".join([head, *(tensor_bytes(tensors[name]) for name in ordered)])
 
 
-def write(path: Path, tensors: Params, header: Mapping[str, Any], durable: bool = True) -> int:
-    """Write a message to a file, one tensor at a time; the file appears whole or not at all (see `atomic`)."""
-    head, ordered = _head(tensors, header)
+def write(
+    path: Path, tensors: Params, header: Mapping[str, Any], durable: bool = True, marks: Mapping[str, str] | None = None
+) -> int:
+    """Write a message to a file, one tensor at a time; the file appears whole or not at all (see `atomic`).
+
+    `marks` are further words of its metadata, for other readers.
+    """
+    head, ordered = _head(tensors, header, marks)
     with write_atomically(path, durable) as file:
         file.write(head)
         for name in ordered:
@@ -225,6 +230,13 @@ def piece_of(params: Params, name: str, begin: int, end: int) -> Tensor:
     return params.piece(name, begin, end) if isinstance(params, LazyParams) else params[name].reshape(-1)[begin:end]
 
 
+def as_lazy(params: Params) -> LazyParams:
+    """The tensors as if they waited on disk."""
+    if isinstance(params, LazyParams):
+        return params
+    return LazyParams(forms_of(params), lambda name, begin, end: piece_of(params, name, begin, end))
+
+
 def forms_of(params: Params) -> Mapping[str, Form]:
     """The form of every tensor, without fetching any that waits on disk."""
     return params.forms if isinstance(params, LazyParams) else {n: Form.of(t) for n, t in params.items()}
@@ -250,7 +262,9 @@ def _check_size(size: int, limits: Limits) -> None:
         raise Malformed(f"{size:,} bytes are more than the {limits.bytes:,} that fit here")
 
 
-def _head(tensors: Params, header: Mapping[str, Any]) -> tuple[bytes, list[str]]:
+def _head(
+    tensors: Params, header: Mapping[str, Any], marks: Mapping[str, str] | None = None
+) -> tuple[bytes, list[str]]:
     forms = forms_of(tensors)
     if wrong := [n for n, f in forms.items() if f.dtype not in _NAMES]:
         raise ConfigError(f"tensor {wrong[0]!r} is {forms[wrong[0]].dtype}, which safetensors files do not carry here")
@@ -260,7 +274,8 @@ def _head(tensors: Params, header: Mapping[str, Any]) -> tuple[bytes, list[str]]
     for name in ordered:
         begins[name] = at
         at += math.prod(forms[name].shape) * forms[name].dtype.itemsize
-    table: dict[str, Any] = {"__metadata__": {"fedfuse": json.dumps(header, sort_keys=True, allow_nan=False)}}
+    own = {"fedfuse": json.dumps(header, sort_keys=True, allow_nan=False)}
+    table: dict[str, Any] = {"__metadata__": {**(marks or {}), **own}}
     for name, form in forms.items():
         size = math.prod(form.shape) * form.dtype.itemsize
         offsets = [begins[name], begins[name] + size]

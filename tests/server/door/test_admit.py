@@ -20,7 +20,8 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.errors import NotConverged, Refused
 from fedfuse.models.bayes import BayesianLayers
-from fedfuse.server.door.admit import Contract, Rules, admit, admit_all, form_words
+from fedfuse.server.door.admit import Contract, Rules, admit, admit_all
+from fedfuse.server.door.forms import form_words
 from fedfuse.server.door.values import LEAST_LOG_VARIANCE, is_finite
 from fedfuse.wire.codec import encode, read
 from fedfuse.wire.messages import encode_reply, mark_notes, reply_header

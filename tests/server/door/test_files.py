@@ -8,7 +8,8 @@ from fedfuse.core.registry import find_method
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.server.door.admit import Rules
-from fedfuse.server.door.files import Item, fingerprint, first_difference, gather
+from fedfuse.server.door.differences import first_difference
+from fedfuse.server.door.files import Item, fingerprint, gather
 from fedfuse.wire.codec import encode, forms_of
 
 

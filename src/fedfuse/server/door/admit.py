@@ -22,6 +22,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, FuseError, Refused
 from fedfuse.server.door.bounds import Claims, Lever, keep_within_bounds, measure
+from fedfuse.server.door.forms import form_words
 from fedfuse.server.door.values import check_values, raise_log_variances
 from fedfuse.wire.codec import LazyParams, Limits, Malformed, Packet, decode, forms_of, forms_size, read
 from fedfuse.wire.messages import NOTE, VERSION, split
@@ -282,11 +283,6 @@ def _check_forms(client: str, got: Mapping[str, Form], expected: Mapping[str, Fo
 def _printable(name: str) -> str:
     """A name nobody here chose, fit for a log."""
     return name if name and name.isprintable() and len(name) <= 80 else ascii(name)[:80]
-
-
-def form_words(form: Form) -> str:
-    """A form in words: "6×1×5×5 float32"."""
-    return f"{'×'.join(map(str, form.shape)) or 'a scalar'} {str(form.dtype).removeprefix('torch.')}"
 
 
 def _read_num_examples(client: str, header: Mapping[str, Any], contract: Contract) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fedfuse.core.messages import Form
-from fedfuse.server.door.admit import form_words
+from fedfuse.server.door.forms import form_words
 
 
 def first_difference(got: Mapping[str, Form], expected: Mapping[str, Form]) -> tuple[str, str, str] | None:

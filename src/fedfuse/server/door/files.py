@@ -24,9 +24,11 @@ from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, QuorumLost, Refused
 from fedfuse.server.door.admit import Admission, Rules, admit_all
 from fedfuse.server.door.differences import first_difference, shorten
+from fedfuse.server.door.forms import widen_alike
 from fedfuse.server.door.names import CommonNames, agree_on_names, find_odd_numbers, put_in_order
 from fedfuse.tasks import CLASSIFICATION, task_named
-from fedfuse.wire.codec import Malformed, Packet, decode, encode, forms_of, read
+from fedfuse.wire.codec import Malformed, Packet, encode, forms_of
+from fedfuse.wire.folders import open_weights
 from fedfuse.wire.messages import NOTE, reply_header, split
 
 _START = (
@@ -47,12 +49,14 @@ class Item:
         payload: its bytes or file.
         num_examples: how many examples stand behind it, if the user says so.
         spec: its network, for an update that was made in this process.
+        packet: what is read instead of the payload, where somebody had to open it before.
     """
 
     client: str
     payload: bytes | Path
     num_examples: float | None = None
     spec: Spec | None = None
+    packet: Packet | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,9 @@ def gather(
     opened = _fitting(opened, recipe, refused)
     if recipe.align is not None and "start" not in recipe.needs:
         opened = [_without_start(o) for o in opened]  # networks are aligned because they began apart
+    if all(o.is_plain for o in opened):  # half precision beside full is widened
+        packets, start = widen_alike([o.packet for o in opened], start)
+        opened = [replace(o, packet=packet) for o, packet in zip(opened, packets, strict=True)]
     names, told = agree_on_names({o.item.client: o.packet.header for o in opened}, recipe, refused)
     opened = [o for o in opened if o.item.client in told]
     if recipe.mixes_networks:
@@ -143,10 +150,9 @@ def gather(
     own = {o.item.client: Start(b.spec, b.params) for o in chosen if (b := briefs[o.signature]) is not brief}
     brief = replace(brief, own=own, classes=max(b.classes for b in briefs.values()))
     replies = {o.item.client: _reply(o, brief.to(o.item.client), recipe) for o in chosen}
-    envelopes = [Envelope(o.item.client, o.item.payload) for o in chosen]
     own_word = {o.item.client for o in chosen if o.item.num_examples is None}
     admission = admit_all(
-        envelopes,
+        [Envelope(o.item.client, o.item.payload) for o in chosen],
         brief,
         recipe.evidence,
         list(replies),
@@ -225,8 +231,7 @@ def _open_all(items: Sequence[Item], standing: Params | None) -> tuple[list[_Ope
     opened, refused = [], []
     for item in items:
         try:
-            packet = decode(item.payload) if isinstance(item.payload, bytes) else read(item.payload)
-            opened.append(_OpenedItem(item, packet, standing))
+            opened.append(_OpenedItem(item, item.packet or open_weights(item.payload), standing))
         except Malformed as why:
             refused.append(Refused(item.client, "file", f"damaged: {why}", "a safetensors file"))
     return opened, refused

@@ -1,0 +1,144 @@
+"""Checkpoint and adapter folders in and out: what must agree before they are fused, and how the result is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedfuse.core.about import About
+from fedfuse.core.model import Model
+from fedfuse.core.params import Params
+from fedfuse.core.recipe import Recipe
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.errors import ConfigError
+from fedfuse.server.door.admit import Admission
+from fedfuse.server.parts import PartedRound
+from fedfuse.server.round import refuse_adapters
+from fedfuse.server.sound import fuse_admitted
+from fedfuse.wire.adapters import is_adapter, merge_into, read_adapter, read_adapters, write_adapter
+from fedfuse.wire.codec import LazyParams, Packet, as_lazy, forms_of, forms_size
+from fedfuse.wire.companions import carry_over, check_alike
+from fedfuse.wire.folders import folder_of, is_folder, new_folder, read_folder, with_dtype, write_tensors
+from fedfuse.wire.messages import VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """The folders of one fusion.
+
+    Attributes:
+        sources: those to be fused; none if something else is.
+        packets: what is read instead of them: adapters in common factors, or merged into their base.
+        carried: whose config and tokenizer the result gets.
+        dtype: of the result, where that is not the dtype it is fused in.
+    """
+
+    sources: tuple[Path, ...] = ()
+    packets: Mapping[Path, Packet] = field(default_factory=dict)
+    carried: Path | None = None
+    dtype: torch.dtype | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.sources)
+
+
+def check_folders(updates: Sequence[Any], start: object) -> Folders:
+    """The folders among what is to be fused, if there are any: then all are, and they agree.
+
+    Raises:
+        ConfigError: naming who is not, or the file in which they differ and what to do.
+    """
+    folders = [folder_of(source) for source in updates if is_folder(source)]
+    if folders and len(folders) < len(updates):
+        other = next(source for source in updates if not is_folder(source))
+        words = str(other) if isinstance(other, str | Path) else f"a {type(other).__name__}"
+        raise ConfigError(f"{folders[0]} is a checkpoint folder and {words} is none; fuse folders with folders")
+    base = folder_of(start) if isinstance(start, str | Path) and is_folder(start) else None
+    adapters = [folder for folder in folders if is_adapter(folder)]
+    if not folders or not adapters:
+        check_alike([*folders, *([] if base is None else [base])])
+        return Folders(tuple(folders), carried=folders[0] if folders else None)
+    if len(adapters) < len(folders):
+        other = next(folder for folder in folders if folder not in adapters)
+        raise ConfigError(f"{adapters[0]} is an adapter and {other} a whole model; fuse adapters with adapters")
+    packets = dict(zip(adapters, read_adapters(adapters), strict=True))
+    if start is None:
+        return Folders(tuple(folders), packets, adapters[0])
+    if base is None:
+        raise ConfigError(f"adapters are merged into the folder of their base, and {start} is none; pass such a folder")
+    return _merge_into_base(packets, base)
+
+
+def default_method(updates: Sequence[Path], start: Path | None) -> str | None:
+    """The method that is the mean of adapters without their base; None for everything else."""
+    return "flora" if updates and start is None and all(map(is_adapter, updates)) else None
+
+
+def _merge_into_base(packets: Mapping[Path, Packet], base: Path) -> Folders:
+    """Adapters as whole models: their base with each of them merged into it, tensor by tensor as they are read."""
+    tensors = read_folder(base).tensors
+    dtypes = {form.dtype for form in tensors.forms.values() if form.dtype.is_floating_point}
+    whole = {
+        path: Packet({}, merge_into(packet.tensors, read_adapter(path).config, tensors, base), packet.size)
+        for path, packet in packets.items()
+    }
+    return Folders(tuple(packets), whole, base, dtypes.pop() if len(dtypes) == 1 else None)
+
+
+def fuse_at_once(
+    recipe: Recipe, admission: Admission, state: ServerState, bench: Bench
+) -> tuple[Model, Mapping[str, Any]]:
+    """The fused model and what was noted of it."""
+    after = fuse_admitted(recipe, admission, state, bench)
+    return after.model, after.facts
+
+
+def fuse_in_parts(
+    recipe: Recipe, admission: Admission, state: ServerState, bench: Bench
+) -> tuple[Model, Mapping[str, Any]]:
+    """A model whose tensors are fused when they are asked for; what is noted of them is known afterwards."""
+    refuse_adapters(admission.cohort.names, recipe.name)
+    parts = PartedRound(recipe, admission.cohort, state, bench)
+    return parts.result(), parts.facts
+
+
+def folder_remarks(recipe: Recipe, admission: Admission, in_parts: bool) -> Iterator[str]:
+    """What a person who merges should know: that a method holds the whole network."""
+    if not in_parts and not recipe.aggregate.knows_adapters:
+        size = forms_size(forms_of(admission.cohort.updates[0].posterior.mean))
+        yield (
+            f"method {recipe.label or recipe.name!r} looks at the whole network at once, so the fused one "
+            f"({size / 1e9:.2g} GB) is held in memory"
+        )
+
+
+def write_checkpoint(
+    params: Params,
+    folders: Folders,
+    about: About,
+    output: Path,
+    shard_size: int,
+    dtype: torch.dtype | None,
+    watch: Callable[[int], None] | None,
+) -> None:
+    """Write a fused model as a folder beside its name, and rename it when it is complete."""
+    if folders.carried is None:
+        raise ConfigError("there is no folder whose config could be carried over; fuse checkpoint folders")
+    tensors = with_dtype(as_lazy(params), dtype or folders.dtype)
+    header: Mapping[str, Any] = {"kind": "checkpoint", "version": VERSION, **about.to_json()}
+    with new_folder(output) as half:
+        if is_adapter(folders.carried):
+            carry_over(folders.carried, half, None)
+            write_adapter(half, folders.carried, tensors, header)
+            return
+        write_tensors(half, tensors, header, shard_size, watch)
+        carry_over(folders.carried, half, _only_dtype(tensors))
+
+
+def _only_dtype(tensors: LazyParams) -> torch.dtype | None:
+    floats = {form.dtype for form in tensors.forms.values() if form.dtype.is_floating_point}
+    return floats.pop() if len(floats) == 1 else None

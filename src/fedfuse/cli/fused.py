@@ -1,0 +1,60 @@
+"""What `fuse` does around a fusion: numbers of examples read, the result written, and said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedfuse.cli import console
+from fedfuse.errors import ConfigError
+
+if TYPE_CHECKING:  # it brings torch, which a person who asks for help need not wait for
+    from fedfuse.api import Fused, Update
+
+
+def save(fused: Fused | Update, output: Path, shard_size: str, dtype: str | None) -> None:
+    """Write what was fused; of folders a folder, tensor by tensor, with a bar that fills."""
+    from fedfuse.api import Fused
+    from fedfuse.data.progress import bar
+
+    if not isinstance(fused, Fused):
+        fused.save(output)
+        return
+    with bar(f"fusing into {output}", fused.num_bytes(dtype) if fused.folders else None, in_bytes=True) as watch:
+        fused.save(output, shard_size=shard_size, dtype=dtype, watch=watch)
+
+
+def numbers_of_examples(given: list[str] | None) -> list[float] | None:
+    """Numbers of examples, one option each or with commas between."""
+    words = [word for text in given or [] for word in text.split(",")]
+    try:
+        return [float(word) for word in words] or None
+    except ValueError as why:
+        raise ConfigError(f"--num-examples is {','.join(words)!r}, expected numbers as in 100,300") from why
+
+
+def say_fused(fused: Fused, output: Path, count: int, how: str, as_json: bool) -> None:
+    """Say who was fused, who was not, and what a person should know."""
+    if as_json:
+        facts = {"file": str(output), "refused": [dict(r) for r in fused.refused], "facts": fused.facts}
+        facts |= {"clipped": [dict(c) for c in fused.clipped]}
+        told = fused.about.model_dump(mode="json", include={"method", "class_names", "sites"})
+        console.say_json(facts | told | {"remarks": list(fused.remarks)})
+        return
+    for refusal in fused.refused:
+        reason = f"{refusal['client']}: {refusal['field']} is {refusal['got']}, expected {refusal['expected']}"
+        console.note(f"refused {reason}", "yellow")
+    for weak in fused.clipped:
+        console.note(
+            f"weakened {weak['client']}: {weak['field']} is {weak['got']}, expected {weak['expected']}", "yellow"
+        )
+    for remark in fused.remarks:
+        console.warn(remark)
+    if fused.about.class_names:
+        named = "targets" if fused.about.task in ("regression", "multilabel") else "classes"
+        console.say(f"{named}: {', '.join(fused.about.class_names)}")
+    if left_out := fused.facts.get("not_aligned"):
+        console.warn(f"not aligned: {', '.join(left_out)}; these units were averaged where they stand")
+    if (error := fused.facts.get("adapter_error")) is not None:
+        console.say(f"lost of the mean of the adapters: {error:.2%} of its norm")
+    console.say(f"{output}: {count - len(fused.refused)} of {count} updates {how} by {fused.about.method}")

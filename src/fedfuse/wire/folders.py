@@ -1,0 +1,279 @@
+"""Checkpoint folders as `transformers` writes them: safetensors in one file or in shards with an index, and a config.
+
+A folder is read as one table of tensors, each fetched from its shard when it is asked for, and written beside its name
+first: it appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedfuse.core.messages import Form
+from fedfuse.errors import ConfigError
+from fedfuse.wire.codec import DTYPES, LazyParams, Malformed, Packet, decode, forms_size, read, write
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_WEIGHTS = (*_PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".gguf")
+_TIED = ("lm_head.weight", "decoder.weight", "embed_out.weight", "embed_tokens.weight")  # a tied copy's usual names
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+_COMPARED = 1 << 22  # elements compared at a time
+
+Watch = Callable[[int], None]
+
+
+def is_folder(source: object) -> bool:
+    """Whether a source of weights is a checkpoint folder, named by itself or by its index."""
+    return isinstance(source, str | Path) and (Path(source).is_dir() or Path(source).name == INDEX)
+
+
+def folder_of(source: str | Path) -> Path:
+    """The folder that is meant by its own name or by its index."""
+    return Path(source).parent if Path(source).name == INDEX else Path(source)
+
+
+def open_weights(source: bytes | Path) -> Packet:
+    """A message, a file or a folder of weights, each tensor to be read when it is asked for.
+
+    Raises:
+        Malformed: if a file is not what it claims to be.
+        ConfigError: if a folder is incomplete, naming the file and what to do.
+    """
+    if isinstance(source, bytes):
+        return decode(source)
+    return read_folder(folder_of(source)) if is_folder(source) else read(source)
+
+
+def read_folder(folder: Path) -> Packet:
+    """The tensors of a checkpoint folder.
+
+    A copy of a tensor that the config says is tied is left out: whoever loads the folder ties it again.
+
+    Raises:
+        ConfigError: if a shard or a tensor is missing, or the weights are pickles.
+    """
+    packets = {file: _read_shard(folder, file) for file in _shards(folder)}
+    homes = {name: packet for packet in packets.values() for name in packet.tensors}
+    _check_index(folder, packets)
+    forms = {name: homes[name].tensors.forms[name] for name in sorted(homes)}
+    offsets = next(iter(packets.values())).tensors.offsets if len(packets) == 1 else {}
+    tensors = LazyParams(forms, lambda name, begin, end: homes[name].tensors.piece(name, begin, end), offsets)
+    copies = _tied_copies(tensors) if read_config(folder).get("tie_word_embeddings") is True else frozenset()
+    return Packet({}, tensors.part(lambda name: name not in copies), sum(p.size for p in packets.values()))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What a folder's config.json says; nothing if there is none."""
+    return read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds a table.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as why:
+        raise ConfigError(f"{path} cannot be read as JSON ({why}); fetch the folder again") from why
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a {type(found).__name__}, expected a table; fetch the folder again")
+    return found
+
+
+def _shards(folder: Path) -> list[str]:
+    """The safetensors files that make up a folder's model."""
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    if (folder / INDEX).is_file():
+        return sorted({str(file) for file in _weight_map(folder).values()})
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return found
+    if pickles := sorted(path for path in folder.iterdir() if path.suffix in _PICKLES):
+        raise ConfigError(_pickle_words(pickles[0]))
+    if found:
+        raise ConfigError(f"{folder} has {len(found)} safetensors files and no {INDEX}; fetch the index too")
+    raise ConfigError(f"{folder} has no {SINGLE}; expected a folder that `save_pretrained` wrote")
+
+
+def _pickle_words(path: Path) -> str:
+    """Why a pickle is not read, and the command that makes a safetensors file of it without running what is in it."""
+    command = (
+        "from torch import load; from safetensors.torch import save_file; "
+        f"w = load({str(path)!r}, map_location='cpu', weights_only=True); "
+        "save_file({n: t.clone().contiguous() for n, t in w.items()}, "
+        f"{str(path.with_name(SINGLE))!r}, {{'format': 'pt'}})"
+    )
+    return f'{path} is a pickle, which could run any code; convert it, without running any: python -c "{command}"'
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Which file each tensor is in, as the index says; only files of the folder itself are looked at."""
+    found = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise ConfigError(f"{folder / INDEX} has no weight_map; fetch the folder again")
+    for name, file in found.items():
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+            raise ConfigError(f"{folder / INDEX} says that {name!r} is in {file!r:.80}; expected a file of the folder")
+    return found
+
+
+def _read_shard(folder: Path, file: str) -> Packet:
+    if not (folder / file).is_file():
+        names = sorted(name for name, home in _weight_map(folder).items() if home == file)
+        raise ConfigError(
+            f"{folder / file} is missing, which {INDEX} names for {names[0]!r} and {len(names) - 1} other tensors; "
+            "fetch the folder again"
+        )
+    try:
+        return read(folder / file)
+    except Malformed as why:
+        raise ConfigError(f"{folder / file} is damaged: {why}; fetch the folder again") from why
+
+
+def _check_index(folder: Path, packets: Mapping[str, Packet]) -> None:
+    """Every tensor stands where the index says, and nothing else does."""
+    if SINGLE in packets or not (folder / INDEX).is_file():
+        return
+    for name, file in _weight_map(folder).items():
+        if name not in packets[file].tensors:
+            raise ConfigError(f"{folder / INDEX} says that {name!r} is in {file}, which has no such tensor; fetch both")
+
+
+def _tied_copies(tensors: LazyParams) -> frozenset[str]:
+    """Names of output layers that hold, bit for bit, what an embedding holds under another name."""
+    copies = [name for name in tensors if name.endswith(_TIED) and ("embed_tokens" not in name or "coder" in name)]
+    others = [name for name in tensors if name not in copies]
+    return frozenset(copy for copy in copies if any(_are_equal(tensors, copy, other) for other in others))
+
+
+def _are_equal(tensors: LazyParams, a: str, b: str) -> bool:
+    if tensors.forms[a] != tensors.forms[b]:
+        return False
+    pairs = zip(tensors.pieces((a,), _COMPARED), tensors.pieces((b,), _COMPARED), strict=True)
+    return all(x.equal(y) for x, y in pairs)
+
+
+def parse_size(text: str) -> int:
+    """Bytes in words: "5GB", "500 MB".
+
+    Example:
+        >>> parse_size("5GB"), parse_size("500 mb")
+        (5000000000, 500000000)
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]?)B?", text.strip().upper())
+    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if size < 1:
+        raise ConfigError(f"a size of {text!r} is none; write it as in 5GB or 500MB")
+    return size
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    """A floating dtype by its name.
+
+    Example:
+        >>> parse_dtype("bfloat16")
+        torch.bfloat16
+    """
+    known = {str(d).removeprefix("torch."): d for d in DTYPES.values() if d.is_floating_point}
+    if text not in known:
+        raise ConfigError(f"there is no dtype {text!r} for weights; expected one of {', '.join(sorted(known))}")
+    return known[text]
+
+
+@contextlib.contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """A folder to fill that gets its name when all is in it; if anything goes wrong, it disappears.
+
+    Raises:
+        ConfigError: if there is something under that name already, or it cannot be written.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} is there already; remove it or choose another name")
+    half = output.with_name(f".{output.name}.{secrets.token_hex(8)}")
+    try:
+        half.mkdir(parents=True)
+        yield half
+        if output.exists():
+            output.rmdir()  # an empty one
+        half.rename(output)
+    except OSError as why:
+        raise ConfigError(
+            f"cannot write {output}: {why.strerror or why}; free some space or choose another folder"
+        ) from why
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+
+
+def write_tensors(
+    folder: Path, tensors: LazyParams, header: Mapping[str, Any], shard_size: int, watch: Watch | None = None
+) -> None:
+    """Write a model's tensors into a folder, one at a time: one file, or shards of at most so many bytes and an index.
+
+    Args:
+        folder: where to.
+        tensors: asked for once each.
+        header: what the first file says of the model beside its tensors.
+        shard_size: in bytes; a tensor that is larger has a file of its own.
+        watch: told of every tensor's bytes when it was fetched.
+    """
+    shards = _deal(tensors.forms, shard_size)
+    files = [f"model-{k:05d}-of-{len(shards):05d}.safetensors" for k in range(1, len(shards) + 1)]
+    files = files if len(files) > 1 else [SINGLE]
+    for place, (file, names) in enumerate(zip(files, shards, strict=True)):
+        part = _with_watch(tensors.part(frozenset(names).__contains__), watch)
+        write(folder / file, part, header if not place else {}, marks={"format": "pt"})
+    if len(files) > 1:
+        homes = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": forms_size(tensors.forms)}, "weight_map": homes}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _deal(forms: Mapping[str, Form], size: int) -> list[list[str]]:
+    """Names in their order, dealt to shards of at most so many bytes."""
+    shards, filled = [list[str]()], 0
+    for name, form in forms.items():
+        own = forms_size({name: form})
+        if shards[-1] and filled + own > size:
+            shards, filled = [*shards, []], 0
+        shards[-1].append(name)
+        filled += own
+    return shards
+
+
+def _with_watch(tensors: LazyParams, watch: Watch | None) -> LazyParams:
+    if watch is None:
+        return tensors
+
+    def fetch(name: str, begin: int, end: int) -> Tensor:
+        piece = tensors.piece(name, begin, end)
+        watch(piece.numel() * piece.itemsize)
+        return piece
+
+    return LazyParams(tensors.forms, fetch)
+
+
+def with_dtype(tensors: LazyParams, dtype: torch.dtype | None) -> LazyParams:
+    """The tensors with floats in another dtype as they are fetched; None leaves them as they are."""
+    if dtype is None:
+        return tensors
+    forms = {n: Form(f.shape, dtype if f.dtype.is_floating_point else f.dtype) for n, f in tensors.forms.items()}
+    return LazyParams(forms, lambda name, begin, end: tensors.piece(name, begin, end).to(forms[name].dtype))
+
+
+def is_companion(path: Path) -> bool:
+    """Whether a file of a folder goes with the model whatever its weights: config, tokenizer, code; no weights."""
+    told = path.suffix not in _WEIGHTS and not path.name.endswith(".index.json") and path.suffix.lower() != ".md"
+    return path.is_file() and told and not path.name.startswith(".")

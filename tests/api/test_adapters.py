@@ -1,0 +1,292 @@
+"""Low-rank adapters as `peft` writes them: the mean of products, its best approximation, merged into the base."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import fedfuse
+from fedfuse import cli
+from fedfuse.errors import ConfigError
+from fedfuse.linalg.lowrank import norm_of, truncate
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # other packages'
+
+HEAD = "base_model.model."
+SHAPES = {"fc.query": (6, 5), "fc.key": (4, 6)}
+
+
+def draw(seed: int) -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(shape, generator=generator)
+
+
+def adapter(home: Path, name: str, seed: int, rank: int = 2, alpha: float = 4, **config: Any) -> Path:
+    """A folder in peft's format, made by hand."""
+    folder, make = home / name, draw(seed)
+    folder.mkdir(parents=True)
+    tensors = {}
+    for module, (out, inputs) in SHAPES.items():
+        own = config.get("rank_pattern", {}).get(module.rpartition(".")[2], rank)
+        tensors |= {f"{HEAD}{module}.lora_A.weight": make(own, inputs), f"{HEAD}{module}.lora_B.weight": make(out, own)}
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    told = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "base_model_name_or_path": "base", **config}
+    (folder / "adapter_config.json").write_text(json.dumps(told))
+    return folder
+
+
+def product(folder: Path, module: str) -> Tensor:
+    """s B A of one module, read as the format says."""
+    config, tensors = (
+        json.loads((folder / "adapter_config.json").read_text()),
+        load_file(folder / "adapter_model.safetensors"),
+    )
+    a, b = (tensors[f"{HEAD}{module}.lora_{side}.weight"].double() for side in "AB")
+    alpha = next((v for k, v in config.get("alpha_pattern", {}).items() if module.endswith(k)), config["lora_alpha"])
+    return alpha / (len(a) ** 0.5 if config.get("use_rslora") else len(a)) * b @ a
+
+
+def mean(folders: list[Path], module: str, shares: list[float]) -> Tensor:
+    return sum((f * product(path, module) for f, path in zip(shares, folders, strict=True)), torch.zeros(()))
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> list[Path]:
+    """Of different ranks, scales and conventions."""
+    return [
+        adapter(tmp_path, "a", 0, rank=2, alpha=4),
+        adapter(tmp_path, "b", 1, rank=1, alpha=3, use_rslora=True),
+        adapter(tmp_path, "c", 2, rank=2, alpha=8, rank_pattern={"key": 3}, alpha_pattern={"key": 5}),
+    ]
+
+
+def test_stacked_adapters_are_the_exact_mean(three: list[Path], tmp_path: Path) -> None:
+    fused = fedfuse.fuse(three, "flora", num_examples=[1, 2, 1])
+    fused.save(tmp_path / "out")
+    for module in SHAPES:
+        torch.testing.assert_close(
+            product(tmp_path / "out", module), mean(three, module, [0.25, 0.5, 0.25]), atol=1e-6, rtol=1e-6
+        )
+    assert fused.facts["adapter_error"] == 0
+    assert fused.facts["adapter_ranks"] == {f"{HEAD}fc.key": 6, f"{HEAD}fc.query": 5}  # sums of ranks
+
+
+def test_a_truncated_mean_is_the_nearest_of_its_rank_and_says_what_is_lost(three: list[Path], tmp_path: Path) -> None:
+    fused = fedfuse.fuse(three, fedfuse.recipe("flexlora", rank=2))
+    fused.save(tmp_path / "out")
+    lost = total = 0.0
+    for module in SHAPES:
+        whole = mean(three, module, [1 / 3] * 3)
+        u, s, v = torch.linalg.svd(whole, full_matrices=False)
+        nearest = u[:, :2] * s[:2] @ v[:2]
+        torch.testing.assert_close(product(tmp_path / "out", module), nearest, atol=1e-5, rtol=1e-5)
+        lost, total = lost + float(s[2:].square().sum()), total + float(s.square().sum())
+        assert fused.facts["adapter_errors"][HEAD + module] == pytest.approx(
+            float((s[2:].square().sum() / s.square().sum()).sqrt()), rel=1e-4
+        )
+    assert fused.facts["adapter_error"] == pytest.approx((lost / total) ** 0.5, rel=1e-4)
+
+
+def test_a_rank_beyond_what_there_is_loses_nothing(three: list[Path], tmp_path: Path) -> None:
+    fused = fedfuse.fuse(three, fedfuse.recipe("flexlora", rank=9))
+    fused.save(tmp_path / "out")
+    assert fused.facts["adapter_error"] < 1e-7
+    assert load_file(tmp_path / "out" / "adapter_model.safetensors")[f"{HEAD}fc.key.lora_A.weight"].shape == (9, 6)
+
+
+def test_separate_means_are_far_off_and_say_how_far(three: list[Path]) -> None:
+    two = [three[0], three[2]]
+    fused = fedfuse.fuse([three[0], three[0].parent / "a"], "fedit")
+    assert fused.facts["adapter_error"] == pytest.approx(0, abs=1e-6)
+    fused = fedfuse.fuse(two, "fedit")
+    wrong = right = 0.0
+    for module in SHAPES:
+        b, a = (fused.state_dict()[f"{HEAD}{module}.lora_{side}.weight"].double() for side in "BA")
+        whole = mean(two, module, [0.5, 0.5])
+        wrong, right = wrong + float((b @ a - whole).square().sum()), right + float(whole.square().sum())
+    assert fused.facts["adapter_error"] == pytest.approx((wrong / right) ** 0.5, rel=1e-4)
+    assert "away from the mean of the adapters; flora and flexlora fuse their products" in fused.remarks[0]
+
+
+def test_other_methods_are_kept_from_fusing_factors_apart(three: list[Path]) -> None:
+    with pytest.raises(ConfigError, match="method 'fedavg' would fuse its factors apart, .* fuse by flora or flexlora"):
+        fedfuse.fuse(three, "fedavg")
+
+
+def base_folder(home: Path, dtype: torch.dtype = torch.float32) -> Path:
+    folder = home / "base"
+    folder.mkdir()
+    weights = {f"{module}.weight": draw(9)(*shape).to(dtype) for module, shape in SHAPES.items()}
+    save_file(weights | {"norm.weight": torch.ones(3, dtype=dtype)}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "dtype": str(dtype).removeprefix("torch.")}))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adapters_are_merged_into_their_base_exactly(dtype: torch.dtype, three: list[Path], tmp_path: Path) -> None:
+    base = base_folder(tmp_path, dtype)
+    fedfuse.fuse(three, "fedavg", start=base).save(tmp_path / "out")
+    written, begin = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", base))
+    for module in SHAPES:
+        exact = begin[f"{module}.weight"].double() + mean(three, module, [1 / 3] * 3)
+        torch.testing.assert_close(written[f"{module}.weight"], exact.float().to(dtype))  # rounded once
+    assert written["norm.weight"].equal(begin["norm.weight"])
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
+
+
+def test_any_rule_fuses_adapters_at_their_base(three: list[Path], tmp_path: Path) -> None:
+    base = base_folder(tmp_path)
+    found = fedfuse.fuse(three, fedfuse.recipe("ties", density=0.5), start=base).state_dict()
+    begin = load_file(base / "model.safetensors")
+    whole = [{n: t.clone() for n, t in begin.items()} for _ in three]
+    for folder, model in zip(three, whole, strict=True):
+        for module in SHAPES:
+            model[f"{module}.weight"] += product(folder, module).float()
+    expected = fedfuse.fuse(whole, fedfuse.recipe("ties", density=0.5), start=begin).state_dict()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"use_dora": True}, "use_dora is True, expected a plain LoRA; merge it into its base by `peft` first"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', expected LORA"),
+        ({"bias": "all"}, "bias is 'all', expected 'none'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', expected one that leaves"),
+        ({"base_model_name_or_path": "other"}, "base_model_name_or_path is 'other', expected 'base' as in"),
+    ],
+)
+def test_what_is_no_plain_adapter_of_the_same_base_is_refused(
+    entry: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    folders = [adapter(tmp_path, "a", 0), adapter(tmp_path, "odd", 1, **entry)]
+    with pytest.raises(ConfigError, match=f"odd/adapter_config.json: {words}"):
+        fedfuse.fuse(folders, "flora")
+
+
+def test_other_targets_other_bases_and_broken_factors_are_refused_by_tensor(three: list[Path], tmp_path: Path) -> None:
+    odd = adapter(tmp_path, "odd", 5)
+    file = odd / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({n: t for n, t in tensors.items() if "key" not in n}, file)
+    with pytest.raises(ConfigError, match=r"adapts 'fc.key' \(.*\) and .*odd.* does not; fuse adapters of the same"):
+        fedfuse.fuse([three[0], odd], "flora")
+    save_file({n: t for n, t in tensors.items() if "key.lora_B" not in n}, file)
+    with pytest.raises(ConfigError, match="no two factors of one rank"):
+        fedfuse.fuse([three[0], odd], "flora")
+    save_file(tensors | {f"{HEAD}fc.key.lora_magnitude_vector": torch.ones(4)}, file)
+    with pytest.raises(ConfigError, match="lora_magnitude_vector' is no factor of a plain LoRA"):
+        fedfuse.fuse([three[0], odd], "flora")
+    file.unlink()
+    with pytest.raises(ConfigError, match="adapter_model.safetensors is missing; save the adapter with safe_serial"):
+        fedfuse.fuse([three[0], odd], "flora")
+    base = base_folder(tmp_path)
+    save_file({"fc.query.weight": torch.zeros(6, 5), "fc.key.weight": torch.zeros(4, 4)}, base / "model.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"adapts a weight of 4×6 and in .*base 'fc.key.weight' is 4×4; name the base"
+    ):
+        fedfuse.fuse(three, "fedavg", start=base)
+    with pytest.raises(ConfigError, match="is an adapter and .*base a whole model"):
+        fedfuse.fuse([three[0], base], "flora")
+
+
+def test_factors_of_matrices_of_low_rank_are_exact() -> None:
+    make = draw(3)
+    left, right = make(7, 3).double(), make(3, 9).double()
+    found = truncate(left, right, 3)
+    torch.testing.assert_close(found.left @ found.right, left @ right)
+    assert found.error == 0
+    assert norm_of(left, right) == pytest.approx(float((left @ right).norm()))
+    assert truncate(0 * left, right, 2).error == 0
+
+
+def with_peft(home: Path, kind: str, seed: int, rank: int, **options: Any) -> tuple[Any, Path]:
+    """A tiny network of `transformers` with an adapter of `peft`, its factors drawn, saved as peft saves it."""
+    tf, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = tf.GPT2Config(
+            vocab_size=40, n_embd=8, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=1
+        )
+        net, targets = tf.GPT2LMHeadModel(config), ["c_attn", "c_proj"]
+    else:
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
+        net = tf.BertForSequenceClassification(
+            tf.BertConfig(vocab_size=40, max_position_embeddings=16, num_labels=3, **sizes)
+        )
+        targets = ["query", "word_embeddings"]
+    net.save_pretrained(home / "base")
+    net.config._name_or_path = "base"
+    made = peft.get_peft_model(net, peft.LoraConfig(r=rank, lora_alpha=6, target_modules=targets, **options)).eval()
+    make = draw(seed)
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                weight.copy_(make(*weight.shape))
+    made.save_pretrained(home / f"p{seed}")
+    return made, home / f"p{seed}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("gpt2", {"fan_in_fan_out": True, "use_rslora": True}), ("bert", {"modules_to_save": ["classifier"]})],
+    ids=["gpt2", "bert"],
+)
+def test_what_peft_wrote_is_fused_and_read_by_peft_again(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """The fused adapter, loaded by peft and merged by it, is the mean of adapters that peft merged, and so is ours."""
+    peft, tf = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    pairs = [with_peft(tmp_path, kind, seed, rank, **options) for seed, rank in ((1, 2), (2, 3))]
+    folders = [folder for _, folder in pairs]
+    merged = [{n: t.double() for n, t in model.merge_and_unload().state_dict().items()} for model, _ in pairs]
+    wanted = {n: (merged[0][n] + merged[1][n]) / 2 for n in merged[0] if merged[0][n].is_floating_point()}
+    auto = tf.AutoModelForCausalLM if kind == "gpt2" else tf.AutoModelForSequenceClassification
+    fedfuse.fuse(folders, "flora").save(tmp_path / "stacked")
+    fedfuse.fuse(folders, "fedavg", start=tmp_path / "base").save(tmp_path / "whole")
+    base = (
+        auto.from_pretrained(tmp_path / "base", num_labels=3)
+        if kind == "bert"
+        else auto.from_pretrained(tmp_path / "base")
+    )
+    stacked = peft.PeftModel.from_pretrained(base, tmp_path / "stacked").merge_and_unload()
+    for found in (stacked.state_dict(), auto.from_pretrained(tmp_path / "whole").state_dict()):
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(found[name].double(), tensor, atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_by_the_command_line(
+    three: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, told in (
+        (["a", "b", "c", "-o", "stacked"], "lost of the mean of the adapters: 0.00% of its norm"),
+        (["a", "b", "--method", "flexlora", "--set", "rank=1", "-o", "thin"], "lost of the mean"),
+        (["a", "b", "--method", "fedit", "-o", "apart"], "away from the mean of the adapters"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["fedfuse", "fuse", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert not end.value.code
+        said = capsys.readouterr()
+        assert told in " ".join((said.out + said.err).split())
+        assert (tmp_path / words[-1] / "adapter_config.json").is_file()
+
+
+def test_an_adapter_in_a_round_keeps_its_rank() -> None:
+    """In a run the network has adapters of one rank: flexlora fuses products into factors of that rank."""
+    names = ("fc.lora_A.weight", "fc.lora_B.weight")
+    clients = [{names[0]: draw(s)(2, 5), names[1]: draw(s + 10)(4, 2)} for s in range(3)]
+    found = fedfuse.fuse(clients, "flexlora").state_dict()
+    whole = sum((c[names[1]].double() @ c[names[0]].double() for c in clients), torch.zeros(())) / 3
+    u, s, v = torch.linalg.svd(whole, full_matrices=False)
+    torch.testing.assert_close(
+        (found[names[1]] @ found[names[0]]).double(), u[:, :2] * s[:2] @ v[:2], atol=1e-5, rtol=1e-5
+    )

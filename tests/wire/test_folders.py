@@ -1,0 +1,227 @@
+"""Checkpoint folders: read shard by shard, refused by file and tensor name, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import fedfuse
+from fedfuse.core.messages import Form
+from fedfuse.errors import ConfigError, QuorumLost
+from fedfuse.wire.codec import LazyParams
+from fedfuse.wire.folders import INDEX, open_weights, parse_dtype, parse_size, read_folder
+
+CONFIG = {"model_type": "bert", "vocab_size": 7, "num_attention_heads": 2, "tie_word_embeddings": True}
+
+
+def weights(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"embed.weight": (7, 4), "layer.weight": (4, 4), "layer.bias": (4,)}
+    return {name: torch.randn(shape, generator=draw).to(dtype) for name, shape in shapes.items()}
+
+
+def folder(path: Path, tensors: dict[str, Tensor], config: dict[str, object] | None = None) -> Path:
+    path.mkdir(parents=True)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(CONFIG | (config or {})))
+    return path
+
+
+def sharded(path: Path, tensors: dict[str, Tensor]) -> Path:
+    path.mkdir(parents=True)
+    homes = {name: f"model-0000{k}-of-00003.safetensors" for k, name in enumerate(tensors, 1)}
+    for name, file in homes.items():
+        save_file({name: tensors[name]}, path / file, {"format": "pt"})
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": homes}))
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Path]:
+    return [folder(tmp_path / name, weights(seed)) for seed, name in enumerate("ab")]
+
+
+def test_shards_and_one_file_are_the_same_model(tmp_path: Path) -> None:
+    one, three = folder(tmp_path / "one", weights(0)), sharded(tmp_path / "three", weights(0))
+    for source in (one, three, three / INDEX):
+        found = open_weights(source).tensors
+        assert {n: t.tolist() for n, t in found.items()} == {n: t.tolist() for n, t in sorted(weights(0).items())}
+    mean = fedfuse.fuse([one, three, three / INDEX]).state_dict()
+    assert all(mean[n].equal(t) for n, t in weights(0).items())
+
+
+def test_a_missing_shard_is_named_with_a_tensor_it_should_hold(tmp_path: Path) -> None:
+    broken = sharded(tmp_path / "broken", weights(0))
+    (broken / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model-00002-of-00003.safetensors is missing, .* 'layer.weight' .* fetch"):
+        fedfuse.fuse([broken, sharded(tmp_path / "good", weights(1))])
+
+
+def test_an_index_that_points_nowhere_is_refused(tmp_path: Path) -> None:
+    broken = sharded(tmp_path / "broken", weights(0))
+    index = json.loads((broken / INDEX).read_text())
+    index["weight_map"]["gone.weight"] = "model-00001-of-00003.safetensors"
+    (broken / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"'gone.weight' is in model-00001-of-00003.safetensors, which has no such"):
+        read_folder(broken)
+    for file in ("../secret.safetensors", "/etc/passwd", "..", 3):
+        (broken / INDEX).write_text(json.dumps({"weight_map": {"w": file}}))
+        with pytest.raises(ConfigError, match="expected a file of the folder"):
+            read_folder(broken)
+    for text in ("{", "[]", '{"weight_map": {}}'):
+        (broken / INDEX).write_text(text)
+        with pytest.raises(ConfigError, match="fetch the folder again"):
+            read_folder(broken)
+
+
+def test_pickles_are_refused_with_a_command_that_converts_them(tmp_path: Path, two: list[Path]) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    torch.save(weights(3), old / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="is a pickle, which could run any code") as caught:
+        fedfuse.fuse([two[0], old])
+    command = str(caught.value).partition('python -c "')[2].rstrip('"')
+    exec(compile(command, "the command", "exec"), {})
+    assert all(load_file(old / "model.safetensors")[n].equal(t) for n, t in weights(3).items())
+    assert fedfuse.fuse([two[0], old]).refused == ()
+
+
+def test_an_empty_folder_and_a_damaged_file_say_what_they_are(tmp_path: Path, two: list[Path]) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"empty has no model.safetensors; expected .* `save_pretrained`"):
+        read_folder(tmp_path / "empty")
+    (two[1] / "model.safetensors").write_bytes(b"\xff" * 99)
+    with pytest.raises(ConfigError, match=r"model.safetensors is damaged: .* fetch the folder again"):
+        fedfuse.fuse(two)
+
+
+def test_other_architectures_and_vocabularies_are_refused_by_file_and_entry(tmp_path: Path, two: list[Path]) -> None:
+    heads = folder(tmp_path / "heads", weights(2), {"num_attention_heads": 4})
+    with pytest.raises(ConfigError, match=r"heads/config.json has another architecture .* num_attention_heads is 4"):
+        fedfuse.fuse([*two, heads])
+    words = folder(tmp_path / "words", weights(2), {"vocab_size": 8})
+    with pytest.raises(ConfigError, match=r"another vocabulary .* vocab_size is 8 and there 7"):
+        fedfuse.fuse([*two, words])
+    for path, number in zip(two, (3, 4), strict=True):
+        (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"the": number, "a": 1}}}))
+    with pytest.raises(ConfigError, match=r"b/tokenizer.json is another vocabulary .* 'the' has number 4, there 3"):
+        fedfuse.fuse(two)
+
+
+def test_a_tensor_of_another_shape_is_named_and_all_folders_must_be_admitted(tmp_path: Path, two: list[Path]) -> None:
+    odd = folder(tmp_path / "odd", weights(2) | {"layer.bias": torch.zeros(5)})
+    with pytest.raises(QuorumLost, match=r"odd: layer.bias is 5 float32, expected 4 float32"):
+        fedfuse.fuse([*two, odd])
+    assert [r["client"] for r in fedfuse.fuse([*two, odd], quorum=0.5).refused] == ["odd"]
+    nan = folder(tmp_path / "nan", weights(2) | {"layer.bias": torch.full((4,), float("nan"))})
+    with pytest.raises(QuorumLost, match=r"nan: layer.bias is not finite"):
+        fedfuse.fuse([*two, nan])
+
+
+def test_folders_are_fused_with_folders(two: list[Path]) -> None:
+    with pytest.raises(ConfigError, match="is a checkpoint folder and a dict is none"):
+        fedfuse.fuse([two[0], weights(1)])
+
+
+def test_half_precision_beside_full_is_widened_and_the_output_dtype_chosen(tmp_path: Path) -> None:
+    half = folder(tmp_path / "half", weights(0, torch.bfloat16))
+    full = folder(tmp_path / "full", weights(1), {"dtype": "float32"})
+    fused = fedfuse.fuse([half, full])
+    expected = {n: (weights(0, torch.bfloat16)[n].double() + weights(1)[n].double()) / 2 for n in weights(0)}
+    assert all(fused.state_dict()[n].equal(t.float()) for n, t in expected.items())
+    fused.save(tmp_path / "out", dtype="float16")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(written[n].equal(t.float().half()) for n, t in expected.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
+    base = folder(tmp_path / "base", weights(2, torch.float16))
+    merged = fedfuse.fuse([half, full], fedfuse.recipe("task_arithmetic", scale=0.5), start=base).state_dict()
+    assert all(torch.allclose(merged[n].double(), t, atol=1e-6) for n, t in expected.items())
+
+
+def test_plain_files_are_widened_too() -> None:
+    half, full = ({"w": torch.ones(2, dtype=d)} for d in (torch.float16, torch.bfloat16))
+    assert fedfuse.fuse([half, full]).state_dict()["w"].dtype == torch.float32
+
+
+def test_a_tied_copy_is_left_out_and_does_not_divide_folders(tmp_path: Path) -> None:
+    plain = folder(tmp_path / "plain", weights(0))
+    copied = folder(tmp_path / "copied", weights(1) | {"lm_head.weight": weights(1)["embed.weight"].clone()})
+    assert "lm_head.weight" not in fedfuse.fuse([plain, copied]).state_dict()
+    other = folder(tmp_path / "other", weights(1) | {"lm_head.weight": torch.zeros(7, 4)})
+    with pytest.raises(QuorumLost, match=r"lm_head.weight"):
+        fedfuse.fuse([plain, other])
+
+
+@pytest.mark.parametrize("name", ["fedavg", "ties", "dare", "slerp", "model_stock", "iso"])
+def test_folders_give_the_bytes_of_state_dicts(name: str, tmp_path: Path, two: list[Path]) -> None:
+    base = folder(tmp_path / "base", weights(9))
+    start = None if name in ("fedavg", "slerp") else base
+    plain = [dict(read_folder(path).tensors) for path in two]
+    expected = fedfuse.fuse(plain, name, start=None if start is None else dict(read_folder(base).tensors))
+    found = fedfuse.fuse(two, name, start=start)
+    if name != "dare":  # lots are drawn by the models' names
+        assert all(found.state_dict()[n].equal(t) for n, t in expected.state_dict().items())
+    found.save(tmp_path / "out", shard_size="70B")
+    written = read_folder(tmp_path / "out").tensors
+    assert all(written[n].equal(t) for n, t in found.state_dict().items())
+
+
+def test_a_method_that_looks_at_the_whole_network_says_so(two: list[Path]) -> None:
+    fused = fedfuse.fuse(two, "fedavg", guard="clip", start=two[0])
+    assert any("looks at the whole network at once" in remark for remark in fused.remarks)
+    assert not fedfuse.fuse(two, "fedavg", guard="median").remarks
+
+
+def test_one_tensor_of_the_fused_model_exists_at_a_time(two: list[Path]) -> None:
+    """What is fused is fetched from the folders when it is asked for, and not before."""
+    fused = fedfuse.fuse(two)
+    assert isinstance(fused.state(), LazyParams)
+    (two[0] / "model.safetensors").unlink()
+    with pytest.raises(fedfuse.FuseError, match="cannot read"):
+        fused.state_dict()
+
+
+def test_nothing_half_written_is_left(tmp_path: Path, two: list[Path]) -> None:
+    fused = fedfuse.fuse(two)
+    (two[1] / "model.safetensors").unlink()
+    with pytest.raises(fedfuse.FuseError):
+        fused.save(tmp_path / "out" / "merged")
+    assert list((tmp_path / "out").iterdir()) == []
+    with pytest.raises(ConfigError, match="is there already; remove it or choose another name"):
+        fused.save(two[0])
+
+
+def test_a_fused_tensor_that_overflows_is_named(tmp_path: Path) -> None:
+    full, base = ({"w": torch.full((2, 2), v, dtype=torch.float16)} for v in (2.0, 1.0))
+    paths = [folder(tmp_path / n, t) for n, t in (("a", full), ("b", full), ("base", base))]
+    fused = fedfuse.fuse(paths[:2], fedfuse.recipe("task_arithmetic", scale=1e5), start=paths[2])
+    with pytest.raises(fedfuse.FuseError, match="the fused w is not finite"):
+        fused.save(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_config_and_tokenizer_are_carried_over_and_nothing_else(tmp_path: Path, two: list[Path]) -> None:
+    for name in ("tokenizer.json", "README.md", "training_args.bin", "optimizer.pt"):
+        (two[0] / name).write_text("{}")
+    fedfuse.fuse(two).save(tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+
+
+def test_sizes_and_dtypes_are_read_or_refused() -> None:
+    assert [parse_size(text) for text in ("5GB", "1.5 MB", "300")] == [5 * 10**9, 1_500_000, 300]
+    for text in ("", "five", "0GB", "-1MB"):
+        with pytest.raises(ConfigError, match="write it as in 5GB"):
+            parse_size(text)
+    with pytest.raises(ConfigError, match="no dtype 'int8' for weights; expected one of bfloat16, float16"):
+        parse_dtype("int8")
+    assert Form((1,), parse_dtype("float64")).dtype == torch.float64
