@@ -12,7 +12,7 @@ from fedfuse.experiment.figures import figure
 from fedfuse.report.stored import StoredResult, read_result, result_path
 
 NAME = "scoreboard/oneshot"
-MARKERS = "os^DvPX*<>hpd8"
+MARKERS = "os^DvPX*<>hpd"  # as many as no multiple of the colours: ninety-one looks before one comes again
 INK = ("#0072b2", "#d55e00", "#009e73", "#8a5a9e", "#8a949e", "#a67c00", "#333333")
 
 
@@ -51,8 +51,6 @@ def draw_result(result: StoredResult, path: Path) -> Path:
             axis.set_title(cell.replace("-", " "))
         for axis in axes[len(cells) :]:
             axis.set_visible(False)
-        page.supxlabel("sent by all clients, MB")
-        page.supylabel("accuracy, %")
         handles, labels = axes[0].get_legend_handles_labels()
         page.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,5 +64,9 @@ def _draw_panel(axis, points: Mapping[str, tuple[float, float]], labels: list[st
             x, y = points[label]
             axis.scatter(x, y, s=34, marker=MARKERS[at % len(MARKERS)], color=INK[at % len(INK)], label=label)
     axis.set_xscale("log")
+    for formatted in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
+        formatted("{x:g}")
+    axis.set_xlabel("sent by all clients, MB")
+    axis.set_ylabel("accuracy, %")
     axis.grid(alpha=0.25, linewidth=0.5)
     axis.spines[["top", "right"]].set_visible(False)
