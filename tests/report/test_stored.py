@@ -16,7 +16,7 @@ from fedfuse.report.reproduction import (
     reproduction_page,
     stored_table,
 )
-from fedfuse.report.stored import collect_result, digest_of, read_result, read_results, write_result
+from fedfuse.report.stored import StoredResult, collect_result, digest_of, read_result, read_results, write_result
 
 
 def write_run(folder: Path, name: str, accuracy: dict[str, list[list[float]]]) -> None:
@@ -98,6 +98,14 @@ def test_a_table_has_methods_down_and_cells_across(sweep: Path) -> None:
     assert lines[2] == "| fedavg | **35.0 ± 7.1** | 55.0 ± 7.1 |"
     assert lines[3] == "| fedlpa | – | **81.2 ± 1.7** |"
     assert lines[-1] == "Seeds 0, 1; `fedfuse reproduce fedlpa/table5 --scale cpu`."
+
+
+def test_costs_are_told_in_units_a_reader_knows() -> None:
+    costs = {"bytes_up": {0: 1.79e6}, "flops": {0: 8.449e10}, "server_seconds": {0: 1.5}}
+    result = StoredResult("x/t", "cpu", "", {"t": {"fedavg": costs}})
+    told = [stored_table(result, score).splitlines() for score in costs]
+    assert [lines[0].split("|")[1].strip() for lines in told] == ["sent up, MB", "clients' work, GFLOPs", "server, s"]
+    assert [lines[2] for lines in told] == ["| fedavg | **1.79** |", "| fedavg | **84.5** |", "| fedavg | **1.50** |"]
 
 
 def test_marked_tables_are_written_anew_and_nothing_else(sweep: Path) -> None:

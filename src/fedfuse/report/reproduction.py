@@ -14,6 +14,12 @@ from fedfuse.report.stored import STORED_COLUMNS, StoredResult
 TABLE = re.compile(r"<!-- stored (?P<asked>[^>]*?) -->\n.*?<!-- /stored -->", re.DOTALL)
 NEVER_RUN = re.compile(r"<!-- never run (?P<folder>[^>]*?) -->\n.*?<!-- /never run -->", re.DOTALL)
 DASH = "–"
+UNITS: Mapping[str, tuple[float, int, str]] = {
+    "share": (100.0, 1, ", %"),
+    "bytes": (1e-6, 2, ", MB"),
+    "flops": (1e-9, 1, ", GFLOPs"),
+    "seconds": (1.0, 2, ", s"),
+}
 
 TITLE = "# What holds: every claim, with a verdict"
 PREFACE = """\
@@ -125,8 +131,7 @@ def stored_table(result: StoredResult, score: str = "accuracy", cells: Sequence[
     The best of a column is bold.
     """
     column, chosen = STORED_COLUMNS[score], [cell for cell in result.cells if not cells or cell in cells]
-    factor, digits = (100.0, 1) if column.kind == "share" else (1e6, 2) if column.kind == "bytes" else (1.0, 3)
-    unit = {"share": ", %", "bytes": ", MB"}.get(column.kind, "")
+    factor, digits, unit = UNITS.get(column.kind, (1.0, 3, ""))
     lines = [f"| {column.title}{unit} | {' | '.join(cell.replace('-', ' ') for cell in chosen)} |"]
     lines.append("|---|" + "--:|" * len(chosen))
     found = {cell: {label: result.summarize(cell, label, score) for label in result.labels} for cell in chosen}
