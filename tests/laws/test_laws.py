@@ -51,6 +51,11 @@ def with_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
 
 
+# Methods whose options bring aggregators that no default has.
+VARIANTS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("fedlpa", {"solver": "adam", "max_iters": 5}),
+    ("refit", {"layers": True}),
+)
 NETWORKS = {
     "plain": Spec("mlp", {"inputs": FEATURES, "hidden": [7], "classes": CLASSES}),
     "with norm": Spec.of(with_norm()),
@@ -83,6 +88,7 @@ def aggregators() -> list[type]:
 def cases() -> dict[str, Recipe]:
     """Every method, every aggregator that can stand alone, and every guard before the plain mean."""
     found = {name: method.recipe() for name, method in all_methods().items()}
+    found |= {f"{name} {options}": all_methods()[name].recipe(**options) for name, options in VARIANTS}
     for cls in aggregators():
         if needs_nothing(cls):
             made: Aggregator = cls()

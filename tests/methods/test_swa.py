@@ -194,12 +194,12 @@ def test_experiment_files_compare_swa_with_means_on_one_network(path: Path) -> N
         aggregates = [recipe.aggregate for recipe in cell.recipes().values()]
         assert NonGaussianMean() in aggregates
         assert Mean() in aggregates
-        assert len(cell.seeds) == 3
+        assert len(cell.seeds) >= 3
 
 
 def test_every_table_and_figure_has_a_file() -> None:
     names = {path.name.split(".")[0].split("-")[0] for path in FILES}
-    assert names == {
+    assert names - {"scale", "splits"} == {
         "table1",
         "table2",
         "table3",

@@ -195,7 +195,8 @@ def regression_mean(layers: Iterable[Tensor], moments: Iterable[Tensor], shares:
 
     Example:
         >>> M = [torch.tensor([[0.0, 0.0]]), torch.tensor([[4.0, 4.0]])]
-        >>> regression_mean(M, [torch.diag(torch.tensor([1.0, 0.0])), torch.eye(2)], [0.5, 0.5]).tolist()
+        >>> seen = [torch.diag(torch.tensor([1.0, 0.0])), torch.eye(2)]
+        >>> regression_mean(M, seen, [0.5, 0.5]).round(decimals=9).tolist()
         [[2.0, 4.0]]
     """
     plain = pull = total = torch.zeros((), dtype=torch.float64)
@@ -212,7 +213,8 @@ def solve_moments(moments: Tensor, gap: Tensor) -> Tensor:
     Features are brought to one scale before the solve, so that only what is alike matters and not how large it is.
 
     Example:
-        >>> solve_moments(torch.diag(torch.tensor([1e-12, 1e6, 0.0])), torch.tensor([[1e-12, 2e6, 0.0]])).tolist()
+        >>> A, gap = torch.diag(torch.tensor([1e-12, 1e6, 0.0])), torch.tensor([[1e-12, 2e6, 0.0]])
+        >>> solve_moments(A, gap).round(decimals=9).tolist()
         [[1.0, 2.0, 0.0]]
     """
     A, gap = moments.double(), gap.double()

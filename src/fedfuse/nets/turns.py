@@ -19,6 +19,7 @@ def block_in_turn(spec: Spec, memory: Params, head: str = "") -> Block | None:
         head: the linear layer that comes last, by name; by default the last linear one.
 
     Example:
+        >>> import torch
         >>> net = Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2})
         >>> block_in_turn(net, {}).name, block_in_turn(net, {f"{TURN}/done": torch.tensor(1)})
         ('fc1', None)

@@ -33,7 +33,7 @@ class Product(ServerPart):
         damping: the share of each client's change that is taken.
     """
 
-    scale: float = 1.0
+    scale: float
     damping: float = 1.0
     needs: ClassVar[frozenset[str]] = frozenset({"start"})
 

@@ -48,6 +48,7 @@ def best_temperature(logits: Tensor, labels: Tensor) -> float:
     It is convex in 1/T; its slope in β = 1/T, the mean of Σ_c p_c z_c − z_y, is bisected.
 
     Example:
+        >>> import torch
         >>> round(best_temperature(torch.tensor([[4.0, 0.0]] * 4), torch.tensor([0, 0, 0, 1])), 6)  # 4 / log 3
         3.640957
     """
