@@ -11,6 +11,7 @@ from fedfuse.client.evidence.moments import Moments, collect_sums
 from fedfuse.client.evidence.private_moments import PrivateMoments, add_noise
 from fedfuse.core.messages import Envelope
 from fedfuse.core.model import Single
+from fedfuse.core.registry import find_method
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
@@ -18,8 +19,6 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
 from fedfuse.linalg.psd import pack
 from fedfuse.linalg.ridge import Sums
-from fedfuse.methods.refit import refit
-from fedfuse.methods.ridge import ridge
 from fedfuse.nets.head import sums_in
 from fedfuse.server.door.admit import admit_all
 from fedfuse.training.round import client_round
@@ -92,7 +91,7 @@ def test_what_follows_from_the_release_is_told_and_nothing_else() -> None:
 
 
 def exchange(recipe_options: dict[str, object], count: int = 60, seed: int = 0) -> tuple[ServerState, bytes]:
-    recipe = ridge("given", **recipe_options)
+    recipe = find_method("ridge").recipe(features="given", **recipe_options)
     torch.manual_seed(0)
     state = ServerState(0, Single.of(SPEC.build(), SPEC))
     brief = state.brief((), 3)
@@ -129,17 +128,17 @@ def local():  # type: ignore[no-untyped-def]
 
     torch.manual_seed(0)
     brief = ServerState(0, Single.of(SPEC.build(), SPEC)).brief((), 3)
-    recipe = ridge("given", epsilon=1.0, reproducible=True)
+    recipe = find_method("ridge").recipe(features="given", epsilon=1.0, reproducible=True)
     return _prepare_local(recipe.work(LocalSettings()), brief, "a", rows(), {}, 0)
 
 
 def test_a_file_says_how_private_it_is() -> None:
-    (words,) = ridge(epsilon=0.5, delta=1e-6).reveals
+    (words,) = find_method("ridge").recipe(epsilon=0.5, delta=1e-6).reveals
     assert "ε = 0.5, δ = 1e-06" in words
     assert "the number of rows, exactly" in words
-    assert "rows of each class" in ridge(epsilon=0.5, counts="public").reveals[0]
+    assert "rows of each class" in find_method("ridge").recipe(epsilon=0.5, counts="public").reveals[0]
 
 
 def test_layers_are_not_refitted_half_privately() -> None:
     with pytest.raises(RecipeError, match="without noise"):
-        refit(epsilon=1.0, layers=True)
+        find_method("refit").recipe(epsilon=1.0, layers=True)
