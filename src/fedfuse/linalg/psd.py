@@ -105,35 +105,6 @@ def is_psd(A: Tensor, tol: float = 1e-6) -> bool:
     return float(torch.linalg.eigvalsh(A)[0]) >= -slack
 
 
-def sqrtm(A: Tensor) -> Tensor:
-    """The symmetric square root S of a positive semi-definite matrix, S S = A.
-
-    Eigenvalues below zero, which only rounding can bring, count as zero.
-
-    Example:
-        >>> sqrtm(torch.diag(torch.tensor([4.0, 9.0])))
-        tensor([[2., 0.],
-                [0., 3.]])
-    """
-    values, vectors = torch.linalg.eigh(symmetrize(A))
-    root: Tensor = (vectors * values.clamp(min=0).sqrt()) @ vectors.mT
-    return root
-
-
-def inv_sqrtm(A: Tensor) -> Tensor:
-    """The symmetric inverse square root of a positive semi-definite matrix, S A S = I.
-
-    Where A is singular to rounding, the pseudo-inverse is meant: S A S is the projector on A's range.
-
-    Example:
-        >>> inv_sqrtm(torch.diag(torch.tensor([4.0, 0.0])))
-        tensor([[0.5000, 0.0000],
-                [0.0000, 0.0000]])
-    """
-    vectors, values = _range(A)
-    return (vectors / values.sqrt()) @ vectors.mT
-
-
 def inverse(A: Tensor) -> Tensor:
     """The inverse of a positive definite matrix, or the pseudo-inverse where it is singular to rounding.
 
