@@ -27,6 +27,7 @@ def scores(said: str) -> dict[str, int]:
     return {method: int(share) for method, share in re.findall(r"(\w+): 3 sites fused, (\d+)%", said)}
 
 
+@pytest.mark.slow
 def test_three_processes_three_folders_one_file_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
