@@ -74,7 +74,7 @@ def test_what_cannot_be_added_is_told(fedfuse: Fedfuse) -> None:
     bring_sums(fedfuse)
     ridge = ("--method", "ridge", "-o", "out.safetensors")
     code, _, err = fedfuse("fuse", "north.safetensors", "--into", "nowhere.safetensors", *ridge)
-    assert (code, "there is no file nowhere.safetensors" in err) == (2, True)
+    assert (code, "there is no file or folder nowhere.safetensors" in err) == (2, True)
     code, _, err = fedfuse("fuse", *ridge)
     assert (code, "there is nothing to fuse" in err) == (2, True)
     assert not Path("out.safetensors").exists()

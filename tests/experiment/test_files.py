@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,9 @@ FOLDER = Path(__file__).parents[2] / "experiments"
 FILES = sorted(path for path in FOLDER.rglob("*.toml") if path.name != "claims.toml")  # the register is none
 
 
-def form(source: str, *, options: object = None, **limits: int | None) -> Dataset:
+def form(source: str, *, options: Mapping[str, Any] | None = None, **limits: Any) -> Dataset:
+    if source == "experiments.held_out:rows":  # training rows alone, of the set that it is told
+        source = (options or {}).get("source", "fashion-mnist")
     return load(source, **limits) if source == "digits" else outline(source, **limits)
 
 

@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -180,8 +181,7 @@ def test_an_interrupted_start_is_as_quiet(file: Path, tmp_path: Path, seconds: f
 
 def test_a_terminated_run_leaves_no_temporary_folders(file: Path, tmp_path: Path) -> None:
     """`kill` left a folder `pymp-…` of Python's multiprocessing in the folder for temporary files."""
-    out, temporary = tmp_path / "out", tmp_path / "tmp"
-    temporary.mkdir()
+    out, temporary = tmp_path / "out", Path(tempfile.mkdtemp(prefix="kill-"))  # short: sockets have short names
     process = subprocess.Popen(
         command(file, out, "--no-memo"),
         env={**environment(tmp_path), "TMPDIR": str(temporary)},
@@ -199,3 +199,13 @@ def test_a_terminated_run_leaves_no_temporary_folders(file: Path, tmp_path: Path
     assert_all_gone(workers)
     assert "stopped; continue with" in said
     assert not list(temporary.iterdir())
+    temporary.rmdir()
+
+
+def test_a_folder_for_temporary_files_too_deep_for_sockets_is_named(file: Path, tmp_path: Path) -> None:
+    deep = tmp_path / ("deep" * 20)
+    deep.mkdir()
+    asked = {**environment(tmp_path), "TMPDIR": str(deep)}
+    done = subprocess.run(command(file, tmp_path / "out"), env=asked, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "set TMPDIR to a shorter one, or use workers=0" in " ".join(done.stderr.split())

@@ -178,9 +178,11 @@ def compared(state: ServerState, update: ClientUpdate) -> dict[str, Tensor]:
 
 
 def claims(law: str) -> pytest.MarkDecorator:
-    """Every case that claims a law, on every network."""
-    who = [(n, net) for n, recipe in cases().items() if law in recipe.laws for net in NETWORKS]
-    return pytest.mark.parametrize(("name", "network"), who, ids=[f"{n}, {net}" for n, net in who])
+    """Every case that claims a law, on every network; with norms, behind `make test-all`."""
+    marks = {"plain": (), "with norm": (pytest.mark.slow,)}
+    names = [n for n, recipe in cases().items() if law in recipe.laws]
+    who = [pytest.param(n, net, id=f"{n}, {net}", marks=marks[net]) for n in names for net in NETWORKS]
+    return pytest.mark.parametrize(("name", "network"), who)
 
 
 num_examples = st.lists(st.floats(0.5, 500.0), min_size=CLIENTS, max_size=CLIENTS)

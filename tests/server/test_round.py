@@ -92,9 +92,9 @@ def test_a_guard_compares_networks_of_one_kind() -> None:
 
 
 @pytest.mark.parametrize("name", ["q.lora_A.weight", "q.lora_B.default.weight", "q.lora_magnitude_vector"])
-def test_adapters_are_refused_by_every_method(name: str) -> None:
+def test_adapters_are_refused_by_methods_that_would_fuse_their_factors_apart(name: str) -> None:
     one = ClientUpdate("a", Posterior({name: torch.ones(2, 2)}), 1.0, 1, SPEC)
-    with pytest.raises(ConfigError, match=f"'{name}' belongs to a low-rank adapter .* merge each adapter"):
+    with pytest.raises(ConfigError, match=f"'{name}' belongs to a low-rank adapter .* fuse by flora or flexlora"):
         fuse_round(Recipe(name="fedavg", aggregate=Mean()), Cohort.of([one]), start(), Bench())
 
 

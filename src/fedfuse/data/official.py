@@ -79,6 +79,7 @@ class Official:
         read_test: reads the test parts that are there.
         classes: names the labels, or the tokens of texts.
         options: what its readers may be told beside.
+        owners: how many hold its rows by nature, 0 where that is not known.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Official:
     read_test: Reader
     classes: Callable[[Store], tuple[str, ...]]
     options: tuple[str, ...] = ()
+    owners: int = 0
 
 
 def _concatenate(splits: Sequence[ArraySplit]) -> ArraySplit:
@@ -330,6 +332,7 @@ HEART_DISEASE = Official(
     read_train=partial(_read_hospitals, half="train"),
     read_test=partial(_read_hospitals, half="test"),
     classes=_FixedNames(("healthy", "ill")),
+    owners=len(_HOSPITAL_FILES),
 )
 
 SHAKESPEARE = Official(
@@ -353,6 +356,7 @@ SHAKESPEARE = Official(
     read_test=read_last_words,
     classes=_FixedNames(token_names((UNKNOWN, *CHARACTERS))),
     options=PLAY_OPTIONS,
+    owners=10,
 )
 
 OFFICIAL: dict[str, Official] = {

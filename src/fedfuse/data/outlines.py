@@ -29,7 +29,9 @@ def outline(
     )
     names = tuple(map(str, range(known.labels)))
     facts = {"source": source, "outline": True}
-    return Dataset(source, train, test, names, facts, task, vocabulary=names if reads_texts(task) else ())
+    owners = tuple(f"owner-{row % known.owners}" for row in range(len(train))) if known.owners else ()
+    tokens = names if reads_texts(task) else ()
+    return Dataset(source, train, test, names, facts, task, owners=owners, vocabulary=tokens)
 
 
 def _blank_rows(known: Official, rows: int, task: Task) -> Rows:

@@ -10,6 +10,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import sys
+import tempfile
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -342,8 +343,20 @@ def _context(warm: bool) -> ForkServerContext | SpawnContext:
     context.set_forkserver_preload(_PRELOAD)
     if warm:  # it imports while our caller still prepares its data
         with _environment(_ONE_THREAD), _main_if_a_file():
-            multiprocessing.forkserver.ensure_running()
+            _start_forkserver()
     return context
+
+
+def _start_forkserver() -> None:
+    try:
+        multiprocessing.forkserver.ensure_running()
+    except OSError as why:
+        if "AF_UNIX" not in str(why):
+            raise
+        raise ConfigError(
+            f"worker processes cannot be reached: the folder for temporary files, {tempfile.gettempdir()}, has too "
+            "long a name for a socket; set TMPDIR to a shorter one, or use workers=0"
+        ) from why
 
 
 @contextmanager
