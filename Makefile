@@ -11,10 +11,10 @@ demo: $(VENV)/.core
 	$(VENV)/bin/fedfuse demo
 
 test: lint types
-	$(PY) -m pytest -n 2
+	$(PY) -m pytest -n 2 --dist worksteal
 
 test-all: $(VENV)/.dev
-	$(PY) -m pytest -n 2 -m "(paper or browser or slow) and not flower"
+	$(PY) -m pytest -n 2 --dist worksteal -m "(paper or browser or slow) and not flower"
 	$(PY) -m pytest -m flower  # each starts processes and ports of its own: one at a time
 
 fuzz: $(VENV)/.dev
