@@ -6,6 +6,7 @@ an update. What comes out stands beside the pooled fit, each hospital alone and 
 
 from __future__ import annotations
 
+import argparse
 import csv
 import subprocess
 import sys
@@ -145,7 +146,9 @@ def main(folder: Path, command: Command, exchanges: int = EXCHANGES) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    where = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()).resolve()
+    words = argparse.ArgumentParser(description="Four hospitals, from the federation folder to the model card.")
+    words.add_argument("folder", nargs="?", help="where files are written; by default a new temporary folder")
+    where = Path(words.parse_args().folder or tempfile.mkdtemp()).resolve()
     where.mkdir(parents=True, exist_ok=True)
 
     def type_there(*words: str) -> None:
