@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -240,3 +242,16 @@ def test_the_order_of_a_sites_classes_never_changes_the_fused_answers(
         path = made.update.save(tmp_path / f"{name}.safetensors")
         fused.append(fuse_files([path], federation=agreed).logits(torch.from_numpy(x)))
     assert torch.equal(*fused)
+
+
+@pytest.mark.parametrize("order", list(permutations(CLASSES))[1::2])
+def test_the_order_in_which_a_site_made_its_class_folders_does_not_matter(
+    order: tuple[str, ...], fedfuse: Fedfuse, hospitals: Path
+) -> None:
+    for name in order:
+        shutil.copytree(hospitals / "patients-a" / name, hospitals / "patients-z" / name)
+    for site in "az":
+        update(fedfuse, site, "--client", "same")
+    own, other = (read(hospitals / f"{site}.safetensors").tensors for site in "az")
+    assert own.keys() == other.keys()
+    assert all(torch.equal(own[name], other[name]) for name in own)
