@@ -171,7 +171,7 @@ def test_at_the_optimizers_own_rate_variances_would_stand_still() -> None:
     module = nn.Linear(4, 1, bias=False)
     start = BayesianLayers(log_variance=-6.0)(Single.of(module, Spec.of(module)), 1, seed=0)
     settings = LocalSettings(
-        epochs=5, optimizer={"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}, log_variance_lr=0.05
+        epochs=5, optimizer={"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}, log_variance_lr=0.5
     )
     work = Work(settings, Elbo(base=Gaussian(0.25)))
     moved = learned(start, work, own)["net.log_variance"]
@@ -192,6 +192,21 @@ def test_variances_the_data_say_nothing_about_go_to_the_priors() -> None:
     work = Work(settings, Elbo(scale=0.2))
     found = decode(client_round(work, brief, "a", silent).payload).tensors["net.classifier.log_variance"]
     torch.testing.assert_close(found, torch.full_like(found, 2 * torch.tensor(0.2).log().item()), atol=0.01, rtol=0)
+
+
+def test_variances_of_small_and_large_clients_go_equally_far_where_rows_say_nothing() -> None:
+    """Counted in steps, a client with few rows would stay at its narrow start and seem the surest of all."""
+    start = bayesian_start(last=1)
+    params = {n: torch.zeros_like(t) if "fc1" in n else t for n, t in start.posterior.mean.items()}
+    brief = Brief(0, start.spec, params, classes=3, memory={"examples/all": torch.tensor(340.0)})
+    work = Work(LocalSettings(epochs=4, batch_size=10, log_variance_lr=0.15), Elbo(kl="share", prior="start"))
+    moved = []
+    for count in (20, 320):
+        silent = Rows(torch.zeros(count, 4), rows(count).y)
+        found = decode(client_round(work, brief, "a", silent).payload).tensors["net.classifier.log_variance"]
+        moved.append(found - params["net.classifier.log_variance"])
+    torch.testing.assert_close(moved[0], moved[1], atol=0.01, rtol=0)
+    torch.testing.assert_close(moved[0], torch.full_like(moved[0], 4 * 0.15), atol=0.02, rtol=0)
 
 
 def test_the_released_start_never_moves() -> None:

@@ -108,7 +108,7 @@ def test_all_rules_train_the_same_way_and_then_differ() -> None:
 
 def test_variances_learn_and_the_record_tells_how_wide_they_are() -> None:
     at = setting()
-    bench = replace(at.bench, local=at.bench.local.model_copy(update={"log_variance_lr": 0.5}))
+    bench = replace(at.bench, local=at.bench.local.model_copy(update={"log_variance_lr": 2.0}))
     recipe = find_method("rklb").recipe(last=2)
     *_, last = run(recipe, InProcess(at.population, at.seed), bench, at.judge, at.start, replace(at.plan, rounds=4))
     sigma = last.facts["facts"]["sigma"]["net.classifier"]

@@ -154,10 +154,11 @@ class Decay(Settings):
 class LocalSettings(Settings):
     """Everything about local training that is not the method's business.
 
-    `log_variance_lr` is the rate of the natural-gradient step that log-variances of Bayesian layers take; it decays
-    with the optimizer's. `kernel` says who does the arithmetic: "torch", "compiled" (see `fedfuse.kernels`), or "auto"
-    for the compiled one where it knows the network and is faster. They differ in rounding alone. With `epochs = 0`
-    nobody takes a step: a site then brings evidence for the weights it was given, of a finished model say.
+    `log_variance_lr` is the rate of log-variances of Bayesian layers in an epoch, shared among its natural-gradient
+    steps, whatever their number; it decays with the optimizer's. `kernel` says who does the arithmetic: "torch",
+    "compiled" (see `fedfuse.kernels`), or "auto" for the compiled one where it knows the network and is faster. They
+    differ in rounding alone. With `epochs = 0` nobody takes a step: a site then brings evidence for the weights it was
+    given, of a finished model say.
 
     Example:
         >>> LocalSettings(epochs=2, optimizer={"lr": 0.1}).optimizer.lr
@@ -171,7 +172,7 @@ class LocalSettings(Settings):
     optimizer: Optimizer = Optimizer()
     decay: Decay | None = None
     round_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    log_variance_lr: NonNegativeFloat = 0.05
+    log_variance_lr: NonNegativeFloat = 0.15
     l1: NonNegativeFloat = 0.0
     clip: PositiveFloat | None = None
     augment: Any = None
@@ -213,6 +214,10 @@ class LocalSettings(Settings):
             >>> LocalSettings(epochs=3, batch_size=32).steps_for(100)
             12
         """
-        batches = num_examples / self.batch_size
-        steps = self.epochs * (math.floor(batches) if self.drop_last else math.ceil(batches))
+        steps = self.epochs * self.steps_per_epoch(num_examples)
         return steps if self.max_steps is None else min(steps, self.max_steps)
+
+    def steps_per_epoch(self, num_examples: float) -> int:
+        """How many optimizer steps one pass over so many examples takes."""
+        batches = num_examples / self.batch_size
+        return math.floor(batches) if self.drop_last else math.ceil(batches)

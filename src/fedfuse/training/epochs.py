@@ -69,8 +69,11 @@ class TorchEpochs:
         shape_gradients(params[:weights], grads[:weights], settings)
         self._step(params[:weights], grads[:weights], local.lr)
         if weights < len(params):
-            rate = settings.log_variance_lr * local.lr / settings.optimizer.lr
-            log_variance_step(params[weights:], grads[weights:], rate, len(local.rows))
+            # Time is counted in epochs: were it counted in steps, clients with few rows would leave variances near
+            # the narrow start, and a rule that weighs by precision would take them for the surest of all.
+            rate = settings.log_variance_lr / max(1, settings.steps_per_epoch(len(local.rows)))
+            rate *= local.lr / settings.optimizer.lr
+            log_variance_step(params[weights:], grads[weights:], rate, local.all_examples)
         if not isinstance(project, Free):
             for name, value in zip(self._names, params, strict=True):
                 value.copy_(project(name, value, local.brief))

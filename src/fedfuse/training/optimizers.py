@@ -82,13 +82,14 @@ class Adam:
         torch._foreach_addcdiv_(params, self._first, root, -lr / (1 - b1**self._step))
 
 
-def log_variance_step(log_variances: Tensors, grads: Tensors, rate: float, rows: int) -> None:
+def log_variance_step(log_variances: Tensors, grads: Tensors, rate: float, rows: float) -> None:
     """Natural-gradient step of log-variances ρ = log σ², in place: ρ ← ρ − η · 2n ∂L/∂ρ, at most 1 up or down.
 
-    A Gaussian's Fisher information about ρ is ½, so 2n ∂L/∂ρ is the natural gradient of the objective n L of all n
-    rows. With L = mean loss + KL/n it is σ² (n h + 1/s²) − 1, h being the loss's curvature: it has no scale of its
-    own, and vanishes at the posterior's variance. Plain SGD sees it divided by 2n, and stands still. Momentum, weight
-    decay and L1 are for weights: they would pull variances to one, whatever the data say.
+    A Gaussian's Fisher information about ρ is ½, so 2n ∂L/∂ρ is the natural gradient of the objective n L, n being the
+    number of rows that KL is divided by: the client's own, or those of all clients. With L = mean loss + KL/n it is
+    σ² (n h + 1/s²) − 1, h being the loss's curvature: it has no scale of its own, and vanishes at the posterior's
+    variance. Plain SGD sees it divided by 2n, and stands still. Momentum, weight decay and L1 are for weights: they
+    would pull variances to one, whatever the data say.
 
     Example:
         >>> rho = torch.tensor([-6.0])
