@@ -70,6 +70,20 @@ def test_sites_come_late_leave_and_form_regions(fedfuse: Fedfuse) -> None:
     assert_same("whole", "all")
 
 
+def test_regions_of_trained_weights_are_fused_as_their_sites(fedfuse: Fedfuse) -> None:
+    train = ("--model", "mlp", "--set", "model.hidden=[6]", "--set", "local.epochs=1")
+    for site in SITES:
+        assert_runs(fedfuse, "update", "--data", f"{site}.npz", *train, "-o", f"{site}.safetensors")
+    north, east, south = (f"{site}.safetensors" for site in SITES)
+    assert_runs(fedfuse, "fuse", north, east, "--partial", "-o", "region.safetensors")
+    assert_runs(fedfuse, "fuse", "region.safetensors", south, "-o", "tree.safetensors")
+    assert_runs(fedfuse, "fuse", north, east, south, "-o", "all.safetensors")
+    tree, whole = (read(Path(name)).tensors for name in ("tree.safetensors", "all.safetensors"))
+    assert all(tree[n].equal(tensor) for n, tensor in whole.items())
+    code, _, err = fedfuse("fuse", north, east, "--method", "ensemble", "--partial", "-o", "no.safetensors")
+    assert (code, "for 'ensemble' reads more of its clients than one sum" in err) == (2, True)
+
+
 def test_what_cannot_be_added_is_told(fedfuse: Fedfuse) -> None:
     bring_sums(fedfuse)
     ridge = ("--method", "ridge", "-o", "out.safetensors")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from fedfuse.core.messages import Start
 from fedfuse.core.model import Single
@@ -125,6 +125,13 @@ class Recipe:
         """Whether its server reads nothing of clients but sums over them, so that secure aggregation fits."""
         filtered = self.align is not None or self.guard is not None
         return not filtered and all(part.only_sums for part in self._parts)
+
+    @property
+    def sums_by(self) -> str | None:
+        """By what clients weigh in the one sum its server reads of them, or None where it reads more than one sum."""
+        if not self.only_sums:
+            return None
+        return ("evidence" if not self.trains else None) if self.evidence else weighs_by(self.aggregate)
 
     @property
     def tensorwise(self) -> bool:
@@ -308,6 +315,20 @@ class Recipe:
         networks = {"": state.start.spec} | {client: start.spec for client, start in state.starts.items()}
         for part in self._parts:
             part.check_network(networks, bench, rounds)
+
+
+@runtime_checkable
+class WeighsInSum(Protocol):
+    """An aggregator that reads of its clients one sum of weights and nothing else."""
+
+    @property
+    def sums_by(self) -> str | None:
+        """By what clients weigh in it: "examples", or alike as "clients"; None where it is not one sum after all."""
+
+
+def weighs_by(aggregate: Aggregator) -> str | None:
+    """By what clients weigh in the one sum of weights that an aggregator reads, None if there is no such."""
+    return aggregate.sums_by if isinstance(aggregate, WeighsInSum) else None
 
 
 def says(part: object, need: str) -> bool:

@@ -14,7 +14,7 @@ from fedfuse.core.params import Params
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.tasks import CLASSIFICATION, task_header, task_named
-from fedfuse.wire.codec import Malformed, Packet, decode, encode, encoded_size
+from fedfuse.wire.codec import LazyParams, Malformed, Packet, decode, encode, encoded_size
 
 VERSION = 1
 NOTE = "~"  # evidence and memory stand under this mark, so that plain names are always the model's own
@@ -101,7 +101,7 @@ def mark_notes(notes: Params) -> dict[str, Tensor]:
     return {NOTE + name: tensor for name, tensor in notes.items()}
 
 
-def split(packet: Packet) -> tuple[Params, Params]:
+def split(packet: Packet) -> tuple[LazyParams, LazyParams]:
     """A message's tensors as the model's own and the notes."""
     own = packet.tensors.part(lambda n: not n.startswith(NOTE))
     notes = packet.tensors.part(lambda n: n.startswith(NOTE), lambda n: n.removeprefix(NOTE))

@@ -63,7 +63,7 @@ class FitHead(ServerPart):
             )
         layer = linear_layer(update.spec.layout, self.layer)
         sums = total_sums(u.notes for u in cohort)
-        matrix, geometry, facts = self.fit(sums, layer, len(cohort))
+        matrix, geometry, facts = self.fit(sums, layer, cohort.sites)
         params = {n: t.clone() for n, t in update.posterior.mean.items()}
         _check_outputs(layer, len(params[layer.weight]), len(matrix))
         return state.fused(params | layer.split(matrix, params), geometry, update.spec).noting(**facts)
