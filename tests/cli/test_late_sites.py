@@ -111,6 +111,23 @@ def test_evidence_at_a_common_model_refits_its_last_layer(fedfuse: Fedfuse) -> N
     assert scores["fit.safetensors"]["accuracy"] > scores["mean.safetensors"]["accuracy"]
 
 
+def test_every_layer_is_refitted_by_files(fedfuse: Fedfuse) -> None:
+    train = ("--model", "mlp", "--set", "model.hidden=[12]", "--set", "local.epochs=5")
+    for site in SITES:
+        assert_runs(fedfuse, "update", "--data", f"{site}.npz", *train, "-o", f"{site}.safetensors")
+    assert_runs(fedfuse, "fuse", *(f"{site}.safetensors" for site in SITES), "-o", "model-0.safetensors")
+    layers = ("--method", "refit", "--set", "layers=true")
+    for turn in range(2):
+        now, sums = f"model-{turn}.safetensors", [f"sums-{site}.safetensors" for site in SITES]
+        for site, out in zip(SITES, sums, strict=True):
+            own = ("--own", f"{site}.safetensors", "-o", out)
+            assert_runs(fedfuse, "evidence", now, "--data", f"{site}.npz", *layers, *own)
+        assert_runs(fedfuse, "fuse", *sums, *layers, "--start", now, "-o", f"model-{turn + 1}.safetensors")
+    assert read(Path("model-1.safetensors")).header["facts"]["published"] == {"turn/done": 1}
+    code, _, err = fedfuse("evidence", "model-0.safetensors", "--data", "north.npz", *layers, "-o", "x.safetensors")
+    assert (code, "pass this site's own update (--own)" in err) == (2, True)
+
+
 def test_networks_trained_elsewhere_bring_evidence_for_a_method_that_trains(fedfuse: Fedfuse) -> None:
     train = ("--model", "mlp", "--set", "model.hidden=[8]", "--set", "local.epochs=5")
     for seed, site in enumerate(SITES):

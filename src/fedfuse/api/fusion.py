@@ -154,7 +154,8 @@ class Fused:
         if dtype is not None:
             raise ConfigError("dtype is for checkpoint folders; the file of a model keeps the dtype of its updates")
         notes, headers = sums_to_keep(self.sums)
-        save_model(self.model, Path(path), {SUMS: headers} if headers else None, self.about, notes)
+        published = {"published": told} if (told := self.facts.get("published")) else {}
+        save_model(self.model, Path(path), published | ({SUMS: headers} if headers else {}), self.about, notes)
         return Path(path)
 
 
@@ -257,7 +258,7 @@ def _recipe_behind_filters(recipe: Recipe | str, align: AlignChoice, guard: Guar
 
 def _ready(recipe: Recipe, bench: Bench, brief: Brief, names: CommonNames) -> tuple[ServerState, Bench]:
     """What the round begins with, checked to suit the recipe."""
-    state = ServerState(brief.round, Single(brief.spec, Posterior(brief.params)))
+    state = ServerState(brief.round, Single(brief.spec, Posterior(brief.params)), brief.memory)
     inputs = None if names.inputs is None else names.inputs.bounds()
     bench = replace(bench, classes=brief.classes, inputs=inputs, task=brief.task)
     recipe.check(1, bench, state if brief.spec.can_run else None)

@@ -35,7 +35,7 @@ def check_sums(recipe: Recipe, what: str) -> None:
     Raises:
         RecipeError: naming what was asked for.
     """
-    if recipe.trains or not recipe.only_sums:
+    if recipe.sums_by != "evidence":
         raise RecipeError(
             f"{what} needs a method that reads sums of evidence and nothing else, such as ridge or refit, and "
             f"{recipe.label or recipe.name!r} reads more of each client; fuse all updates at once"

@@ -146,6 +146,7 @@ def evidence(
         typer.Option("--model", help="package.module:Class that the file names, or plain weights are of."),
     ] = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a text that a folder's network reads.")] = 128,
+    own: Annotated[Path | None, typer.Option(help="This site's own update, for refit with layers=true.")] = None,
     as_json: Json = False,
 ) -> None:
     """At a site: bring the evidence a method asks for at a finished model, without training.
@@ -179,6 +180,7 @@ def evidence(
             trusted=trust or [],
             federation=agreed,
             saying=said,
+            own=own,
         )
     _write_update(done, output, as_json)
 

@@ -129,9 +129,8 @@ class Recipe:
     @property
     def sums_by(self) -> str | None:
         """By what clients weigh in the one sum its server reads of them, or None where it reads more than one sum."""
-        if not self.only_sums:
-            return None
-        return ("evidence" if not self.trains else None) if self.evidence else weighs_by(self.aggregate)
+        more = not self.only_sums or (self.trains and self.evidence)
+        return None if more else weighs_by(self.aggregate)
 
     @property
     def tensorwise(self) -> bool:
@@ -319,15 +318,15 @@ class Recipe:
 
 @runtime_checkable
 class WeighsInSum(Protocol):
-    """An aggregator that reads of its clients one sum of weights and nothing else."""
+    """An aggregator that reads of its clients one sum, of weights or of evidence, and nothing else."""
 
     @property
     def sums_by(self) -> str | None:
-        """By what clients weigh in it: "examples", or alike as "clients"; None where it is not one sum after all."""
+        """By what clients weigh in it: "examples", alike as "clients", as their "evidence"; None where it is no sum."""
 
 
 def weighs_by(aggregate: Aggregator) -> str | None:
-    """By what clients weigh in the one sum of weights that an aggregator reads, None if there is no such."""
+    """By what clients weigh in the one sum that an aggregator reads, None if there is no such."""
     return aggregate.sums_by if isinstance(aggregate, WeighsInSum) else None
 
 

@@ -51,6 +51,7 @@ class FitHead(ServerPart):
     noise: float = 0.0
     needs: ClassVar[frozenset[str]] = frozenset({KIND})
     only_sums: ClassVar[bool] = True
+    sums_by: ClassVar[str] = "evidence"
     laws: ClassVar[frozenset[str]] = frozenset({"order", "scale", "pure", "dtype", "finite", "repeat"})
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002

@@ -86,14 +86,15 @@ def measure(
         evidence: the kinds it was asked for.
         anchored: whether it began with the brief's weights, so that a move is known.
     """
+    stands = anchored and update.posterior.mean is brief.params  # nobody trained: there is no move to measure
     with one_thread():
-        levers = dict(_weight_levers(update.posterior.mean, brief, anchored))
+        levers = {} if stands else dict(_weight_levers(update.posterior.mean, brief, anchored))
     for kind in evidence:
         found = kind.influence(update.notes)
         levers |= {
             name: Lever(value, partial(_scale_notes, kind, name), room=kind.room) for name, value in found.items()
         }
-    if anchored:
+    if anchored and not stands:
         total = math.hypot(*(lever.value for name, lever in levers.items() if name.startswith("move of ")))
         everything = frozenset(_floating(update.posterior.mean, brief.spec.layout))
         shorten = partial(_scale_weights, everything, brief.params)
@@ -221,8 +222,8 @@ def keep_within_bounds(
         claims: what is known of examples and steps.
         bounds: how much is too much.
     """
-    found = Bounded([])
-    fair = [u for u in updates if not _exceeds_claims(u, updates, claims, bounds, found)]
+    found, usual = Bounded([]), _Usual.of(updates, claims, bounds)
+    fair = [u for u in updates if not _exceeds_claims(u, usual, claims, found)]
     limits = {spec: _limits([u for u in fair if u.spec == spec], levers, bounds) for spec in {u.spec for u in fair}}
     for update in fair:
         kept: ClientUpdate | None = update
@@ -266,13 +267,25 @@ def _over(
     return None
 
 
-def _exceeds_claims(
-    update: ClientUpdate, updates: Sequence[ClientUpdate], claims: Claims, bounds: Bounds, found: Bounded
-) -> bool:
+class _Usual(NamedTuple):
+    """What is usual among the clients of a round: examples per site, steps, and how many times as many one may have."""
+
+    examples: float
+    steps: float
+    ratio: float
+
+    @classmethod
+    def of(cls, updates: Sequence[ClientUpdate], claims: Claims, bounds: Bounds) -> _Usual:
+        if not updates:
+            return cls(0.0, 0.0, math.inf)
+        examples = statistics.median(u.examples_per_site for u in updates)
+        ratio = claims.ratio if len(updates) >= FEW else bounds.few if len(updates) > 2 else math.inf
+        return cls(examples, statistics.median(u.steps for u in updates), ratio)
+
+
+def _exceeds_claims(update: ClientUpdate, usually: _Usual, claims: Claims, found: Bounded) -> bool:
     """Whether a client says more of itself than it could know, which is then written down."""
-    typical = statistics.median(u.examples_per_site for u in updates)
-    vouched = update.client not in claims.own_word
-    ratio = claims.ratio if len(updates) >= FEW else bounds.few if len(updates) > 2 else math.inf
+    typical, ratio, vouched = usually.examples, usually.ratio, update.client not in claims.own_word
     if not vouched and update.examples_per_site > ratio * typical:
         words = f"at most {update.sites * ratio * typical:g}, {ratio:g} times the median{_of_sites(update)}"
         found.refused.append(Refused(update.client, "num_examples", update.num_examples, words).facts())
@@ -283,7 +296,7 @@ def _exceeds_claims(
         words = f"{least} to {most}, for {update.num_examples:g} examples trained on as it was told"
     else:
         room = claims.ratio * (max(1.0, update.examples_per_site / typical) if vouched else 1.0)
-        least, most = 0, math.ceil(room * statistics.median(u.steps for u in updates))
+        least, most = 0, math.ceil(room * usually.steps)
         words = f"at most {most}, {room:g} times the median"
     if least <= update.steps <= most:
         return False

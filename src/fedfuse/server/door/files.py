@@ -29,7 +29,7 @@ from fedfuse.server.door.names import CommonNames, agree_on_names, find_odd_numb
 from fedfuse.tasks import CLASSIFICATION, task_named
 from fedfuse.wire.codec import Malformed, Packet, encode, forms_of
 from fedfuse.wire.folders import open_weights
-from fedfuse.wire.messages import NOTE, reply_header, split
+from fedfuse.wire.messages import NOTE, read_memory, reply_header, split
 from fedfuse.wire.sums import sum_forms
 
 _START = (
@@ -37,7 +37,7 @@ _START = (
     "the same first weights everywhere: one federation folder (`fedfuse init`) or one --start file, as most have",
 )
 _MOST_BUILT = 10**8  # numbers in a network that is built because a file names it
-_SHARED = ("spec", "layout", "round", "start", "classes", "task")  # what all updates of one fusion have in common
+_SHARED = ("spec", "layout", "round", "start", "classes", "task", "memory")  # common to all of one fusion
 _SAID = ("version", "num_examples", "steps", "facts", "training", "sums")  # what an update says of itself
 
 
@@ -274,7 +274,7 @@ def _brief(first: _OpenedItem, start: Params | None, networks: Sequence[Spec], m
         raise ConfigError("the updates' headers name an impossible round or number of classes")
     begin = own if start is None else _check_start(start, first)
     task = task_named(header.get("task", CLASSIFICATION.name))
-    return Brief(round_, spec, begin, classes=classes, task=task)
+    return Brief(round_, spec, begin, read_memory(header.get("memory")), classes=classes, task=task)
 
 
 def _difference(first: _OpenedItem, spec: Spec) -> tuple[str, str, str] | None:
@@ -333,9 +333,9 @@ def _find_lack(o: _OpenedItem, brief: Brief, recipe: Recipe) -> Refused | None:
         return Refused(client, "network", f"one without {what}", how)
     if "training" in recipe.needs and "training" not in o.packet.header:
         return Refused(client, "training", "missing", f"how it was trained: {how}")
-    for kind in recipe.evidence:
-        needed = kind.name in recipe.needs and (o.is_plain or bool(kind.expects(brief)))
-        if needed and kind.name not in o.kinds:
+    for kind, names in ((k, {} if o.is_plain else k.expects(brief)) for k in recipe.evidence if k.name in recipe.needs):
+        asked = {kind.name, *(name.partition("/")[0] for name in names)}
+        if (o.is_plain or names) and not asked & o.kinds:
             return Refused(client, f"evidence {kind.name!r}", "missing", how)
     return None
 
