@@ -17,6 +17,7 @@ from fedfuse.core.messages import Brief
 from fedfuse.core.model import Single, outputs
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
+from fedfuse.core.privacy import Release, release_of
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import ClientsOnly, NothingBefore, Work
@@ -55,6 +56,11 @@ class Update:
     def about(self) -> About:
         """What its file says of itself."""
         return About.of(decode(self.payload).header)
+
+    @property
+    def release(self) -> Release:
+        """What it tells of any one row; of an update without noise the signal is infinite."""
+        return Release.from_json(decode(self.payload).header.get("privacy"))
 
     @property
     def facts(self) -> Mapping[str, float]:
@@ -234,7 +240,9 @@ def _tell(recipe: Recipe, client: str, names: tuple[str, ...], inputs: RowForm |
         reveals=recipe.reveals,
         versions=versions(),
     )
-    return about.to_json() | {"reveals": list(recipe.reveals)}  # that nothing is revealed is told too
+    release = release_of(recipe.evidence, recipe.trains)
+    noised = {} if release is None else {"privacy": release.to_json()}
+    return about.to_json() | {"reveals": list(recipe.reveals)} | noised  # that nothing is revealed is told too
 
 
 def _form_of(rows: Rows) -> RowForm | None:
