@@ -6,8 +6,8 @@ Run `python benchmarks/scale.py [--json FILE] [--workers N] [--method NAME] [--c
 it is found, else random ones of that shape. Every case is a process of its own, so that its memory is its own.
 
 With `--stream N` it sends N small replies (sums of five rows each) through the door instead, a thousand at a time, adds
-every thousand up to a region's sum and the regions to one, and prints seconds and the peak of memory on the way.
-Seconds should be linear and memory flat, whatever N is.
+every thousand up to a region's sum and the regions to one, and prints seconds and the peak of memory on the way (a
+reply's milliseconds are the processor's). Seconds should be linear and memory flat, whatever N is.
 
 - training: seconds in which a worker trains, over the seconds of all rounds (times the number of workers).
 - memory: the peak of round 20 over that of round 5, workers included; 1.00 is flat.
@@ -157,11 +157,11 @@ def in_a_process_of_its_own(clients: int, options: argparse.Namespace) -> dict[s
 def show_stream(count: int, path: Path | None) -> None:
     from stream import stream
 
-    print(f"{'replies':>10}{'seconds':>10}{'a reply, ms':>14}{'peak, MiB':>12}")
+    print(f"{'replies':>10}{'seconds':>10}{'processor, s':>14}{'a reply, ms':>14}{'peak, MiB':>12}")
     marks, arrived = stream(count)
     for mark in marks:
-        per_reply = 1000 * mark.seconds / mark.replies
-        print(f"{mark.replies:>10d}{mark.seconds:>10.1f}{per_reply:>14.3f}{mark.peak_mib:>12.0f}", flush=True)
+        told = f"{mark.replies:>10d}{mark.seconds:>10.1f}{mark.busy_seconds:>14.1f}"
+        print(f"{told}{1000 * mark.busy_seconds / mark.replies:>14.3f}{mark.peak_mib:>12.0f}", flush=True)
     print(f"{arrived:.0f} rows arrived, {marks[-1].peak_mib / marks[0].peak_mib:.2f} of the first mark's memory")
     if path:
         path.write_text(json.dumps([asdict(mark) for mark in marks], indent=1) + "\n")

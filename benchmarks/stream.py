@@ -33,6 +33,7 @@ class Mark:
 
     replies: int
     seconds: float
+    busy_seconds: float  # of the processor, which other work on the machine does not lengthen
     peak_mib: float
 
 
@@ -57,7 +58,8 @@ def stream(count: int, region: int = 1000, marks: int = 10) -> tuple[list[Mark],
     """Send so many replies through, a region at a time; the marks on the way, and the rows that arrived."""
     spec, recipe = Spec("mlp", {"inputs": FEATURES, "hidden": [], "classes": CLASSES}), refit()
     brief = ServerState(0, Single.of(spec.build(), spec)).brief((), CLASSES)
-    began, every, found = time.perf_counter(), max(region, count // marks), list[Mark]()
+    began, worked = time.perf_counter(), time.process_time()
+    every, found = max(region, count // marks), list[Mark]()
     total: dict[str, torch.Tensor] = {}
     peak_and_forget(psutil.Process())
     for begin in range(0, count, region):
@@ -67,5 +69,6 @@ def stream(count: int, region: int = 1000, marks: int = 10) -> tuple[list[Mark],
             plain = name.removeprefix(NOTE)
             total[plain] = total[plain] + packet.tensors[name] if plain in total else packet.tensors[name].clone()
         if end % every == 0 or end == count:
-            found.append(Mark(end, time.perf_counter() - began, peak_and_forget(psutil.Process()) / 2**20))
+            seconds, busy = time.perf_counter() - began, time.process_time() - worked
+            found.append(Mark(end, seconds, busy, peak_and_forget(psutil.Process()) / 2**20))
     return found, total_sums([total]).count

@@ -107,7 +107,7 @@ def test_methods_that_read_more_than_sums_say_so(files: dict[str, Path], tmp_pat
     plain: dict[str, Tensor] = dict(START)
     model = fedfuse.fuse([plain, plain]).save(tmp_path / "mean.safetensors")
     with pytest.raises(RecipeError, match="there is no one sum of what was fused"):
-        fedfuse.fuse([plain, plain]).partial()
+        fedfuse.fuse([plain, plain], "ensemble", model=NET).partial()
     with pytest.raises(RecipeError, match="adding to a fused file needs a method that reads sums of evidence"):
         fedfuse.fuse([plain], into=model)
     with pytest.raises(ConfigError, match="does not keep the sums it was made of"):

@@ -70,6 +70,20 @@ def test_sites_come_late_leave_and_form_regions(fedfuse: Fedfuse) -> None:
     assert_same("whole", "all")
 
 
+def test_regions_of_trained_weights_are_fused_as_their_sites(fedfuse: Fedfuse) -> None:
+    train = ("--model", "mlp", "--set", "model.hidden=[6]", "--set", "local.epochs=1")
+    for site in SITES:
+        assert_runs(fedfuse, "update", "--data", f"{site}.npz", *train, "-o", f"{site}.safetensors")
+    north, east, south = (f"{site}.safetensors" for site in SITES)
+    assert_runs(fedfuse, "fuse", north, east, "--partial", "-o", "region.safetensors")
+    assert_runs(fedfuse, "fuse", "region.safetensors", south, "-o", "tree.safetensors")
+    assert_runs(fedfuse, "fuse", north, east, south, "-o", "all.safetensors")
+    tree, whole = (read(Path(name)).tensors for name in ("tree.safetensors", "all.safetensors"))
+    assert all(tree[n].equal(tensor) for n, tensor in whole.items())
+    code, _, err = fedfuse("fuse", north, east, "--method", "ensemble", "--partial", "-o", "no.safetensors")
+    assert (code, "for 'ensemble' reads more of its clients than one sum" in err) == (2, True)
+
+
 def test_what_cannot_be_added_is_told(fedfuse: Fedfuse) -> None:
     bring_sums(fedfuse)
     ridge = ("--method", "ridge", "-o", "out.safetensors")
@@ -95,6 +109,23 @@ def test_evidence_at_a_common_model_refits_its_last_layer(fedfuse: Fedfuse) -> N
     files = ("mean.safetensors", "fit.safetensors")
     scores = json.loads(assert_runs(fedfuse, "evaluate", *files, "--data", "digits", "--json"))
     assert scores["fit.safetensors"]["accuracy"] > scores["mean.safetensors"]["accuracy"]
+
+
+def test_every_layer_is_refitted_by_files(fedfuse: Fedfuse) -> None:
+    train = ("--model", "mlp", "--set", "model.hidden=[12]", "--set", "local.epochs=5")
+    for site in SITES:
+        assert_runs(fedfuse, "update", "--data", f"{site}.npz", *train, "-o", f"{site}.safetensors")
+    assert_runs(fedfuse, "fuse", *(f"{site}.safetensors" for site in SITES), "-o", "model-0.safetensors")
+    layers = ("--method", "refit", "--set", "layers=true")
+    for turn in range(2):
+        now, sums = f"model-{turn}.safetensors", [f"sums-{site}.safetensors" for site in SITES]
+        for site, out in zip(SITES, sums, strict=True):
+            own = ("--own", f"{site}.safetensors", "-o", out)
+            assert_runs(fedfuse, "evidence", now, "--data", f"{site}.npz", *layers, *own)
+        assert_runs(fedfuse, "fuse", *sums, *layers, "--start", now, "-o", f"model-{turn + 1}.safetensors")
+    assert read(Path("model-1.safetensors")).header["facts"]["published"] == {"turn/done": 1}
+    code, _, err = fedfuse("evidence", "model-0.safetensors", "--data", "north.npz", *layers, "-o", "x.safetensors")
+    assert (code, "pass this site's own update (--own)" in err) == (2, True)
 
 
 def test_networks_trained_elsewhere_bring_evidence_for_a_method_that_trains(fedfuse: Fedfuse) -> None:

@@ -23,7 +23,7 @@ from fedfuse.wire.adapters import is_adapter, merge_into, read_adapter, read_ada
 from fedfuse.wire.codec import LazyParams, Packet, as_lazy, forms_of, forms_size
 from fedfuse.wire.companions import carry_over, check_alike
 from fedfuse.wire.folders import folder_of, is_folder, new_folder, read_folder, with_dtype, write_tensors
-from fedfuse.wire.messages import VERSION
+from fedfuse.wire.messages import VERSION, tell_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,8 @@ def fuse_at_once(
 ) -> tuple[Model, Mapping[str, Any]]:
     """The fused model and what was noted of it."""
     after = fuse_admitted(recipe, admission, state, bench)
-    return after.model, after.facts
+    published = tell_memory(after.brief(recipe.publishes).memory) if recipe.publishes else {}
+    return after.model, {**after.facts, **({"published": published} if published else {})}
 
 
 def fuse_in_parts(

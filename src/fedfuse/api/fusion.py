@@ -20,11 +20,21 @@ from fedfuse.api.checkpoints import (
     write_checkpoint,
 )
 from fedfuse.api.runs import recipe as make_recipe
-from fedfuse.api.sums import SUMS, add_updates, check_kept, check_sums, kept_updates, sums_to_keep, take_out
+from fedfuse.api.sums import (
+    SUMS,
+    check_kept,
+    check_sums,
+    evidence_sums,
+    kept_updates,
+    no_sum,
+    region_of,
+    sum_header,
+    sums_to_keep,
+    take_out,
+)
 from fedfuse.api.update import Update, check_supported, prepared_start, start_of
 from fedfuse.core.about import About, Contribution, versions
 from fedfuse.core.bounds import Bounds
-from fedfuse.core.description import describe
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Answering, Model, Single
 from fedfuse.core.params import Params
@@ -38,14 +48,13 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.nets.head import logit_variance
 from fedfuse.server.door.admit import Admission, Rules
-from fedfuse.server.door.files import Item, built_start, check_enough, fingerprint, gather
+from fedfuse.server.door.files import Gathered, Item, built_start, check_enough, gather
 from fedfuse.server.door.names import CommonNames
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
 from fedfuse.tasks import CLASSIFICATION, Task, task_header, task_named
 from fedfuse.wire.codec import Malformed, as_lazy, decode, encode, forms_size, read
 from fedfuse.wire.files import save_model
 from fedfuse.wire.folders import folder_of, is_folder, parse_dtype, parse_size, with_dtype
-from fedfuse.wire.messages import reply_header
 
 Source: TypeAlias = "Update | str | Path | Mapping[str, Tensor] | nn.Module"
 
@@ -55,7 +64,8 @@ class Fused:
     """The result of a fusion: the model, who was refused and why, and what the aggregator noted.
 
     `about` is what its file says of itself (classes, inputs, method, sites); `remarks` are sentences for a reader;
-    `sums` is what it was made of, where the method reads nothing but sums; `clipped` tells whose say was weakened.
+    `sums` is what it was made of, where the method reads nothing but sums of evidence, and `region` adds up weights
+    when it is asked; `clipped` tells whose say was weakened.
     What was made of checkpoint folders is saved as one, with config and tokenizer; its tensors are fused when they are
     asked for. Adapters make an adapter.
     """
@@ -66,6 +76,7 @@ class Fused:
     about: About = field(default_factory=About)
     remarks: tuple[str, ...] = ()
     sums: tuple[Update, ...] = field(default=(), repr=False)
+    region: Callable[[], Update] = field(default=no_sum, repr=False)
     clipped: tuple[Mapping[str, str], ...] = ()
     folders: Folders = field(default_factory=Folders, repr=False)
 
@@ -115,12 +126,7 @@ class Fused:
         Raises:
             RecipeError: if the method reads more of its clients than sums.
         """
-        if len(self.sums) != 1:
-            raise RecipeError(
-                "there is no one sum of what was fused; use a method that reads sums of evidence alone, such "
-                "as ridge or refit, without keep_sites"
-            )
-        return self.sums[0]
+        return self.sums[0] if len(self.sums) == 1 else self.region()
 
     def save(
         self,
@@ -148,7 +154,8 @@ class Fused:
         if dtype is not None:
             raise ConfigError("dtype is for checkpoint folders; the file of a model keeps the dtype of its updates")
         notes, headers = sums_to_keep(self.sums)
-        save_model(self.model, Path(path), {SUMS: headers} if headers else None, self.about, notes)
+        published = {"published": told} if (told := self.facts.get("published")) else {}
+        save_model(self.model, Path(path), published | ({SUMS: headers} if headers else {}), self.about, notes)
         return Path(path)
 
 
@@ -206,18 +213,27 @@ def fuse(
     begin = _begin(recipe, None if folders.packets and "start" not in recipe.needs else start, items)
     bench = Bench(rows=_rows(server_rows), unlabelled=unlabelled, population=len(items), seed=seed)
     recipe.check(1, bench)
-    admission, brief, names = gather(items, recipe, begin, _networks(recipe, model, seed), _rules(quorum, bounds))
+    came = gather(items, recipe, begin, _networks(recipe, model, seed), _rules(quorum, bounds))
+    admission, brief, names, _ = came
     check_kept([item.client for item in items[: len(kept)]], admission, into)
     fused = _fuse(recipe, admission, *_ready(recipe, bench, brief, names), folders)
     check_enough(admission, len(items), quorum)
-    fused = _with_origin(fused, admission, names, _about(recipe, admission, names, brief.task))
-    return replace(fused, sums=_sums(recipe, admission, brief, begin, fused.about, keep_sites))
+    return _with_sums(_with_origin(fused, recipe, came), recipe, came, keep_sites)
 
 
-def _with_origin(fused: Fused, admission: Admission, names: CommonNames, about: About) -> Fused:
+def _with_origin(fused: Fused, recipe: Recipe, came: Gathered) -> Fused:
     """The result with who was fused, refused and weakened."""
+    admission, names = came.admission, came.names
     refused, clipped = tuple(admission.refused), tuple(admission.clipped)
+    about = _about(recipe, admission, names, came.brief.task)
     return replace(fused, refused=refused, clipped=clipped, about=about, remarks=names.remarks + fused.remarks)
+
+
+def _with_sums(fused: Fused, recipe: Recipe, came: Gathered, keep_sites: bool) -> Fused:
+    """The result with what a later fusion can go on from."""
+    header = sum_header(came.shared, fused.about)
+    region = region_of(recipe, came.admission, header, bool(fused.folders))
+    return replace(fused, sums=evidence_sums(recipe, came.admission, header, keep_sites), region=region)
 
 
 def _rules(quorum: float, bounds: Bounds | Mapping[str, Any] | None) -> Rules:
@@ -242,7 +258,7 @@ def _recipe_behind_filters(recipe: Recipe | str, align: AlignChoice, guard: Guar
 
 def _ready(recipe: Recipe, bench: Bench, brief: Brief, names: CommonNames) -> tuple[ServerState, Bench]:
     """What the round begins with, checked to suit the recipe."""
-    state = ServerState(brief.round, Single(brief.spec, Posterior(brief.params)))
+    state = ServerState(brief.round, Single(brief.spec, Posterior(brief.params)), brief.memory)
     inputs = None if names.inputs is None else names.inputs.bounds()
     bench = replace(bench, classes=brief.classes, inputs=inputs, task=brief.task)
     recipe.check(1, bench, state if brief.spec.can_run else None)
@@ -257,23 +273,6 @@ def _read_kept(recipe: Recipe, into: str | Path | None, remove: Sequence[str | P
         return []
     check_sums(recipe, "adding to a fused file")
     return take_out(kept_updates(Path(into)), [str(site) for site in remove], Path(into))
-
-
-def _sums(
-    recipe: Recipe, admission: Admission, brief: Brief, begin: Params | None, about: About, keep_sites: bool
-) -> tuple[Update, ...]:
-    """What a later fusion can go on from: the total, or everybody's own."""
-    if recipe.trains or not recipe.only_sums or begin is None or admission.clipped:
-        return ()  # what was weakened is no sum of rows
-    header = reply_header(brief, num_examples=1.0, steps=0, facts={}) | {
-        "start": fingerprint(begin),
-        "classes": brief.classes,
-        "layout": describe(brief.spec.layout),
-        **about.model_copy(update={"sites": (), "refused": ()}).to_json(),
-    }
-    if keep_sites:
-        return tuple(add_updates([u], header, u.client) for u in admission.cohort)
-    return (add_updates(admission.cohort.updates, header, "sum of sites"),)
 
 
 def _begin(recipe: Recipe, start: str | Path | Mapping[str, Tensor] | None, items: Sequence[Item]) -> Params | None:

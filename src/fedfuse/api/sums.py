@@ -7,7 +7,8 @@ before the whole is, a fused file can keep the sums it was made of, and subtract
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ import torch
 from torch import Tensor
 
 from fedfuse.api.update import Update
-from fedfuse.core.messages import ClientUpdate
+from fedfuse.core.about import About
+from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.recipe import Recipe
 from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.server.aggregate.mean import largest, sums_of
 from fedfuse.server.door.admit import Admission
-from fedfuse.wire.codec import Malformed, decode, encode, read
+from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read
 from fedfuse.wire.messages import NOTE, mark_notes
+from fedfuse.wire.sums import SUM, Summed
 
 SUMS = "sums"  # the kind of notes under which a fused file keeps them, and the fact that describes them
 
@@ -31,7 +35,7 @@ def check_sums(recipe: Recipe, what: str) -> None:
     Raises:
         RecipeError: naming what was asked for.
     """
-    if recipe.trains or not recipe.only_sums:
+    if recipe.sums_by != "evidence":
         raise RecipeError(
             f"{what} needs a method that reads sums of evidence and nothing else, such as ridge or refit, and "
             f"{recipe.label or recipe.name!r} reads more of each client; fuse all updates at once"
@@ -52,7 +56,68 @@ def add_updates(updates: Sequence[ClientUpdate], header: Mapping[str, Any], clie
             total[name] = total[name] + tensor if name in total else tensor.clone()
     count = math.fsum(u.num_examples for u in updates)
     told = {**header, "client": client, "num_examples": count, "steps": 0, "facts": {}}
+    if (sites := sum(u.sites for u in updates)) > 1:
+        told["sums"] = Summed(sites, "evidence", count).to_json()
     return Update(client, encode(mark_notes(total), told), spec=updates[0].spec)
+
+
+def add_weights(cohort: Cohort, by: str, header: Mapping[str, Any], client: str) -> Update:
+    """The sum of admitted weights, an update again: their mean, and beside it the float64 sum it was rounded from.
+
+    Args:
+        cohort: what is added, in its order.
+        by: by what clients weigh: "examples", or alike as "clients".
+        header: what all of them say.
+        client: what the sum is called.
+    """
+    given = cohort.num_examples if by == "examples" else torch.tensor([float(u.sites) for u in cohort])
+    weight, totals = math.fsum(given.tolist()), sums_of(cohort, given)
+    sources = [u.posterior.mean for u in cohort]
+    forms = forms_of(sources[0])
+    mean = {n: (totals[n] / weight).to(f.dtype) if n in totals else largest(sources, n) for n, f in forms.items()}
+    sums = Summed(cohort.sites, by, weight).to_json()
+    examples, steps = math.fsum(cohort.num_examples.tolist()), max(u.steps for u in cohort)
+    told = {**header, "client": client, "num_examples": examples, "steps": steps, "facts": {}, "sums": sums}
+    notes = mark_notes({SUM + name: tensor for name, tensor in totals.items()})
+    return Update(client, encode({**mean, **notes}, told), spec=cohort.updates[0].spec)
+
+
+def sum_header(shared: Mapping[str, Any], about: About) -> dict[str, Any]:
+    """What a sum says of itself: all that its updates agree on, but none of their names."""
+    return {**about.model_copy(update={"sites": (), "refused": ()}).to_json(), **shared}
+
+
+def evidence_sums(
+    recipe: Recipe, admission: Admission, header: Mapping[str, Any], keep_sites: bool
+) -> tuple[Update, ...]:
+    """What a later fusion can go on from: the total, or everybody's own."""
+    if recipe.sums_by != "evidence" or admission.clipped:
+        return ()  # what was weakened is no sum of rows
+    if keep_sites:
+        return tuple(add_updates([u], header, u.client) for u in admission.cohort)
+    return (add_updates(admission.cohort.updates, header, "sum of sites"),)
+
+
+def region_of(recipe: Recipe, admission: Admission, header: Mapping[str, Any], whole: bool) -> Callable[[], Update]:
+    """What adds up the weights that were fused, when it is asked, or says why it cannot be done."""
+    by, name = recipe.sums_by, recipe.label or recipe.name
+    if by is None:
+        return partial(no_sum, f"{name!r} reads more of its clients than one sum; use ridge, refit or fedavg")
+    if admission.clipped:
+        weak = admission.clipped[0]["client"]
+        return partial(no_sum, f"the say of {weak} was weakened at the door; leave it out, or widen bounds")
+    if whole:
+        return partial(no_sum, "checkpoint folders are fused whole; fuse all of them at once")
+    return no_sum if by == "evidence" else partial(add_weights, admission.cohort, by, header, "sum of sites")
+
+
+def no_sum(why: str = "sites were kept apart; fuse without keep_sites") -> Update:
+    """Say why there is no one sum of what was fused.
+
+    Raises:
+        RecipeError: always.
+    """
+    raise RecipeError(f"there is no one sum of what was fused, for {why}")
 
 
 def kept_updates(path: Path) -> list[Update]:

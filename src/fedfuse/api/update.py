@@ -17,12 +17,13 @@ from fedfuse.core.messages import Brief
 from fedfuse.core.model import Single, outputs
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
+from fedfuse.core.privacy import Release, release_of
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import ClientsOnly, NothingBefore, Work
 from fedfuse.core.settings import LocalSettings, validate_settings
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import EXAMPLES, Bench, ServerState, tell_examples
+from fedfuse.core.state import EXAMPLES, Bench, ServerState, tell_examples, with_kind
 from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.door.differences import first_difference
@@ -31,7 +32,7 @@ from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Task, task_hea
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read, write
 from fedfuse.wire.folders import is_folder, open_weights
-from fedfuse.wire.messages import NOTE, encode_brief, receive_brief
+from fedfuse.wire.messages import NOTE, encode_brief, receive_brief, tell_memory
 
 if TYPE_CHECKING:
     pass
@@ -55,6 +56,11 @@ class Update:
     def about(self) -> About:
         """What its file says of itself."""
         return About.of(decode(self.payload).header)
+
+    @property
+    def release(self) -> Release:
+        """What it tells of any one row; of an update without noise the signal is infinite."""
+        return Release.from_json(decode(self.payload).header.get("privacy"))
 
     @property
     def facts(self) -> Mapping[str, float]:
@@ -92,6 +98,8 @@ def local_update(
     seed: int = 0,
     output: int | str | None = None,
     all_examples: int = 0,
+    own: Mapping[str, Tensor] | None = None,
+    published: Params | None = None,
     **settings: Any,
 ) -> Update:
     """Train at a site and bring the evidence a method asks for.
@@ -109,6 +117,8 @@ def local_update(
         seed: fixes every random draw.
         output: which of the network's outputs are the logits, where it gives several: a place, a key or an attribute.
         all_examples: that all sites hold together, for a prior weighed by shares of them; 0 counts it in full.
+        own: the weights this site trained before, for evidence that recalls them.
+        published: what the server's memory tells beside the weights, such as whose turn it is.
         settings: of local training, as in a config file: epochs, batch_size, optimizer, …; `lr` and `momentum`
             are short for the optimizer's.
 
@@ -133,10 +143,11 @@ def local_update(
         spec = _with_start_shape(spec, description)
     first = prepared_start(recipe, spec, begin, Bench(classes=count, seed=seed, task=task))
     _check_fit(first)
-    told = tell_examples(all_examples) if EXAMPLES in recipe.publishes else {}
+    told = {**(published or {}), **(tell_examples(all_examples) if EXAMPLES in recipe.publishes else {})}
     brief = Brief(0, first.spec, first.posterior.mean, told, classes=count, task=task)
-    packet = decode(_answer(recipe.work(settings_from(settings)), brief, client, data, seed))
+    packet = decode(_answer(recipe.work(settings_from(settings)), brief, client, data, seed, own))
     header = {**packet.header, "classes": count, **task_header(task), "layout": describe(first.spec.layout)}
+    header |= {"memory": tell_memory(published)} if published else {}
     header |= _tell(recipe, client, names, inputs or _form_of(data), fingerprint(brief.params))
     return Update(client, encode(packet.tensors, header), recipe.reveals, first.spec)
 
@@ -152,6 +163,8 @@ def bring_evidence(
     inputs: RowForm | None = None,
     task: Task | str = CLASSIFICATION,
     output: int | str | None = None,
+    own: Mapping[str, Tensor] | None = None,
+    published: Params | None = None,
     **settings: Any,
 ) -> Update:
     """Bring what a method asks for at a network that is finished, whoever trained it; nobody trains here.
@@ -166,6 +179,8 @@ def bring_evidence(
         inputs: the form the rows were brought to.
         task: what was learned.
         output: which of the network's outputs are the logits.
+        own: as for `local_update`.
+        published: as for `local_update`.
         settings: of local training that evidence depends on, such as `batch_size`.
 
     Example:
@@ -186,6 +201,8 @@ def bring_evidence(
         inputs=inputs,
         task=task,
         output=output,
+        own=own,
+        published=published,
         **{**settings, "epochs": 0},
     )
     return update.telling(start=None) if made.trains else update  # networks trained elsewhere share no start
@@ -204,11 +221,12 @@ def _named_network(model: nn.Module | Spec, output: int | str | None) -> Spec:
     return spec if output is None else replace(spec, output=output)
 
 
-def _answer(work: Work, brief: Brief, client: str, rows: Rows, seed: int) -> bytes:
+def _answer(work: Work, brief: Brief, client: str, rows: Rows, seed: int, own: Params | None) -> bytes:
     """A client's reply as every engine brings it: everything comes from bytes, and one thread does it."""
     with one_thread():
         received = receive_brief(encode_brief(brief), brief.spec)
-        return client_round(work, received, client, Rows(rows.x.contiguous(), rows.y), seed=seed).payload
+        kept = None if own is None else with_kind("last", dict(own))
+        return client_round(work, received, client, Rows(rows.x.contiguous(), rows.y), memory=kept, seed=seed).payload
 
 
 def _tell(recipe: Recipe, client: str, names: tuple[str, ...], inputs: RowForm | None, start: str) -> dict[str, Any]:
@@ -222,7 +240,9 @@ def _tell(recipe: Recipe, client: str, names: tuple[str, ...], inputs: RowForm |
         reveals=recipe.reveals,
         versions=versions(),
     )
-    return about.to_json() | {"reveals": list(recipe.reveals)}  # that nothing is revealed is told too
+    release = release_of(recipe.evidence, recipe.trains)
+    noised = {} if release is None else {"privacy": release.to_json()}
+    return about.to_json() | {"reveals": list(recipe.reveals)} | noised  # that nothing is revealed is told too
 
 
 def _form_of(rows: Rows) -> RowForm | None:

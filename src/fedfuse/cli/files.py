@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fedfuse.cli import console
-from fedfuse.cli.fused import numbers_of_examples, save, say_fused
+from fedfuse.cli.fused import charge_release, numbers_of_examples, save, say_fused
 from fedfuse.cli.options import (
     Json,
     MaybeMethod,
@@ -67,6 +67,12 @@ MomentsFiles = Annotated[
 ]
 
 
+PrivacyLedger = Annotated[
+    Path | None, typer.Option(help="This site's account of what left it; the release is added before it is written.")
+]
+Budget = Annotated[float | None, typer.Option(min=0.0, help="The most ε that all releases in the ledger may have.")]
+
+
 def update(
     data: Source,
     output: Annotated[Path, typer.Option("-o", "--output", help="The file to send.")],
@@ -93,6 +99,8 @@ def update(
     moments: MomentsFiles = None,
     classes: Annotated[str | None, typer.Option(help="Without a federation: the names of all classes.")] = None,
     all_examples: AllExamples = None,
+    privacy_ledger: PrivacyLedger = None,
+    budget: Budget = None,
     seed: Annotated[int | None, typer.Option(help="Fixes every random draw; 0 without a federation.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -120,6 +128,7 @@ def update(
         agreed = _read_agreed(federation, sets or [], model)
         with console.err.status(f"training on {data}"):
             done = update_by_federation(agreed, data, **judged)
+    charge_release(done.update, output, privacy_ledger, budget, federation)
     _write_update(done, output, as_json)
 
 
@@ -146,6 +155,9 @@ def evidence(
         typer.Option("--model", help="package.module:Class that the file names, or plain weights are of."),
     ] = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a text that a folder's network reads.")] = 128,
+    own: Annotated[Path | None, typer.Option(help="This site's own update, for refit with layers=true.")] = None,
+    privacy_ledger: PrivacyLedger = None,
+    budget: Budget = None,
     as_json: Json = False,
 ) -> None:
     """At a site: bring the evidence a method asks for at a finished model, without training.
@@ -179,7 +191,9 @@ def evidence(
             trusted=trust or [],
             federation=agreed,
             saying=said,
+            own=own,
         )
+    charge_release(done.update, output, privacy_ledger, budget, federation)
     _write_update(done, output, as_json)
 
 

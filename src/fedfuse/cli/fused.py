@@ -24,6 +24,21 @@ def save(fused: Fused | Update, output: Path, shard_size: str, dtype: str | None
         fused.save(output, shard_size=shard_size, dtype=dtype, watch=watch)
 
 
+def charge_release(
+    update: Update, output: Path, ledger: Path | None, budget: float | None, federation: Path | None
+) -> None:
+    """Add what is about to be written to the site's privacy ledger, and say how much that makes."""
+    from fedfuse.federation.privacy import charge
+
+    if ledger is None and budget is None:
+        return
+    if ledger is None and federation is None:
+        raise ConfigError("--budget is of all releases together; name the ledger that has them (--privacy-ledger)")
+    path = ledger or Path(str(federation)) / "site-privacy.json"
+    total = charge(update.release, path, f"{output.name} by {update.about.method}", budget)
+    console.note(f"privacy of any one row so far: ε = {total.epsilon:.4g} at δ = {total.delta:g} ({path})", "dim")
+
+
 def numbers_of_examples(given: list[str] | None) -> list[float] | None:
     """Numbers of examples, one option each or with commas between."""
     words = [word for text in given or [] for word in text.split(",")]

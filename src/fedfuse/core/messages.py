@@ -117,6 +117,7 @@ class ClientUpdate:
         spec: the network the weights belong to.
         facts: small numbers it says of itself (loss, …), for the ledger alone.
         training: how it was trained, if it says so.
+        sites: how many sites it is the sum of, by its own word.
     """
 
     client: str
@@ -127,6 +128,12 @@ class ClientUpdate:
     notes: Params = field(default_factory=dict)
     facts: Mapping[str, float] = field(default_factory=dict)
     training: LocalSettings | None = None
+    sites: int = 1
+
+    @property
+    def examples_per_site(self) -> float:
+        """Examples behind each of the sites it is the sum of: what is compared with those of other clients."""
+        return self.num_examples / self.sites
 
     def record(self) -> dict[str, Any]:
         """What the ledger says of it: numbers that were checked, and apart from them what the client says itself."""
@@ -167,6 +174,11 @@ class Cohort:
     def num_examples(self) -> Tensor:
         """Examples behind each update, float64."""
         return torch.tensor([u.num_examples for u in self.updates], dtype=torch.float64)
+
+    @property
+    def sites(self) -> int:
+        """How many sites are behind all updates: more than updates where some are sums."""
+        return sum(u.sites for u in self.updates)
 
     @property
     def weights(self) -> Tensor:

@@ -10,12 +10,76 @@ and several releases with signals μ_i are together one with μ = √Σ μ_i², 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from fedfuse.errors import ConfigError
 
 _HALVINGS = 200
 _ORDERS = range(2, 257)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Something that left a client with Gaussian noise; without noise its signal is infinite.
+
+    Attributes:
+        signal: μ = Δ/σ.
+        delta: the δ at which its ε is told.
+
+    Example:
+        >>> round(Release(1 / gaussian_sigma(1.0, 1e-5), 1e-5).epsilon, 6)
+        1.0
+    """
+
+    signal: float
+    delta: float
+
+    @property
+    def epsilon(self) -> float:
+        """Its ε, infinite without noise."""
+        return gaussian_epsilon(self.signal, self.delta) if math.isfinite(self.signal) else math.inf
+
+    def after(self, others: Iterable[Release]) -> Release:
+        """What it is together with all that left before, at its own δ."""
+        return Release(compose_signals([self.signal, *(other.signal for other in others)]), self.delta)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a header tells of it."""
+        return {"of": "a row", "epsilon": self.epsilon, "delta": self.delta, "signal": self.signal}
+
+    @classmethod
+    def from_json(cls, told: object) -> Release:
+        """What a header or a ledger tells; nothing told is a release without noise.
+
+        Raises:
+            ConfigError: if that is no release.
+        """
+        if told is None:
+            return cls(math.inf, 1e-5)
+        entry: Mapping[str, Any] = told if isinstance(told, dict) else {}
+        signal, delta = entry.get("signal"), entry.get("delta", 1e-5)
+        numbers = all(isinstance(n, int | float) and not isinstance(n, bool) for n in (signal, delta))
+        if not numbers or not (signal > 0 and 0 < delta < 1):  # type: ignore[operator]
+            raise ConfigError(f"privacy: {str(told)[:80]} is no release, expected a signal > 0 and 0 < delta < 1")
+        return cls(float(signal), float(delta))  # type: ignore[arg-type]
+
+
+@runtime_checkable
+class NoisedEvidence(Protocol):
+    """Evidence that leaves a client with Gaussian noise."""
+
+    @property
+    def release(self) -> Release:
+        """What one exchange of it is."""
+
+
+def release_of(evidence: Iterable[object], trains: bool) -> Release | None:
+    """What one exchange tells of any one row, None where something of it leaves without noise."""
+    kinds = list(evidence)
+    found = [kind.release for kind in kinds if isinstance(kind, NoisedEvidence)]
+    return found[0].after(found[1:]) if found and len(found) == len(kinds) and not trains else None
 
 
 def gaussian_delta(epsilon: float, signal: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from fedfuse.core.messages import Start
 from fedfuse.core.model import Single
@@ -125,6 +125,12 @@ class Recipe:
         """Whether its server reads nothing of clients but sums over them, so that secure aggregation fits."""
         filtered = self.align is not None or self.guard is not None
         return not filtered and all(part.only_sums for part in self._parts)
+
+    @property
+    def sums_by(self) -> str | None:
+        """By what clients weigh in the one sum its server reads of them, or None where it reads more than one sum."""
+        more = not self.only_sums or (self.trains and self.evidence)
+        return None if more else weighs_by(self.aggregate)
 
     @property
     def tensorwise(self) -> bool:
@@ -308,6 +314,20 @@ class Recipe:
         networks = {"": state.start.spec} | {client: start.spec for client, start in state.starts.items()}
         for part in self._parts:
             part.check_network(networks, bench, rounds)
+
+
+@runtime_checkable
+class WeighsInSum(Protocol):
+    """An aggregator that reads of its clients one sum, of weights or of evidence, and nothing else."""
+
+    @property
+    def sums_by(self) -> str | None:
+        """By what clients weigh in it: "examples", alike as "clients", as their "evidence"; None where it is no sum."""
+
+
+def weighs_by(aggregate: Aggregator) -> str | None:
+    """By what clients weigh in the one sum that an aggregator reads, None if there is no such."""
+    return aggregate.sums_by if isinstance(aggregate, WeighsInSum) else None
 
 
 def says(part: object, need: str) -> bool:

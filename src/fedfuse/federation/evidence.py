@@ -12,6 +12,7 @@ from fedfuse.api import bring_evidence
 from fedfuse.core.about import About
 from fedfuse.core.model import Single, outputs
 from fedfuse.core.params import Params
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.spec import Spec
 from fedfuse.data.site import SiteRows, read_site
 from fedfuse.errors import ConfigError
@@ -24,6 +25,7 @@ from fedfuse.federation.tables import TableAgreement, chosen_table
 from fedfuse.tasks import CLASSIFICATION, Classification, Task, task_header, task_named
 from fedfuse.wire.codec import Malformed, read
 from fedfuse.wire.files import load_answering
+from fedfuse.wire.messages import read_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class _Finished:
     weights: Params
     about: About
     spec: Spec | None
+    published: Params = field(default_factory=dict)
 
 
 def site_evidence(
@@ -64,6 +67,7 @@ def site_evidence(
     trusted: Sequence[str] = (),
     federation: FederationFolder | None = None,
     saying: Saying | None = None,
+    own: Path | None = None,
 ) -> SiteUpdate:
     """Bring what a method asks for at a finished model's weights; nobody trains.
 
@@ -81,6 +85,7 @@ def site_evidence(
         trusted: networks beside our own that the file may name; for plain weights, the network they are of.
         federation: what the sites agreed on: classes, task, form of rows, network and method.
         saying: the same by words, where neither the file nor a federation tells.
+        own: the update this site brought when it trained, for a method that asks for the site's own layers.
 
     Raises:
         ConfigError: if the file holds no single network, or the rows do not suit it.
@@ -103,6 +108,8 @@ def site_evidence(
         else _count(spec, site),
         inputs=site.form,
         task=site.task,
+        own=_own_weights(recipe, own, trusted),
+        published=finished.published if recipe.publishes else None,
     )
     named = update if federation is None else update.telling(federation=federation.agreement.name)
     return SiteUpdate(named, site, None, None, site.remarks)
@@ -120,7 +127,22 @@ def _open(path: Path, trusted: Collection[str]) -> _Finished:
     network, about = load_answering(path, trusted)
     if not isinstance(network, Single):
         raise ConfigError(f"{path} holds several networks; use a file that holds one")
-    return _Finished(network.posterior.mean, about, network.spec)
+    facts = packet.header.get("facts")
+    published = read_memory(facts.get("published") if isinstance(facts, dict) else None)
+    return _Finished(network.posterior.mean, about, network.spec, published)
+
+
+def _own_weights(recipe: Recipe, own: Path | None, trusted: Collection[str]) -> Params | None:
+    """The weights a site trained itself, where a method asks for them."""
+    recalls = any(kind.recalls for kind in recipe.evidence)
+    if recalls and own is None:
+        raise ConfigError(
+            f"method {recipe.name!r} with these options fuses the layers that each site trained itself; pass this "
+            "site's own update (--own)"
+        )
+    if own is not None and not recalls:
+        raise ConfigError(f"method {recipe.name!r} does not ask for a site's own weights; leave out --own")
+    return None if own is None else _open(own, trusted).weights
 
 
 def _agreed_about(federation: FederationFolder) -> About:

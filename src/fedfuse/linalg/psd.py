@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from fedfuse.errors import ConfigError, NotConverged
 
 _DENSE = 400  # up to so many rows all eigenvalues cost no more than a few
 _SWEEPS = 12
+_SMALL = 64  # rows of a triangle whose places are kept
 # Beyond this ratio of extreme Cholesky pivots an inverse is rounding noise; then eigenvalues decide.
 _WORST_PIVOT_RATIO = 1e-6
 
@@ -56,8 +59,18 @@ def pack(A: Tensor) -> Tensor:
     """
     if A.ndim < 2 or A.shape[-1] != A.shape[-2]:
         raise ConfigError(f"pack: got a tensor of shape {tuple(A.shape)}, expected square matrices")
-    row, col = torch.triu_indices(A.shape[-1], A.shape[-1], device=A.device)
+    row, col = _triangle(A.shape[-1], A.device)
     return A[..., row, col]
+
+
+def _triangle(d: int, device: torch.device) -> Tensor:
+    """Where the entries of an upper triangle are; small ones, asked for by every reply, are kept."""
+    return _small_triangle(d, device) if d <= _SMALL else torch.triu_indices(d, d, device=device)
+
+
+@lru_cache(maxsize=16)
+def _small_triangle(d: int, device: torch.device) -> Tensor:
+    return torch.triu_indices(d, d, device=device)
 
 
 def unpack(v: Tensor, d: int) -> Tensor:
@@ -72,7 +85,7 @@ def unpack(v: Tensor, d: int) -> Tensor:
         raise ConfigError(
             f"unpack: got shape {tuple(v.shape)}, expected {packed_size(d)} numbers for a symmetric {d} × {d} matrix"
         )
-    row, col = torch.triu_indices(d, d, device=v.device)
+    row, col = _triangle(d, v.device)
     A = v.new_empty(*v.shape[:-1], d, d)
     A[..., row, col] = v
     A[..., col, row] = v

@@ -16,6 +16,7 @@ from fedfuse.core.messages import Cohort
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
+from fedfuse.server.accounting import account_rows
 from fedfuse.server.client_noise import ClientNoise
 
 _ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
@@ -59,7 +60,7 @@ def fuse_round(
     for step in recipe.steps:
         with clock.counting("diagnostics" if isinstance(step, DiagnosticStep) else "server"):
             after = step(after, cohort, bench)
-    return replace(after, round=state.round + 1)
+    return replace(account_rows(recipe, cohort, after), round=state.round + 1)
 
 
 def filter_cohort(recipe: Recipe, cohort: Cohort, state: ServerState, bench: Bench) -> tuple[Cohort, Mapping[str, Any]]:

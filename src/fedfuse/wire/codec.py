@@ -46,6 +46,9 @@ with warnings.catch_warnings():  # torch says once per process that such memory 
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
+_LEVELS = 32  # that a header may nest
+
+
 class Malformed(FuseError):
     """Bytes that are not what they claim to be."""
 
@@ -349,12 +352,12 @@ def _header(meta: object) -> Mapping[str, Any]:
     if not isinstance(text, str):
         raise Malformed("its metadata are not text")
     header = _table(text)
-    if _too_deep(header):
+    if text.count("{") + text.count("[") > _LEVELS and _too_deep(header):  # fewer brackets cannot nest as far
         raise Malformed("its header is nested too deeply")
     return header
 
 
-def _too_deep(value: object, levels: int = 32) -> bool:
+def _too_deep(value: object, levels: int = _LEVELS) -> bool:
     """Whether a header nests so far that printing or comparing it could exhaust the stack."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return levels == 0 or any(_too_deep(part, levels - 1) for part in inside)

@@ -7,14 +7,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedfuse.core.messages import Brief
 from fedfuse.core.params import Params
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
+from fedfuse.errors import ConfigError
 from fedfuse.tasks import CLASSIFICATION, task_header, task_named
-from fedfuse.wire.codec import Malformed, Packet, decode, encode, encoded_size
+from fedfuse.wire.codec import LazyParams, Malformed, Packet, decode, encode, encoded_size
 
 VERSION = 1
 NOTE = "~"  # evidence and memory stand under this mark, so that plain names are always the model's own
@@ -96,12 +98,39 @@ def reply_header(
     return header | ({} if training is None else {"training": training.to_json()})
 
 
+def tell_memory(memory: Params) -> dict[str, int]:
+    """What a server publishes beside its weights, as a file's header tells it: whole numbers alone, such as turns.
+
+    Example:
+        >>> import torch
+        >>> tell_memory({"turn/done": torch.tensor(2), "control/w": torch.zeros(3)})
+        {'turn/done': 2}
+    """
+    return {n: int(t) for n, t in memory.items() if t.ndim == 0 and not t.is_floating_point()}
+
+
+def read_memory(told: object) -> dict[str, Tensor]:
+    """The published memory that a header tells of, none where it tells of none.
+
+    Raises:
+        ConfigError: if it tells what is no whole number.
+
+    Example:
+        >>> read_memory({"turn/done": 2}), read_memory(None)
+        ({'turn/done': tensor(2)}, {})
+    """
+    entries = told.items() if isinstance(told, dict) else [] if told is None else [("", told)]
+    if odd := [value for value in (v for _, v in entries) if type(value) is not int or not 0 <= value < 10**6]:
+        raise ConfigError(f"a file tells of what the server published as {str(odd[0])[:40]!r}, expected whole numbers")
+    return {str(name): torch.tensor(value) for name, value in entries}
+
+
 def mark_notes(notes: Params) -> dict[str, Tensor]:
     """Notes under their marked names."""
     return {NOTE + name: tensor for name, tensor in notes.items()}
 
 
-def split(packet: Packet) -> tuple[Params, Params]:
+def split(packet: Packet) -> tuple[LazyParams, LazyParams]:
     """A message's tensors as the model's own and the notes."""
     own = packet.tensors.part(lambda n: not n.startswith(NOTE))
     notes = packet.tensors.part(lambda n: n.startswith(NOTE), lambda n: n.removeprefix(NOTE))

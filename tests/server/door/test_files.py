@@ -27,7 +27,7 @@ def weights(value: float, size: int = 2) -> dict[str, Tensor]:
 
 def test_the_majority_is_the_contract() -> None:
     items = [item("a", weights(1.0)), item("b", weights(2.0, 3)), item("c", weights(3.0))]
-    admission, brief, _ = gather(items, method("fedavg"), None, (), Rules())
+    admission, brief, *_ = gather(items, method("fedavg"), None, (), Rules())
     assert admission.cohort.clients == ("a", "c")
     assert [(r["client"], r["field"], r["got"]) for r in admission.refused] == [("b", "w", "3 float32")]
     assert forms_of(brief.params)["w"] == Form((2,), torch.float32)
@@ -45,7 +45,7 @@ def test_mixed_networks_need_no_majority() -> None:
     items = [
         item(f"c{k}", dict(s.skeleton().state_dict()), spec=s.to_json(), classes=2 + k) for k, s in enumerate(specs)
     ]
-    admission, brief, _ = gather(items, method("ensemble"), None, (), Rules())
+    admission, brief, *_ = gather(items, method("ensemble"), None, (), Rules())
     assert [u.spec for u in admission.cohort] == specs
     assert set(brief.own) == {"c1"}
     assert brief.classes == 3

@@ -15,7 +15,7 @@ from fedfuse.client.evidence.moments import Moments
 from fedfuse.core.effort import Effort
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
-from fedfuse.core.privacy import gaussian_sigma
+from fedfuse.core.privacy import Release, gaussian_sigma
 from fedfuse.core.seams import PlainEvidence
 from fedfuse.core.state import Local
 from fedfuse.linalg.psd import pack, unpack
@@ -66,6 +66,11 @@ class PrivateMoments(PlainEvidence):
     def sensitivity(self) -> float:
         """How far one row can move the release."""
         return math.sqrt(_SQUARED_SENSITIVITY[self.counts])
+
+    @property
+    def release(self) -> Release:
+        """What one exchange tells of any one row."""
+        return Release(self.sensitivity / self.sigma, self.delta)
 
     @property
     def reveals(self) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedfuse.core.messages import Cohort
+from fedfuse.core.recipe import weighs_by
 from fedfuse.core.seams import Aggregator, ServerPart
 from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.server.aggregate.mean import Mean
@@ -43,6 +44,16 @@ class ServerOptimizer(ServerPart):
     def laws(self) -> frozenset[str]:
         """An optimizer moves on from the mean, so one client is not returned as it came."""
         return self.then.laws - {"one", "agree"}
+
+    @property
+    def only_sums(self) -> bool:
+        """As the inner aggregator: the step is taken along what that gives."""
+        return self.then.only_sums
+
+    @property
+    def sums_by(self) -> str | None:
+        """As the inner aggregator."""
+        return weighs_by(self.then)
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
         """Fuse, then step from the old model along the move."""

@@ -51,6 +51,7 @@ class FitHead(ServerPart):
     noise: float = 0.0
     needs: ClassVar[frozenset[str]] = frozenset({KIND})
     only_sums: ClassVar[bool] = True
+    sums_by: ClassVar[str] = "evidence"
     laws: ClassVar[frozenset[str]] = frozenset({"order", "scale", "pure", "dtype", "finite", "repeat"})
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
@@ -63,7 +64,7 @@ class FitHead(ServerPart):
             )
         layer = linear_layer(update.spec.layout, self.layer)
         sums = total_sums(u.notes for u in cohort)
-        matrix, geometry, facts = self.fit(sums, layer, len(cohort))
+        matrix, geometry, facts = self.fit(sums, layer, cohort.sites)
         params = {n: t.clone() for n, t in update.posterior.mean.items()}
         _check_outputs(layer, len(params[layer.weight]), len(matrix))
         return state.fused(params | layer.split(matrix, params), geometry, update.spec).noting(**facts)

@@ -25,7 +25,8 @@ from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError
 from fedfuse.kernels import why_not
 from fedfuse.server.training import training_of
-from fedfuse.wire.codec import LazyParams, piece_of
+from fedfuse.wire.codec import LazyParams, forms_of, piece_of
+from fedfuse.wire.sums import SummedParams
 
 # Elements per block: long enough that memory is read in long runs, short enough that the float64 sums stay in cache.
 BLOCK = 1 << 18
@@ -52,8 +53,9 @@ def weighted_mean(
 
 def mean_by_examples(cohort: Cohort, name: str) -> Tensor:
     """The mean of one tensor, every client weighing as its examples: what `mean_of` gives of it, to the last bit."""
-    weights, total = _exact_weights(cohort.num_examples)
-    return weighted_mean([u.posterior.mean for u in cohort], weights, name, total)
+    sources = [u.posterior.mean for u in cohort]
+    weights, total = _exact_weights(cohort.num_examples, sources)
+    return weighted_mean(sources, weights, name, total)
 
 
 def largest(sources: Sequence[Params], name: str) -> Tensor:
@@ -71,16 +73,40 @@ def mean_of(cohort: Cohort, weights: Sequence[float] | Tensor | None = None) -> 
     divided once, at the end, so the result does not depend on who stands first; rounded shares n_k / n would.
     """
     sources = [u.posterior.mean for u in cohort]
-    shares, total = _exact_weights(cohort.num_examples if weights is None else weights)
+    shares, total = _exact_weights(cohort.num_examples if weights is None else weights, sources)
     means: dict[str, Tensor] = {}
     for run in _runs(sources):
         means |= _run_mean(sources, shares, run, total)
     return {name: means[name] for name in cohort.names}
 
 
-def _exact_weights(weights: Sequence[float] | Tensor) -> tuple[Tensor, float]:
+def sums_of(cohort: Cohort, weights: Sequence[float] | Tensor) -> dict[str, Tensor]:
+    """Σ w_k x_k of every tensor in float64, in the order of the cohort; counters have no sum.
+
+    Sums of sums go on from what those were rounded from.
+    """
+    sources, given = _as_summed([u.posterior.mean for u in cohort], weights)
+    totals: dict[str, Tensor] = {}
+    for name, form in forms_of(cohort.updates[0].posterior.mean).items():
+        if form.dtype.is_floating_point:
+            totals[name] = torch.zeros(form.shape, dtype=torch.float64)
+            _add(totals[name].view(-1), [source[name].reshape(-1) for source in sources], given)
+    return totals
+
+
+def _as_summed(sources: Sequence[Params], weights: Sequence[float] | Tensor) -> tuple[list[Params], list[float]]:
+    """The sources with sums of several sites in the place of those sites' rounded means, and what each is times."""
+    given = torch.as_tensor(weights, dtype=torch.float64).tolist()
+    pairs = zip(sources, given, strict=True)
+    found = [(s.totals, w / s.weight) if isinstance(s, SummedParams) else (s, w) for s, w in pairs]
+    return [source for source, _ in found], [weight for _, weight in found]
+
+
+def _exact_weights(weights: Sequence[float] | Tensor, sources: Sequence[Params]) -> tuple[Tensor, float]:
     """The weights and what to divide by; whole numbers without their common factor, so that one client counts 1."""
     given = torch.as_tensor(weights, dtype=torch.float64)
+    if any(isinstance(source, SummedParams) for source in sources):  # a sum is times its weight already: keep it whole
+        return given, math.fsum(map(float, given))
     if len(given) == 1:  # its weights come back bit for bit, whatever the number of examples
         return torch.ones_like(given), 1.0
     if given.equal(given.round()):
@@ -102,9 +128,14 @@ class Mean(ServerPart):
     tensorwise: ClassVar[bool] = True
     laws: ClassVar[frozenset[str]] = ALL_LAWS
 
+    @property
+    def sums_by(self) -> str:
+        """By what clients weigh in the one sum it reads of them."""
+        return "clients" if self.uniform else "examples"
+
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
         """Average weights and running statistics; counters take the largest value."""
-        weights = [1.0] * len(cohort) if self.uniform else None
+        weights = [float(u.sites) for u in cohort] if self.uniform else None
         return state.fused(mean_of(cohort, weights), spec=cohort.updates[0].spec)
 
 
@@ -173,7 +204,8 @@ def _runs(sources: Sequence[Params]) -> list[tuple[str, ...]]:
     """
     lazy = [s for s in sources if isinstance(s, LazyParams)]
     # a run is read by the first client's offsets, so everybody's table must be the very same
-    same = len(lazy) == len(sources) and all((s.offsets, s.forms) == (lazy[0].offsets, lazy[0].forms) for s in lazy)
+    whole = len(lazy) == len(sources) and not any(isinstance(s, SummedParams) for s in lazy)
+    same = whole and all((s.offsets, s.forms) == (lazy[0].offsets, lazy[0].forms) for s in lazy)
     return lazy[0].runs() if same else [(name,) for name in sources[0]]
 
 
@@ -185,7 +217,7 @@ def _run_mean(
     if not means[run[0]].is_floating_point():
         return {name: largest(sources, name) for name in run}
     target = _Target.of([mean.view(-1) for mean in means.values()])
-    given = torch.as_tensor(weights, dtype=torch.float64).tolist()
+    sources, given = _as_summed(sources, weights)
     fold, blocks = _plan(sources, _Sum(given, total, run[0], target))
     threads = min(torch.get_num_threads(), len(blocks)) if target.ends[-1] > _MIN_THREADED else 1
     if threads == 1:

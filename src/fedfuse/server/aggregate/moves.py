@@ -76,12 +76,13 @@ class TaskArithmetic(ServerPart):
     average: bool = False
     needs: ClassVar[frozenset[str]] = frozenset({"start"})
     only_sums: ClassVar[bool] = True
+    sums_by: ClassVar[str] = "examples"
     tensorwise: ClassVar[bool] = True
     laws: ClassVar[frozenset[str]] = BASE_LAWS
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
         """Add up the moves."""
-        shares = self.scale * (1 if self.average else len(cohort)) * cohort.weights
+        shares = self.scale * (1 if self.average else cohort.sites) * cohort.weights
         start, sources = state.single.posterior.mean, sources_of(cohort)
         mean = fuse_weights(cohort, lambda name: move_along(sources, start, shares, name))
         return state.fused(mean, spec=cohort.updates[0].spec)

@@ -23,6 +23,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, FuseError, Refused
 from fedfuse.server.door.bounds import Claims, Lever, keep_within_bounds, measure
 from fedfuse.server.door.forms import form_words
+from fedfuse.server.door.regions import attach_sums, forms_with_sums, read_sums
 from fedfuse.server.door.values import check_values, raise_log_variances
 from fedfuse.wire.codec import LazyParams, Limits, Malformed, Packet, decode, forms_of, forms_size, read
 from fedfuse.wire.messages import NOTE, VERSION, split
@@ -47,6 +48,7 @@ class Rules:
             train as they like.
         memory: bytes of admitted updates held in memory; the rest is kept in files.
         trusted: model factories outside fedfuse that the user named.
+        sums_by: by what clients weigh in sums of several sites, where such are admitted: never in a live round.
     """
 
     quorum: float = 0.5
@@ -55,6 +57,7 @@ class Rules:
     told_steps: bool = True
     memory: int = 2 * 2**30
     trusted: frozenset[str] = frozenset()
+    sums_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class Contract:
     enrolled: int | None = None
     training: LocalSettings | None = None
     standing: Params | None = None  # the weights of everybody's update, where nobody trains and sends any
+    sums_by: str | None = None  # by what clients weigh in sums of several sites, where such are admitted
 
     @classmethod
     def of(
@@ -131,20 +135,23 @@ def admit(envelope: Envelope, contract: Contract, packet: Packet | None = None) 
     client = envelope.client
     packet = packet or _open(envelope, contract)
     _check_header(client, packet.header, contract)
-    _check_forms(client, packet.tensors.forms, contract.forms)
+    sums = read_sums(client, packet.header, contract.sums_by)
+    _check_forms(client, packet.tensors.forms, forms_with_sums(contract.forms, sums))
     num_examples = _read_num_examples(client, packet.header, contract)
     training = _read_training(client, packet.header, contract)
     steps = _read_steps(client, packet.header, contract, training)
-    mean, notes = split(packet)
+    own, notes = split(packet)
     try:
         check_values(client, packet.tensors, contract.roles, contract.start, steps)
     except Malformed as why:
         raise Refused(client, "reply", str(why), "a file that stays as it is") from why
+    own, notes = attach_sums(client, own, notes, sums)
     geometry = _check_evidence(client, notes, num_examples, contract)
-    mean, raised = raise_log_variances(mean if contract.standing is None else contract.standing, contract.roles)
+    mean, raised = raise_log_variances(own if contract.standing is None else contract.standing, contract.roles)
     posterior = Posterior(mean, geometry) if geometry is not None else Posterior(mean)
     facts = _read_facts(packet.header) | ({"raised_variances": float(raised)} if raised else {})
-    return ClientUpdate(client, posterior, num_examples, steps, contract.spec, notes, facts, training)
+    sites = 1 if sums is None else sums.sites
+    return ClientUpdate(client, posterior, num_examples, steps, contract.spec, notes, facts, training, sites)
 
 
 def admit_all(
@@ -181,6 +188,7 @@ def admit_all(
     admission, updates = Admission(Cohort(()), Spool(rules.memory)), dict[str, ClientUpdate]()
     expected, levers = frozenset(asked), dict[str, Mapping[str, Lever]]()
     common = Contract.of(brief.to(""), evidence, training, trains=trains, anchored=anchored)
+    common = replace(common, sums_by=rules.sums_by)
     for envelope in envelopes:
         admission.seconds += envelope.seconds
         if envelope.payload is None:

@@ -17,7 +17,7 @@ own check.
 
 | lever | where it acts |
 |---|---|
-| number of examples, where it is the client's own word | every weighted mean |
+| number of examples (of a sum of sites: per site), where it is the client's own word | every weighted mean |
 | steps, both ways | FedNova; local steps follow from examples and settings where the server gave those |
 | the move of a layer, and of its running statistics | every mean of weights; without a start, the layer's own length |
 | the move per step | FedNova, SCAFFOLD |
@@ -86,14 +86,15 @@ def measure(
         evidence: the kinds it was asked for.
         anchored: whether it began with the brief's weights, so that a move is known.
     """
+    stands = anchored and update.posterior.mean is brief.params  # nobody trained: there is no move to measure
     with one_thread():
-        levers = dict(_weight_levers(update.posterior.mean, brief, anchored))
+        levers = {} if stands else dict(_weight_levers(update.posterior.mean, brief, anchored))
     for kind in evidence:
         found = kind.influence(update.notes)
         levers |= {
             name: Lever(value, partial(_scale_notes, kind, name), room=kind.room) for name, value in found.items()
         }
-    if anchored:
+    if anchored and not stands:
         total = math.hypot(*(lever.value for name, lever in levers.items() if name.startswith("move of ")))
         everything = frozenset(_floating(update.posterior.mean, brief.spec.layout))
         shorten = partial(_scale_weights, everything, brief.params)
@@ -221,8 +222,8 @@ def keep_within_bounds(
         claims: what is known of examples and steps.
         bounds: how much is too much.
     """
-    found = Bounded([])
-    fair = [u for u in updates if not _exceeds_claims(u, updates, claims, bounds, found)]
+    found, usual = Bounded([]), _Usual.of(updates, claims, bounds)
+    fair = [u for u in updates if not _exceeds_claims(u, usual, claims, found)]
     limits = {spec: _limits([u for u in fair if u.spec == spec], levers, bounds) for spec in {u.spec for u in fair}}
     for update in fair:
         kept: ClientUpdate | None = update
@@ -266,15 +267,27 @@ def _over(
     return None
 
 
-def _exceeds_claims(
-    update: ClientUpdate, updates: Sequence[ClientUpdate], claims: Claims, bounds: Bounds, found: Bounded
-) -> bool:
+class _Usual(NamedTuple):
+    """What is usual among the clients of a round: examples per site, steps, and how many times as many one may have."""
+
+    examples: float
+    steps: float
+    ratio: float
+
+    @classmethod
+    def of(cls, updates: Sequence[ClientUpdate], claims: Claims, bounds: Bounds) -> _Usual:
+        if not updates:
+            return cls(0.0, 0.0, math.inf)
+        examples = statistics.median(u.examples_per_site for u in updates)
+        ratio = claims.ratio if len(updates) >= FEW else bounds.few if len(updates) > 2 else math.inf
+        return cls(examples, statistics.median(u.steps for u in updates), ratio)
+
+
+def _exceeds_claims(update: ClientUpdate, usually: _Usual, claims: Claims, found: Bounded) -> bool:
     """Whether a client says more of itself than it could know, which is then written down."""
-    typical = statistics.median(u.num_examples for u in updates)
-    vouched = update.client not in claims.own_word
-    ratio = claims.ratio if len(updates) >= FEW else bounds.few if len(updates) > 2 else math.inf
-    if not vouched and update.num_examples > ratio * typical:
-        words = f"at most {ratio * typical:g}, {ratio:g} times the median"
+    typical, ratio, vouched = usually.examples, usually.ratio, update.client not in claims.own_word
+    if not vouched and update.examples_per_site > ratio * typical:
+        words = f"at most {update.sites * ratio * typical:g}, {ratio:g} times the median{_of_sites(update)}"
         found.refused.append(Refused(update.client, "num_examples", update.num_examples, words).facts())
         return True
     if claims.told is not None:
@@ -282,8 +295,8 @@ def _exceeds_claims(
         least, most = math.floor(usual / _ROOM_FOR_STEPS), math.ceil(usual * _ROOM_FOR_STEPS)
         words = f"{least} to {most}, for {update.num_examples:g} examples trained on as it was told"
     else:
-        room = claims.ratio * (max(1.0, update.num_examples / typical) if vouched else 1.0)
-        least, most = 0, math.ceil(room * statistics.median(u.steps for u in updates))
+        room = claims.ratio * (max(1.0, update.examples_per_site / typical) if vouched else 1.0)
+        least, most = 0, math.ceil(room * usually.steps)
         words = f"at most {most}, {room:g} times the median"
     if least <= update.steps <= most:
         return False
@@ -297,38 +310,45 @@ def _cap_examples(
     """The updates with numbers of examples that nobody vouches for cut to their bounds: median and share."""
     if len(updates) < 3:  # of two, one always has half
         return list(updates)
-    counts = {u.client: u.num_examples for u in updates}
-    usual = bounds.ratio * statistics.median(counts.values()) if len(updates) >= FEW else math.inf
+    counts = {u.client: (u.num_examples, u.sites) for u in updates}
+    usual = bounds.ratio * statistics.median(u.examples_per_site for u in updates) if len(updates) >= FEW else math.inf
     most = min(usual, _largest_fair(counts, claims.own_word, bounds.share))
     capped = []
     for update in updates:
-        if update.client in claims.own_word and update.num_examples > most:
-            words = f"at most {most:.4g} by its own word, so it weighs as that many"
+        if update.client in claims.own_word and update.examples_per_site > most:
+            allowed = most * update.sites
+            words = f"at most {allowed:.4g} by its own word{_of_sites(update)}, so it weighs as that many"
             clipped.append(Refused(update.client, "num_examples", update.num_examples, words).facts())
-            steps = max(1, round(update.steps * most / update.num_examples))  # FedNova multiplies by everybody's
-            update = replace(update, num_examples=most, steps=steps)
+            steps = max(1, round(update.steps * allowed / update.num_examples))  # FedNova multiplies by everybody's
+            update = replace(update, num_examples=allowed, steps=steps)
         capped.append(update)
     return capped
 
 
-def _largest_fair(counts: Mapping[str, float], own_word: AbstractSet[str], share: float) -> float:
-    """The number C with which nobody of those capped at it has more than `share` of all examples.
+def _of_sites(update: ClientUpdate) -> str:
+    return "" if update.sites == 1 else f", for a sum of {update.sites} sites"
 
-    With the k largest claims capped, C = share · (sum of the others) / (1 − k · share).
+
+def _largest_fair(counts: Mapping[str, tuple[float, int]], own_word: AbstractSet[str], share: float) -> float:
+    """The number C with which no site of those capped at it has more than `share` of all examples.
+
+    With the k sites of the largest claims capped, C = share · (sum of the others) / (1 − k · share).
 
     Example:
-        >>> _largest_fair({"a": 1.0, "b": 1.0, "c": 8.0}, {"a", "b", "c"}, 0.5)
+        >>> _largest_fair({"a": (1.0, 1), "b": (1.0, 1), "c": (8.0, 1)}, {"a", "b", "c"}, 0.5)
         2.0
-        >>> _largest_fair({"a": 3.0, "b": 3.0, "c": 4.0}, {"a", "b", "c"}, 0.5)
+        >>> _largest_fair({"a": (3.0, 1), "b": (3.0, 1), "c": (4.0, 1)}, {"a", "b", "c"}, 0.5)
+        inf
+        >>> _largest_fair({"a": (1.0, 1), "b": (1.0, 1), "region": (8.0, 4)}, {"a", "b", "region"}, 0.5)
         inf
     """
-    claimed = sorted((n for client, n in counts.items() if client in own_word), reverse=True)
-    total = sum(counts.values())
+    claimed = sorted((entry for client, entry in counts.items() if client in own_word), key=lambda e: -e[0] / e[1])
+    total = sum(examples for examples, _ in counts.values())
     for number in range(len(claimed) + 1):
-        over, free = claimed[:number], 1 - number * share
+        over, free = sum(n for n, _ in claimed[:number]), 1 - share * sum(sites for _, sites in claimed[:number])
         if free <= 0:
             break
-        cap = share * (total - sum(over)) / free
-        if number == len(claimed) or claimed[number] <= cap:
+        cap = share * (total - over) / free
+        if number == len(claimed) or claimed[number][0] / claimed[number][1] <= cap:
             return cap if number else math.inf
-    return claimed[-1]  # the share is too small for so few: all weigh alike
+    return claimed[-1][0] / claimed[-1][1]  # the share is too small for so few: all weigh alike

@@ -29,15 +29,16 @@ from fedfuse.server.door.names import CommonNames, agree_on_names, find_odd_numb
 from fedfuse.tasks import CLASSIFICATION, task_named
 from fedfuse.wire.codec import Malformed, Packet, encode, forms_of
 from fedfuse.wire.folders import open_weights
-from fedfuse.wire.messages import NOTE, reply_header, split
+from fedfuse.wire.messages import NOTE, read_memory, reply_header, split
+from fedfuse.wire.sums import sum_forms
 
 _START = (
     "another one than most began with",
-    "the same first weights everywhere: give every site one federation folder (`fedfuse init`) or one --start file, "
-    "as most have",
+    "the same first weights everywhere: one federation folder (`fedfuse init`) or one --start file, as most have",
 )
 _MOST_BUILT = 10**8  # numbers in a network that is built because a file names it
-_SHARED = ("spec", "layout", "round", "start", "classes", "task")  # what all updates of one fusion have in common
+_SHARED = ("spec", "layout", "round", "start", "classes", "task", "memory")  # common to all of one fusion
+_SAID = ("version", "num_examples", "steps", "facts", "training", "sums")  # what an update says of itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +100,12 @@ class _OpenedItem:
 
 
 class Gathered(NamedTuple):
-    """What came through the door, the brief it might have answered, and the names it agrees on."""
+    """What came through the door, the brief it might have answered, the names it agrees on, and its headers' words."""
 
     admission: Admission
     brief: Brief
     names: CommonNames
+    shared: Mapping[str, Any]
 
 
 def gather(
@@ -132,8 +134,8 @@ def gather(
     if all(o.is_plain for o in opened):  # half precision beside full is widened
         packets, start = widen_alike([o.packet for o in opened], start)
         opened = [replace(o, packet=packet) for o, packet in zip(opened, packets, strict=True)]
-    names, told = agree_on_names({o.item.client: o.packet.header for o in opened}, recipe, refused)
-    opened = [o for o in opened if o.item.client in told]
+    names, agreed = agree_on_names({o.item.client: o.packet.header for o in opened}, recipe, refused)
+    opened = [o for o in opened if o.item.client in agreed]
     if recipe.mixes_networks:
         odd = find_odd_numbers({o.item.client: o.packet.header for o in opened if not o.is_plain})
         refused.extend(odd.values())
@@ -150,13 +152,13 @@ def gather(
     own = {o.item.client: Start(b.spec, b.params) for o in chosen if (b := briefs[o.signature]) is not brief}
     brief = replace(brief, own=own, classes=max(b.classes for b in briefs.values()))
     replies = {o.item.client: _reply(o, brief.to(o.item.client), recipe) for o in chosen}
-    own_word = {o.item.client for o in chosen if o.item.num_examples is None}
+    told, own_word = chosen[0].packet.header, {o.item.client for o in chosen if o.item.num_examples is None}
     admission = admit_all(
         [Envelope(o.item.client, o.item.payload) for o in chosen],
         brief,
         recipe.evidence,
         list(replies),
-        rules,
+        replace(rules, sums_by=recipe.sums_by),
         opened=replies,
         trains=recipe.trains,
         own_word=own_word,
@@ -165,7 +167,7 @@ def gather(
     admission.cohort, unordered = put_in_order(admission.cohort, names)
     admission.refused = [r.facts() for r in [*refused, *unordered]] + admission.refused
     check_enough(admission, len(items), rules.quorum)
-    return Gathered(admission, brief, names)
+    return Gathered(admission, brief, names, {k: told[k] for k in ("kind", "version", *_SHARED) if k in told})
 
 
 def _without_start(opened: _OpenedItem) -> _OpenedItem:
@@ -272,7 +274,7 @@ def _brief(first: _OpenedItem, start: Params | None, networks: Sequence[Spec], m
         raise ConfigError("the updates' headers name an impossible round or number of classes")
     begin = own if start is None else _check_start(start, first)
     task = task_named(header.get("task", CLASSIFICATION.name))
-    return Brief(round_, spec, begin, classes=classes, task=task)
+    return Brief(round_, spec, begin, read_memory(header.get("memory")), classes=classes, task=task)
 
 
 def _difference(first: _OpenedItem, spec: Spec) -> tuple[str, str, str] | None:
@@ -331,9 +333,9 @@ def _find_lack(o: _OpenedItem, brief: Brief, recipe: Recipe) -> Refused | None:
         return Refused(client, "network", f"one without {what}", how)
     if "training" in recipe.needs and "training" not in o.packet.header:
         return Refused(client, "training", "missing", f"how it was trained: {how}")
-    for kind in recipe.evidence:
-        needed = kind.name in recipe.needs and (o.is_plain or bool(kind.expects(brief)))
-        if needed and kind.name not in o.kinds:
+    for kind, names in ((k, {} if o.is_plain else k.expects(brief)) for k in recipe.evidence if k.name in recipe.needs):
+        asked = {kind.name, *(name.partition("/")[0] for name in names)}
+        if (o.is_plain or names) and not asked & o.kinds:
             return Refused(client, f"evidence {kind.name!r}", "missing", how)
     return None
 
@@ -370,9 +372,10 @@ def _reply(opened: _OpenedItem, brief: Brief, recipe: Recipe) -> Packet:
     """The item as a reply to the brief: with a header where it has none, and only the evidence asked for."""
     header, tensors = opened.packet.header, opened.packet.tensors
     asked = {NOTE + name for kind in recipe.evidence for name in kind.expects(brief)}
+    asked |= sum_forms(opened.forms).keys() if "sums" in header else frozenset()
     facts: dict[str, Any] = reply_header(brief, num_examples=1.0, steps=1, facts={})
-    if not opened.is_plain:
-        facts |= {k: header[k] for k in ("version", "num_examples", "steps", "facts", "training") if k in header}
+    if not opened.is_plain or "sums" in header:
+        facts |= {k: header[k] for k in _SAID if k in header}
     if opened.item.num_examples is not None:
         facts["num_examples"] = opened.item.num_examples
     return Packet(facts, tensors.part(lambda n: not n.startswith(NOTE) or n in asked), opened.packet.size)
