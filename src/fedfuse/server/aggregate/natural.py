@@ -106,6 +106,7 @@ class NaturalKron(ServerPart):
     scale: Scale = "none"
     shares: Shares = "examples"
     needs: ClassVar[frozenset[str]] = frozenset({"kron"})
+    layerwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.pi == "evidence" and self.damping != "evidence":

@@ -42,6 +42,7 @@ class RegressionMean(ServerPart):
     alpha: float = 0.9
     shares: Shares = "examples"
     needs: ClassVar[frozenset[str]] = frozenset({"kron"})
+    layerwise: ClassVar[bool] = True
     laws: ClassVar[frozenset[str]] = ALL_LAWS
 
     def __post_init__(self) -> None:
