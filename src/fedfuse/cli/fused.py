@@ -24,6 +24,11 @@ def save(fused: Fused | Update, output: Path, shard_size: str, dtype: str | None
         fused.save(output, shard_size=shard_size, dtype=dtype, watch=watch)
 
 
+def evidence_files(given: list[str] | None) -> list[Path] | None:
+    """Files of evidence, one option each or with commas between."""
+    return [Path(word.strip()) for text in given or [] for word in text.split(",")] or None
+
+
 def numbers_of_examples(given: list[str] | None) -> list[float] | None:
     """Numbers of examples, one option each or with commas between."""
     words = [word for text in given or [] for word in text.split(",")]

@@ -6,7 +6,6 @@ memory holds one tensor of every client, or one layer with its evidence, however
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -58,7 +57,8 @@ class PartedRound:
         def fetch(name: str, begin: int, end: int) -> Tensor:
             known = first.get(name, name)
             whole = self.fuse(known, layers.get(known, (known,)))
-            return whole.view(-1) if end - begin == math.prod(whole.shape) else whole.view(-1)[begin:end].clone()
+            flat = whole.reshape(-1)
+            return flat if end - begin == len(flat) else flat[begin:end].clone()
 
         return Single(spec, Posterior(LazyParams(dict(forms_of(mean)), fetch)))
 

@@ -129,7 +129,7 @@ def gather(
     opened = _fitting(opened, recipe, refused)
     if recipe.align is not None and "start" not in recipe.needs:
         opened = [_without_start(o) for o in opened]  # networks are aligned because they began apart
-    if all(o.is_plain for o in opened):  # half precision beside full is widened
+    if all(o.is_plain or o.item.packet for o in opened):  # half precision beside full is widened
         packets, start = widen_alike([o.packet for o in opened], start)
         opened = [replace(o, packet=packet) for o, packet in zip(opened, packets, strict=True)]
     names, told = agree_on_names({o.item.client: o.packet.header for o in opened}, recipe, refused)
@@ -335,6 +335,9 @@ def _find_lack(o: _OpenedItem, brief: Brief, recipe: Recipe) -> Refused | None:
         needed = kind.name in recipe.needs and (o.is_plain or bool(kind.expects(brief)))
         if needed and kind.name not in o.kinds:
             return Refused(client, f"evidence {kind.name!r}", "missing", how)
+        if needed and (odd := sorted(n for n in kind.expects(brief) if NOTE + n not in o.packet.tensors)):
+            made_for = f"made for {str(o.packet.header.get('method', 'another method'))!r:.80}, without {odd[0]}"
+            return Refused(client, f"evidence {kind.name!r}", made_for, how)
     return None
 
 
