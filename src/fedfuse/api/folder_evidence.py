@@ -16,9 +16,9 @@ from fedfuse.wire.codec import LazyParams, Malformed, Packet, read
 from fedfuse.wire.folders import EVIDENCE, read_folder
 from fedfuse.wire.messages import NOTE
 
-WEIGHTS, NAMES = "weights", "names"
-"""Entries of an evidence file's header: the digest of the weights it was taken at, and what their folder calls those
-tensors that the network calls otherwise."""
+WEIGHTS, BASE, NAMES = "weights", "base", "names"
+"""Entries of an evidence file's header: digests of the weights it was taken at and, for an adapter, of its base's; what
+their folder calls those tensors that the network calls otherwise."""
 
 
 def digest_of(folder: Path) -> str:
@@ -47,10 +47,11 @@ def with_evidence(
     if files is not None and len(files) != len(weights):
         raise ConfigError(f"{len(files)} evidence files were given for {len(weights)} folders; give one each, in order")
     where = [folder / EVIDENCE for folder in weights] if files is None else files
-    return {
-        folder: _join(packet, _open_evidence(folder, file, recipe))
-        for (folder, packet), file in zip(weights.items(), where, strict=True)
-    }
+    found = [_open_evidence(folder, file, recipe) for folder, file in zip(weights, where, strict=True)]
+    bases = [evidence.header.get(BASE) for evidence in found]
+    if odd := [file for file, base in zip(where, bases, strict=True) if base != bases[0]]:
+        raise ConfigError(f"{odd[0]} was taken at another base than {where[0]}; pass the same --base for both")
+    return {folder: _join(packet, own) for (folder, packet), own in zip(weights.items(), found, strict=True)}
 
 
 def _open_evidence(folder: Path, file: Path, recipe: Recipe) -> Packet:

@@ -61,5 +61,6 @@ def say_fused(fused: Fused, output: Path, count: int, how: str, as_json: bool) -
     if left_out := fused.facts.get("not_aligned"):
         console.warn(f"not aligned: {', '.join(left_out)}; these units were averaged where they stand")
     if (error := fused.facts.get("adapter_error")) is not None:
-        console.say(f"lost of the mean of the adapters: {error:.2%} of its norm")
+        norm = "its answers to the clients' inputs" if fused.facts.get("adapter_metric") == "inputs" else "its norm"
+        console.say(f"lost of the mean of the adapters: {error:.2%} of {norm}")
     console.say(f"{output}: {count - len(fused.refused)} of {count} updates {how} by {fused.about.method}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from fedfuse.api import Update, local_update
 from fedfuse.api import recipe as recipe_of
-from fedfuse.api.folder_evidence import NAMES, WEIGHTS, digest_of
+from fedfuse.api.folder_evidence import BASE, NAMES, WEIGHTS, digest_of
+from fedfuse.client.evidence.inputs import AdapterInputs
 from fedfuse.core.padding import hide_padding
 from fedfuse.core.rng import stream
 from fedfuse.core.rows import Rows
@@ -21,10 +22,13 @@ from fedfuse.data.site import read_site
 from fedfuse.errors import ConfigError, error_text
 from fedfuse.experiment.keys import assign
 from fedfuse.federation.file_names import names_in_folder
+from fedfuse.models.adapted import adapt
 from fedfuse.tasks import CLASSIFICATION, LANGUAGE_MODEL, TEXT_CLASSIFICATION, Task
 from fedfuse.tasks.language import NO_TARGET
-from fedfuse.wire.adapters import is_adapter, merge_into, read_adapter, read_adapters
+from fedfuse.wire.adapters import PREFIX, adapted_modules, is_adapter, merge_into, read_adapter, read_adapters
+from fedfuse.wire.codec import decode, encode
 from fedfuse.wire.folders import read_folder
+from fedfuse.wire.messages import NOTE
 
 LENGTH = 128
 _MASKED = 0.15  # the share of tokens that BERT is asked for
@@ -99,9 +103,20 @@ def checkpoint_evidence(
     rows = _READERS[opened.kind](opened, source, length, limit)
     task = KINDS[opened.kind][1]
     classes = len(opened.labels) if opened.labels else int(opened.module.config.vocab_size)  # type: ignore[union-attr,arg-type]
-    update = local_update(opened.module, rows, recipe, client=client, classes=classes, task=task, epochs=0)
-    told = update.telling(**{WEIGHTS: digest_of(folder), NAMES: names or None})
+    as_adapter = is_adapter(folder) and recipe.aggregate.knows_adapters
+    module = adapt(opened.module, 1, targets=adapted_modules(folder)) if as_adapter else opened.module
+    update = local_update(module, rows, recipe, client=client, classes=classes, task=task, epochs=0)
+    told = _notes_of_adapter(update) if as_adapter else update.telling(**{NAMES: names or None})
+    told = told.telling(**{WEIGHTS: digest_of(folder), BASE: None if base is None else digest_of(base)})
     return told.telling(start=None) if recipe.trains else told  # networks trained elsewhere share no start
+
+
+def _notes_of_adapter(update: Update) -> Update:
+    """Evidence taken at a network with adapters, under the names that an adapter's file has."""
+    packet, kind = decode(update.payload), f"{NOTE}{AdapterInputs.name}/"
+    notes = packet.tensors.part(lambda n: n.startswith(NOTE), lambda n: n.replace(kind, f"{kind}{PREFIX}", 1))
+    header = {key: value for key, value in packet.header.items() if key not in ("spec", "layout")}
+    return replace(update, payload=encode(notes, header))
 
 
 def _open_weights(folder: Path, base: Path | None) -> tuple[OpenedCheckpoint, dict[str, str]]:

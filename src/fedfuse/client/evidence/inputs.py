@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,15 @@ from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry, Kron
 from fedfuse.core.seams import PlainEvidence
+from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
+from fedfuse.nets.adapters import pairs_in
 from fedfuse.nets.blocks import Block, Which, mixing_blocks
 from fedfuse.nets.cost import layer_costs
 from fedfuse.nets.factors import Packing, factors_in, find_flaw, layers_in, mean_eigenvalue_of
 from fedfuse.wire.codec import forms_of
+
+T = TypeVar("T")
 
 _PACKING = Packing(outputs=False)
 
@@ -85,9 +89,13 @@ class InputFactors(PlainEvidence):
         "client's rows; an embedding's tell how often each token occurs"
     )
 
+    def blocks(self, spec: Spec) -> Sequence[Block]:
+        """The layers whose inputs are looked at."""
+        return mixing_blocks(spec, self.layers)
+
     def __call__(self, local: Local) -> Params:
         """One pass forward over the rows with the trained weights."""
-        blocks = mixing_blocks(local.brief.spec, self.layers)
+        blocks = self.blocks(local.brief.spec)
         inputs = input_factors(local.module, blocks, local.rows.x, self.batch)
         if too_few_rows(local, self.min_rows):
             inputs = {layer: even_out(A) for layer, A in inputs.items()}
@@ -102,7 +110,7 @@ class InputFactors(PlainEvidence):
         """A pass forward, and the products of A: d² for d d′."""
         costs = layer_costs(effort.spec, effort.shape)
         forms = {n: Form.of(t) for n, t in effort.spec.skeleton().state_dict().items()}
-        blocks = [b for b in mixing_blocks(effort.spec, self.layers) if b.name in costs]
+        blocks = [b for b in self.blocks(effort.spec) if b.name in costs]
         moments = sum(costs[b.name].positions * b.groups * b.sizes(forms)[0] ** 2 for b in blocks)
         return 1 + moments / max(1, sum(cost.products for cost in costs.values()))
 
@@ -110,7 +118,7 @@ class InputFactors(PlainEvidence):
         """A triangle per layer, and a row of ones."""
         forms = forms_of(brief.params)
         wanted: dict[str, Form] = {}
-        for block in mixing_blocks(brief.spec, self.layers):
+        for block in self.blocks(brief.spec):
             wanted |= _PACKING.forms(block, forms)
         return wanted
 
@@ -131,3 +139,48 @@ class InputFactors(PlainEvidence):
     def influence(self, notes: Params) -> Mapping[str, float]:
         """The mean eigenvalue of every input factor: whoever's inputs are larger determines more of the layer."""
         return {path: mean_eigenvalue_of(notes, path) for path in (f"kron/{layer}/in" for layer in layers_in(notes))}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInputs(InputFactors):
+    """What modules with a low-rank adapter read: the moments of the inputs of its factor A, and nothing else."""
+
+    name: ClassVar[str] = "inputs"
+    reveals: ClassVar[str] = (
+        "second moments of the inputs of every layer that has an adapter, averaged over the client's rows"
+    )
+
+    def blocks(self, spec: Spec) -> Sequence[Block]:
+        """The factors A."""
+        firsts = {pair.a for pair in pairs_in(spec.layout.roles)}
+        return [block for block in mixing_blocks(spec, self.layers) if block.weight in firsts]
+
+    def __call__(self, local: Local) -> Params:
+        """One pass forward over the rows with the trained weights."""
+        return _input_sides(InputFactors.__call__(self, local))
+
+    def expects(self, brief: Brief) -> Mapping[str, Form]:
+        """A triangle per adapted layer."""
+        return _input_sides(InputFactors.expects(self, brief))
+
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
+        """Moments are positive semi-definite with a bounded trace."""
+        return next((flaw for path in _paths(notes) if (flaw := find_flaw(notes, path))), None)
+
+    def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature
+        """Says nothing about the posterior."""
+        return None
+
+    def influence(self, notes: Params) -> Mapping[str, float]:
+        """The mean eigenvalue of every layer's moments: whoever's inputs are larger says more of what may be lost."""
+        return {path: mean_eigenvalue_of(notes, path) for path in _paths(notes)}
+
+
+def _input_sides(found: Mapping[str, T]) -> dict[str, T]:
+    """What stands under "kron/LAYER/in", as "inputs/LAYER/in"."""
+    split = {name: name.split("/") for name in found}
+    return {"/".join(["inputs", *split[name][1:]]): value for name, value in found.items() if split[name][2] == "in"}
+
+
+def _paths(notes: Params) -> tuple[str, ...]:
+    return tuple(dict.fromkeys("/".join(name.split("/")[:3]) for name in notes if name.startswith("inputs/")))
