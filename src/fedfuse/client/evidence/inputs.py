@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fedfuse.client.evidence.kfac import even_out, too_few_rows
-from fedfuse.client.moments import input_moments
+from fedfuse.client.moments import run_moments
 from fedfuse.client.recording import record_calls
 from fedfuse.core.effort import Effort
-from fedfuse.core.factor import Factor, LowRank
+from fedfuse.core.factor import BlockDiagonal, Factor, LowRank, block_sizes
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry, Kron
@@ -28,11 +28,11 @@ from fedfuse.wire.codec import forms_of
 
 T = TypeVar("T")
 
-_PACKING = Packing(outputs=False)
-
 
 @torch.no_grad()
-def input_factors(module: nn.Module, blocks: Sequence[Block], x: Tensor, batch: int = 256) -> dict[str, Factor]:
+def input_factors(
+    module: nn.Module, blocks: Sequence[Block], x: Tensor, batch: int = 256, width: int | None = None
+) -> dict[str, Factor]:
     """A = Σ a aᵀ / N of every block over N rows, a being what it reads with a 1 for its bias, in one pass forward.
 
     Positions of a convolution or a sequence are summed. A block that is used several times counts every use, one that
@@ -43,6 +43,7 @@ def input_factors(module: nn.Module, blocks: Sequence[Block], x: Tensor, batch: 
         blocks: which layers; norms have no inputs to mix and must not be among them.
         x: the rows' inputs.
         batch: rows per pass.
+        width: of a layer that reads more numbers, the moments within runs of at most so many.
 
     Returns:
         Per layer A, stacked over its groups, float64; of an embedding a diagonal, how often each token occurs per row.
@@ -53,20 +54,35 @@ def input_factors(module: nn.Module, blocks: Sequence[Block], x: Tensor, batch: 
         [[[1.0, 2.0], [2.0, 4.0]]]
     """
     forms = {n: Form.of(t) for n, t in module.state_dict().items()}
-    sums: dict[str, Tensor] = {}
+    runs = {block.name: _runs(block, forms, width) for block in blocks}
+    sums: dict[str, list[Tensor]] = {}
     for block in blocks:
-        size = (block.sizes(forms)[0],) * (1 if block.has_diagonal_inputs else 2)
-        sums[block.name] = torch.zeros(block.groups, *size, dtype=torch.float64, device=x.device)
+        sides = 1 if block.has_diagonal_inputs else 2
+        shapes = [(block.groups, *[size] * sides) for size in runs[block.name]]
+        sums[block.name] = [torch.zeros(shape, dtype=torch.float64, device=x.device) for shape in shapes]
     with record_calls(module, blocks) as calls:
         for part in x.split(batch):
             calls.clear()
             module(part)
             for call in calls:
                 where = slice(None) if call.group is None else slice(call.group, call.group + 1)
-                moments = input_moments(call.module, call.x, call.block.bias is not None)
-                sums[call.block.name][where].add_(moments)
-    means = {name: total / len(x) for name, total in sums.items()}
-    return {b.name: LowRank.diagonal(means[b.name]) if b.has_diagonal_inputs else means[b.name] for b in blocks}
+                name, one = call.block.name, call.block.bias is not None
+                for total, moments in zip(sums[name], run_moments(call.module, call.x, one, runs[name]), strict=True):
+                    total[where].add_(moments)
+    means = {name: [total / len(x) for total in parts] for name, parts in sums.items()}
+    return {block.name: _as_factor(block, means[block.name]) for block in blocks}
+
+
+def _runs(block: Block, forms: Mapping[str, Form], width: int | None) -> tuple[int, ...]:
+    """How many inputs each run has whose moments are taken: one run of all, unless there is a limit."""
+    size = block.sizes(forms)[0]
+    return (size,) if width is None or block.has_diagonal_inputs else block_sizes(size, width)
+
+
+def _as_factor(block: Block, parts: Sequence[Tensor]) -> Factor:
+    if block.has_diagonal_inputs:
+        return LowRank.diagonal(parts[0])
+    return parts[0] if len(parts) == 1 else BlockDiagonal(tuple(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +94,22 @@ class InputFactors(PlainEvidence):
         min_rows: a client with fewer rows sends no directions, only how large its factors are; None for twice the
             batch it trains with.
         batch: rows per pass.
+        width: of a layer that reads more numbers, blocks of at most so many along its factor's diagonal; None for all.
     """
 
     layers: Which = "all"
     min_rows: int | None = None
     batch: int = 256
+    width: int | None = None
     name: ClassVar[str] = "kron"
     reveals: ClassVar[str] = (
         "second moments of every layer's inputs and the mean input of every layer with a bias, averaged over the "
         "client's rows; an embedding's tell how often each token occurs"
     )
+
+    @property
+    def _packing(self) -> Packing:
+        return Packing(outputs=False, width=self.width)
 
     def blocks(self, spec: Spec) -> Sequence[Block]:
         """The layers whose inputs are looked at."""
@@ -96,14 +118,14 @@ class InputFactors(PlainEvidence):
     def __call__(self, local: Local) -> Params:
         """One pass forward over the rows with the trained weights."""
         blocks = self.blocks(local.brief.spec)
-        inputs = input_factors(local.module, blocks, local.rows.x, self.batch)
+        inputs = input_factors(local.module, blocks, local.rows.x, self.batch, self.width)
         if too_few_rows(local, self.min_rows):
             inputs = {layer: even_out(A) for layer, A in inputs.items()}
         forms = forms_of(local.brief.params)
         notes: dict[str, Tensor] = {}
         for block in blocks:
             identity = LowRank.diagonal(torch.ones(block.groups, block.sizes(forms)[1]))
-            notes |= _PACKING.notes(block, (inputs[block.name], identity))
+            notes |= self._packing.notes(block, (inputs[block.name], identity))
         return notes
 
     def passes(self, effort: Effort) -> float:
@@ -119,7 +141,7 @@ class InputFactors(PlainEvidence):
         forms = forms_of(brief.params)
         wanted: dict[str, Form] = {}
         for block in self.blocks(brief.spec):
-            wanted |= _PACKING.forms(block, forms)
+            wanted |= self._packing.forms(block, forms)
         return wanted
 
     def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature

@@ -335,9 +335,9 @@ def _find_lack(o: _OpenedItem, brief: Brief, recipe: Recipe) -> Refused | None:
         needed = kind.name in recipe.needs and (o.is_plain or bool(kind.expects(brief)))
         if needed and kind.name not in o.kinds:
             return Refused(client, f"evidence {kind.name!r}", "missing", how)
-        if needed and (odd := sorted(n for n in kind.expects(brief) if NOTE + n not in o.packet.tensors)):
-            made_for = f"made for {str(o.packet.header.get('method', 'another method'))!r:.80}, without {odd[0]}"
-            return Refused(client, f"evidence {kind.name!r}", made_for, how)
+        if needed and (odd := [n for n in kind.expects(brief) if NOTE + n not in o.packet.tensors]):
+            made_for = str(o.packet.header.get("method", "another method"))
+            return Refused(client, odd[0], f"missing from evidence made for {made_for!r:.80}", how)
     return None
 
 
