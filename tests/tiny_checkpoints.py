@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,22 @@ def gpt2(**more: Any) -> torch.nn.Module:
     return network.eval()
 
 
+def llama(**more: Any) -> torch.nn.Module:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        **SMALL,
+        num_key_value_heads=1,
+        intermediate_size=12,
+        max_position_embeddings=16,
+        bos_token_id=2,
+        eos_token_id=3,
+        **more,
+    )
+    network: torch.nn.Module = transformers.LlamaForCausalLM(config)
+    return network.eval()
+
+
 def vit(**more: Any) -> torch.nn.Module:
     import transformers
 
@@ -67,6 +84,18 @@ def vit(**more: Any) -> torch.nn.Module:
     )
     network: torch.nn.Module = transformers.ViTForImageClassification(config)
     return network.eval()
+
+
+def write_rows(folder: Path) -> Path:
+    """Rows for every kind of network: texts.jsonl with labels, pictures.npz of 8 × 8."""
+    import numpy as np
+
+    texts = [f"the film is {'good ' * (i % 4)}{'fine' if i % 2 else 'poor a bad film'}" for i in range(12)]
+    lines = [json.dumps({"text": text, "label": i % 2}) for i, text in enumerate(texts)]
+    (folder / "texts.jsonl").write_text("\n".join(lines))
+    draw, names = np.random.default_rng(0), np.array(["LABEL_0", "LABEL_1", "LABEL_2"])
+    np.savez(folder / "pictures.npz", x=draw.random((12, 1, 8, 8), np.float32), y=np.arange(12) % 3, classes=names)
+    return folder
 
 
 def save(network: torch.nn.Module, folder: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fedfuse
+import tiny_checkpoints as tiny
 from fedfuse import cli
 from fedfuse.errors import ConfigError
-from fedfuse.linalg.lowrank import norm_of, truncate
+from fedfuse.linalg.lowrank import norm_of, truncate, truncate_for_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # other packages'
 
@@ -278,6 +280,137 @@ def test_adapters_by_the_command_line(
         said = capsys.readouterr()
         assert told in " ".join((said.out + said.err).split())
         assert (tmp_path / words[-1] / "adapter_config.json").is_file()
+
+
+def dense_best(whole: Tensor, moments: Tensor, rank: int) -> tuple[Tensor, float]:
+    """The truncated SVD of ΔW C^½ times C^−½, written out, and the share of ‖ΔW C^½‖ that it loses."""
+    values, vectors = torch.linalg.eigh(moments)
+    root, back = (vectors * values.sqrt()) @ vectors.mT, (vectors / values.sqrt()) @ vectors.mT
+    u, s, v = torch.linalg.svd(whole @ root, full_matrices=False)
+    return u[:, :rank] * s[:rank] @ v[:rank] @ back, float(s[rank:].norm() / s.norm())
+
+
+def moments_of(seed: int, size: int) -> Tensor:
+    rows = draw(seed)(30, size).double() * torch.logspace(-1, 1, size).double()
+    return rows.mT @ rows / len(rows)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_the_best_adapter_for_given_inputs_is_the_dense_closed_form(rank: int) -> None:
+    left, right, C = draw(0)(7, 4).double(), draw(1)(4, 9).double(), moments_of(2, 9)
+    found = truncate_for_inputs(left, right, right @ C @ right.mT, rank)
+    best, error = dense_best(left @ right, C, rank)
+    torch.testing.assert_close(found.left @ found.right, best, atol=1e-8, rtol=1e-8)
+    assert found.error == pytest.approx(error, abs=1e-7)
+    assert found.norm == pytest.approx(math.sqrt(float((left @ right @ C @ (left @ right).mT).trace())))
+    plain = truncate(left, right, rank)
+    off = [left @ right - x.left @ x.right for x in (found, plain)]
+    seen = [float((d @ C @ d.mT).trace()) for d in off]
+    assert seen[0] <= seen[1] + 1e-9, "no other of that rank answers these inputs better"
+    torch.testing.assert_close(*(x.norm(dim=d) for x, d in ((found.left, 0), (found.right, 1))))  # balanced
+
+
+def test_inputs_that_nobody_has_seen_are_answered_as_before() -> None:
+    """A singular C has no root to divide by; what the factors do beyond it stays as far as outputs allow."""
+    left, right = draw(0)(5, 2).double(), draw(1)(2, 6).double()
+    seen = torch.zeros(6, 6, dtype=torch.float64)
+    seen[0, 0] = 1.0
+    found = truncate_for_inputs(left, right, right @ seen @ right.mT, 2)
+    torch.testing.assert_close(found.left @ found.right, left @ right)
+    assert found.error == pytest.approx(0, abs=1e-7)
+
+
+def test_adapters_are_fused_in_the_metric_of_what_clients_read(tmp_path: Path) -> None:
+    """Folders of peft with evidence: moments are those of the adapted network, and the fused adapter is the best."""
+    pytest.importorskip("peft")
+    from fedfuse.federation.checkpoint import checkpoint_evidence, open_folder
+    from fedfuse.nets.factors import read_factor
+    from fedfuse.wire.codec import read
+    from fedfuse.wire.folders import EVIDENCE
+    from fedfuse.wire.messages import split
+
+    made = [with_peft(tmp_path, "gpt2", seed, rank, fan_in_fan_out=True) for seed, rank in ((1, 2), (2, 3))]
+    folders, base = [folder for _, folder in made], tmp_path / "base"
+    tiny.save_tokenizer(base)
+    tiny.write_rows(tmp_path)
+    texts, options = str(tmp_path / "texts.jsonl"), ["moments=true", "min_rows=1"]
+    for folder in folders:
+        found = checkpoint_evidence(folder, texts, "flexlora", options, client=folder.name, length=12, base=base)
+        found.without_weights().save(folder / EVIDENCE)
+    name, module = "transformer.h.0.mlp.c_proj", "base_model.model.transformer.h.0.mlp.c_proj"
+    moments = []
+    for model, folder in made:
+        seen: list[Tensor] = []
+        layer = model.get_submodule(module).base_layer
+        handle = layer.register_forward_hook(lambda _, args, __, seen=seen: seen.append(args[0][0]))
+        tokens = open_folder(base).tokenizer
+        with torch.no_grad():
+            for line in (tmp_path / "texts.jsonl").read_text().splitlines():
+                model(
+                    torch.tensor(tokens([json.loads(line)["text"]], truncation=True, max_length=13)["input_ids"])[
+                        :, :-1
+                    ]
+                )
+        handle.remove()
+        rows = torch.cat(seen).double()
+        moments.append(rows.mT @ rows / len(seen))
+        told = read_factor(split(read(folder / EVIDENCE))[1], f"inputs/{module}.lora_A/in")
+        torch.testing.assert_close(told.double(), moments[-1], rtol=1e-4, atol=1e-5)
+    fused = fedfuse.fuse(folders, fedfuse.recipe("flexlora", rank=2, moments=True))
+    whole = sum((product_in(folder, name) for folder in folders), torch.zeros(())) / 2
+    C = (moments[0] + moments[1]) / 2
+    best, error = dense_best(whole, C + 1e-12 * torch.eye(len(C)), 2)
+    state = fused.state_dict()
+    a, b = (state[f"{module}.lora_{side}.weight"].double() for side in "AB")
+    for row in (b @ a - best,):
+        assert float((row @ C @ row.mT).trace()) == pytest.approx(0, abs=1e-7 * float((whole @ C @ whole.mT).trace()))
+    assert fused.facts["adapter_errors"][module] == pytest.approx(error, rel=1e-3)
+    assert fused.facts["adapter_metric"] == "inputs"
+    assert not fused.facts["unseen_modules"]
+    fused.save(tmp_path / "fused")
+    merged = fedfuse.fuse(folders, "fedavg", start=base)
+    assert merged.state_dict().keys() >= {f"{name}.weight"}
+    with pytest.raises(ConfigError, match="asks for no evidence"):
+        checkpoint_evidence(folders[0], texts, "flexlora", base=base)
+    with pytest.raises(ConfigError, match="is an adapter, which runs within its base"):
+        checkpoint_evidence(folders[0], texts, "flexlora", options)
+    (folders[1] / EVIDENCE).unlink()
+    with pytest.raises(ConfigError, match="p2 brings none"):
+        fedfuse.fuse(folders, fedfuse.recipe("flexlora", moments=True))
+
+
+def product_in(folder: Path, module: str) -> Tensor:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    a, b = (tensors[f"{HEAD}{module}.lora_{side}.weight"].double() for side in "AB")
+    return 6 / len(a) * b @ a
+
+
+def test_adapters_at_their_base_bring_evidence_of_whole_models(tmp_path: Path) -> None:
+    """RegMean of merged adapters is RegMean of the models they make."""
+    tf = pytest.importorskip("transformers")
+    from fedfuse.federation.checkpoint import checkpoint_evidence
+    from fedfuse.wire.folders import EVIDENCE
+
+    made = [with_peft(tmp_path, "gpt2", seed, 2, fan_in_fan_out=True) for seed in (1, 2)]
+    base = tmp_path / "base"
+    tiny.save_tokenizer(base)
+    tiny.write_rows(tmp_path)
+    texts, whole = str(tmp_path / "texts.jsonl"), []
+    for k, (model, folder) in enumerate(made):
+        update = checkpoint_evidence(folder, texts, "regmean", ["min_rows=1"], client="x", length=12, base=base)
+        update.without_weights().save(folder / EVIDENCE)
+        model.merge_and_unload().save_pretrained(tmp_path / f"whole{k}")
+        tiny.save_tokenizer(tmp_path / f"whole{k}")
+        whole.append(tmp_path / f"whole{k}")
+        update = checkpoint_evidence(whole[-1], texts, "regmean", ["min_rows=1"], client="x", length=12)
+        update.without_weights().save(whole[-1] / EVIDENCE)
+    folders = [folder for _, folder in made]
+    found, wanted = fedfuse.fuse(folders, "regmean", start=base), fedfuse.fuse(whole, "regmean")
+    found.save(tmp_path / "merged")
+    tf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    expected = wanted.state_dict()
+    for name, tensor in found.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_an_adapter_in_a_round_keeps_its_rank() -> None:

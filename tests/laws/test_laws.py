@@ -294,13 +294,13 @@ def test_the_same_seed_gives_the_same_bytes(name: str, network: str) -> None:
     assert same(it.fuse(), first)
 
 
-def tensorwise() -> pytest.MarkDecorator:
-    """Every case that fuses a tensor by that tensor alone, on every network."""
-    who = [(n, net) for n, recipe in cases().items() if recipe.tensorwise for net in NETWORKS]
+def in_parts() -> pytest.MarkDecorator:
+    """Every case that fuses a tensor, or a layer with its evidence, by that alone, on every network."""
+    who = [(n, net) for n, recipe in cases().items() if recipe.layerwise for net in NETWORKS]
     return pytest.mark.parametrize(("name", "network"), who, ids=[f"{n}, {net}" for n, net in who])
 
 
-@tensorwise()
+@in_parts()
 def test_a_round_in_parts_gives_the_bytes_of_the_whole(name: str, network: str) -> None:
     it = trial(name, network)
     assert it is not None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fedfuse.api.folder_evidence import homes_in_folder, reads_evidence, with_evidence
 from fedfuse.core.about import About
 from fedfuse.core.model import Model
 from fedfuse.core.params import Params
@@ -32,26 +33,63 @@ class Folders:
 
     Attributes:
         sources: those to be fused; none if something else is.
-        packets: what is read instead of them: adapters in common factors, or merged into their base.
+        packets: what is read instead of them: with evidence, adapters in common factors or merged into their base.
         carried: whose config and tokenizer the result gets.
         dtype: of the result, where that is not the dtype it is fused in.
+        names: what the tensors of folders are called where they are fused, if that is otherwise.
     """
 
     sources: tuple[Path, ...] = ()
     packets: Mapping[Path, Packet] = field(default_factory=dict)
     carried: Path | None = None
     dtype: torch.dtype | None = None
+    names: Mapping[str, str] | None = None
 
     def __bool__(self) -> bool:
         return bool(self.sources)
 
+    @property
+    def stand_at_base(self) -> bool:
+        """Whether these are adapters, read as whole models."""
+        return bool(self.sources) and self.carried not in self.sources
 
-def check_folders(updates: Sequence[Any], start: object) -> Folders:
+    def output(self, params: Params, dtype: torch.dtype | None = None) -> LazyParams:
+        """What is written of fused weights, in another dtype if one is named."""
+        tensors = with_dtype(as_lazy(params), dtype or self.dtype)
+        if self.names is None:
+            return tensors
+        known = {fused: name for name, fused in self.names.items()}
+        return tensors.part(known.__contains__, known.__getitem__)
+
+
+def check_folders(
+    updates: Sequence[Any], start: object, recipe: Recipe, evidence: Sequence[str | Path] | None = None
+) -> Folders:
     """The folders among what is to be fused, if there are any: then all are, and they agree.
+
+    Args:
+        updates: what is to be fused.
+        start: what they started from, if that is known.
+        recipe: what will fuse them; where it reads evidence, each folder brings its own.
+        evidence: files of it, in the order of folders, where it is not in them.
 
     Raises:
         ConfigError: naming who is not, or the file in which they differ and what to do.
     """
+    folders = _agreeing_folders(updates, start)
+    if evidence is not None and not (folders and reads_evidence(recipe)):
+        why = f"method {recipe.name!r} reads none" if folders else "these are no folders, whose updates bring their own"
+        raise ConfigError(f"evidence files go with checkpoint folders, and {why}; leave them out")
+    if not folders or not reads_evidence(recipe):
+        return folders
+    read = {folder: folders.packets.get(folder) or read_folder(folder) for folder in folders.sources}
+    joined = with_evidence(read, recipe, None if evidence is None else [Path(file) for file in evidence])
+    first = folders.sources[0]
+    homes = homes_in_folder(joined[first].header, read[first].tensors)
+    return replace(folders, packets=joined, names={home: name for name, home in reversed(homes.items())})
+
+
+def _agreeing_folders(updates: Sequence[Any], start: object) -> Folders:
     folders = [folder_of(source) for source in updates if is_folder(source)]
     if folders and len(folders) < len(updates):
         other = next(source for source in updates if not is_folder(source))
@@ -129,7 +167,7 @@ def write_checkpoint(
     """Write a fused model as a folder beside its name, and rename it when it is complete."""
     if folders.carried is None:
         raise ConfigError("there is no folder whose config could be carried over; fuse checkpoint folders")
-    tensors = with_dtype(as_lazy(params), dtype or folders.dtype)
+    tensors = folders.output(params, dtype)
     header: Mapping[str, Any] = {"kind": "checkpoint", "version": VERSION, **about.to_json()}
     with new_folder(output) as half:
         if is_adapter(folders.carried):

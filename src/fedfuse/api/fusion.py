@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -19,6 +18,7 @@ from fedfuse.api.checkpoints import (
     fuse_in_parts,
     write_checkpoint,
 )
+from fedfuse.api.items import Source, name_items
 from fedfuse.api.runs import recipe as make_recipe
 from fedfuse.api.sums import (
     SUMS,
@@ -52,11 +52,9 @@ from fedfuse.server.door.files import Gathered, Item, built_start, check_enough,
 from fedfuse.server.door.names import CommonNames
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
 from fedfuse.tasks import CLASSIFICATION, Task, task_header, task_named
-from fedfuse.wire.codec import Malformed, as_lazy, decode, encode, forms_size, read
+from fedfuse.wire.codec import Malformed, decode, forms_size, read
 from fedfuse.wire.files import save_model
-from fedfuse.wire.folders import folder_of, is_folder, parse_dtype, parse_size, with_dtype
-
-Source: TypeAlias = "Update | str | Path | Mapping[str, Tensor] | nn.Module"
+from fedfuse.wire.folders import parse_dtype, parse_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +89,7 @@ class Fused:
 
     def num_bytes(self, dtype: str | None = None) -> int:
         """How many bytes the fused weights take, in another dtype if one is named."""
-        given = self.folders.dtype if dtype is None else parse_dtype(dtype)
-        return forms_size(with_dtype(as_lazy(self.state()), given).forms)
+        return forms_size(self.folders.output(self.state(), None if dtype is None else parse_dtype(dtype)).forms)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The fused weights under their plain names."""
@@ -176,6 +173,7 @@ def fuse(
     into: str | Path | None = None,
     remove: Sequence[str | Path] = (),
     keep_sites: bool = False,
+    evidence: Sequence[str | Path] | None = None,
 ) -> Fused:
     """Fuse what sites brought: updates, files, checkpoint folders, modules or plain state dicts.
 
@@ -197,6 +195,7 @@ def fuse(
         into: a fused file that keeps its sums (of `ridge` or `refit`): the updates are added to them.
         remove: sites to take out of those sums, by name where they were kept apart, else by their update files.
         keep_sites: let the result's file keep each site's sums apart, not only their total.
+        evidence: of checkpoint folders, a file each in their order, where it is not in the folders.
 
     Raises:
         QuorumLost: if too few were admitted, or no layout is shared by more than half of them.
@@ -207,10 +206,10 @@ def fuse(
         {'w': tensor([0.7500])}
     """
     recipe = _recipe_behind_filters(recipe, align, guard)
-    folders, kept = check_folders(updates, start), _read_kept(recipe, into, remove)
+    folders, kept = check_folders(updates, start, recipe, evidence), _read_kept(recipe, into, remove)
     quorum = (1.0 if folders else 0.5) if quorum is None else quorum
-    items = _items([*kept, *updates], num_examples, folders)
-    begin = _begin(recipe, None if folders.packets and "start" not in recipe.needs else start, items)
+    items = name_items([*kept, *updates], num_examples, folders)
+    begin = _begin(recipe, None if folders.stand_at_base and "start" not in recipe.needs else start, items)
     bench = Bench(rows=_rows(server_rows), unlabelled=unlabelled, population=len(items), seed=seed)
     recipe.check(1, bench)
     came = gather(items, recipe, begin, _networks(recipe, model, seed), _rules(quorum, bounds))
@@ -243,7 +242,7 @@ def _rules(quorum: float, bounds: Bounds | Mapping[str, Any] | None) -> Rules:
 
 def _fuse(recipe: Recipe, admission: Admission, state: ServerState, bench: Bench, folders: Folders) -> Fused:
     """The model, its facts and remarks: of folders tensor by tensor where the method allows it."""
-    in_parts = bool(folders) and recipe.tensorwise
+    in_parts = bool(folders) and recipe.layerwise
     model, facts = (fuse_in_parts if in_parts else fuse_at_once)(recipe, admission, state, bench)
     told = folder_remarks(recipe, admission, in_parts) if folders else ()
     return Fused(model, facts=facts, remarks=(*told, *facts.get("remarks", ())), folders=folders)
@@ -334,46 +333,6 @@ def _prepared_spec(recipe: Recipe, given: nn.Module | Spec, seed: int) -> Spec:
     if isinstance(recipe.prepare_model, AsChosen):
         return spec
     return prepared_start(recipe, spec, spec.skeleton().state_dict(), Bench(seed=seed)).spec
-
-
-def _items(updates: Sequence[Source], num_examples: Sequence[float] | None, folders: Folders) -> list[Item]:
-    if not updates:
-        raise ConfigError("there is nothing to fuse: pass at least one update, file or state dict")
-    if num_examples is not None and len(num_examples) != len(updates):
-        raise ConfigError(
-            f"{len(num_examples)} numbers of examples were given for {len(updates)} updates; give one each"
-        )
-    given = list(num_examples) if num_examples is not None else [None] * len(updates)
-    items = [
-        _item(u, position, num_examples, folders)
-        for position, (u, num_examples) in enumerate(zip(updates, given, strict=True), 1)
-    ]
-    names = Counter(item.client for item in items)
-    items = [_by_path(item) if names[item.client] > 1 else item for item in items]
-    names = Counter(item.client for item in items)
-    return [
-        replace(item, client=f"{item.client} ({position})") if names[item.client] > 1 else item
-        for position, item in enumerate(items, 1)  # one file twice, or two updates of one name, are still two
-    ]
-
-
-def _by_path(item: Item) -> Item:
-    """A file is called by its stem, and by its path where others have the same stem."""
-    return replace(item, client=str(item.payload)) if isinstance(item.payload, Path) else item
-
-
-def _item(source: Source, position: int, num_examples: float | None, folders: Folders) -> Item:
-    match source:
-        case Update():
-            return Item(source.client, source.payload, num_examples, source.spec)
-        case str() | Path():
-            name = folder_of(source).name if is_folder(source) else Path(source).stem
-            return Item(name, Path(source), num_examples, packet=folders.packets.get(folder_of(source)))
-        case nn.Module():
-            return Item(f"model-{position}", encode(source.state_dict(), {}), num_examples)
-        case Mapping():
-            return Item(f"model-{position}", encode(source, {}), num_examples)
-    raise ConfigError(f"update {position} is a {type(source).__name__}; expected an update, a file or a state dict")
 
 
 def _rows(rows: Rows | tuple[Tensor, Tensor] | None) -> Rows | None:

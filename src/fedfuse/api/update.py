@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -33,9 +33,6 @@ from fedfuse.training.round import client_round
 from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read, write
 from fedfuse.wire.folders import is_folder, open_weights
 from fedfuse.wire.messages import NOTE, encode_brief, receive_brief, tell_memory
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +70,11 @@ class Update:
         packet = decode(self.payload)
         header = {key: value for key, value in {**packet.header, **entries}.items() if value is not None}
         return replace(self, payload=encode(packet.tensors, header))
+
+    def without_weights(self) -> Update:
+        """The evidence alone, for weights that whoever fuses has."""
+        packet = decode(self.payload)
+        return replace(self, payload=encode(packet.tensors.part(lambda n: n.startswith(NOTE)), packet.header))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fedfuse.cli import console
-from fedfuse.cli.fused import charge_release, numbers_of_examples, save, say_fused
+from fedfuse.cli.fused import charge_release, evidence_files, numbers_of_examples, save, say_fused
 from fedfuse.cli.options import (
     Json,
     MaybeMethod,
@@ -46,6 +46,10 @@ Networks = Annotated[
 ]
 Start = Annotated[
     Path | None, typer.Option("--start", "--base", help="The weights all started from, where a method needs them.")
+]
+EvidenceFiles = Annotated[
+    list[str] | None,
+    typer.Option("--evidence", help="Of folders, a file each in their order, where it is not in them; as in a,b."),
 ]
 NumExamples = Annotated[list[str] | None, typer.Option(help="Examples behind each, in order, as in 100,300.")]
 Quorum = Annotated[
@@ -135,7 +139,7 @@ def update(
 def evidence(
     model: Annotated[Path, typer.Argument()],
     data: Source,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The file to send.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="The file to send.")] = None,
     federation: FederationOption = None,
     method: Annotated[str | None, typer.Option(help="The federation's, or else refit.", callback=check_method)] = None,
     sets: Annotated[
@@ -158,6 +162,7 @@ def evidence(
     own: Annotated[Path | None, typer.Option(help="This site's own update, for refit with layers=true.")] = None,
     privacy_ledger: PrivacyLedger = None,
     budget: Budget = None,
+    base: Annotated[Path | None, typer.Option(help="Of an adapter's folder: that of the model it adapts.")] = None,
     as_json: Json = False,
 ) -> None:
     """At a site: bring the evidence a method asks for at a finished model, without training.
@@ -165,12 +170,15 @@ def evidence(
     MODEL is a file that `fuse`, `run` or `update` wrote, or plain safetensors of a network trained elsewhere (--model).
     For a method that does not train, such as refit, it is the model all sites have, which whoever fuses passes as
     --start; for any other, such as fedlpa, the site's own. It may be a folder of transformers, whose tokenizer reads
-    the texts of a .jsonl file.
+    the texts of a .jsonl file, or an adapter's (--base). Without -o a folder's evidence is written into it, without its
+    weights, for `fuse` to find; with -o weights and evidence go into one file, an update.
     """
     if model.is_dir():
-        asked = method or "regmean"
-        _folder_evidence(model, data, output, asked, sets or [], client or output.stem, train_limit, length, as_json)
+        reading = {"client": client or (output or model).stem, "limit": train_limit, "length": length, "base": base}
+        _folder_evidence(model, data, output, method or "regmean", sets or [], reading, as_json)
         return
+    if output is None:
+        raise ConfigError(f"{model} is no folder, so its evidence needs a file of its own; name it (-o)")
     from fedfuse.federation.agreement import read_federation
     from fedfuse.federation.evidence import Saying, site_evidence
 
@@ -200,20 +208,19 @@ def evidence(
 def _folder_evidence(
     folder: Path,
     data: str,
-    output: Path,
+    output: Path | None,
     method: str,
     sets: list[str],
-    client: str,
-    limit: int | None,
-    length: int,
+    reading: Mapping[str, Any],
     as_json: bool,
 ) -> None:
     """Evidence at the weights of a folder of transformers."""
     from fedfuse.federation.checkpoint import checkpoint_evidence
+    from fedfuse.wire.folders import EVIDENCE
 
     with console.err.status(f"looking at {data}"):
-        update = checkpoint_evidence(folder, data, method, sets, client=client, limit=limit, length=length)
-        update.save(output)
+        update = checkpoint_evidence(folder, data, method, sets, **reading)
+        output = (update.without_weights() if output is None else update).save(output or folder / EVIDENCE)
     facts = {"file": str(output), "bytes": output.stat().st_size, "examples": update.num_examples}
     if as_json:
         console.say_json(facts | {"reveals": list(update.reveals)})
@@ -340,12 +347,14 @@ def fuse(
     partial: Partial = False,
     shard_size: ShardSize = "5GB",
     dtype: Dtype = None,
+    evidence: EvidenceFiles = None,
     as_json: Json = False,
 ) -> None:
     """Anywhere: admit update files, fuse them, write one model file; no server needed.
 
     UPDATES are files that `update` wrote, plain safetensors of weights, or checkpoint folders as `save_pretrained`
-    writes them; of folders a folder is made.
+    writes them; of folders a folder is made. Where a method reads evidence, `fedfuse evidence` writes it into each
+    folder.
     """
     from fedfuse.federation.agreement import read_federation
     from fedfuse.federation.fusion import fuse_files
@@ -370,6 +379,7 @@ def fuse(
             into=into,
             remove=remove or [],
             keep_sites=keep_sites,
+            evidence=evidence_files(evidence),
         )
     save(fused.partial() if partial else fused, output, shard_size, dtype)
     how = f"{'added up' if partial else 'fused'}{f' into the sums of {into}' if into else ''}"

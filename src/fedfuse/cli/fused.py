@@ -39,6 +39,11 @@ def charge_release(
     console.note(f"privacy of any one row so far: ε = {total.epsilon:.4g} at δ = {total.delta:g} ({path})", "dim")
 
 
+def evidence_files(given: list[str] | None) -> list[Path] | None:
+    """Files of evidence, one option each or with commas between."""
+    return [Path(word.strip()) for text in given or [] for word in text.split(",")] or None
+
+
 def numbers_of_examples(given: list[str] | None) -> list[float] | None:
     """Numbers of examples, one option each or with commas between."""
     words = [word for text in given or [] for word in text.split(",")]
@@ -71,5 +76,6 @@ def say_fused(fused: Fused, output: Path, count: int, how: str, as_json: bool) -
     if left_out := fused.facts.get("not_aligned"):
         console.warn(f"not aligned: {', '.join(left_out)}; these units were averaged where they stand")
     if (error := fused.facts.get("adapter_error")) is not None:
-        console.say(f"lost of the mean of the adapters: {error:.2%} of its norm")
+        norm = "its answers to the clients' inputs" if fused.facts.get("adapter_metric") == "inputs" else "its norm"
+        console.say(f"lost of the mean of the adapters: {error:.2%} of {norm}")
     console.say(f"{output}: {count - len(fused.refused)} of {count} updates {how} by {fused.about.method}")

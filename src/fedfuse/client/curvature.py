@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedfuse.core.factor import Factor, LowRank, dense
+from fedfuse.core.factor import BlockDiagonal, Factor, LowRank, dense
 from fedfuse.core.precision import in_full
 from fedfuse.core.seams import Batch, Objective, TaskLoss
 from fedfuse.core.state import Local, entries_of
@@ -75,6 +75,8 @@ def _is_known(block: Block, factors: dict[str, Tensor], local: Local) -> bool:
 def _size(factor: Factor | None) -> int:
     if factor is None:
         return 0
+    if isinstance(factor, BlockDiagonal):
+        return sum(factor.sizes)
     return factor.rest.shape[-1] if isinstance(factor, LowRank) else factor.shape[-1]
 
 

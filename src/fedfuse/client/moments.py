@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedfuse.core.factor import BlockDiagonal
 from fedfuse.core.precision import in_full
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -42,6 +44,22 @@ def input_moments(module: nn.Module, x: Tensor, one: bool) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         gram, total, count = (rows.mT @ rows).double()[None], rows.sum(0).double()[None], len(rows)
     return _with_one(gram, total[..., None], count) if one else gram
+
+
+def run_moments(module: nn.Module, x: Tensor, one: bool, runs: Sequence[int]) -> list[Tensor]:
+    """The blocks of `input_moments` along its diagonal, for runs of so many inputs each; of one run it is all of it.
+
+    Example:
+        >>> [part.tolist() for part in run_moments(nn.Linear(2, 1), torch.tensor([[1.0, 2.0]]), False, [1, 1])]
+        [[[[1.0]]], [[[4.0]]]]
+    """
+    if len(runs) == 1:
+        return [input_moments(module, x, one)]
+    if isinstance(module, (nn.Embedding, *CONVOLUTIONS, *TRANSPOSED)):
+        return list(BlockDiagonal.cut(input_moments(module, x, one), runs).parts)
+    rows = in_full(x).reshape(-1, x.shape[-1])
+    rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1) if one else rows
+    return [(part.mT @ part).double()[None] for part in rows.split(list(runs), 1)]  # the whole is never laid out
 
 
 def output_moments(module: nn.Module, grad: Tensor) -> tuple[Tensor, int]:

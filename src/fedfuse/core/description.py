@@ -100,7 +100,8 @@ def _read_layer(data: object, roles: Mapping[str, Role], forms: Mapping[str, For
     shape = forms[weight].shape
     if len(shape) < 2 or type(groups) is not int or groups < 1 or shape[0] % groups:
         raise ConfigError(f"a layout's layer {data['name']!r:.80} cannot have {groups!r:.20} groups")
-    if bias is not None and (not isinstance(bias, str) or roles.get(bias) != "bias" or forms[bias].shape != shape[:1]):
+    outputs = shape[0] if data["kind"] not in ("turned", "transposed") else shape[1] * groups
+    if bias is not None and (not isinstance(bias, str) or roles.get(bias) != "bias" or forms[bias].shape != (outputs,)):
         raise ConfigError(f"a layout's layer {data['name']!r:.80} has a bias that does not fit its weight")
     followers = _names(data.get("followers", []), roles, "followers")
     log_variances = _of_role(_names(data.get("log_variances", []), roles, "log_variances"), roles, ("log_variance",))

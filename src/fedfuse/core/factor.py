@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import torch
@@ -105,12 +107,100 @@ class LowRank:
         return (self.vectors * self.values[..., None, :]) @ self.vectors.mT + torch.diag_embed(self.rest)
 
 
-Factor: TypeAlias = Tensor | LowRank
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockDiagonal:
+    """A matrix of square blocks along its diagonal and zeros elsewhere, or a stack of them.
+
+    Attributes:
+        parts: the blocks from the top left on, (… × d_i × d_i).
+
+    Example:
+        >>> cut = BlockDiagonal.of(torch.ones(3, 3), width=2)
+        >>> cut.sizes, cut.dense().tolist()
+        ((2, 1), [[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    """
+
+    parts: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, matrix: Tensor, width: int) -> BlockDiagonal:
+        """What blocks of at most so many rows hold of a matrix."""
+        return cls.cut(matrix, block_sizes(matrix.shape[-1], width))
+
+    @classmethod
+    def cut(cls, matrix: Tensor, sizes: Sequence[int]) -> BlockDiagonal:
+        """What blocks of these sizes hold of a matrix."""
+        ends = list(accumulate(sizes))
+        return cls(tuple(matrix[..., a:b, a:b] for a, b in pairwise([0, *ends])))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many rows every block has."""
+        return tuple(part.shape[-1] for part in self.parts)
+
+    @property
+    def ndim(self) -> int:
+        """2, or 3 for a stack."""
+        return self.parts[0].ndim
+
+    def __len__(self) -> int:
+        return len(self.parts[0]) if self.ndim > 2 else sum(self.sizes)
+
+    def __getitem__(self, index: int | Tensor) -> BlockDiagonal:
+        """One matrix of a stack, or some of them."""
+        return BlockDiagonal(tuple(part[index] for part in self.parts))
+
+    def double(self) -> BlockDiagonal:
+        """The same in float64."""
+        return BlockDiagonal(tuple(part.double() for part in self.parts))
+
+    def any(self) -> Tensor:
+        """Whether the matrix is not zero."""
+        return torch.stack([part.any() for part in self.parts]).any()
+
+    def trace(self) -> Tensor:
+        """The sum of the diagonal."""
+        return torch.stack([part.diagonal(dim1=-2, dim2=-1).sum(-1) for part in self.parts]).sum(0)
+
+    def norm(self) -> Tensor:
+        """The Frobenius norm."""
+        return torch.stack([torch.linalg.vector_norm(part) for part in self.parts]).square().sum().sqrt()
+
+    def __mul__(self, scale: float) -> BlockDiagonal:
+        return BlockDiagonal(tuple(part * scale for part in self.parts))
+
+    def plus(self, shift: float) -> BlockDiagonal:
+        """The matrix with `shift` added along its diagonal."""
+        ones = (torch.eye(size, dtype=p.dtype, device=p.device) for size, p in zip(self.sizes, self.parts, strict=True))
+        return BlockDiagonal(tuple(part + shift * one for part, one in zip(self.parts, ones, strict=True)))
+
+    def dense(self) -> Tensor:
+        """The matrix written out."""
+        size, at = sum(self.sizes), 0
+        whole = self.parts[0].new_zeros(*self.parts[0].shape[:-2], size, size)
+        for part in self.parts:
+            whole[..., at : at + part.shape[-1], at : at + part.shape[-1]] = part
+            at += part.shape[-1]
+        return whole
+
+
+def block_sizes(size: int, width: int) -> tuple[int, ...]:
+    """The sizes of as few diagonal blocks as have at most so many rows, as even as can be.
+
+    Example:
+        >>> block_sizes(10, 4), block_sizes(4, 4)
+        ((4, 3, 3), (4,))
+    """
+    count = -(-size // width)
+    return tuple(size // count + (k < size % count) for k in range(count))
+
+
+Factor: TypeAlias = Tensor | LowRank | BlockDiagonal
 
 
 def dense(factor: Factor) -> Tensor:
     """A factor as a plain matrix, or a stack of them."""
-    return factor.dense() if isinstance(factor, LowRank) else factor
+    return factor if isinstance(factor, Tensor) else factor.dense()
 
 
 def as_stack(factor: Factor) -> Factor:

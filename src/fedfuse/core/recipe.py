@@ -135,8 +135,17 @@ class Recipe:
     @property
     def tensorwise(self) -> bool:
         """Whether what becomes of a tensor depends on that tensor alone, so that a model can be fused in parts."""
-        guarded = self.guard is None or self.guard.tensorwise
-        return self.align is None and guarded and all(part.tensorwise for part in self._parts)
+        return self._looks_at_tensors and all(part.tensorwise for part in self._parts)
+
+    @property
+    def layerwise(self) -> bool:
+        """Whether what becomes of a layer depends on that layer and its evidence alone: parts are layers then."""
+        return self._looks_at_tensors and all(part.layerwise for part in self._parts)
+
+    @property
+    def _looks_at_tensors(self) -> bool:
+        """Whether what stands before its aggregator looks at one tensor at a time."""
+        return self.align is None and (self.guard is None or self.guard.tensorwise)
 
     @property
     def _parts(self) -> tuple[Aggregator | ServerStep, ...]:

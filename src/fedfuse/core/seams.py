@@ -162,6 +162,11 @@ class ServerPart:
         """Whether what becomes of a tensor depends on that tensor alone, so that a model can be fused in parts."""
         return False
 
+    @property
+    def layerwise(self) -> bool:
+        """Whether what becomes of a layer, weight and bias, depends on that layer and its evidence alone."""
+        return self.tensorwise
+
     def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
         """Say before anybody trains what could not work, in a `ConfigError` that names the remedy.
 
@@ -230,6 +235,10 @@ class Maker(Protocol):
 
     @property
     def tensorwise(self) -> bool:
+        """See `ServerPart`."""
+
+    @property
+    def layerwise(self) -> bool:
         """See `ServerPart`."""
 
     @property

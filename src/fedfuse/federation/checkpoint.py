@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,22 @@ from torch import Tensor, nn
 
 from fedfuse.api import Update, local_update
 from fedfuse.api import recipe as recipe_of
+from fedfuse.api.folder_evidence import BASE, NAMES, WEIGHTS, digest_of
+from fedfuse.client.evidence.inputs import AdapterInputs
 from fedfuse.core.padding import hide_padding
 from fedfuse.core.rng import stream
 from fedfuse.core.rows import Rows
 from fedfuse.data.site import read_site
 from fedfuse.errors import ConfigError, error_text
 from fedfuse.experiment.keys import assign
+from fedfuse.federation.file_names import names_in_folder
+from fedfuse.models.adapted import adapt
 from fedfuse.tasks import CLASSIFICATION, LANGUAGE_MODEL, TEXT_CLASSIFICATION, Task
 from fedfuse.tasks.language import NO_TARGET
+from fedfuse.wire.adapters import PREFIX, adapted_modules, is_adapter, merge_into, read_adapter, read_adapters
+from fedfuse.wire.codec import decode, encode
+from fedfuse.wire.folders import read_folder
+from fedfuse.wire.messages import NOTE
 
 LENGTH = 128
 _MASKED = 0.15  # the share of tokens that BERT is asked for
@@ -65,11 +73,14 @@ def checkpoint_evidence(
     client: str = "site",
     limit: int | None = None,
     length: int = LENGTH,
+    base: Path | None = None,
 ) -> Update:
     """Bring what a method asks for at the weights of a folder; nobody trains.
 
+    The update says at which weights it was taken, so that its evidence can go with the folder instead of them.
+
     Args:
-        folder: as `save_pretrained` writes it, with safetensors, a config, and a tokenizer for texts.
+        folder: as `save_pretrained` writes it, with safetensors, a config, and a tokenizer for texts; or an adapter.
         source: a `.jsonl` whose lines have `text` and `label` (for tokens `tokens` and `labels`, for language models
             `text` alone), or pictures by class.
         method: whose evidence to bring.
@@ -77,6 +88,7 @@ def checkpoint_evidence(
         client: the site's name.
         limit: use only so many rows.
         length: tokens of a row.
+        base: of an adapter, the folder that it was trained on.
 
     Raises:
         ConfigError: if the folder holds no network that is known, or the rows do not suit it.
@@ -84,12 +96,48 @@ def checkpoint_evidence(
     options: dict[str, Any] = {}
     for text in sets:
         assign(options, text)
-    recipe, opened = recipe_of(method, **options), open_folder(folder)
+    recipe = recipe_of(method, **options)
+    if not recipe.evidence:
+        raise ConfigError(f"method {method!r} asks for no evidence; fuse the folder as it is")
+    opened, names = _open_weights(folder, base)
     rows = _READERS[opened.kind](opened, source, length, limit)
     task = KINDS[opened.kind][1]
     classes = len(opened.labels) if opened.labels else int(opened.module.config.vocab_size)  # type: ignore[union-attr,arg-type]
-    update = local_update(opened.module, rows, recipe, client=client, classes=classes, task=task, epochs=0)
-    return update.telling(start=None) if recipe.trains else update  # networks trained elsewhere share no start
+    as_adapter = is_adapter(folder) and recipe.aggregate.knows_adapters
+    module = adapt(opened.module, 1, targets=adapted_modules(folder)) if as_adapter else opened.module
+    update = local_update(module, rows, recipe, client=client, classes=classes, task=task, epochs=0)
+    told = _notes_of_adapter(update) if as_adapter else update.telling(**{NAMES: names or None})
+    told = told.telling(**{WEIGHTS: digest_of(folder), BASE: None if base is None else digest_of(base)})
+    return told.telling(start=None) if recipe.trains else told  # networks trained elsewhere share no start
+
+
+def _notes_of_adapter(update: Update) -> Update:
+    """Evidence taken at a network with adapters, under the names that an adapter's file has."""
+    packet, kind = decode(update.payload), f"{NOTE}{AdapterInputs.name}/"
+    notes = packet.tensors.part(lambda n: n.startswith(NOTE), lambda n: n.replace(kind, f"{kind}{PREFIX}", 1))
+    header = {key: value for key, value in packet.header.items() if key not in ("spec", "layout")}
+    return replace(update, payload=encode(notes, header))
+
+
+def _open_weights(folder: Path, base: Path | None) -> tuple[OpenedCheckpoint, dict[str, str]]:
+    """A folder's network, or its base's with the adapter merged into it, and the names of what files call otherwise.
+
+    Raises:
+        ConfigError: if an adapter's base is missing, or the folder has other tensors than the network.
+    """
+    if not is_adapter(folder):
+        if base is not None:
+            raise ConfigError(f"{folder} is a whole model and --base is for adapters; leave it out")
+        opened, tensors = open_folder(folder), read_folder(folder).tensors
+    elif base is None:
+        raise ConfigError(f"{folder} is an adapter, which runs within its base; name the base's folder (--base)")
+    else:
+        opened, (packet,) = open_folder(base), read_adapters([folder])
+        tensors = merge_into(packet.tensors, read_adapter(folder).config, read_folder(base).tensors, base)
+    names = names_in_folder(base or folder, opened.module, tensors)
+    if is_adapter(folder):
+        opened.module.load_state_dict({name: tensors[home] for name, home in names.items()}, strict=False)
+    return opened, {name: home for name, home in names.items() if name != home}
 
 
 def open_folder(path: Path) -> OpenedCheckpoint:

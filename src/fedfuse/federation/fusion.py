@@ -37,6 +37,7 @@ def fuse_files(
     into: Path | None = None,
     remove: Sequence[str] = (),
     keep_sites: bool = False,
+    evidence: Sequence[Path] | None = None,
 ) -> Fused:
     """Fuse update files by a method with its options.
 
@@ -57,10 +58,11 @@ def fuse_files(
         into: a fused file whose sums the updates are added to.
         remove: sites taken out of it, by name or by update file.
         keep_sites: let the fused file keep each site's sums apart.
+        evidence: of checkpoint folders, a file each in their order, where it is not in the folders.
     """
     bounds = (options := read_options(sets)).pop("bounds", {})
     filters = {kind: _with_options(kind, name, options) for kind, name in (("guard", guard), ("align", align))}
-    _check_files([*updates, *([] if into is None else [into])])
+    _check_files([*updates, *([] if into is None else [into]), *(evidence or [])])
     fused = fuse(
         updates,
         chosen_recipe(method or default_method(updates, start), options, federation),
@@ -75,6 +77,7 @@ def fuse_files(
         into=into,
         remove=remove,
         keep_sites=keep_sites,
+        evidence=evidence,
         guard=filters["guard"],
         align=filters["align"],
     )

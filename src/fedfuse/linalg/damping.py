@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Literal, TypeAlias, get_args
 
-from fedfuse.core.factor import Factor, LowRank
+from torch import Tensor
+
+from fedfuse.core.factor import Factor
 from fedfuse.errors import ConfigError
 from fedfuse.linalg.psd import add_diagonal
 
@@ -46,7 +48,7 @@ def mean_eigenvalue(factor: Factor) -> float:
 
 
 def _add_diagonal(factor: Factor, shift: float) -> Factor:
-    return factor.plus(shift) if isinstance(factor, LowRank) else add_diagonal(factor, shift)
+    return add_diagonal(factor, shift) if isinstance(factor, Tensor) else factor.plus(shift)
 
 
 def balance(A: Factor, B: Factor, pi: Split) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pydantic import PositiveInt
 
+from fedfuse.client.evidence.inputs import AdapterInputs
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
+from fedfuse.errors import RecipeError
 from fedfuse.server.aggregate.lowrank import AdapterMean, SeparateMeans
 
 
@@ -19,15 +21,21 @@ def flora() -> Recipe:
 
 
 @method("flexlora", paper="arXiv:2402.11505", family="adapters")
-def flexlora(rank: PositiveInt | None = None) -> Recipe:
+def flexlora(rank: PositiveInt | None = None, moments: bool = False, min_rows: PositiveInt | None = None) -> Recipe:
     """The mean of low-rank adapters as well as one of a given rank can be it: the truncated SVD of the mean product.
 
     What is no adapter is averaged, so without adapters this is FedAvg.
 
     Args:
         rank: of the fused adapter; by default the largest of the clients'. The record says how much is lost.
+        moments: clients send second moments of what adapted layers read, and what is lost is measured by those.
+        min_rows: a client with fewer rows sends how large they are alone; by default twice the batch it trains with.
     """
-    return Recipe(aggregate=AdapterMean(rank))
+    if min_rows is not None and not moments:
+        raise RecipeError("flexlora: min_rows is about moments of inputs and there are none; set moments too")
+    if not moments:
+        return Recipe(aggregate=AdapterMean(rank))
+    return Recipe(evidence=(AdapterInputs(min_rows=min_rows),), aggregate=AdapterMean(rank, moments=True))
 
 
 @method("fedit", paper="arXiv:2305.05644", family="adapters")

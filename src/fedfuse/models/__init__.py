@@ -13,6 +13,7 @@ from types import MappingProxyType
 from torch import nn
 
 from fedfuse.errors import ConfigError
+from fedfuse.models.adapted import adapt, build_adapted
 from fedfuse.models.bayes import bayesian, build_bayesian
 from fedfuse.models.convnet import convnet_ams, convnet_feddu
 from fedfuse.models.heads import add_projection
@@ -26,6 +27,7 @@ from fedfuse.models.vgg import vgg11, vgg16
 __all__ = [
     "MODELS",
     "WRAPPERS",
+    "adapt",
     "add_projection",
     "bayesian",
     "convnet_ams",
@@ -65,7 +67,9 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
 )
 """Every network by name."""
 
-WRAPPERS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType({"bayesian": build_bayesian})
+WRAPPERS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
+    {"bayesian": build_bayesian, "adapted": build_adapted}
+)
 """Networks made of another one, whose spec stands among their options; methods use them, users name the inner one."""
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.factor import Factor, LowRank, as_stack
+from fedfuse.core.factor import Factor, LowRank, as_stack, dense
 from fedfuse.core.messages import Form
 from fedfuse.core.params import Layout, Params
 from fedfuse.core.posterior import Diag, Geometry, Kron, Posterior
@@ -381,8 +381,9 @@ def _permute_square(matrices: Factor, index: Tensor) -> Factor:
     """A stack of square matrices with rows and columns in another order; one of one matrix is that matrix."""
     if isinstance(matrices, LowRank):
         return _unstack(matrices.reorder(index.to(matrices.rest.device)))
-    index = index.to(matrices.device)
-    return _unstack(matrices.gather(1, _wide(index, matrices.shape[2])).gather(2, _wide(index, index.shape[1]).mT))
+    whole = dense(matrices)  # another order breaks blocks up
+    index = index.to(whole.device)
+    return _unstack(whole.gather(1, _wide(index, whole.shape[2])).gather(2, _wide(index, index.shape[1]).mT))
 
 
 def _wide(index: Tensor, width: int) -> Tensor:

@@ -4,7 +4,8 @@ A factor called "kron/LAYER/in" or "kron/LAYER/out" is one of
 
 - the upper triangle of a matrix, under that name;
 - a diagonal, under "…/diagonal";
-- r leading eigenvectors and r + 1 numbers, their eigenvalues and one for the rest, under "…/vectors" and "…/values".
+- r leading eigenvectors and r + 1 numbers, their eigenvalues and one for the rest, under "…/vectors" and "…/values";
+- the upper triangles of blocks along its diagonal, under "…/block0", "…/block1", and so on.
 
 Where a layer has several groups, theirs are stacked.
 """
@@ -14,11 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count, takewhile
 
 import torch
 from torch import Tensor
 
-from fedfuse.core.factor import Factor, LowRank, dense
+from fedfuse.core.factor import BlockDiagonal, Factor, LowRank, block_sizes, dense
 from fedfuse.core.messages import Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.linalg.psd import is_psd, leading_eigenpairs, pack, packed_size, unpack
@@ -40,11 +42,13 @@ class Packing:
             eigenpairs goes as the triangle.
         half: whether eigenvectors go in float16.
         outputs: whether output factors are matrices; else they are diagonal, as the identity is.
+        width: a factor of more rows goes as blocks of at most so many along its diagonal; None for all of it.
     """
 
     rank: int | None = None
     half: bool = False
     outputs: bool = True
+    width: int | None = None
 
     def forms(self, block: Block, forms: Mapping[str, Form]) -> dict[str, Form]:
         """What one block's factors look like."""
@@ -57,6 +61,9 @@ class Packing:
             elif self._is_low(size) and self.rank is not None:
                 wanted[f"{path}/vectors"] = Form((*many, size, self.rank), self._narrow)
                 wanted[f"{path}/values"] = Form((*many, self.rank + 1), torch.float32)
+            elif self.width is not None and size > self.width:
+                for place, part in enumerate(block_sizes(size, self.width)):
+                    wanted[f"{path}/block{place}"] = Form((*many, packed_size(part)), torch.float32)
             else:
                 wanted[path] = Form((*many, packed_size(size)), torch.float32)
         return wanted
@@ -79,6 +86,12 @@ class Packing:
     def _parts(self, factor: Factor) -> Iterator[tuple[str, Tensor]]:
         if isinstance(factor, LowRank):
             yield "/diagonal", _in_float32(factor.rest, (-1,))
+            return
+        if isinstance(factor, Tensor) and self.width is not None and factor.shape[-1] > self.width:
+            factor = BlockDiagonal.of(factor, self.width)
+        if isinstance(factor, BlockDiagonal):
+            for place, part in enumerate(factor.parts):
+                yield f"/block{place}", pack(_in_float32(part, (-2, -1)))
             return
         if self.rank is None or not self._is_low(factor.shape[-1]):
             yield "", pack(_in_float32(factor, (-2, -1)))
@@ -142,6 +155,9 @@ def read_factor(notes: Params, path: str) -> Factor | None:
         return unpack_triangle(notes[path])
     if f"{path}/diagonal" in notes:
         return LowRank.diagonal(notes[f"{path}/diagonal"])
+    if f"{path}/block0" in notes:
+        names = takewhile(notes.__contains__, (f"{path}/block{place}" for place in count()))
+        return BlockDiagonal(tuple(unpack_triangle(notes[name]) for name in names))
     if f"{path}/values" not in notes:
         return None
     values = notes[f"{path}/values"]
@@ -160,12 +176,15 @@ def find_flaw(notes: Params, path: str) -> Flaw | None:
         return _flaw_of_low_rank(notes, path, factor.double())
     if factor is None:
         return Flaw(path, "nothing", "a factor")
-    for matrix in factor.unsqueeze(0) if factor.ndim == 2 else factor:
-        if flaw := _flaw_of_trace(path, float(matrix.double().trace())):
-            return flaw
-        if not is_psd(matrix):
-            return Flaw(path, "not positive semi-definite", "a matrix without negative eigenvalues")
-    return None
+    parts = factor.parts if isinstance(factor, BlockDiagonal) else (factor,)
+    matrices = (matrix for part in parts for matrix in (part.unsqueeze(0) if part.ndim == 2 else part))
+    return next((flaw for matrix in matrices if (flaw := _flaw_of_matrix(path, matrix))), None)
+
+
+def _flaw_of_matrix(path: str, matrix: Tensor) -> Flaw | None:
+    if flaw := _flaw_of_trace(path, float(matrix.double().trace())):
+        return flaw
+    return None if is_psd(matrix) else Flaw(path, "not positive semi-definite", "a matrix without negative eigenvalues")
 
 
 def _flaw_of_low_rank(notes: Params, path: str, factor: LowRank) -> Flaw | None:
@@ -201,6 +220,8 @@ def mean_eigenvalue_of(notes: Params, path: str) -> float:
     factor = read_factor(notes, path)
     if isinstance(factor, LowRank):
         return float((factor.double().trace() / factor.rest.shape[-1]).mean())
+    if isinstance(factor, BlockDiagonal):
+        return float((factor.double().trace() / sum(factor.sizes)).mean())
     return 0.0 if factor is None else float(factor.diagonal(dim1=-2, dim2=-1).double().mean())
 
 

@@ -1,13 +1,12 @@
-"""A round in parts: where a rule looks at one tensor at a time, so does the round, when that tensor is asked for.
+"""A round in parts: where a rule looks at one tensor or layer at a time, so does the round, when that is asked for.
 
 The fused model is then a table of tensors none of which exists yet. Whoever writes it asks for one after the other, so
-memory holds one tensor of every client, however large the model is.
+memory holds one tensor of every client, or one layer with its evidence, however large the model is.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +27,7 @@ from fedfuse.wire.codec import LazyParams, forms_of
 
 @dataclass(frozen=True, slots=True)
 class PartedRound:
-    """A round of a tensorwise recipe, taken tensor by tensor; each has the bytes that the whole round would give it.
+    """A round of a recipe that looks at tensors or layers, part by part, with the bytes of the whole round.
 
     Attributes:
         recipe: what fuses.
@@ -43,47 +42,78 @@ class PartedRound:
     state: ServerState
     bench: Bench
     facts: dict[str, Any] = field(default_factory=dict)
+    _waiting: dict[str, Tensor] = field(default_factory=dict, repr=False)  # of the last layer, not asked for yet
 
     def __post_init__(self) -> None:
-        if not self.recipe.tensorwise:
+        if not self.recipe.layerwise:
             raise RecipeError(f"method {self.recipe.label or self.recipe.name!r} looks at the whole network at once")
 
     def result(self) -> Single:
         """The fused model, whose tensors are fused when they are asked for, every time anew."""
         spec, mean = self.cohort.updates[0].spec, self.cohort.updates[0].posterior.mean
         first = {name: names[0] for names in spec.layout.tied for name in names[1:]}
+        layers = {} if self.recipe.tensorwise else _layers_of(spec.layout)
 
         def fetch(name: str, begin: int, end: int) -> Tensor:
-            whole = self.fuse(first.get(name, name))
-            return whole.view(-1) if end - begin == math.prod(whole.shape) else whole.view(-1)[begin:end].clone()
+            known = first.get(name, name)
+            whole = self.fuse(known, layers.get(known, (known,)))
+            flat = whole.reshape(-1)
+            return flat if end - begin == len(flat) else flat[begin:end].clone()
 
         return Single(spec, Posterior(LazyParams(dict(forms_of(mean)), fetch)))
 
-    def fuse(self, name: str) -> Tensor:
-        """One tensor of the fused model.
+    def fuse(self, name: str, part: Collection[str]) -> Tensor:
+        """One tensor of the fused model; the others of its part wait until they are asked for, or another part is.
+
+        Args:
+            name: the tensor.
+            part: the names of what is fused together, this one among them.
 
         Raises:
             NotConverged: if it is not finite.
         """
-        role = self.state.single.spec.layout.roles.get(name)
-        spec = Spec("state-dict", description=Layout({} if role is None else {name: role}, ()))
-        start = Single(spec, Posterior(_only(self.state.single.posterior.mean, name)))
-        part = Cohort(tuple(_part_of(update, spec, name) for update in self.cohort))
-        after = fuse_round(self.recipe, part, replace(self.state, model=start, starts={}), self.bench)
-        merge_facts(self.facts, after.facts)
-        tensor = after.single.posterior.mean[name]
+        if name not in self._waiting:
+            self._waiting.clear()
+            self._waiting.update(self._fuse_part(part))
+        tensor = self._waiting.pop(name)
         if not is_finite(tensor):
             raise NotConverged(f"the fused {name} is not finite; write it in a wider dtype, or scale the moves less")
         return tensor
 
+    def _fuse_part(self, part: Collection[str]) -> Mapping[str, Tensor]:
+        spec = Spec("state-dict", description=_part_of_layout(self.cohort.updates[0].spec.layout, part))
+        start = Single(spec, Posterior(_only(self.state.single.posterior.mean, part)))
+        cohort = Cohort(tuple(_part_of(update, spec, part) for update in self.cohort))
+        after = fuse_round(self.recipe, cohort, replace(self.state, model=start, starts={}), self.bench)
+        merge_facts(self.facts, after.facts)
+        return dict(after.single.posterior.mean)
 
-def _part_of(update: ClientUpdate, spec: Spec, name: str) -> ClientUpdate:
-    mean = _only(update.posterior.mean, name)
+
+def _layers_of(layout: Layout) -> dict[str, tuple[str, ...]]:
+    """The weight and bias of every layer whose weights are its own, under both names."""
+    own = frozenset(layout.roles).difference(*layout.tied)
+    pairs = [(layer.weight, layer.bias) for layer in layout.layers if layer.bias is not None]
+    return {name: pair for pair in pairs if own.issuperset(pair) for name in pair}
+
+
+def _part_of_layout(layout: Layout, part: Collection[str]) -> Layout:
+    """What a layout says of some tensors; what is tied stays known to be."""
+    layers = [layer for layer in layout.layers if layer.weight in part and layer.bias in (None, *part)]
+    return Layout(
+        {name: role for name, role in layout.roles.items() if name in part},
+        tuple(replace(layer, followers=(), log_variances=()) for layer in layers),
+        tuple(names for names in layout.tied if names[0] in part),
+        layout.frozen.intersection(part),
+    )
+
+
+def _part_of(update: ClientUpdate, spec: Spec, part: Collection[str]) -> ClientUpdate:
+    mean = _only(update.posterior.mean, part)
     return replace(update, spec=spec, posterior=replace(update.posterior, mean=mean))
 
 
-def _only(params: Params, name: str) -> Params:
-    return params.part(lambda n: n == name) if isinstance(params, LazyParams) else {name: params[name]}
+def _only(params: Params, part: Collection[str]) -> Params:
+    return params.part(lambda n: n in part) if isinstance(params, LazyParams) else {n: params[n] for n in part}
 
 
 def merge_facts(into: dict[str, Any], facts: Mapping[str, Any]) -> None:

@@ -16,10 +16,9 @@ from fedfuse.core.messages import Cohort
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
+from fedfuse.nets.adapters import PARTS
 from fedfuse.server.accounting import account_rows
 from fedfuse.server.client_noise import ClientNoise
-
-_ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
 def fuse_round(
@@ -102,7 +101,7 @@ def refuse_adapters(names: Iterable[str], method: str) -> None:
         fedfuse.errors.ConfigError: 'fc.lora_A.weight' belongs to a low-rank adapter and method 'fedavg' ...
     """
     for name in names:
-        if any(part in _ADAPTERS for part in name.split(".")):
+        if not PARTS.isdisjoint(name.split(".")):
             raise ConfigError(
                 f"{name!r} belongs to a low-rank adapter and method {method!r} would fuse its factors apart, which is "
                 "not the mean of their products; fuse by flora or flexlora, or merge adapters into their base (--base)"

@@ -24,7 +24,7 @@ from fedfuse.wire.codec import LazyParams, Malformed, Packet, read, write
 from fedfuse.wire.folders import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _A, _B = ("lora_A", "lora_embedding_A"), ("lora_B", "lora_embedding_B")
 
 # What changes what an adapter means, or the base beside it, and is not understood here.
@@ -127,9 +127,14 @@ def module_of(name: str) -> str:
         >>> module_of("base_model.model.fc.lora_A.weight")
         'fc'
     """
-    parts = name.removeprefix(_PREFIX).split(".")
+    parts = name.removeprefix(PREFIX).split(".")
     places = [i for i, part in enumerate(parts) if part in (*_A, *_B)]
-    return ".".join(parts[: places[0]]) if places else name.removeprefix(_PREFIX)
+    return ".".join(parts[: places[0]]) if places else name.removeprefix(PREFIX)
+
+
+def adapted_modules(folder: Path) -> list[str]:
+    """The paths of an adapter's linear layers and convolutions, as the base network calls them."""
+    return [module_of(name) for name in read_adapter(folder).tensors if _A[0] in name.split(".")]
 
 
 def read_adapters(folders: Sequence[Path]) -> list[Packet]:
@@ -201,7 +206,7 @@ def merge_into(adapter: LazyParams, config: Mapping[str, Any], base: LazyParams,
             updates[target] = _factors_as_laid(name, adapter, bool(config.get("fan_in_fan_out")))
             _check_target(name, target, updates[target], base, folder)
         elif _side(name) is None:
-            whole[name.removeprefix(_PREFIX)] = name
+            whole[name.removeprefix(PREFIX)] = name
     forms = dict(base.forms) | {target: adapter.forms[name] for target, name in whole.items()}
     forms |= {n: Form(base.forms[n].shape, torch.promote_types(base.forms[n].dtype, torch.float32)) for n in updates}
 

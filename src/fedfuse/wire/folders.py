@@ -23,6 +23,7 @@ from fedfuse.errors import ConfigError
 from fedfuse.wire.codec import DTYPES, LazyParams, Malformed, Packet, decode, forms_size, read, write
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EVIDENCE = "fedfuse_evidence.safetensors"  # what a folder brings beside its weights
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _WEIGHTS = (*_PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".gguf")
 _TIED = ("lm_head.weight", "decoder.weight", "embed_out.weight", "embed_tokens.weight")  # a tied copy's usual names
@@ -98,7 +99,7 @@ def _shards(folder: Path) -> list[str]:
         return [SINGLE]
     if (folder / INDEX).is_file():
         return sorted({str(file) for file in _weight_map(folder).values()})
-    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    found = sorted(path.name for path in folder.glob("*.safetensors") if path.name != EVIDENCE)
     if len(found) == 1:
         return found
     if pickles := sorted(path for path in folder.iterdir() if path.suffix in _PICKLES):

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fedfuse.client.evidence.kfac import even_out, too_few_rows
-from fedfuse.client.moments import input_moments
+from fedfuse.client.moments import run_moments
 from fedfuse.client.recording import record_calls
 from fedfuse.core.effort import Effort
-from fedfuse.core.factor import Factor, LowRank
+from fedfuse.core.factor import BlockDiagonal, Factor, LowRank, block_sizes
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry, Kron
 from fedfuse.core.seams import PlainEvidence
+from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
+from fedfuse.nets.adapters import pairs_in
 from fedfuse.nets.blocks import Block, Which, mixing_blocks
 from fedfuse.nets.cost import layer_costs
 from fedfuse.nets.factors import Packing, factors_in, find_flaw, layers_in, mean_eigenvalue_of
 from fedfuse.wire.codec import forms_of
 
-_PACKING = Packing(outputs=False)
+T = TypeVar("T")
 
 
 @torch.no_grad()
-def input_factors(module: nn.Module, blocks: Sequence[Block], x: Tensor, batch: int = 256) -> dict[str, Factor]:
+def input_factors(
+    module: nn.Module, blocks: Sequence[Block], x: Tensor, batch: int = 256, width: int | None = None
+) -> dict[str, Factor]:
     """A = Σ a aᵀ / N of every block over N rows, a being what it reads with a 1 for its bias, in one pass forward.
 
     Positions of a convolution or a sequence are summed. A block that is used several times counts every use, one that
@@ -39,6 +43,7 @@ def input_factors(module: nn.Module, blocks: Sequence[Block], x: Tensor, batch: 
         blocks: which layers; norms have no inputs to mix and must not be among them.
         x: the rows' inputs.
         batch: rows per pass.
+        width: of a layer that reads more numbers, the moments within runs of at most so many.
 
     Returns:
         Per layer A, stacked over its groups, float64; of an embedding a diagonal, how often each token occurs per row.
@@ -49,20 +54,35 @@ def input_factors(module: nn.Module, blocks: Sequence[Block], x: Tensor, batch: 
         [[[1.0, 2.0], [2.0, 4.0]]]
     """
     forms = {n: Form.of(t) for n, t in module.state_dict().items()}
-    sums: dict[str, Tensor] = {}
+    runs = {block.name: _runs(block, forms, width) for block in blocks}
+    sums: dict[str, list[Tensor]] = {}
     for block in blocks:
-        size = (block.sizes(forms)[0],) * (1 if block.has_diagonal_inputs else 2)
-        sums[block.name] = torch.zeros(block.groups, *size, dtype=torch.float64, device=x.device)
+        sides = 1 if block.has_diagonal_inputs else 2
+        shapes = [(block.groups, *[size] * sides) for size in runs[block.name]]
+        sums[block.name] = [torch.zeros(shape, dtype=torch.float64, device=x.device) for shape in shapes]
     with record_calls(module, blocks) as calls:
         for part in x.split(batch):
             calls.clear()
             module(part)
             for call in calls:
                 where = slice(None) if call.group is None else slice(call.group, call.group + 1)
-                moments = input_moments(call.module, call.x, call.block.bias is not None)
-                sums[call.block.name][where].add_(moments)
-    means = {name: total / len(x) for name, total in sums.items()}
-    return {b.name: LowRank.diagonal(means[b.name]) if b.has_diagonal_inputs else means[b.name] for b in blocks}
+                name, one = call.block.name, call.block.bias is not None
+                for total, moments in zip(sums[name], run_moments(call.module, call.x, one, runs[name]), strict=True):
+                    total[where].add_(moments)
+    means = {name: [total / len(x) for total in parts] for name, parts in sums.items()}
+    return {block.name: _as_factor(block, means[block.name]) for block in blocks}
+
+
+def _runs(block: Block, forms: Mapping[str, Form], width: int | None) -> tuple[int, ...]:
+    """How many inputs each run has whose moments are taken: one run of all, unless there is a limit."""
+    size = block.sizes(forms)[0]
+    return (size,) if width is None or block.has_diagonal_inputs else block_sizes(size, width)
+
+
+def _as_factor(block: Block, parts: Sequence[Tensor]) -> Factor:
+    if block.has_diagonal_inputs:
+        return LowRank.diagonal(parts[0])
+    return parts[0] if len(parts) == 1 else BlockDiagonal(tuple(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,35 +94,45 @@ class InputFactors(PlainEvidence):
         min_rows: a client with fewer rows sends no directions, only how large its factors are; None for twice the
             batch it trains with.
         batch: rows per pass.
+        width: of a layer that reads more numbers, blocks of at most so many along its factor's diagonal; None for all.
     """
 
     layers: Which = "all"
     min_rows: int | None = None
     batch: int = 256
+    width: int | None = None
     name: ClassVar[str] = "kron"
     reveals: ClassVar[str] = (
         "second moments of every layer's inputs and the mean input of every layer with a bias, averaged over the "
         "client's rows; an embedding's tell how often each token occurs"
     )
 
+    @property
+    def _packing(self) -> Packing:
+        return Packing(outputs=False, width=self.width)
+
+    def blocks(self, spec: Spec) -> Sequence[Block]:
+        """The layers whose inputs are looked at."""
+        return mixing_blocks(spec, self.layers)
+
     def __call__(self, local: Local) -> Params:
         """One pass forward over the rows with the trained weights."""
-        blocks = mixing_blocks(local.brief.spec, self.layers)
-        inputs = input_factors(local.module, blocks, local.rows.x, self.batch)
+        blocks = self.blocks(local.brief.spec)
+        inputs = input_factors(local.module, blocks, local.rows.x, self.batch, self.width)
         if too_few_rows(local, self.min_rows):
             inputs = {layer: even_out(A) for layer, A in inputs.items()}
         forms = forms_of(local.brief.params)
         notes: dict[str, Tensor] = {}
         for block in blocks:
             identity = LowRank.diagonal(torch.ones(block.groups, block.sizes(forms)[1]))
-            notes |= _PACKING.notes(block, (inputs[block.name], identity))
+            notes |= self._packing.notes(block, (inputs[block.name], identity))
         return notes
 
     def passes(self, effort: Effort) -> float:
         """A pass forward, and the products of A: d² for d d′."""
         costs = layer_costs(effort.spec, effort.shape)
         forms = {n: Form.of(t) for n, t in effort.spec.skeleton().state_dict().items()}
-        blocks = [b for b in mixing_blocks(effort.spec, self.layers) if b.name in costs]
+        blocks = [b for b in self.blocks(effort.spec) if b.name in costs]
         moments = sum(costs[b.name].positions * b.groups * b.sizes(forms)[0] ** 2 for b in blocks)
         return 1 + moments / max(1, sum(cost.products for cost in costs.values()))
 
@@ -110,8 +140,8 @@ class InputFactors(PlainEvidence):
         """A triangle per layer, and a row of ones."""
         forms = forms_of(brief.params)
         wanted: dict[str, Form] = {}
-        for block in mixing_blocks(brief.spec, self.layers):
-            wanted |= _PACKING.forms(block, forms)
+        for block in self.blocks(brief.spec):
+            wanted |= self._packing.forms(block, forms)
         return wanted
 
     def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
@@ -131,3 +161,48 @@ class InputFactors(PlainEvidence):
     def influence(self, notes: Params) -> Mapping[str, float]:
         """The mean eigenvalue of every input factor: whoever's inputs are larger determines more of the layer."""
         return {path: mean_eigenvalue_of(notes, path) for path in (f"kron/{layer}/in" for layer in layers_in(notes))}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInputs(InputFactors):
+    """What modules with a low-rank adapter read: the moments of the inputs of its factor A, and nothing else."""
+
+    name: ClassVar[str] = "inputs"
+    reveals: ClassVar[str] = (
+        "second moments of the inputs of every layer that has an adapter, averaged over the client's rows"
+    )
+
+    def blocks(self, spec: Spec) -> Sequence[Block]:
+        """The factors A."""
+        firsts = {pair.a for pair in pairs_in(spec.layout.roles)}
+        return [block for block in mixing_blocks(spec, self.layers) if block.weight in firsts]
+
+    def __call__(self, local: Local) -> Params:
+        """One pass forward over the rows with the trained weights."""
+        return _input_sides(InputFactors.__call__(self, local))
+
+    def expects(self, brief: Brief) -> Mapping[str, Form]:
+        """A triangle per adapted layer."""
+        return _input_sides(InputFactors.expects(self, brief))
+
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
+        """Moments are positive semi-definite with a bounded trace."""
+        return next((flaw for path in _paths(notes) if (flaw := find_flaw(notes, path))), None)
+
+    def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature
+        """Says nothing about the posterior."""
+        return None
+
+    def influence(self, notes: Params) -> Mapping[str, float]:
+        """The mean eigenvalue of every layer's moments: whoever's inputs are larger says more of what may be lost."""
+        return {path: mean_eigenvalue_of(notes, path) for path in _paths(notes)}
+
+
+def _input_sides(found: Mapping[str, T]) -> dict[str, T]:
+    """What stands under "kron/LAYER/in", as "inputs/LAYER/in"."""
+    split = {name: name.split("/") for name in found}
+    return {"/".join(["inputs", *split[name][1:]]): value for name, value in found.items() if split[name][2] == "in"}
+
+
+def _paths(notes: Params) -> tuple[str, ...]:
+    return tuple(dict.fromkeys("/".join(name.split("/")[:3]) for name in notes if name.startswith("inputs/")))

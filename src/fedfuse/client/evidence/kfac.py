@@ -30,7 +30,7 @@ from fedfuse.client.evidence.variance import Fisher, diagonal_fisher
 from fedfuse.client.moments import input_moments, input_sums, outer_sum, output_moments, output_sums
 from fedfuse.client.recording import LayerCall, record_calls
 from fedfuse.core.effort import Effort
-from fedfuse.core.factor import Factor, LowRank, dense
+from fedfuse.core.factor import BlockDiagonal, Factor, LowRank, dense
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry, Kron
@@ -215,6 +215,11 @@ def even_out(factor: Factor) -> Factor:
     """The multiple of the identity with the same trace, of each matrix of a stack: it tells no direction."""
     if isinstance(factor, LowRank):
         return LowRank.diagonal(factor.rest.mean(-1, keepdim=True).expand_as(factor.rest))
+    if isinstance(factor, BlockDiagonal):
+        mean = factor.trace()[:, None, None] / sum(factor.sizes)
+        return BlockDiagonal(
+            tuple(mean * torch.eye(size, dtype=mean.dtype, device=mean.device) for size in factor.sizes)
+        )
     sizes = factor.diagonal(dim1=-2, dim2=-1).mean(-1)
     return torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device) * sizes[:, None, None]
 
@@ -246,6 +251,7 @@ class KroneckerFactors(PlainEvidence):
         centred: take A of inputs less their mean.
         min_rows: a client with fewer rows sends no directions, only how large its factors are; None for twice the
             batch it trains with.
+        width: of factors with more rows, send blocks of at most so many along their diagonals; None for all of them.
     """
 
     fisher: Fisher = "empirical"
@@ -257,6 +263,7 @@ class KroneckerFactors(PlainEvidence):
     layers: Which = "all"
     centred: bool = False
     min_rows: int | None = None
+    width: int | None = None
     name: ClassVar[str] = "kron"
 
     @property
@@ -271,7 +278,7 @@ class KroneckerFactors(PlainEvidence):
     @property
     def packing(self) -> Packing:
         """The form in which factors leave the client."""
-        return Packing(self.rank, self.half)
+        return Packing(self.rank, self.half, width=self.width)
 
     def __call__(self, local: Local) -> Params:
         """One pass over the rows with the trained weights."""

@@ -210,6 +210,11 @@ class MeanIn(ServerPart):
         return frozenset({self.source} if self.source else ())
 
     @property
+    def tensorwise(self) -> bool:
+        """Where variances come as evidence and go no further; a Bayesian layer has two tensors for one Gaussian."""
+        return bool(self.source) and not self.keep
+
+    @property
     def laws(self) -> frozenset[str]:
         """All of them, but that a variance of a sum shrinks however much clients agree."""
         return ALL_LAWS - {"agree"} if self.chart.shrinks else ALL_LAWS

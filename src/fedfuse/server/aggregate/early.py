@@ -68,6 +68,7 @@ class EarlyStopped(ServerPart):
     of: NaturalKron = field(default_factory=NaturalKron)
     begin: Begin = "mean"
     iterations: int = 100
+    layerwise: ClassVar[bool] = True
     laws: ClassVar[frozenset[str]] = frozenset({"order", "scale", "pure", "dtype", "finite", "repeat"})
 
     @property

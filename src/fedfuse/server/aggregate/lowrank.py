@@ -3,47 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from fedfuse.core.factor import as_stack
 from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Params
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
-from fedfuse.linalg.lowrank import ThinProduct, norm_of, truncate
+from fedfuse.linalg.lowrank import ThinProduct, norm_of, truncate, truncate_for_inputs
+from fedfuse.linalg.subspace import times, written
+from fedfuse.nets.adapters import Pair, pairs_in
+from fedfuse.nets.blocks import blocks_of
+from fedfuse.nets.factors import read_factor
 from fedfuse.server.aggregate.mean import ALL_LAWS, mean_of
-
-_SIDES = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
-
-
-class Pair(NamedTuple):
-    """The two factors of one module, by name; the update of its weight is B A."""
-
-    module: str
-    a: str
-    b: str
-
-
-def pairs_in(params: Params) -> Iterator[Pair]:
-    """Every low-rank pair among a model's tensors.
-
-    Example:
-        >>> list(pairs_in({"fc.lora_A.weight": torch.ones(1, 2), "fc.lora_B.weight": torch.ones(3, 1)}))
-        [Pair(module='fc', a='fc.lora_A.weight', b='fc.lora_B.weight')]
-    """
-    for name in params:
-        parts = name.split(".")
-        for side, other in _SIDES:
-            if side in parts:
-                place = parts.index(side)
-                partner = ".".join([*parts[:place], other, *parts[place + 1 :]])
-                if partner in params:
-                    yield Pair(".".join(parts[:place]), name, partner)
 
 
 def factors(params: Params, pair: Pair) -> tuple[Tensor, Tensor]:
@@ -71,13 +49,20 @@ class AdapterMean(ServerPart):
     Attributes:
         rank: of the result; None keeps that of the clients.
         stack: keep all ranks beside each other instead: exact, and as wide as all clients together.
+        moments: measure what is lost by what clients' inputs C = Σ f_k C_k see of it, ‖(ΔW − X) C^½‖; modules whose
+            inputs nobody brings are measured as they are, and named in the record.
     """
 
     rank: int | None = None
     stack: bool = False
-    needs: ClassVar[frozenset[str]] = frozenset()
+    moments: bool = False
     knows_adapters: ClassVar[bool] = True
     laws: ClassVar[frozenset[str]] = ALL_LAWS
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What adapted modules read, where the error is measured by that."""
+        return frozenset({"inputs"} if self.moments else ())
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
         """Fuse the products, and average what is left."""
@@ -88,22 +73,37 @@ class AdapterMean(ServerPart):
                 "the network of a run has adapters of one rank, and the fused ones would have another; fuse by "
                 "flexlora without a rank there, or fuse adapter folders"
             )
-        mean, found = mean_of(cohort), dict[str, ThinProduct]()
+        mean, found, unseen = mean_of(cohort), dict[str, ThinProduct](), list[str]()
         for pair in pairs:
             left, right = _stack(cohort, pair)
-            found[pair.module] = fused = self._fuse(left, right, first[pair.a].shape[0])
+            seen = _seen_products(cohort, pair, right) if self.moments else None
+            unseen += [pair.module] * (self.moments and seen is None)
+            found[pair.module] = fused = self._fuse(left, right, first[pair.a].shape[0], seen)
             mean[pair.a] = fused.right.reshape(-1, *first[pair.a].shape[1:]).to(first[pair.a].dtype)
             mean[pair.b] = _columns(fused.left, first[pair.b])
-        return state.fused(mean, spec=spec).noting(**error_facts(found))
+        metric = {"adapter_metric": "inputs", "unseen_modules": unseen} if self.moments and found else {}
+        return state.fused(mean, spec=spec).noting(**error_facts(found), **metric)
 
-    def _fuse(self, left: Tensor, right: Tensor, width: int) -> ThinProduct:
+    def _fuse(self, left: Tensor, right: Tensor, width: int, seen: Tensor | None) -> ThinProduct:
         if self.stack:
-            return ThinProduct(left, right)
+            return ThinProduct(left, right, norm=norm_of(left, right))
         rank = width if self.rank is None else self.rank
-        fused = truncate(left, right, rank)
+        fused = truncate(left, right, rank) if seen is None else truncate_for_inputs(left, right, seen, rank)
         missing = rank - fused.left.shape[1]  # of fewer dimensions than were asked for
         wide = torch.nn.functional.pad
-        return ThinProduct(wide(fused.left, (0, missing)), wide(fused.right, (0, 0, 0, missing)), fused.error)
+        return fused._replace(left=wide(fused.left, (0, missing)), right=wide(fused.right, (0, 0, 0, missing)))
+
+
+def _seen_products(cohort: Cohort, pair: Pair, right: Tensor) -> Tensor | None:
+    """A C Aᵀ = Σ f_k A C_k Aᵀ, C_k being what client k's module reads; None where somebody does not tell."""
+    names = [block.name for block in blocks_of(cohort.updates[0].spec) if block.weight == pair.a and block.groups == 1]
+    total = right.new_zeros(len(right), len(right))
+    for share, update in zip(cohort.weights.tolist(), cohort, strict=True):
+        moments = read_factor(update.notes, f"inputs/{names[0]}/in") if names else None
+        if moments is None:
+            return None
+        total += share * times(right, written(as_stack(moments)[0])) @ right.mT
+    return total if bool(total.any()) else None
 
 
 def _columns(left: Tensor, like: Tensor) -> Tensor:
@@ -114,10 +114,7 @@ def error_facts(found: Mapping[str, ThinProduct]) -> dict[str, Any]:
     """Ranks and errors for a reader; nothing where there are no adapters."""
     if not found:
         return {}
-    # what was kept is orthogonal to what was lost, so their squares add up to the mean's
-    kept = {module: norm_of(x.left, x.right) for module, x in found.items()}
-    wholes = {module: kept[module] / math.sqrt(1 - x.error**2) for module, x in found.items()}
-    total, lost = math.hypot(*wholes.values()), math.hypot(*(found[m].error * whole for m, whole in wholes.items()))
+    total, lost = math.hypot(*(x.norm for x in found.values())), math.hypot(*(x.error * x.norm for x in found.values()))
     return {
         "adapter_error": lost / total if total else 0.0,
         "adapter_errors": {module: x.error for module, x in found.items()},

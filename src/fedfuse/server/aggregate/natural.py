@@ -16,6 +16,7 @@ from fedfuse.core.posterior import Kron
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.linalg.blockwise import solve_blockwise
 from fedfuse.linalg.cg import Solution
 from fedfuse.linalg.damping import Split, damp, mean_eigenvalue
 from fedfuse.linalg.kron import Solver, natural_mean
@@ -106,6 +107,7 @@ class NaturalKron(ServerPart):
     scale: Scale = "none"
     shares: Shares = "examples"
     needs: ClassVar[frozenset[str]] = frozenset({"kron"})
+    layerwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.pi == "evidence" and self.damping != "evidence":
@@ -147,8 +149,8 @@ class NaturalKron(ServerPart):
 
     def _solve(self, cohort: Cohort, block: Block, group: int) -> Solution:
         layers, inputs, outputs, weights, what = self.equation(cohort, block, group)
-        options = {"solver": self.solver, "tol": self.tol, "max_iters": self.max_iters}
-        return natural_mean(layers, inputs, outputs, weights, what=what, **options)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"solver": self.solver, "tol": self.tol, "max_iters": self.max_iters, "what": what}
+        return solve_blockwise(layers, inputs, outputs, lambda Ms, As, Bs: natural_mean(Ms, As, Bs, weights, **options))
 
     def _scale_factors(self, beliefs: Sequence[_Belief], shares: Sequence[float]) -> list[_Belief]:
         """The beliefs with their factors scaled; what is zero stays zero."""

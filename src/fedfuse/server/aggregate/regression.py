@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from fedfuse.core.factor import as_stack
+from fedfuse.core.factor import BlockDiagonal, Factor, as_stack
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
+from fedfuse.linalg.blockwise import blocks_of_all
 from fedfuse.linalg.ridge import regression_mean, shrink_moments
 from fedfuse.nets.blocks import Block
 from fedfuse.server.aggregate.mean import ALL_LAWS
@@ -42,6 +44,7 @@ class RegressionMean(ServerPart):
     alpha: float = 0.9
     shares: Shares = "examples"
     needs: ClassVar[frozenset[str]] = frozenset({"kron"})
+    layerwise: ClassVar[bool] = True
     laws: ClassVar[frozenset[str]] = ALL_LAWS
 
     def __post_init__(self) -> None:
@@ -58,16 +61,26 @@ class RegressionMean(ServerPart):
 
     def fuse_block(self, cohort: Cohort, block: Block) -> dict[str, Tensor]:
         """One layer's fused tensors."""
-        shares = shares_of(cohort, self.shares).tolist()
-        fused = [
-            regression_mean(
-                [block.matrices(u.posterior.mean)[group] for u in cohort],
-                (self._moments(u, block, group) for u in cohort),
-                shares,
-            )
-            for group in range(block.groups)
-        ]
+        fused = [self._fuse_group(cohort, block, group) for group in range(block.groups)]
         return split_solutions(cohort, block, fused)
 
+    def _fuse_group(self, cohort: Cohort, block: Block, group: int) -> Tensor:
+        """One matrix; where moments are blocks along a diagonal, the columns of each by themselves."""
+        shares, layers = (
+            shares_of(cohort, self.shares).tolist(),
+            [block.matrices(u.posterior.mean)[group] for u in cohort],
+        )
+        if not isinstance(self._factor(cohort.updates[0], block, group), BlockDiagonal):
+            return regression_mean(layers, (self._moments(u, block, group) for u in cohort), shares)
+        parts = []
+        for columns, moments in blocks_of_all([self._factor(u, block, group) for u in cohort]):
+            own = (shrink_moments(factor, self.alpha) for factor in moments)
+            parts.append(regression_mean([M[:, columns] for M in layers], own, shares))
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def _factor(update: ClientUpdate, block: Block, group: int) -> Factor:
+        return as_stack(factors_of(update, block)[0])[group]
+
     def _moments(self, update: ClientUpdate, block: Block, group: int) -> Tensor:
-        return shrink_moments(as_stack(factors_of(update, block)[0])[group], self.alpha)
+        return shrink_moments(self._factor(update, block, group), self.alpha)

@@ -178,10 +178,13 @@ def _with_mean(update: ClientUpdate, fetch: Callable[[str, int, int], Tensor]) -
 
 def _scale_notes(kind: Evidence, lever: str, update: ClientUpdate, factor: float) -> ClientUpdate:
     """The notes that a lever names, multiplied; the posterior follows them."""
-    notes = {
-        name: note * factor if name == lever or name.startswith(f"{lever}/") else note
-        for name, note in update.notes.items()
-    }
+    before = update.notes
+
+    def fetch(name: str, begin: int, end: int) -> Tensor:
+        piece = piece_of(before, name, begin, end)
+        return piece * factor if name == lever or name.startswith(f"{lever}/") else piece
+
+    notes = LazyParams(forms_of(before), fetch)
     geometry = kind.geometry(notes)
     posterior = update.posterior if geometry is None else replace(update.posterior, geometry=geometry)
     return replace(update, notes=notes, posterior=posterior)

@@ -131,7 +131,7 @@ def gather(
     opened = _fitting(opened, recipe, refused)
     if recipe.align is not None and "start" not in recipe.needs:
         opened = [_without_start(o) for o in opened]  # networks are aligned because they began apart
-    if all(o.is_plain for o in opened):  # half precision beside full is widened
+    if all(o.is_plain or o.item.packet for o in opened):  # half precision beside full is widened
         packets, start = widen_alike([o.packet for o in opened], start)
         opened = [replace(o, packet=packet) for o, packet in zip(opened, packets, strict=True)]
     names, agreed = agree_on_names({o.item.client: o.packet.header for o in opened}, recipe, refused)
@@ -337,6 +337,9 @@ def _find_lack(o: _OpenedItem, brief: Brief, recipe: Recipe) -> Refused | None:
         asked = {kind.name, *(name.partition("/")[0] for name in names)}
         if (o.is_plain or names) and not asked & o.kinds:
             return Refused(client, f"evidence {kind.name!r}", "missing", how)
+        if odd := [n for n in names if NOTE + n not in o.packet.tensors]:
+            made_for = str(o.packet.header.get("method", "another method"))
+            return Refused(client, odd[0], f"missing from evidence made for {made_for!r:.80}", how)
     return None
 
 

@@ -1,0 +1,154 @@
+"""Networks whose own weights rest, moved by low-rank adapters: those alone are trained, and those alone are sent.
+
+What rests is no part of a network's state dict, so no brief, reply or file carries it: everybody builds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedfuse.core.rng import seeded
+from fedfuse.core.spec import Spec
+from fedfuse.errors import ConfigError
+
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class AdaptedLayer(nn.Module):
+    """A layer at rest and what moves it: y = layer(x) + s B A x, B being zero at first (arXiv:2106.09685).
+
+    Example:
+        >>> layer = AdaptedLayer(nn.Linear(3, 2), rank=1, scale=2.0)
+        >>> sorted(name for name, _ in layer.named_parameters() if "lora" in name)
+        ['lora_A.weight', 'lora_B.weight']
+    """
+
+    def __init__(self, layer: nn.Module, rank: int, scale: float) -> None:
+        super().__init__()
+        self.base_layer, self.scale = layer, scale
+        self.lora_A, self.lora_B = _factors(layer, rank)
+        nn.init.zeros_(self.lora_B.weight)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's answer and the adapter's."""
+        moved: Tensor = self.base_layer(x) + self.scale * self.lora_B(self.lora_A(x))
+        return moved
+
+    def extra_repr(self) -> str:
+        """The scale."""
+        return f"scale={self.scale:g}"
+
+
+def _is_turned(layer: nn.Module) -> bool:
+    """Whether this is the linear layer of GPT-2, whose weight is in × out."""
+    return type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers.")
+
+
+def _factors(layer: nn.Module, rank: int) -> tuple[nn.Module, nn.Module]:
+    weight: Any = layer.weight
+    place = {"bias": False, "device": weight.device, "dtype": weight.dtype}
+    if isinstance(layer, _CONVS):
+        how = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+        first = type(layer)(layer.in_channels, rank, *how, padding_mode=layer.padding_mode, **place)  # type: ignore[arg-type]
+        return first, type(layer)(rank, layer.out_channels, 1, **place)
+    out, inputs = weight.shape if not _is_turned(layer) else reversed(weight.shape)
+    return nn.Linear(inputs, rank, **place), nn.Linear(rank, out, **place)
+
+
+def adapt(module: nn.Module, rank: int = 4, alpha: float | None = None, targets: Sequence[str] = ()) -> nn.Module:
+    """Let a network rest and give some of its layers low-rank adapters, in place.
+
+    Its parameters and buffers keep their values and leave its state dict; norms keep to their running statistics.
+
+    Args:
+        module: any network.
+        rank: of every adapter.
+        alpha: an adapter counts α / rank; by default once.
+        targets: the layers, by their names or the ends of those: linear layers and convolutions; by default all linear
+            ones.
+
+    Raises:
+        ConfigError: if a name is no such layer, or there is nothing to adapt.
+
+    Example:
+        >>> net = adapt(nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)), rank=1, targets=["2"])
+        >>> {name: tuple(t.shape) for name, t in net.state_dict().items()}
+        {'2.lora_A.weight': (1, 5), '2.lora_B.weight': (2, 1)}
+    """
+    chosen = dict(_chosen_layers(module, tuple(targets)))
+    lay_to_rest(module)
+    scale = 1.0 if alpha is None else alpha / rank
+    for path, layer in chosen.items():
+        made = AdaptedLayer(layer, rank, scale).train(layer.training)
+        if not path:
+            return made
+        module.set_submodule(path, made)
+    return module
+
+
+def _chosen_layers(module: nn.Module, targets: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
+    within = {id(part.out_proj) for part in module.modules() if isinstance(part, nn.MultiheadAttention)}
+    layers = {path: part for path, part in module.named_modules() if _can_be_adapted(part) and id(part) not in within}
+    for target in targets:
+        if not any(_is_meant(path, target) for path in layers):
+            raise ConfigError(
+                f"adapters: {target!r} is no linear layer or plain convolution of {type(module).__name__}; it has "
+                f"{', '.join(list(layers)[:12]) or 'none'}"
+            )
+    for path, layer in layers.items():
+        if any(_is_meant(path, t) for t in targets) if targets else not isinstance(layer, _CONVS):
+            yield path, layer
+    if not targets and all(isinstance(layer, _CONVS) for layer in layers.values()):
+        raise ConfigError(f"adapters: {type(module).__name__} has no linear layer; name its convolutions as targets")
+
+
+def _can_be_adapted(part: nn.Module) -> bool:
+    return isinstance(part, nn.Linear) or _is_turned(part) or (isinstance(part, _CONVS) and part.groups == 1)
+
+
+def _is_meant(path: str, target: str) -> bool:
+    return path == target or path.endswith(f".{target}")
+
+
+def lay_to_rest(module: nn.Module) -> None:
+    """Turn every parameter of a network into a buffer that its state dict leaves out, and so every buffer."""
+    for part in module.modules():
+        for name, parameter in list(part._parameters.items()):
+            if parameter is not None:
+                delattr(part, name)
+                part.register_buffer(name, parameter.detach(), persistent=False)
+        part._non_persistent_buffers_set.update(part._buffers)
+        if isinstance(part, nn.RNNBase):
+            part._init_flat_weights()  # it keeps a list of its tensors
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
+            part.eval()
+            part.train = _Resting(part)  # type: ignore[method-assign,assignment]
+
+
+class _Resting:
+    """In the place of `train`: a norm whose statistics nobody sends keeps to them, whatever its network does."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self.part = part
+
+    def __call__(self, mode: bool = True) -> nn.Module:  # noqa: ARG002 - the signature of `train`
+        return self.part
+
+
+def build_adapted(
+    of: Mapping[str, Any], rank: int, alpha: float | None = None, targets: Sequence[str] = (), seed: int = 0
+) -> nn.Module:
+    """The model factory "adapted": a network built from the spec in `of` by its seed, at rest, with adapters.
+
+    Example:
+        >>> of = {"factory": "mlp", "options": {"inputs": 4, "hidden": [3]}}
+        >>> sorted(build_adapted(of, rank=2).state_dict())[:2]
+        ['classifier.lora_A.weight', 'classifier.lora_B.weight']
+    """
+    spec = Spec.from_json(of, trusted=Spec("adapted", {"of": of}).factories)  # trust was checked with the whole spec
+    with seeded(seed, "base"):
+        base = spec.build()
+    return adapt(base, rank, alpha, targets)
