@@ -74,6 +74,7 @@ COSTS = (
     "bytes_down",
     "flops",
     "evidence_flops",
+    "curvature_flops",
     "server_flops",
     "first_flops",
     "train_seconds",
