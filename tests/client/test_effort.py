@@ -16,6 +16,7 @@ from fedfuse.client.evidence.gradients import SquaredGradients
 from fedfuse.client.evidence.kfac import KroneckerFactors
 from fedfuse.client.evidence.loss import StartLoss
 from fedfuse.client.evidence.spectrum import CurvatureSpectrum
+from fedfuse.client.evidence.units import UnitEvidence
 from fedfuse.client.evidence.variance import FisherDiagonal
 from fedfuse.client.objectives import Contrastive, Controlled, Proximal
 from fedfuse.client.openset import OpenSet
@@ -109,6 +110,8 @@ def test_bayesian_layers_compute_mean_and_variance() -> None:
         (SquaredGradients(every=2, batches=2), 2, 0.0),
         (CurvatureSpectrum(), 0, 0.35),
         (CurvatureSpectrum(), 1, 0.0),
+        (UnitEvidence("mean", 0), 0, 0.01),
+        (UnitEvidence("mean", 0), 1, 0.0),
     ],
     ids=repr,
 )
@@ -125,7 +128,9 @@ def test_a_round_adds_training_and_evidence() -> None:
     settings, one = LocalSettings(epochs=2, batch_size=8), pass_flops(WIDE, SHAPE)
     plain = cohort_flops([update], Work(settings), SHAPE)
     open_set = cohort_flops([update], Work(settings, OpenSet(steps=5), evidence=(StartLoss(),)), SHAPE)
-    assert plain == (2 * 16 * 3 * one, 0)
+    assert plain == (2 * 16 * 3 * one, 0, 0)
     passes = passes_of(OpenSet(steps=5), Effort(WIDE, SHAPE, 0, 16, settings))
     assert passes > 19  # three batches of three passes, five steps of two
-    assert open_set == (int(2 * 16 * passes * one), 16 * one)
+    assert open_set == (int(2 * 16 * passes * one), 0, 16 * one)
+    looking = cohort_flops([update], Work(settings, evidence=(FisherDiagonal(), StartLoss())), SHAPE)
+    assert looking == (2 * 16 * 3 * one, 3 * 16 * one, 16 * one)  # a Fisher is curvature, a loss is not

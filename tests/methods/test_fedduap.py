@@ -92,6 +92,15 @@ def test_channels_kept_are_told_layer_by_layer(folder: Path) -> None:
     assert set(of(folder, "fedduap")[-1]["channels"]) == {"conv1", "conv2"}
 
 
+def test_the_spectrums_work_is_told_apart_once(folder: Path) -> None:
+    pruned, whole = of(folder, "fedduap"), of(folder, "fedavg")
+    looked = [line["curvature_flops"] for line in pruned]
+    assert sum(1 for flops in looked if flops) == 1
+    at = looked.index(max(looked))
+    assert pruned[at]["flops"] - pruned[at]["curvature_flops"] == whole[at]["flops"]
+    assert pruned[at]["evidence_flops"] >= pruned[at]["curvature_flops"] > 0 == whole[at]["curvature_flops"]
+
+
 def test_more_rows_are_more_work(folder: Path) -> None:
     assert of(folder, "data_sharing")[0]["flops"] > of(folder, "fedavg")[0]["flops"]
     assert of(folder, "hybrid_fl")[0]["flops"] == of(folder, "fedavg")[0]["flops"]

@@ -52,9 +52,9 @@ def test_a_round_costs_what_its_clients_saw() -> None:
     each = training_flops(spec, shape)
     one = ClientUpdate("a", Posterior({}), num_examples=25.0, steps=6, spec=spec)
     work = Work(LocalSettings(epochs=2, batch_size=10))
-    assert cohort_flops([one], work, shape) == (50 * each, 0)
+    assert cohort_flops([one], work, shape) == (50 * each, 0, 0)
     stopped = replace(one, client="b", steps=3)
-    assert cohort_flops([one, stopped], work, shape) == (80 * each, 0)
+    assert cohort_flops([one, stopped], work, shape) == (80 * each, 0, 0)
 
 
 def test_masks_spare_bytes_and_count_in_the_density() -> None:

@@ -94,6 +94,15 @@ def test_the_servers_work_and_seconds_stand_beside_the_clients() -> None:
     assert found.seconds is None, "who remembers what another method trained is not faster"
 
 
+def test_evidence_and_curvature_have_columns_where_somebody_sent_any() -> None:
+    rows = [{**r, "evidence_flops": 3.0, "curvature_flops": 2.0} for r in climbing(0, 0.05)]
+    found = target_costs({"wb": rows, "plain": climbing(0, 0.05)}, 0.3)
+    assert [(cost.flops, cost.evidence, cost.curvature) for cost in found] == [(80, 24, 16), (80, None, None)]
+    heads, ((_, spectrum), (_, plain)) = target_table(found)
+    assert heads[2:5] == ("clients' work, FLOP", "of it evidence, FLOP", "of it curvature, FLOP")
+    assert (spectrum[2:5], plain[2:5]) == (("80.00", "24.00", "16.00"), ("80.00", "–", "–"))
+
+
 def test_seeds_that_never_got_there_are_told() -> None:
     rows = [*climbing(0, 0.05), *climbing(1, 0.001)]
     (found,) = target_costs({"wb": rows}, 0.3)

@@ -102,6 +102,59 @@ def test_a_curve_passes_through_the_means_in_per_cent(study: Run) -> None:
     assert figure.axes[0].get_ylabel() == "accuracy (%)"
 
 
+@pytest.mark.parametrize("kind", ["sweep", "bytes"])
+def test_numbers_on_a_logarithmic_axis_are_words(kind: str, tmp_path: Path) -> None:
+    row = {"method": "a", "label": "a", "seed": 0, "bytes_up": 10_000, "bytes_down": 0}
+    rows = tuple({**row, "round": at, "accuracy": 0.1 * at, "bytes_up": 10 ** (3 + at)} for at in (1, 2, 3, 4))
+    runs = [Run("", "", {}, {}, rows)] if kind == "bytes" else sweep((0.01, 0.1, 10.0))
+    text = save_figure(kind, Plot(runs), tmp_path / "f.svg").read_text()
+    assert "mathdefault" not in text
+    assert ">0.1<" in text
+
+
+def two_keys(*pairs: tuple[object, float]) -> list[Run]:
+    """A run per source and number of clients, its accuracy a function of the latter."""
+    return [
+        Run(
+            f"{source}-{clients}",
+            f"data.source = {source!r}\ndata.clients = {clients}",
+            {},
+            {},
+            tuple({"method": "a", "label": "a", "seed": s, "round": 1, "accuracy": 0.05 * clients} for s in (0, 1)),
+        )
+        for source, clients in pairs
+    ]
+
+
+def test_a_sweep_over_two_keys_has_a_panel_per_value_of_the_other() -> None:
+    figure = Figure()
+    runs = two_keys(("b", 9), ("b", 5), ("b", 7), ("a", 5), ("a", 9))
+    KINDS["sweep"](figure, Plot(runs))
+    first, second = figure.axes
+    assert [axes.get_title() for axes in figure.axes] == ["b", "a"]
+    assert [list(axes.lines[0].get_xdata()) for axes in figure.axes] == [[5, 7, 9], [5, 9]]
+    np.testing.assert_allclose(first.lines[0].get_ydata(), [25, 35, 45])
+    assert first.get_ylim() == second.get_ylim()
+    assert (first.get_ylabel(), second.get_ylabel()) == ("accuracy (%)", "")
+    assert len(figure.legends) == 1
+
+
+def test_either_key_of_a_sweep_may_be_on_the_axis() -> None:
+    runs = two_keys(*((source, clients) for source in (10, 2) for clients in (5, 9)))
+    for along, titles, values in (
+        ("clients", ["source = 2", "source = 10"], [5, 9]),
+        ("data.source", ["clients = 5", "clients = 9"], [2, 10]),
+    ):
+        figure = Figure()
+        KINDS["sweep"](figure, Plot(runs, along=along))
+        assert [axes.get_title() for axes in figure.axes] == titles
+        assert list(figure.axes[0].lines[0].get_xdata()) == values
+    with pytest.raises(ConfigError, match=r"differ in data.source, data.clients, .* a key of numbers 'epochs'"):
+        KINDS["sweep"](Figure(), Plot(runs, along="epochs"))
+    with pytest.raises(ConfigError, match="at which runs differ in nothing else"):
+        KINDS["sweep"](Figure(), Plot(two_keys(("a", 5), ("b", 9))))
+
+
 def test_an_axis_of_shares_is_not_zoomed_into_nothing() -> None:
     runs = [
         Run(
@@ -124,7 +177,7 @@ def test_an_axis_of_shares_is_not_zoomed_into_nothing() -> None:
     [
         ("pie", ".pdf", "--kind is 'pie', expected one of curve, sweep"),
         ("curve", ".gif", "expected one of .pdf, .svg, .png"),
-        ("sweep", ".pdf", "do not differ in one key"),
+        ("sweep", ".pdf", "these runs differ in nothing, expected those of a sweep"),
         ("partition", ".pdf", "has no partition of seed 99"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 
 from fedfuse.report import Run, plots
 from fedfuse.report.calibration import reliability
-from fedfuse.report.sweeps import Swept
+from fedfuse.report.sweeps import Panel, Swept
 
 
 def row(seed: int, at: int, **values: object) -> dict[str, object]:
@@ -114,8 +114,10 @@ def test_a_sweep_is_drawn_against_its_key() -> None:
         return Run("", "", {}, {}, tuple({"label": "wb", **row(seed, 1, accuracy=accuracy)} for seed in (0, 1)))
 
     swept = Swept("data.partition.alpha", (10.0, 0.1, 1.0))
-    figure = plots.sweep_curve([run(0.9), run(0.3), run(0.6)], swept, {"wb": 0}, "accuracy", "Accuracy")
+    panel = Panel("", (run(0.9), run(0.3), run(0.6)), swept)
+    (figure,) = plots.sweep_curves([panel], {"wb": 0}, "accuracy", "Accuracy")
     assert figure is not None
+    assert figure.title == "Accuracy"
     assert ">alpha</text>" in figure.picture
     assert figure.note == "Logarithmic scale below."
     curve = re.search(r'd="M([^"]*)" class="curve ink0"', figure.picture)
@@ -123,3 +125,17 @@ def test_a_sweep_is_drawn_against_its_key() -> None:
     points = [[float(n) for n in point.split()] for point in curve[1].split("L")]
     assert points == sorted(points)
     assert points[1][0] - points[0][0] == pytest.approx(points[2][0] - points[1][0], abs=0.2)  # equal in decades
+
+
+def test_panels_of_a_sweep_have_one_axis_of_scores() -> None:
+    def run(accuracy: float) -> Run:
+        return Run("", "", {}, {}, ({"label": "wb", **row(0, 1, accuracy=accuracy)},))
+
+    swept = Swept("alpha", (1.0, 2.0))
+    panels = [Panel("few", (run(0.1), run(0.2)), swept), Panel("many", (run(0.8), run(0.9)), swept)]
+    few, many = plots.sweep_curves(panels, {"wb": 0}, "accuracy", "Accuracy")
+    assert few is not None
+    assert many is not None
+    assert (few.title, many.title) == ("Accuracy, few", "Accuracy, many")
+    words = re.compile(r"<text[^>]*>([^<]*)<")
+    assert words.findall(few.picture) == words.findall(many.picture)

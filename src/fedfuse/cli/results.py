@@ -98,6 +98,7 @@ def plot(
     rows: Annotated[str, typer.Option(help="Methods, by commas; fed* will do.")] = "",
     width: Annotated[float, typer.Option(help="Inches; 3.35 is a column, 6.9 a page.", min=1.5, max=20)] = 3.35,
     seed: Annotated[int | None, typer.Option(help="Whose partition; by default the first seed's.")] = None,
+    along: Annotated[str, typer.Option(help="A sweep's key on the axis; by default that with most values.")] = "",
     as_json: Json = False,
 ) -> None:
     """Draw a figure for a paper: told apart without colour, fonts embedded.
@@ -112,7 +113,7 @@ def plot(
     found = [read_run(run) for run in find_runs(runs)]
     chosen = choose_labels(found, _split(rows))
     shown = score or headline_of(row for run in found for row in run.rows).key
-    path = save_figure(kind, Plot(found, shown, tuple(chosen), width, seed), output)
+    path = save_figure(kind, Plot(found, shown, tuple(chosen), width, seed, along), output)
     console.say_json({"figure": str(path)}) if as_json else console.say(f"figure: {path}")
 
 

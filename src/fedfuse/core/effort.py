@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from fedfuse.core.seams import ServerPart
+from fedfuse.core.seams import PlainEvidence, ServerPart
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 
@@ -50,6 +50,12 @@ def passes_of(objective: object, effort: Effort) -> float:
         return objective.passes(effort)
     base = getattr(objective, "base", None)
     return TRAINING_PASSES if base is None else passes_of(base, effort)
+
+
+class CurvatureEvidence(PlainEvidence):
+    """Evidence that looks at the curvature of a client's loss: its FLOPs have a column of their own."""
+
+    __slots__ = ()
 
 
 class DiagnosticStep(ServerPart):

@@ -41,6 +41,7 @@ from fedfuse.errors import RecipeError
 from fedfuse.tasks import Classification, Task
 
 Lasts: TypeAlias = Callable[[Spec], int]
+Follows: TypeAlias = "Callable[[Recipe, int], Recipe]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,15 @@ class OneExchange:
     def __call__(self, network: Spec) -> int:  # noqa: ARG002 - the seam's signature
         """One."""
         return 1
+
+
+@dataclass(frozen=True, slots=True)
+class AnyRecipe:
+    """An ending that asks nothing of the rounds before beside what its evidence recalls."""
+
+    def __call__(self, before: Recipe, rounds: int) -> Recipe:  # noqa: ARG002 - the seam's signature
+        """The recipe as it is."""
+        return before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +93,7 @@ class Recipe:
     before_first_round: FirstStep = field(default_factory=NothingBefore)
     later: tuple[int, Recipe] | None = None
     lasts: Lasts = field(default_factory=OneExchange)
+    follows: Follows = field(default_factory=AnyRecipe)
 
     def __post_init__(self) -> None:
         given = {e.name for e in self.evidence} | NOT_EVIDENCE
@@ -231,7 +242,7 @@ class Recipe:
         later = (rounds, last) if self.later is None else (self.later[0], self.later[1].ending(rounds, last))
         recalled = tuple(kept for kind in last.evidence for kept in kind.recalls if kept not in self.memory)
         return replace(
-            self,
+            last.follows(self, rounds),
             later=later,
             memory=self.memory + recalled,
             label=f"{self.label or self.name}+{last.label or last.name}",

@@ -88,14 +88,15 @@ class GroupConfig(NameWithOptions):
     every: PositiveInt = 1
 
 
-_REFITS: Mapping[str, Mapping[str, Any]] = {"head": {}, "layers": {"layers": True}}
+_REFITS: Mapping[str, Mapping[str, Any]] = {"head": {}, "layers": {"layers": True}, "units": {"units": True}}
 
 
 class MethodConfig(NameWithOptions):
     """One method to run, perhaps behind an alignment and a guard, and another method after its first rounds.
 
     `refit = "head"` adds one exchange without training, in which the last layer is fitted in closed form;
-    `refit = "layers"` one for every layer from the bottom up. A table has the options of the method `refit`.
+    `refit = "layers"` one for every layer from the bottom up; `refit = "units"` one for every layer whose units are
+    rescaled to what they gave in the clients' own networks. A table has the options of the method `refit`.
     """
 
     label: str | None = None
@@ -103,7 +104,7 @@ class MethodConfig(NameWithOptions):
     guard: NameWithOptions | None = None
     rounds: PositiveInt | None = None
     then: MethodConfig | None = None
-    refit: Literal["head", "layers"] | dict[str, Any] | None = None
+    refit: Literal["head", "layers", "units"] | dict[str, Any] | None = None
 
     @field_validator("align", "guard", mode="before")
     @classmethod

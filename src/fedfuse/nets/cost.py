@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from fedfuse.core.effort import TRAINING_PASSES, Effort, HasPasses, passes_of
+from fedfuse.core.effort import TRAINING_PASSES, CurvatureEvidence, Effort, HasPasses, passes_of
 from fedfuse.core.hooks import forward_hooks
 from fedfuse.core.inputs import run_once
 from fedfuse.core.messages import Brief, ClientUpdate
@@ -84,9 +84,10 @@ def training_flops(spec: Spec, shape: tuple[int, ...]) -> int:
 
 
 class CohortFlops(NamedTuple):
-    """What a round took of its clients: local training, and what they sent beside their weights."""
+    """What a round took of its clients: local training, the curvature of their losses, and other evidence."""
 
     training: int
+    curvature: int
     evidence: int
 
 
@@ -102,17 +103,18 @@ def cohort_flops(
     """
     if shape is None:
         return None
-    training = evidence = 0.0
+    training, looking = 0.0, {True: 0.0, False: 0.0}
     for u in updates:
         effort = Effort(u.spec, shape, round_, u.num_examples, work.settings)
         seen = min(work.settings.epochs * u.num_examples, u.steps * work.settings.batch_size)
-        again = sum(e.passes(effort) for e in work.evidence if isinstance(e, HasPasses))
         try:
             training += seen * passes_of(work.objective, effort) * pass_flops(u.spec, shape, training=True)
-            evidence += u.num_examples * again * pass_flops(u.spec, shape)
+            for e in work.evidence:
+                again = e.passes(effort) if isinstance(e, HasPasses) else 0.0
+                looking[isinstance(e, CurvatureEvidence)] += u.num_examples * again * pass_flops(u.spec, shape)
         except ConfigError:
             return None
-    return CohortFlops(int(training), int(evidence))
+    return CohortFlops(int(training), int(looking[True]), int(looking[False]))
 
 
 def training_passes(settings: LocalSettings, rows: int, steps: int) -> float:

@@ -38,6 +38,8 @@ class TargetCost:
         server_flops: the server's steps until then, a first stage among them.
         seconds: of clients and server until then, on this machine; None where clients were remembered from another
             method, for then nobody knows.
+        evidence: the part of the clients' FLOPs that went into what they sent beside their weights.
+        curvature: the part of that which went into the curvature of their losses.
     """
 
     label: str
@@ -47,15 +49,18 @@ class TargetCost:
     sent: float | None
     server_flops: float | None = None
     seconds: float | None = None
+    evidence: float | None = None
+    curvature: float | None = None
 
 
 def target_table(found: Sequence[TargetCost]) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
-    """What the target cost as headings and rows of words, each column in one unit.
+    """What the target cost as headings and rows of words, each column in one unit; evidence where somebody sent any.
 
     Example:
         >>> target_table([TargetCost("wb", (1, 1), 3.0, 9e9, 1_500), TargetCost("x", (0, 1), None, None, None)])[0]
         ('seeds', 'rounds', "clients' work, GFLOP", "server's work, GFLOP", 'sent, kB', 'seconds')
     """
+    parts = [key for key in ("evidence", "curvature") if any(getattr(cost, key) for cost in found)]
     flops, flop = flop_unit(max((cost.flops or 0.0 for cost in found), default=0.0))
     sent, byte = byte_unit(max((cost.sent or 0.0 for cost in found), default=0.0))
     rows = tuple(
@@ -65,6 +70,7 @@ def target_table(found: Sequence[TargetCost]) -> tuple[tuple[str, ...], tuple[tu
                 f"{cost.seeds[0]} of {cost.seeds[1]}",
                 "–" if cost.rounds is None else f"{cost.rounds:.1f}",
                 _amount(cost.flops, flops),
+                *(_amount(getattr(cost, key), flops) for key in parts),
                 _amount(cost.server_flops, flops),
                 _amount(cost.sent, sent),
                 "–" if cost.seconds is None else f"{cost.seconds:,.1f}",
@@ -72,7 +78,8 @@ def target_table(found: Sequence[TargetCost]) -> tuple[tuple[str, ...], tuple[tu
         )
         for cost in found
     )
-    return ("seeds", "rounds", f"clients' work, {flop}", f"server's work, {flop}", f"sent, {byte}", "seconds"), rows
+    work = (f"clients' work, {flop}", *(f"of it {key}, {flop}" for key in parts), f"server's work, {flop}")
+    return ("seeds", "rounds", *work, f"sent, {byte}", "seconds"), rows
 
 
 def _amount(value: float | None, unit: float) -> str:
@@ -242,7 +249,7 @@ def target_costs(groups: Groups, target: float) -> list[TargetCost]:
     Example:
         >>> rows = [{"seed": 0, "round": at, "accuracy": 0.2 * at, "flops": 3.0, "bytes_up": 1} for at in (1, 2, 3)]
         >>> target_costs({"wb": rows}, 0.4)[0]
-        TargetCost(label='wb', seeds=(1, 1), rounds=3.0, flops=9.0, sent=3.0, server_flops=None, seconds=None)
+        TargetCost(label='wb', seeds=(1, 1), rounds=3.0, flops=9.0, sent=3.0, server_flops=None, seconds=None, ...)
     """
     return [_target_cost(label, rows, target) for label, rows in groups.items()]
 
@@ -252,13 +259,13 @@ def _target_cost(label: str, rows: Sequence[Row], target: float) -> TargetCost:
     spent = [found for seed in seeds if (found := _until(rows, seed, target)) is not None]
     if not spent:
         return TargetCost(label, (0, len(seeds)), None, None, None)
-    rounds, flops, sent, server, seconds = (sum(column) / len(spent) for column in zip(*spent, strict=True))
-    known = None if math.isnan(seconds) else seconds or None
-    return TargetCost(label, (len(spent), len(seeds)), rounds, flops or None, sent or None, server or None, known)
+    rounds, *others = (sum(column) / len(spent) for column in zip(*spent, strict=True))
+    known = (None if math.isnan(value) else value or None for value in others)
+    return TargetCost(label, (len(spent), len(seeds)), rounds, *known)
 
 
 def _until(rows: Sequence[Row], seed: int, target: float) -> tuple[float, ...] | None:
-    """(rounds, FLOPs, bytes, the server's FLOPs, seconds) until one seed's smoothed accuracy is at the target."""
+    """One seed's rounds, and then as `TargetCost` has it, until its smoothed accuracy is at the target."""
     mine = [row for row in rows if row["seed"] == seed and number(row, "accuracy") is not None]
     smooth = _smooth(mine, seed)
     there = [at for at, score in enumerate(smooth) if score >= target - 1e-12]
@@ -267,8 +274,9 @@ def _until(rows: Sequence[Row], seed: int, target: float) -> tuple[float, ...] |
     done = mine[: len(mine) - len(smooth) + there[0] + 1]
     remembered = any(number(row, "remembered") for row in done)
     seconds = math.nan if remembered else _spent(done, "train_seconds", "server_seconds")
-    server = _spent(done, "server_flops", "first_flops")
-    return float(len(done)), _spent(done, "flops"), _spent(done, "bytes_up", "bytes_down"), server, seconds
+    server, sent = _spent(done, "server_flops", "first_flops"), _spent(done, "bytes_up", "bytes_down")
+    evidence = (_spent(done, "evidence_flops"), _spent(done, "curvature_flops"))
+    return float(len(done)), _spent(done, "flops"), sent, server, seconds, *evidence
 
 
 def _spent(rows: Sequence[Row], *keys: str) -> float:

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedfuse.report.figures import paper_style, save_to
+from fedfuse.report.paper import paper_style, save_to
 from fedfuse.report.stats import Ranking
 from fedfuse.report.svg import legible, short
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +14,12 @@ from fedfuse.errors import ConfigError
 from fedfuse.report.calibration import pooled_bins
 from fedfuse.report.costs import spent_paths
 from fedfuse.report.looks import COLOURS, look
-from fedfuse.report.plots import SHARES, Groups, by_round, by_value, class_names
+from fedfuse.report.paper import paper_style, save_to
+from fedfuse.report.plots import SHARES, Groups, by_round, by_value, class_names, spans_decades
 from fedfuse.report.read import Run, finite, items, number, part
 from fedfuse.report.scores import COLUMNS, MeanSd, by_label, last_rows, mean_sd, summary
 from fedfuse.report.svg import legible, short, wide
-from fedfuse.report.sweeps import run_titles, swept_key
+from fedfuse.report.sweeps import differing_keys, run_titles, sweep_panels
 from fedfuse.report.tables import byte_unit
 
 if TYPE_CHECKING:
@@ -27,28 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MARKERS = {"circle": "o", "square": "s", "up": "^", "diamond": "D", "down": "v", "plus": "P"}
-ENDINGS = (".pdf", ".svg", ".png")
-STYLE = {
-    "font.size": 8,
-    "axes.labelsize": 8,
-    "axes.titlesize": 8,
-    "legend.fontsize": 7,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.6,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e6e6e6",
-    "grid.linewidth": 0.5,
-    "lines.linewidth": 1.3,
-    "pdf.fonttype": 42,  # as text and not as curves: publishers ask for it
-    "svg.fonttype": "none",
-    "svg.hashsalt": "fedfuse",  # the same ledger, the same bytes
-    "savefig.dpi": 300,
-    "text.parse_math": False,  # a label is text, whatever it says
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +39,7 @@ class Plot:
         rows: labels to draw, all by default.
         width: inches; 3.35 is a column of most conferences.
         seed: whose partition.
+        along: the key that a sweep's curves run along; by default the one with most values.
     """
 
     runs: Sequence[Run]
@@ -68,6 +47,7 @@ class Plot:
     rows: tuple[str, ...] = ()
     width: float = 3.35
     seed: int | None = None
+    along: str = ""
 
     @property
     def run(self) -> Run:
@@ -120,29 +100,6 @@ def save_figure(kind: str, plot: Plot, out: Path) -> Path:
         return save_to(figure, out)
 
 
-@contextmanager
-def paper_style() -> Iterator[Figure]:
-    """An empty figure in the style of all."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        yield Figure(layout="constrained")
-
-
-def save_to(figure: Figure, out: Path) -> Path:
-    """Write a figure, the same bytes for the same figure."""
-    if out.suffix not in ENDINGS:
-        raise ConfigError(f"{out} ends with {out.suffix or 'nothing'!r}, expected one of {', '.join(ENDINGS)}")
-    dates: dict[str, dict[str, Any]] = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}, ".png": {}}
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, metadata=dates[out.suffix])
-    except OSError as why:
-        raise ConfigError(f"{out} cannot be written ({why.strerror}), expected a place for the figure") from why
-    return out
-
-
 def _look(index: int) -> dict[str, Any]:
     """How matplotlib draws a method's curve."""
     found = look(index)
@@ -163,11 +120,16 @@ def _legend_columns(labels: Sequence[str], width: float) -> int:
     return max(1, min(len(labels), int(width / (0.055 * longest + 0.42))))
 
 
-def _legend(figure: Figure, axes: Axes, plot: Plot) -> None:
-    handles, labels = axes.get_legend_handles_labels()
+def _legend(figure: Figure, grid: Sequence[Axes], plot: Plot) -> None:
+    """One legend for all axes, which may not show the same methods."""
+    named: dict[str, Any] = {}
+    for axes in grid:
+        handles, words = axes.get_legend_handles_labels()
+        named |= dict(zip(words, handles, strict=True))
+    labels = list(named)
     columns = _legend_columns(labels, plot.width)
     figure.legend(
-        handles,
+        list(named.values()),
         [short(legible(label), 28) for label in labels],
         loc="outside lower center",
         ncols=columns,
@@ -191,7 +153,15 @@ def _draw_bands(axes: Axes, curves: Mapping[str, Mapping[float, MeanSd]], plot: 
         style = _look(plot.indices[label])
         axes.plot(at, mean, label=label, markevery=every, **style)
         axes.fill_between(at, mean - sd, mean + sd, color=style["color"], alpha=0.13, linewidth=0)
-    _widen(axes, plot.factor)
+
+
+def _set_decades(axes: Axes) -> None:
+    """A logarithmic axis below, with numbers in plain words: signs of mathematics are not read in labels."""
+    from matplotlib.ticker import NullFormatter, StrMethodFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _widen(axes: Axes, factor: float) -> None:
@@ -213,24 +183,50 @@ def draw_curve(figure: Figure, plot: Plot) -> None:
     axes = _axes(figure, plot, list(curves))
     rounds = max(len(curve) for curve in curves.values())
     _draw_bands(axes, curves, plot, every=max(1, rounds // 8))
+    _widen(axes, plot.factor)
     axes.set(xlabel="round", ylabel=plot.axis)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(figure, axes, plot)
+    _legend(figure, [axes], plot)
 
 
 def draw_sweep(figure: Figure, plot: Plot) -> None:
-    """A score of the last round against the one key with numbers that the runs differ in."""
-    swept = swept_key(plot.runs)
-    if swept is None:
-        raise ConfigError("these runs do not differ in one key with numbers alone, expected those of a sweep over one")
-    curves = {label: c for label, c in by_value(plot.runs, swept, plot.score).items() if plot.shows(label)}
-    _need(curves, f"no run has {plot.score}")
-    axes = _axes(figure, plot, list(curves))
-    if min(swept.values) > 0 and wide(swept.values):
-        axes.set_xscale("log")
-    _draw_bands(axes, curves, plot)
-    axes.set(xlabel=swept.title, ylabel=plot.axis)
-    _legend(figure, axes, plot)
+    """A score of the last round against a key with numbers that the runs differ in, a panel per value of the others."""
+    panels = sweep_panels(plot.runs, plot.along)
+    if not panels:
+        differ = ", ".join(differing_keys(plot.runs)) or "nothing"
+        raise ConfigError(
+            f"these runs differ in {differ}, expected those of a sweep with a key of numbers"
+            f"{f' {plot.along!r}' if plot.along else ''} at which runs differ in nothing else"
+        )
+    each = [by_value(panel.runs, panel.swept, plot.score) for panel in panels]
+    each = [{label: curve for label, curve in curves.items() if plot.shows(label)} for curves in each]
+    labels = dict.fromkeys(label for curves in each for label in curves)
+    _need(labels, f"no run has {plot.score}")
+    grid = _panel_axes(figure, plot, list(labels), len(panels))
+    for axes, panel, curves in zip(grid, panels, each, strict=True):
+        if spans_decades(panel.swept):
+            _set_decades(axes)
+        _draw_bands(axes, curves, plot)
+        axes.set_title(short(legible(panel.title), 28))
+        axes.set_xlabel(panel.swept.title)
+        axes.label_outer(remove_inner_ticks=False)
+    grid[0].set_ylabel(plot.axis)
+    _widen(grid[0], plot.factor)
+    _legend(figure, grid, plot)
+
+
+def _panel_axes(figure: Figure, plot: Plot, labels: Sequence[str], count: int) -> list[Axes]:
+    """As many axes as panels, side by side as far as the width goes, with one axis of scores."""
+    if count == 1:
+        return [_axes(figure, plot, labels)]
+    across = min(count, max(2, round(plot.width / 1.7)))
+    down = math.ceil(count / across)
+    lines = math.ceil(len(labels) / _legend_columns(labels, plot.width))
+    figure.set_size_inches(plot.width, down * (0.85 * plot.width / across + 0.3) + 0.14 * lines + 0.1)
+    grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    for axes in grid.flat[count:]:
+        axes.set_axis_off()
+    return list(grid.flat[:count])
 
 
 def draw_bytes(figure: Figure, plot: Plot) -> None:
@@ -246,9 +242,9 @@ def draw_bytes(figure: Figure, plot: Plot) -> None:
         axes.plot(x, y, label=label, markevery=[len(x) - 1], **style)
         axes.errorbar(x[-1], y[-1], 100 * (path[-1][1].sd or 0.0), color=style["color"], linewidth=0.8, capsize=2)
     if wide(spent):
-        axes.set_xscale("log")
+        _set_decades(axes)
     axes.set(xlabel=f"sent up and down ({unit})", ylabel="accuracy (%)")
-    _legend(figure, axes, plot)
+    _legend(figure, [axes], plot)
 
 
 def draw_reliability(figure: Figure, plot: Plot) -> None:

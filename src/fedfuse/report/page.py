@@ -24,7 +24,7 @@ from fedfuse.report.plots import Figure, Groups, Inks
 from fedfuse.report.read import Row, Run, find_runs, items, number, part, read_run
 from fedfuse.report.scores import HEADLINES, SummaryRow, best_first, by_label, headline_of, summary
 from fedfuse.report.svg import drawing, legible, line, marker
-from fedfuse.report.sweeps import swept_key
+from fedfuse.report.sweeps import sweep_panels
 from fedfuse.report.tables import Cell, Grid, grid
 from fedfuse.report.verdict import cautions, overall, verdict
 
@@ -74,6 +74,7 @@ COSTS = (
     "bytes_down",
     "flops",
     "evidence_flops",
+    "curvature_flops",
     "server_flops",
     "first_flops",
     "train_seconds",
@@ -206,11 +207,10 @@ def _first_columns(layout: Grid) -> set[str]:
 
 
 def _sweep_figures(runs: Sequence[Run], inks: Inks) -> tuple[Figure, ...]:
-    """Scores against the key that the runs differ in, where it is one with numbers."""
-    swept = swept_key(runs) if len(runs) > 1 else None
-    if swept is None:
-        return ()
-    return _figures(plots.sweep_curve(runs, swept, inks, key, title) for key, title in CURVES)
+    """Scores against a key with numbers that the runs differ in, one figure per value of the others."""
+    panels = sweep_panels(runs) if len(runs) > 1 else ()
+    each = [plots.sweep_curves(panels, inks, key, title) for key, title in CURVES]
+    return _figures(figure for figures in each for figure in figures)
 
 
 def _figures(figures: Iterable[Figure | None]) -> tuple[Figure, ...]:

@@ -13,7 +13,7 @@ from fedfuse.report.heat import WIDTH, heat_map
 from fedfuse.report.read import Row, Run, finite, items, number, part
 from fedfuse.report.scores import Column, MeanSd, headline_of, last_rows, mean_sd, summary
 from fedfuse.report.svg import Scale, band, drawing, ink, line, marker, scale_for, short, tag, wide, x_axis, y_axis
-from fedfuse.report.sweeps import Swept
+from fedfuse.report.sweeps import Panel, Swept
 
 Groups = Mapping[str, Sequence[Row]]
 """Label → its rows, by round and seed."""
@@ -52,17 +52,36 @@ def learning_curve(groups: Groups, inks: Inks, key: str, title: str) -> Figure |
     return curve_figure(curves, inks, title, XAxis("round", whole=True), share=key in SHARES)
 
 
-def sweep_curve(runs: Sequence[Run], swept: Swept, inks: Inks, key: str, title: str) -> Figure | None:
+def sweep_curves(panels: Sequence[Panel], inks: Inks, key: str, title: str) -> list[Figure | None]:
     """A score of the last round against the key that a sweep varies: the mean over seeds, and one standard deviation.
+
+    A sweep over several keys is one figure per value of the others, all with the same axis of scores.
 
     Example:
         >>> runs = [Run("", "", {}, {}, ({"label": "wb", "seed": 0, "round": 1, "accuracy": a},)) for a in (0.1, 0.9)]
-        >>> "wb, alpha 5: 0.9" in sweep_curve(runs, Swept("alpha", (1.0, 5.0)), {"wb": 0}, "accuracy", "").picture
+        >>> panel = Panel("", tuple(runs), Swept("alpha", (1.0, 5.0)))
+        >>> "wb, alpha 5: 0.9" in sweep_curves([panel], {"wb": 0}, "accuracy", "")[0].picture
         True
     """
-    curves = by_value(runs, swept, key)
-    log = min(swept.values) > 0 and wide(swept.values)
-    return curve_figure(curves, inks, title, XAxis(swept.title, log=log), share=key in SHARES)
+    each = [by_value(panel.runs, panel.swept, key) for panel in panels]
+    values = [value for curves in each for curve in curves.values() for value in curve.values()]
+    reach = [edge for value in values for edge in edges_of(value)]
+    return [
+        curve_figure(
+            curves,
+            inks,
+            ", ".join(filter(None, (title, panel.title))),
+            XAxis(panel.swept.title, log=spans_decades(panel.swept)),
+            share=key in SHARES,
+            reach=reach,
+        )
+        for panel, curves in zip(panels, each, strict=True)
+    ]
+
+
+def spans_decades(swept: Swept) -> bool:
+    """Whether a key's values are best shown on a logarithmic scale."""
+    return min(swept.values) > 0 and wide(swept.values)
 
 
 def by_value(runs: Sequence[Run], swept: Swept, key: str) -> dict[str, dict[float, MeanSd]]:
@@ -89,14 +108,22 @@ class XAxis:
 
 
 def curve_figure(
-    curves: Mapping[str, Mapping[float, MeanSd]], inks: Inks, title: str, along: XAxis, share: bool
+    curves: Mapping[str, Mapping[float, MeanSd]],
+    inks: Inks,
+    title: str,
+    along: XAxis,
+    share: bool,
+    reach: Sequence[float] = (),
 ) -> Figure | None:
-    """Curves of means with bands of one standard deviation; nothing where there is one point, or where all is flat."""
+    """Curves of means with bands of one standard deviation; nothing where there is one point, or where all is flat.
+
+    `reach` has scores of other figures that the axis is to hold too.
+    """
     points = [(at, value) for curve in curves.values() for at, value in curve.items()]
     means = [value.mean for _, value in points]
     if len({at for at, _ in points}) < 2 or max(means) - min(means) <= 1e-9 * max(map(abs, means)):
         return None
-    edges = [edge for _, value in points for edge in edges_of(value)]
+    edges = [*reach, *(edge for _, value in points for edge in edges_of(value))]
     log = not share and wide(means)
     x = scale_for([at for at, _ in points], 46, WIDTH - 8, log=along.log, pad=0.02)
     held = [edge for edge in edges if edge > 0] if log else edges

@@ -90,6 +90,7 @@ COLUMNS = (
     Column("bytes_down", "sent down", "bytes", "low", "Bytes from server to clients, over all rounds."),
     Column("flops", "clients' work", "flops", "low", "FLOPs of local training and evidence, over all rounds."),
     Column("evidence_flops", "of it evidence", "flops", "", "FLOPs of what clients send beside their weights."),
+    Column("curvature_flops", "of that curvature", "flops", "", "FLOPs of the evidence about the curvature of losses."),
     Column("server_flops", "server's work", "flops", "low", "FLOPs of the server's own training and looking."),
     Column("first_flops", "first stage", "flops", "low", "FLOPs of the server before the first round."),
     Column("train_seconds", "clients", "seconds", "", "Seconds until all clients had answered, over all rounds."),

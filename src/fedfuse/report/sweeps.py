@@ -25,6 +25,15 @@ class Swept:
         return key_words(self.key)
 
 
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """The runs of a sweep that differ in one key alone, and what the other keys are there."""
+
+    title: str
+    runs: tuple[Run, ...]
+    swept: Swept
+
+
 def differing_keys(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
     """The configuration's keys in which runs differ, with the value of each run; the name aside.
 
@@ -39,20 +48,54 @@ def differing_keys(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
     return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
 
 
-def swept_key(runs: Sequence[Run]) -> Swept | None:
-    """The one key with numbers that a sweep varies; None if the runs differ in anything else too.
+def sweep_panels(runs: Sequence[Run], along: str = "") -> tuple[Panel, ...]:
+    """A sweep as curves: against one key with numbers, and a panel for every value of the other keys.
+
+    Args:
+        runs: those of a sweep.
+        along: the key that curves run along; by default the one with most values.
+
+    Returns:
+        Nothing where no key has numbers at which all panels have at least two runs, one run each.
 
     Example:
-        >>> swept_key([Run("", f"data.partition.alpha = {a}", {}, {}, ()) for a in (0.1, 1.0)])
-        Swept(key='data.partition.alpha', values=(0.1, 1.0))
+        >>> text = "data = {{ clients = {}, source = '{}' }}"
+        >>> runs = [Run("", text.format(k, m), {}, {}, ()) for m in "ab" for k in (5, 9)]
+        >>> [(panel.title, panel.swept) for panel in sweep_panels(runs)]
+        [('a', Swept(key='data.clients', values=(5.0, 9.0))), ('b', Swept(key='data.clients', values=(5.0, 9.0)))]
     """
     found = differing_keys(runs)
-    if len(found) != 1:
-        return None
-    (key, values), *_ = found.items()
-    numbers = [finite(value) for value in values]
-    given = tuple(value for value in numbers if value is not None)
-    return Swept(key, given) if len(set(given)) == len(runs) else None
+    if not 1 <= len(found) <= MANY_KEYS:
+        return ()
+    keys = [key for key in found if not along or along in (key, key.rsplit(".", 1)[-1])]
+    for key in sorted(keys, key=lambda key: -len({repr(value) for value in found[key]})):
+        panels = _panels_along(key, runs, found)
+        if all(len(set(panel.swept.values)) == len(panel.runs) > 1 for panel in panels):
+            return panels
+    return ()
+
+
+def _panels_along(key: str, runs: Sequence[Run], found: Mapping[str, tuple[Any, ...]]) -> tuple[Panel, ...]:
+    """The runs by the values of all keys but one; numbers in rising order. Without numbers a panel is empty."""
+    others = {other: values for other, values in found.items() if other != key}
+    places: dict[tuple[str, ...], list[int]] = {}
+    for at in sorted(range(len(runs)), key=lambda at: [_rank(values[at]) for values in others.values()]):
+        places.setdefault(tuple(_value_words(other, values[at]) for other, values in others.items()), []).append(at)
+    numbers = [finite(value) for value in found[key]]
+    return tuple(
+        Panel(
+            ", ".join(words),
+            tuple(runs[at] for at in here),
+            Swept(key, tuple(given for at in here if (given := numbers[at]) is not None)),
+        )
+        for words, here in places.items()
+    )
+
+
+def _rank(value: Any) -> float:
+    """Numbers by their size, anything else as it comes."""
+    given = finite(value)
+    return 0.0 if given is None else given
 
 
 def run_titles(runs: Sequence[Run]) -> list[str]:

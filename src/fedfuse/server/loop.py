@@ -169,7 +169,8 @@ def _round_facts(
         - saved.down * len(others)
         + (terms.shared_bytes if brief.round == 0 else 0),
         "flops": None if flops is None else sum(flops),
-        "evidence_flops": None if flops is None else flops.evidence,
+        "evidence_flops": None if flops is None else flops.curvature + flops.evidence,
+        "curvature_flops": None if flops is None else flops.curvature,
         "trained": admission.trained,
         "remembered": admission.remembered,
         "refused": admission.refused,

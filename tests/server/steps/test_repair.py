@@ -15,10 +15,11 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
 from fedfuse.models import lenet, mlp
+from fedfuse.nets.units import repairable_layers
 from fedfuse.server.align.alignment import AlignUnits
 from fedfuse.server.filters import find_alignment, with_filters
 from fedfuse.server.round import fuse_round
-from fedfuse.server.steps.repair import Repair, repairable_layers
+from fedfuse.server.steps.repair import Repair
 
 SPECS = {
     "mlp": (Spec.of(mlp(inputs=6, hidden=[8, 7], classes=3).double()), (6,)),

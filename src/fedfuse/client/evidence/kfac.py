@@ -29,14 +29,13 @@ from fedfuse.client.evidence.marginal import LayerBelief, best_damping
 from fedfuse.client.evidence.variance import Fisher, diagonal_fisher
 from fedfuse.client.moments import input_moments, input_sums, outer_sum, output_moments, output_sums
 from fedfuse.client.recording import LayerCall, record_calls
-from fedfuse.core.effort import Effort
+from fedfuse.core.effort import CurvatureEvidence, Effort
 from fedfuse.core.factor import BlockDiagonal, Factor, LowRank, dense
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry, Kron
 from fedfuse.core.precision import in_full
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import PlainEvidence
 from fedfuse.core.state import Local
 from fedfuse.nets.blocks import Block, Factors, Which, blocks_of
 from fedfuse.nets.cost import layer_costs
@@ -233,7 +232,7 @@ def _mask_padding(call: LayerCall, grad: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class KroneckerFactors(PlainEvidence):
+class KroneckerFactors(CurvatureEvidence):
     """The raw factors A and B of every layer that has them.
 
     Damping is left to whoever fuses, so that comparing dampings and solvers asks clients nothing new. A grouped

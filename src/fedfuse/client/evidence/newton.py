@@ -9,10 +9,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedfuse.core.effort import Effort
+from fedfuse.core.effort import CurvatureEvidence, Effort
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
-from fedfuse.core.seams import PlainEvidence
 from fedfuse.core.state import Local, representation
 from fedfuse.linalg.psd import is_psd, packed_size
 from fedfuse.nets.glm import family_of, fit_glm, newton_sums, penalties
@@ -22,7 +21,7 @@ First = Literal["sums", "local"]
 
 
 @dataclass(frozen=True, slots=True)
-class CurvatureSums(PlainEvidence):
+class CurvatureSums(CurvatureEvidence):
     """Loss, gradient and Hessian of the last linear layer over the client's rows, in float64.
 
     They are taken at the weights the server publishes in float64, or at the network's own. With first = "local" the

@@ -9,17 +9,16 @@ from typing import ClassVar
 
 import torch
 
-from fedfuse.core.effort import TRAINING_PASSES, Effort
+from fedfuse.core.effort import TRAINING_PASSES, CurvatureEvidence, Effort
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
-from fedfuse.core.seams import PlainEvidence
 from fedfuse.core.state import Local, live_names
 from fedfuse.nets.curvature import CurvatureProbe
 from fedfuse.wire.codec import forms_of
 
 
 @dataclass(frozen=True, slots=True)
-class CurvatureSpectrum(PlainEvidence):
+class CurvatureSpectrum(CurvatureEvidence):
     """The spectrum of the client's Hessian at its trained weights, in one round only: it costs some dozen gradients.
 
     Attributes:

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedfuse.client.recording import plain_attention
-from fedfuse.core.effort import TRAINING_PASSES, Effort
+from fedfuse.core.effort import TRAINING_PASSES, CurvatureEvidence, Effort
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Diag, Geometry
 from fedfuse.core.precision import full_dtype, in_full
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import PlainEvidence
 from fedfuse.core.state import Local, live_names
 from fedfuse.tasks import CLASSIFICATION, Task
 from fedfuse.wire.codec import LazyParams, forms_of, piece_of
@@ -97,7 +96,7 @@ def diagonal_fisher(
 
 
 @dataclass(frozen=True, slots=True)
-class FisherDiagonal(PlainEvidence):
+class FisherDiagonal(CurvatureEvidence):
     """The mean squared gradient of every weight over the client's rows: the precision of its belief per example.
 
     Attributes:

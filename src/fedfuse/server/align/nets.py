@@ -118,7 +118,8 @@ def _names(net: Net) -> str:
 def move_update(update: ClientUpdate, groups: Sequence[Group], moves: Moves, spec: Spec) -> ClientUpdate:
     """The update with its units at their new places, as an update of the network `spec`.
 
-    Orders carry mean, variances, Kronecker factors and evidence about single weights along; blends carry the mean only.
+    Orders carry mean, variances, Kronecker factors and evidence about single weights along; blends carry the mean only,
+    and evidence about weights they have blended is left out.
     """
     posterior = update.posterior
     here = {g: moves[g.name] for g in groups if g.name in moves}
@@ -138,7 +139,9 @@ def move_update(update: ClientUpdate, groups: Sequence[Group], moves: Moves, spe
             "align by weights or activations"
         )
     mean = blend_units(dict(posterior.mean), groups, moves, frozenset(update.spec.layout.with_role("log_variance")))
-    return replace(update, posterior=Posterior(mean), spec=spec)
+    about = _weights_meant(update.notes, posterior.mean)
+    notes = {n: t for n, t in update.notes.items() if about.get(n) not in moved_names}
+    return replace(update, posterior=Posterior(mean), spec=spec, notes=notes)
 
 
 def _reorder_posterior(posterior: Posterior, orders: Mapping[Group, Tensor], spec: Spec) -> Posterior:
@@ -150,13 +153,16 @@ def _reorder_posterior(posterior: Posterior, orders: Mapping[Group, Tensor], spe
 
 def _reorder_notes(notes: Params, mean: Params, orders: Mapping[Group, Tensor]) -> Params:
     """The evidence, with every entry about single weights ("kind/tensor", of the tensor's shape) reordered too."""
-    forms, moves = forms_of(mean), _moves_by_tensor(orders)
-    moved = dict(notes)
-    for name in notes:
-        about = name.partition("/")[2]
-        if about in moves and tuple(notes[name].shape) == forms[about].shape:
-            moved[name] = _move(notes[name], moves[about])
-    return moved
+    moves = _moves_by_tensor(orders)
+    about = {name: tensor for name, tensor in _weights_meant(notes, mean).items() if tensor in moves}
+    return {**notes, **{name: _move(notes[name], moves[tensor]) for name, tensor in about.items()}}
+
+
+def _weights_meant(notes: Params, mean: Params) -> dict[str, str]:
+    """The notes with an entry for every single weight of a tensor, and that tensor's name."""
+    forms = forms_of(mean)
+    about = {name: name.partition("/")[2] for name in notes}
+    return {n: of for n, of in about.items() if of in forms and tuple(notes[n].shape) == forms[of].shape}
 
 
 PlaceOrder: TypeAlias = tuple[Location, Tensor]
