@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from fedfuse.errors import ConfigError, NotConverged
 
 _DENSE = 400  # up to so many rows all eigenvalues cost no more than a few
 _SWEEPS = 12
+_REMEMBERED = 512  # rows up to which the order of a packed matrix is kept: 2 MiB each
 # Beyond this ratio of extreme Cholesky pivots an inverse is rounding noise; then eigenvalues decide.
 _WORST_PIVOT_RATIO = 1e-6
 
@@ -72,11 +75,17 @@ def unpack(v: Tensor, d: int) -> Tensor:
         raise ConfigError(
             f"unpack: got shape {tuple(v.shape)}, expected {packed_size(d)} numbers for a symmetric {d} × {d} matrix"
         )
-    row, col = torch.triu_indices(d, d, device=v.device)
-    A = v.new_empty(*v.shape[:-1], d, d)
-    A[..., row, col] = v
-    A[..., col, row] = v
-    return A
+    place = _places(d) if d <= _REMEMBERED else _places.__wrapped__(d)
+    return v.index_select(-1, place.to(v.device)).view(*v.shape[:-1], d, d)
+
+
+@lru_cache(maxsize=32)
+def _places(d: int) -> Tensor:
+    """Where each entry of a symmetric d × d matrix stands in its packed triangle, row by row."""
+    row, col = torch.triu_indices(d, d)
+    place = torch.empty(d, d, dtype=torch.long)
+    place[row, col] = place[col, row] = torch.arange(packed_size(d))
+    return place.flatten()
 
 
 def is_psd(A: Tensor, tol: float = 1e-6) -> bool:
