@@ -114,6 +114,9 @@ def _gram(columns: Tensor) -> Tensor:
 def _gradient_columns(module: nn.Module, grad: Tensor) -> Tensor:
     """Gradients as (groups × out × examples·positions)."""
     if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
+        last = grad.movedim(1, -1)
+        if module.groups == 1 and last.is_contiguous():  # as they lie
+            return last.view(1, -1, module.out_channels).mT
         return grad.transpose(0, 1).reshape(module.groups, module.out_channels // module.groups, -1)
     return grad.reshape(1, -1, grad.shape[-1]).mT
 
@@ -174,27 +177,27 @@ def _patch_moments(conv: Convolution, x: Tensor) -> tuple[Tensor, Tensor, int]:
     again in the next patch; so their product is taken once, and summed over the places where it counts. For a k × k
     kernel that is k times less work than the product of whole patches.
     """
-    windows = _windows(conv, x)
     size, step, gap = conv.kernel_size[0], conv.stride[0], conv.dilation[0]
     reach = gap * (size - 1)
+    padded = _windows(conv, x, reach)
+    windows = padded[:, : padded.shape[1] - reach]
     groups, height, width, columns = windows.shape
-    span = (height - reach - 1) // step * step + 1
+    count = (height - reach - 1) // step + 1
+    offsets, patches = torch.arange(size) * gap, torch.arange(count) * step
+    meets = torch.zeros(size, height, dtype=torch.float64)  # which offset of some patch stands at which place
+    meets.scatter_(1, offsets[:, None] + patches, 1.0)
+    meets = meets.to(x.device)
 
-    def over_places(t: Tensor) -> Tensor:
-        """Per offset in the patch, the sum over all patches."""
-        return t.unfold(1, span, gap)[:, :size, ..., ::step].sum(-1, dtype=torch.float64)
-
-    below = F.pad(windows, (0, 0, 0, 0, 0, reach)).unfold(1, reach + 1, 1)[..., ::gap]  # the windows below each
-    below = below.permute(0, 1, 4, 2, 3).reshape(groups, height, size * width, columns)
-    products = over_places(windows @ below.mT).view(groups, size, width, size, width)
+    below = _windows_below(padded, height, size, gap)
+    products = meets @ (windows @ below.mT).flatten(2).double()
+    products = products.view(groups, size, width, size, width)
     gram = products.new_zeros(size, size, groups, width, width)
     for offset in range(size):
         rest = products[:, offset, :, : size - offset].permute(2, 0, 1, 3)
         gram[offset, offset:] = rest
         gram[offset:, offset] = rest.mT
-    total = over_places(windows.sum(-1)).transpose(0, 1)
-    count = ((span - 1) // step + 1) * columns
-    return *_channel_major(conv, gram, total), count
+    total = (meets @ windows.sum(-1).double()).transpose(0, 1)
+    return *_channel_major(conv, gram, total), count * columns
 
 
 def _channel_major(conv: Convolution, gram: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,8 +209,21 @@ def _channel_major(conv: Convolution, gram: Tensor, total: Tensor) -> tuple[Tens
     return gram.permute(2, 3, 0, 4, 5, 1, 6).reshape(groups, width, width), total.reshape(groups, width)
 
 
-def _windows(conv: Convolution, x: Tensor) -> Tensor:
-    """Windows along all axes but the first: (groups × places on it × channels·rest × examples·positions)."""
+def _windows_below(windows: Tensor, height: int, size: int, gap: int) -> Tensor:
+    """For each of the first places, its window and those below that a patch has, one under the other."""
+    groups, _, width, columns = windows.shape
+    if gap == 1:  # they follow each other as they lie
+        far, near = windows.stride()[:2]
+        return windows.as_strided((groups, height, size * width, columns), (far, near, columns, 1))
+    stacked = windows.unfold(1, gap * (size - 1) + 1, 1)[:, :height, ..., ::gap]
+    return stacked.permute(0, 1, 4, 2, 3).reshape(groups, height, size * width, columns)
+
+
+def _windows(conv: Convolution, x: Tensor, more: int) -> Tensor:
+    """Windows along all axes but the first: (groups × places on it × channels·rest × examples·positions).
+
+    So many `more` places of zeros follow the last.
+    """
     windows = _pad_input(conv, x)
     axes = zip(conv.kernel_size[1:], conv.stride[1:], conv.dilation[1:], strict=True)
     for axis, (size, step, gap) in enumerate(axes, 3):
@@ -216,7 +232,11 @@ def _windows(conv: Convolution, x: Tensor) -> Tensor:
     outer, inner = range(4, 4 + rest), range(4 + rest, 4 + 2 * rest)
     grouped: Tensor = windows.unflatten(1, (conv.groups, -1)).permute(1, 3, 2, *inner, 0, *outer)
     height = conv.in_channels // conv.groups * math.prod(conv.kernel_size[1:])
-    return grouped.reshape(*grouped.shape[:2], height, -1)
+    places = grouped.shape[1]
+    found = grouped.new_empty(len(grouped), places + more, *grouped.shape[2:])
+    found[:, :places] = grouped
+    found[:, places:] = 0.0
+    return found.view(len(grouped), places + more, height, -1)
 
 
 def _pad_input(conv: Convolution, x: Tensor) -> Tensor:

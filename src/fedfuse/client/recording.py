@@ -60,7 +60,8 @@ class _Recorder:
         if isinstance(module, nn.Embedding) and self.batch and len(x) == 1 < self.batch[-1]:
             # places that all rows share are read once: every row reads them, and has a gradient of its own
             x, output = x.expand(self.batch[-1], *x.shape[1:]), output.expand(self.batch[-1], *output.shape[1:])
-        probe = torch.zeros_like(output, requires_grad=True)
+        # one zero that stands everywhere: it takes no memory, and its gradient is as large as the output
+        probe = output.new_zeros((), requires_grad=True).expand_as(output)
         known = self._real_places(x, output)
         seen = x.detach() if known is None else x.detach()[known]
         self.calls.append(LayerCall(self.block, module, seen, probe, self.group, known))

@@ -70,20 +70,20 @@ def conjugate_gradient(
         tensor([1., 1.], dtype=torch.float64)
     """
     b = b.double()
-    if _norm(b) == 0:
+    if norm(b) == 0:
         return Solution(torch.zeros_like(b), 0, 0.0)
     x, gap = (torch.zeros_like(b), b) if x0 is None else (x0.to(b).clone(), b - apply(x0.to(b)))
-    search = _Search(apply, precondition or torch.clone, what)
-    size = _norm(search.precondition(b))
-    residual, done = _norm(search.precondition(gap)) / size, 0
+    scale = precondition or torch.clone
+    size = norm(scale(b))
+    residual, done = norm(scale(gap)) / size, 0
     while not residual <= tol:
         if not math.isfinite(residual):
             raise NotConverged(f"{what}: the system or its start holds numbers that are not finite")
-        done += search.descend(x, gap, tol * size, max_iters - done)
+        done += descend(apply, scale, x, gap, tol * size, max_iters - done, what)
         gap = b - apply(x)
-        before, residual = residual, _norm(search.precondition(gap)) / size
+        before, residual = residual, norm(scale(gap)) / size
         if residual > tol and (done >= max_iters or residual > before / 2):
-            if not strict or _norm(gap) <= tol * _norm(b):
+            if not strict or norm(gap) <= tol * norm(b):
                 break
             raise _not_converged(what, residual, tol, done, done >= max_iters)
     return Solution(x, done, residual)
@@ -97,42 +97,55 @@ def _not_converged(what: str, residual: float, tol: float, done: int, spent: boo
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Search:
-    """One run of the recurrence, from a point with a known residual."""
+def descend(
+    apply: Operator, precondition: Operator, x: Tensor, start: Tensor, target: float, budget: int, what: str
+) -> int:
+    """Move `x` in place by conjugate gradients, from where the residual is `start`, in any precision.
 
-    apply: Operator
-    precondition: Operator
-    what: str
+    Args:
+        apply: x ↦ A x.
+        precondition: r ↦ P⁻¹ r.
+        x: where to start; moved.
+        start: b − A x.
+        target: the norm of P⁻¹(b − A x) at which to stop, as the recurrence has it.
+        budget: the most steps.
+        what: the caller's name for the system, for errors.
 
-    def descend(self, x: Tensor, start: Tensor, target: float, budget: int) -> int:
-        """Move `x` in place until the recurrence's residual is at the target; how many steps it took."""
-        residual, direction = start.clone(), torch.zeros_like(start)
-        energy = 1.0
-        for step in range(budget):
-            steepest = self.precondition(residual)
-            if _norm(steepest) <= target:
-                return step
-            before, energy = energy, self._positive(_dot(residual, steepest), "the preconditioner")
-            direction.mul_(energy / before).add_(steepest)
-            image = self.apply(direction)
-            length = energy / self._positive(_dot(direction, image), "the operator")
-            x.add_(direction, alpha=length)
-            residual.sub_(image, alpha=length)
-        return budget
+    Returns:
+        How many steps were taken.
 
-    def _positive(self, curvature: float, culprit: str) -> float:
-        if curvature > 0 and math.isfinite(curvature):
-            return curvature
-        raise NotConverged(
-            f"{self.what}: {culprit} has curvature {curvature:.1e} along a search direction, expected a positive "
-            "number; it is not positive definite: damp it, or look for a wrong sign"
-        )
+    Raises:
+        NotConverged: if an operator is not positive definite.
+    """
+    residual, direction = start.clone(), torch.zeros_like(start)
+    energy = 1.0
+    for step in range(budget):
+        steepest = precondition(residual)
+        if norm(steepest) <= target:
+            return step
+        before, energy = energy, _positive(dot(residual, steepest), what, "the preconditioner")
+        direction.mul_(energy / before).add_(steepest)
+        image = apply(direction)
+        length = energy / _positive(dot(direction, image), what, "the operator")
+        x.add_(direction, alpha=length)
+        residual.sub_(image, alpha=length)
+    return budget
 
 
-def _dot(a: Tensor, b: Tensor) -> float:
+def _positive(curvature: float, what: str, culprit: str) -> float:
+    if curvature > 0 and math.isfinite(curvature):
+        return curvature
+    raise NotConverged(
+        f"{what}: {culprit} has curvature {curvature:.1e} along a search direction, expected a positive "
+        "number; it is not positive definite: damp it, or look for a wrong sign"
+    )
+
+
+def dot(a: Tensor, b: Tensor) -> float:
+    """The inner product of two tensors of one shape."""
     return float(torch.dot(a.reshape(-1), b.reshape(-1)))
 
 
-def _norm(a: Tensor) -> float:
-    return math.sqrt(_dot(a, a))
+def norm(a: Tensor) -> float:
+    """The Euclidean norm of a tensor."""
+    return math.sqrt(dot(a, a))

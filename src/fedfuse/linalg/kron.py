@@ -26,6 +26,7 @@ from fedfuse.core.factor import Factor, LowRank
 from fedfuse.errors import ConfigError, NotConverged
 from fedfuse.linalg.cg import Solution, conjugate_gradient
 from fedfuse.linalg.damping import balance
+from fedfuse.linalg.likeness import Likeness, solve_led
 from fedfuse.linalg.psd import inverse
 from fedfuse.linalg.subspace import Client, Mode, reciprocal, subspace_mean, times, written
 
@@ -98,6 +99,12 @@ class KronSum:
                 # transposed product reads both operands along their rows, which is the order they lie in.
                 total.addmm_(images.view(out, -1), self.right[:, part].reshape(inn, -1).mT)
         return total
+
+    def likeness(self, even: tuple[Tensor, Tensor]) -> Likeness | None:
+        """What leads conjugate gradients cheaply, if there is such."""
+        if self.right.ndim == 2:
+            return None
+        return Likeness.of(self.left.transpose(0, 1), self.right.transpose(0, 1), even)
 
     def _parts(self, out: int, inn: int) -> Iterator[slice]:
         """As many clients at a time as keep the images B_k M within bounds."""
@@ -283,7 +290,9 @@ class _System:
         if gap <= tol * size:
             return Solution(self.plain, 0, gap / size if size > 0 else gap)
         reference = size or gap
-        found = conjugate_gradient(
+        likeness = self.operator.likeness(self.even)
+        solve = conjugate_gradient if likeness is None else partial(solve_led, likeness=likeness)
+        found = solve(
             self.operator,
             step_to,
             precondition=scale,

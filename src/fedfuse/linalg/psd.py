@@ -11,7 +11,7 @@ from fedfuse.errors import ConfigError, NotConverged
 
 _DENSE = 400  # up to so many rows all eigenvalues cost no more than a few
 _SWEEPS = 12
-_SMALL = 64  # rows of a triangle whose places are kept
+_REMEMBERED = 512  # rows up to which the places of a packed matrix are kept: 2 MiB each
 # Beyond this ratio of extreme Cholesky pivots an inverse is rounding noise; then eigenvalues decide.
 _WORST_PIVOT_RATIO = 1e-6
 
@@ -64,13 +64,14 @@ def pack(A: Tensor) -> Tensor:
 
 
 def _triangle(d: int, device: torch.device) -> Tensor:
-    """Where the entries of an upper triangle are; small ones, asked for by every reply, are kept."""
-    return _small_triangle(d, device) if d <= _SMALL else torch.triu_indices(d, d, device=device)
+    """Where the entries of an upper triangle are; up to a size, for every reply asks for them, they are kept."""
+    find = _upper if d <= _REMEMBERED else _upper.__wrapped__
+    return find(d).to(device)
 
 
-@lru_cache(maxsize=16)
-def _small_triangle(d: int, device: torch.device) -> Tensor:
-    return torch.triu_indices(d, d, device=device)
+@lru_cache(maxsize=32)
+def _upper(d: int) -> Tensor:
+    return torch.triu_indices(d, d)
 
 
 def unpack(v: Tensor, d: int) -> Tensor:
@@ -85,11 +86,17 @@ def unpack(v: Tensor, d: int) -> Tensor:
         raise ConfigError(
             f"unpack: got shape {tuple(v.shape)}, expected {packed_size(d)} numbers for a symmetric {d} × {d} matrix"
         )
-    row, col = _triangle(d, v.device)
-    A = v.new_empty(*v.shape[:-1], d, d)
-    A[..., row, col] = v
-    A[..., col, row] = v
-    return A
+    place = _places(d) if d <= _REMEMBERED else _places.__wrapped__(d)
+    return v.index_select(-1, place.to(v.device)).view(*v.shape[:-1], d, d)
+
+
+@lru_cache(maxsize=32)
+def _places(d: int) -> Tensor:
+    """Where each entry of a symmetric d × d matrix stands in its packed triangle, row by row."""
+    row, col = _upper.__wrapped__(d)
+    place = torch.empty(d, d, dtype=torch.long)
+    place[row, col] = place[col, row] = torch.arange(packed_size(d))
+    return place.flatten()
 
 
 def is_psd(A: Tensor, tol: float = 1e-6) -> bool:

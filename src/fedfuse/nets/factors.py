@@ -131,6 +131,9 @@ class _UnpackedFactors(Mapping[str, Factors]):
             raise KeyError(layer)
         return A, B
 
+    def __contains__(self, layer: object) -> bool:
+        return layer in self.layers  # nothing is unpacked to answer that
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.layers)
 

@@ -48,6 +48,8 @@ _log = logging.getLogger(__name__)
 Sharing: TypeAlias = Literal["expand", "reduce"]
 
 _SUMS = 1 << 27  # numbers that sums may hold at a time, 1 GiB; wider networks are gone through several times
+_BATCH, _MOST_ROWS = 128, 512  # rows per pass: so few at least, and so many at most
+_RECORDED = 1 << 22  # numbers that layers may read and answer in a pass of more than the least
 _MAX_DAMPING = 1e3  # the search for the best one ends there
 
 
@@ -59,7 +61,7 @@ def kronecker_factors(
     fisher: Fisher = "empirical",
     sharing: Sharing = "expand",
     centred: bool = False,
-    batch: int = 128,
+    batch: int | None = None,
     generator: torch.Generator | None = None,
     task: Task = CLASSIFICATION,
 ) -> dict[str, Factors]:
@@ -75,7 +77,7 @@ def kronecker_factors(
         fisher: "empirical" takes the rows' own labels, "sampled" draws labels from the network's answer.
         sharing: whether positions are further examples ("expand") or one example's ("reduce").
         centred: whether A is of inputs less their mean, which then nobody can read off it.
-        batch: rows per pass.
+        batch: rows per pass; by default 128 to begin with, and more where layers are small.
         generator: draws the labels.
         task: what the outputs mean: whose likelihood it is.
 
@@ -93,8 +95,8 @@ def kronecker_factors(
     watched = [block for block in blocks if block.kind != "norm"]
     sums = {b.name: _Sums.zeros(b, forms, rows.x.device, sharing, centred) for b in watched}
     with record_calls(module, watched) as calls:
-        for begin in range(0, len(rows) if watched else 0, batch):
-            x, y = rows.x[begin : begin + batch], rows.y[begin : begin + batch]
+        for begin, end in _runs(len(rows) if watched else 0, batch, calls):
+            x, y = rows.x[begin:end], rows.y[begin:end]
             calls.clear()
             with torch.enable_grad():
                 logits = in_full(module(x))
@@ -107,10 +109,22 @@ def kronecker_factors(
     found = {name: total.mean(len(rows)) for name, total in sums.items()}
     norms = [block.name for block in blocks if block.kind == "norm"]
     if norms:
-        options = {"fisher": fisher, "batch": batch, "generator": generator, "task": task}
+        options = {"fisher": fisher, "batch": batch or _BATCH, "generator": generator, "task": task}
         spread = diagonal_fisher(module, rows, names=norms, **options)  # type: ignore[arg-type]
         found |= {name: _norm_factors(value) for name, value in spread.items()}
     return {block.name: found[block.name] for block in blocks}
+
+
+def _runs(rows: int, batch: int | None, calls: Sequence[LayerCall]) -> Iterator[tuple[int, int]]:
+    """Runs of rows; without a size, as long as what layers read and answer stays small, once that is seen."""
+    begin, size = 0, batch or _BATCH
+    while begin < rows:
+        end = min(rows, begin + size)
+        yield begin, end
+        if batch is None and begin == 0:
+            numbers = sum(call.x.numel() + call.probe.numel() for call in calls)
+            size = max(_BATCH, min(_MOST_ROWS, _RECORDED * end // max(1, numbers) // _BATCH * _BATCH))
+        begin = end
 
 
 def _norm_factors(precision: Tensor) -> Factors:
@@ -242,7 +256,7 @@ class KroneckerFactors(CurvatureEvidence):
     Attributes:
         fisher: "empirical" takes the rows' own labels, "sampled" draws labels from the network's answer.
         choose: also send the damping that the client's own rows prefer (see `marginal`).
-        batch: rows per pass.
+        batch: rows per pass; None for 128 to begin with, and more where layers are small.
         rank: send so many leading eigenpairs of each factor and one number for the rest; None for all of it.
         half: send eigenvectors in float16.
         sharing: whether positions are further examples ("expand") or one example's ("reduce").
@@ -255,7 +269,7 @@ class KroneckerFactors(CurvatureEvidence):
 
     fisher: Fisher = "empirical"
     choose: bool = False
-    batch: int = 128
+    batch: int | None = None
     rank: int | None = None
     half: bool = False
     sharing: Sharing = "expand"
