@@ -128,7 +128,7 @@ def _agree_on_texts(
     """Task, classes, length and characters of texts, as they were said or as a first site has them."""
     learns = task_named(task)
     known = PLAIN if characters is None else "".join(sorted(set(read_words(characters))))
-    form = validate_settings(TextForm, {"length": length or LENGTH, "characters": known}, "inputs")
+    form: RowForm = validate_settings(TextForm, {"length": length or LENGTH, "characters": known}, "inputs")
     names = list(classes)
     if data is not None:
         site = read_site(data, form=form if characters is not None else None, classes=classes or None, task=learns)

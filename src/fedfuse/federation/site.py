@@ -256,8 +256,8 @@ def _constant_score(site: SiteRows) -> float:
         shares = [count / len(site) for count in site.counts.values()]
         return max(shares) if not isinstance(site.task, Multilabel) else fmean(max(s, 1 - s) for s in shares)
     if isinstance(site.task, LanguageModel):
-        shares = site.rows.y[site.rows.y >= 0].bincount(minlength=len(site.class_names)).double()
-        logits = (shares / shares.sum()).log().expand(*site.rows.y.shape, -1)
+        counts = site.rows.y[site.rows.y >= 0].bincount(minlength=len(site.class_names)).double()
+        logits = (counts / counts.sum()).log().expand(*site.rows.y.shape, -1)
         return site.task.score(logits, site.rows.y, len(site.class_names))
     y = site.rows.y.reshape(len(site), -1)
     return site.task_in_units.score(y.mean(0, keepdim=True).expand_as(y), site.rows.y, y.shape[1])

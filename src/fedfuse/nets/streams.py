@@ -9,7 +9,7 @@ network, and proved by turning it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -22,9 +22,7 @@ from fedfuse.core.params import Params
 from fedfuse.core.rng import seeded, stream
 from fedfuse.core.spec import Spec, drop_tied_names
 from fedfuse.nets.channels import Group, Location, channel_groups
-from fedfuse.nets.trace import answer, drawn_inputs, randomize, without_noise
-
-_TOLERANCE = 1e-4  # relative: some norms compute in single precision; what is no symmetry is off by as much as it is
+from fedfuse.nets.trace import answer, drawn_inputs, in_double, randomize, same_answers, without_noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ class Stream:
 
     def rows(self, params: Params, place: Location) -> Tensor:
         """What a tensor makes or reads of each position of the stream, a row each, norms' scales counted in."""
-        rows = params[place.tensor].double().movedim(place.axis, 0).flatten(1)
+        rows = params[place.tensor].double().movedim(place.axis, 0).reshape(self.group.size, -1)
         norm = self.norm_before(place)
         return rows if norm is None else params[norm.scale].double()[:, None] * rows
 
@@ -96,7 +94,8 @@ def _cached_streams(spec: Spec, shape: tuple[int, ...]) -> tuple[tuple[Stream, .
         own = tuple(norm for norm in norms if norm.scale in inside)
         if not own:
             continue
-        found = _prove(spec, net, x, group, own)
+        with in_double():
+            found = _prove(spec, net, x, group, own)
         streams += [found] if isinstance(found, Stream) else []
         refused += [] if isinstance(found, Stream) else [found]
     return tuple(streams), tuple(refused)
@@ -120,8 +119,7 @@ def _watch_norms(net: nn.Module, x: Tensor) -> list[StreamNorm]:
         def hook(module: nn.Module, given: tuple[Any, ...], out: Any) -> None:
             source = made.get(_memory(given[0])) if given and isinstance(given[0], Tensor) else None
             if source is not None and name not in norms:
-                bias = f"{name}.bias" if getattr(module, "bias", None) is not None else ""
-                readers[source].append(NormReader(f"{name}.weight", bias))
+                readers[source].append(NormReader(f"{name}.weight", _bias_name(name, module)))
             if name in norms and isinstance(out, Tensor):
                 made[_memory(out)] = name
                 alive.append(out)
@@ -131,9 +129,12 @@ def _watch_norms(net: nn.Module, x: Tensor) -> list[StreamNorm]:
     with torch.no_grad(), forward_hooks((module, watch(name)) for name, module in layers.items()):
         net(x)
     return [
-        StreamNorm(f"{name}.weight", f"{name}.bias" if getattr(m, "bias", None) is not None else "", tuple(readers[name]))
-        for name, m in norms.items()
+        StreamNorm(f"{name}.weight", _bias_name(name, module), tuple(readers[name])) for name, module in norms.items()
     ]
+
+
+def _bias_name(layer: str, module: nn.Module) -> str:
+    return f"{layer}.bias" if getattr(module, "bias", None) is not None else ""
 
 
 def _memory(t: Tensor) -> int:
@@ -154,7 +155,7 @@ def _prove(spec: Spec, net: nn.Module, x: Tensor, group: Group, norms: tuple[Str
         found = Stream(replace(group, locations=places), norms, keeps_mean)
         turn = nearest_turn(torch.randn(group.size, group.size, generator=draw, dtype=torch.float64), keeps_mean)
         after = answer(net, turn_stream(weights, like, found, turn), x)
-        if bool((after - before).abs().max() <= _TOLERANCE * before.abs().max()):
+        if same_answers(before, after):
             return found
     tied = f" ({' and '.join(spec.layout.tied[0])} are one tensor)" if spec.layout.tied else ""
     return f"{group.name}: turning it changes the answers, as where norms stand on the stream itself{tied}"
@@ -189,7 +190,8 @@ def nearest_turn(matrix: Tensor, keeps_mean: bool = False) -> Tensor:
     size = len(matrix)
     mean = torch.full((size, 1), size**-0.5, dtype=matrix.dtype)
     basis = torch.linalg.svd(mean)[0][:, 1:]  # of everything at right angles to the mean
-    return mean @ mean.mT + basis @ nearest_turn(basis.mT @ matrix @ basis) @ basis.mT
+    within: Tensor = basis @ nearest_turn(basis.mT @ matrix @ basis) @ basis.mT
+    return mean @ mean.mT + within
 
 
 def turn_stream(params: Params, like: Params, stream: Stream, turn: Tensor) -> dict[str, Tensor]:
@@ -222,11 +224,6 @@ def _move_shift(
     bias = next(reader.bias for reader in norm.readers if reader.weight == place.tensor)
     if not norm.shift or not bias:
         return
-    before = params[norm.shift].double() @ params[place.tensor].double().movedim(place.axis, 0).flatten(1)
+    before = params[norm.shift].double() @ params[place.tensor].double().movedim(place.axis, 0).reshape(len(rows), -1)
     moved = params[bias].double() + before - like[norm.shift].double() @ rows
     result[bias] = moved.to(params[bias].dtype)
-
-
-def turns_by_name(turns: Mapping[str, Tensor]) -> dict[str, float]:
-    """Of each turn how far it is from none: 0 for none, 1 where nothing stays, as 1 − tr Q / d."""
-    return {name: 1.0 - float(turn.trace()) / len(turn) for name, turn in turns.items()}

@@ -13,6 +13,7 @@ from fedfuse.core.params import Params
 from fedfuse.core.posterior import Flat, Posterior
 from fedfuse.core.spec import drop_tied_names
 from fedfuse.errors import ConfigError
+from fedfuse.nets.channels import Location
 from fedfuse.nets.streams import Stream, find_streams, nearest_turn, turn_stream
 from fedfuse.server.align.nets import Net
 
@@ -27,12 +28,12 @@ def streams_of(net: Net, shape: Sequence[int]) -> tuple[Stream, ...]:
     if streams:
         return streams
     why = "; ".join(refused) or "no norm stands between a stream and its readers"
-    raise ConfigError(
-        f"model {net.spec.factory!r} has no stream that may be turned: {why}; align its units alone (leave out stream)"
-    )
+    raise ConfigError(f"model {net.spec.factory!r} has no stream that may be turned: {why}; align without stream")
 
 
-def turn_onto(update: ClientUpdate, net: Net, reference: Net, streams: Sequence[Stream], anchored: bool) -> ClientUpdate:
+def turn_onto(
+    update: ClientUpdate, net: Net, reference: Net, streams: Sequence[Stream], anchored: bool
+) -> ClientUpdate:
     """An update whose streams are turned as the reference has them.
 
     Q is the orthogonal map nearest to M = Σ_t Y_t(reference) Y_t(network)ᵀ, where the rows of Y_t are what tensor t
@@ -71,17 +72,19 @@ def _with_tied(params: Params, net: Net) -> dict[str, Tensor]:
     again = dict(params)
     for same in net.spec.layout.tied:
         have = next(name for name in same if name in params)
-        again |= {name: params[have] for name in same}
+        again |= dict.fromkeys(same, params[have])
     return again
 
 
 def _check_scales(stream: Stream, target: Params, client: str) -> None:
     for norm in stream.norms:
         if not bool((target[norm.scale] != 0).all()):
-            raise ConfigError(f"{client}: {norm.scale!r} has a zero, so nobody can be given its scales; align its units")
+            raise ConfigError(
+                f"{client}: {norm.scale!r} has a zero, so nobody can be given its scales; align without stream"
+            )
 
 
-def _anchored_places(stream: Stream, net: Net) -> list:  # type: ignore[type-arg]
+def _anchored_places(stream: Stream, net: Net) -> list[Location]:
     """Where the stream meets tokens, pixels or outputs, which stand where they stand in every network."""
     others = {p.tensor for g in net.groups if g.name != stream.group.name for p in g.locations}
     found = [place for place in stream.group.locations if place.tensor not in others]
