@@ -14,11 +14,18 @@ from fedfuse.errors import ConfigError
 if TYPE_CHECKING:  # it brings torch, which a person who asks for help need not wait for
     from fedfuse.federation.agreement import Agreement
 
-Model = Annotated[str | None, typer.Option(help="A model's name, or package.module:Class; lenet, or mlp for tables.")]
+Model = Annotated[
+    str | None,
+    typer.Option(help="A model's name, or package.module:Class; lenet, mlp for tables, or a transformer for texts."),
+]
 Classes = Annotated[str | None, typer.Option(help="The names of all classes, with commas between.")]
 Size = Annotated[int | None, typer.Option(min=1, help="Width and height of pictures.")]
 Channels = Annotated[int | None, typer.Option(help="1 for grey pictures, 3 for colour.")]
 Shape = Annotated[str | None, typer.Option(help="Of one row where rows are arrays, as in 13 or 1,28,28.")]
+Length = Annotated[int | None, typer.Option(min=2, help="Of texts: how many characters the network reads.")]
+Characters = Annotated[
+    Path | None, typer.Option(help="Of texts: a file of all characters there may be; by default ASCII, or --data's.")
+]
 FirstSite = Annotated[str | None, typer.Option(help="A first site's rows, for what is not said.")]
 Normalize = Annotated[
     bool, typer.Option("--normalize", help="Scale inputs by that site's mean and deviation, which tells them.")
@@ -43,6 +50,8 @@ def init(
     image_size: Size = None,
     channels: Channels = None,
     shape: Shape = None,
+    length: Length = None,
+    characters: Characters = None,
     target: Target = None,
     columns: Columns = None,
     moments: MomentsFiles = None,
@@ -74,6 +83,8 @@ def init(
         image_size=image_size,
         channels=channels,
         shape=_whole_numbers(shape, "--shape"),
+        length=length,
+        characters=characters,
         data=data,
         normalize=normalize,
         least_rows=least_rows,
@@ -98,8 +109,8 @@ def _say_agreement(folder: Path, agreed: Agreement, as_json: bool) -> None:
         console.say_json({"folder": str(folder), **agreed.model_dump(mode="json", exclude_none=True)})
         return
     console.say(f"{folder}: {agreed.model.name} on {agreed.inputs}, fused by {agreed.method.name}")
-    named = "targets" if agreed.task in ("regression", "multilabel") else "classes"
-    console.say(f"{named}: {', '.join(agreed.output_names)}")
+    named = {"regression": "targets", "multilabel": "targets", "language-model": "characters"}
+    console.say(f"{named.get(agreed.task, 'classes')}: {', '.join(agreed.output_names)}")
     if agreed.awaits_moments:
         console.say(
             "its columns wait for a common scale: send the folder to every site, which runs: fedfuse moments "

@@ -60,7 +60,12 @@ ShardSize = Annotated[str, typer.Option(help="The largest file of a folder that 
 Dtype = Annotated[str | None, typer.Option(help="Of a folder's weights: float32, bfloat16, …; by default the widest.")]
 ImageSize = Annotated[int | None, typer.Option(min=1, help="Resize pictures to this width and height.")]
 TaskName = Annotated[
-    str | None, typer.Option("--task", help="classification, binary, multilabel or regression.", callback=check_task)
+    str | None,
+    typer.Option(
+        "--task",
+        help="classification, binary, multilabel, regression, text-classification or language-model.",
+        callback=check_task,
+    ),
 ]
 Target = Annotated[str | None, typer.Option(help="Of a table: the column to predict, or several with commas between.")]
 Columns = Annotated[
@@ -268,13 +273,12 @@ def _write_broken(output: Path, broken: Mapping[str, str]) -> Path | None:
 
 def _say_update(done: SiteUpdate, facts: Mapping[str, Any], broken: Path | None) -> None:
     counts = ", ".join(f"{name} {count}" for name, count in done.site.counts.items())
-    console.say(f"{done.site.source}: {len(done.site):,} rows ({counts or ', '.join(done.site.class_names)})")
+    console.say(f"{done.site.source}: {len(done.site):,} rows ({counts or done.site.targets_text})")
     parts = [] if done.loss is None else [f"loss {done.loss:.4g}"]
     if (seen := done.assessment) is not None:
         spread = "" if seen.spread is None else f" ± {seen.words(seen.spread)}"
-        name = "accuracy" if seen.task.headline == "accuracy" else seen.task.headline.upper()
         parts.append(
-            f"{name} {seen.words(seen.score)}{spread} on {seen.rows} {seen.what.removeprefix('the ')} "
+            f"{seen.score_name} {seen.words(seen.score)}{spread} on {seen.rows} {seen.what.removeprefix('the ')} "
             f"({seen.constant_words}: {seen.words(seen.constant)})"
         )
     if parts:

@@ -32,7 +32,8 @@ __all__ = [
     "typer",
 ]
 
-_TASKS = ("classification", "binary", "multilabel", "regression")  # of `fedfuse.tasks`, which brings torch
+_TASKS = ("classification", "binary", "multilabel", "regression", "text-classification", "language-model")
+"""Of `fedfuse.tasks`, which brings torch."""
 
 
 def check_method(name: str | None) -> str | None:
@@ -78,7 +79,9 @@ Workers = Annotated[
 Trust = Annotated[list[str] | None, typer.Option("--model", help="package.module:Class that a file may name.")]
 Source = Annotated[
     str,
-    typer.Option("--data", help="digits, mnist, …, a folder, an .npz, .csv or .parquet file, package.module:function."),
+    typer.Option(
+        "--data", help="digits, mnist, …, a folder, an .npz, .csv, .parquet, .jsonl or .txt file, pkg.mod:function."
+    ),
 ]
 MethodName = Annotated[str, typer.Option("--method", help="The method that fuses.", callback=check_method)]
 Log = Annotated[

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from fedfuse.core.characters import TextForm
 from fedfuse.core.columns import TableForm
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.settings import Settings
@@ -96,11 +97,11 @@ class ArrayForm(_Normalized):
         return "×".join(map(str, self.shape)) + (", normalized" if self.is_normalized else "")
 
 
-RowForm: TypeAlias = Annotated[PictureForm | ArrayForm | TableForm, Field(discriminator="kind")]
+RowForm: TypeAlias = Annotated[PictureForm | ArrayForm | TableForm | TextForm, Field(discriminator="kind")]
 
 
 def form_key(form: RowForm, mixed: bool) -> tuple[object, ...]:
-    """What must agree between sites: the numbers and how they were normalized, of a table every column.
+    """What must agree between sites: numbers and how they were normalized, a table's columns, the characters of texts.
 
     Args:
         form: a site's.
@@ -111,6 +112,6 @@ def form_key(form: RowForm, mixed: bool) -> tuple[object, ...]:
         >>> form_key(grey, mixed=True) == form_key(flat, mixed=True), form_key(grey, False) == form_key(flat, False)
         (True, False)
     """
-    if isinstance(form, TableForm):
-        return ("table", form)
+    if isinstance(form, TableForm | TextForm):
+        return (form.kind, form)
     return math.prod(form.shape) if mixed else form.shape, form.mean, form.std

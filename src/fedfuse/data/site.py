@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedfuse.core.about import check_class_names, distinct_names, names_text
+from fedfuse.core.characters import TextForm
 from fedfuse.core.columns import TableForm
 from fedfuse.core.forms import ArrayForm, PictureForm, RowForm
 from fedfuse.core.messages import client_order
@@ -27,6 +28,8 @@ from fedfuse.data.official import OFFICIAL
 from fedfuse.data.rows import Array, Rows, stratified_split
 from fedfuse.data.table_site import TableChoice, read_table_rows
 from fedfuse.data.tables import SUFFIXES
+from fedfuse.data.text_site import read_text_rows
+from fedfuse.data.text_source import reads_texts
 from fedfuse.data.transforms import Grayscale, Standardize
 from fedfuse.errors import ConfigError
 from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Multilabel, Regression, Task
@@ -75,9 +78,15 @@ class SiteRows:
         return dict(zip(self.class_names, counts.tolist(), strict=True))
 
     @property
+    def targets_text(self) -> str:
+        """What is told of rows without classes: the names of numbers, or of texts their form."""
+        return str(self.form) if isinstance(self.form, TextForm) else ", ".join(self.class_names)
+
+    @property
     def strata(self) -> Tensor:
         """Per row the group that splits keep in proportion: its class, if it has one."""
-        return torch.zeros(len(self), dtype=torch.int64) if self.rows.y.is_floating_point() else self.rows.y
+        has_class = not self.rows.y.is_floating_point() and self.rows.y.ndim == 1
+        return self.rows.y if has_class else torch.zeros(len(self), dtype=torch.int64)
 
     @property
     def task_in_units(self) -> Task:
@@ -124,7 +133,8 @@ def read_site(
     """The rows of a source in one form, labelled by the names of classes.
 
     Args:
-        source: a folder of class folders, an `.npz`, `.csv` or `.parquet`, a public set or package.module:function.
+        source: a folder of class folders, an `.npz`, `.csv` or `.parquet`, a public set or package.module:function; of
+            texts a `.jsonl`, a `.txt` or a folder of such files.
         half: which half to take of a source that has two.
         form: what to bring inputs to; by default what they all have.
         classes: all classes, in order; a source may lack some and have no other. By default those it has, by name.
@@ -140,8 +150,12 @@ def read_site(
     Raises:
         ConfigError: if there are classes that should not be, rows that cannot be brought to the form, or broken ones.
     """
+    if reads_texts(task):
+        return _read_texts(source, form, classes or (), limit, labelled, task, half)
     if _is_table(source):
         return _read_table(source, form, classes or (), limit, labelled, task, table)
+    if isinstance(form, TextForm):
+        raise ConfigError(f"{form} are read by the tasks text-classification and language-model, not {task.name}")
     if isinstance(form, TableForm):
         raise ConfigError(f"{source} is no table, and {form} is expected here; give a .csv or .parquet file")
     found = _open(source, half, classes or (), limit, labelled, task)
@@ -164,6 +178,32 @@ def read_site(
     if form.is_normalized:
         rows = Rows(Standardize(form.mean, form.std)(rows.x), rows.y)
     return SiteRows(source, rows, names, form, called, broken, found.half, found.labelled, task)
+
+
+def _read_texts(
+    source: str, form: RowForm | None, classes: Sequence[str], limit: int | None, labelled: bool, task: Task, half: Half
+) -> SiteRows:
+    if form is not None and not isinstance(form, TextForm):
+        raise ConfigError(f"{task.name} reads texts, and rows of {form} are expected here; use a model made of texts")
+    if source in sources.source_names() or sources.FUNCTION.fullmatch(source):
+        raise ConfigError(
+            f"{source} is no file of a site's texts; give a .jsonl file, a .txt file or a folder of .txt files"
+        )
+    location = sources.local_path(source)
+    found = read_text_rows(location, form=form, classes=classes, task=task, half=half, labelled=labelled)
+    if limit is not None and limit < len(found.names):
+        found = found.take(_limit_index(len(found.names), limit).tolist())
+    return SiteRows(
+        source,
+        found.rows,
+        found.class_names,
+        found.form,
+        found.names,
+        half=found.half,
+        labelled=found.labelled,
+        task=task,
+        remarks=found.remarks,
+    )
 
 
 def _is_table(source: str) -> bool:

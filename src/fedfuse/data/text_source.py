@@ -11,15 +11,16 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fedfuse.core.characters import UNKNOWN
 from fedfuse.data.rows import stratified_split
 from fedfuse.data.stores import Store, damaged_error
-from fedfuse.data.texts import UNKNOWN, TextHalves, TextSplit, language_halves, pad, vocabulary_of
+from fedfuse.data.texts import TextHalves, TextSplit, language_halves, pad, vocabulary_of
 from fedfuse.errors import ConfigError
 from fedfuse.tasks import LanguageModel, Task, TextClassification
 
 OPTIONS = ("length", "test_fraction", "text", "label", "client")
 SUFFIXES = (".jsonl", ".txt")
-_LENGTH, _FRACTION = 80, 0.2
+LENGTH, _FRACTION = 80, 0.2
 
 PLAYS = "input.txt"
 PLAY_OPTIONS = ("length", "speakers", "test_fraction")
@@ -36,7 +37,7 @@ def read_plays(
     store: Store,
     parts: object,  # noqa: ARG001 - the form of readers; there is one file
     half: Literal["train", "test"],
-    length: int = _LENGTH,
+    length: int = LENGTH,
     speakers: int = 0,
     test_fraction: float = _FRACTION,
 ) -> TextSplit:
@@ -75,12 +76,13 @@ def speeches(text: str, where: object) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Text:
-    """One text, its class and its writer where they are known."""
+class Text:
+    """One text, its class and its writer where they are known, and where it stands in its source."""
 
     words: str
     label: str | None
     owner: str | None
+    place: str
 
 
 def open_texts(location: Path, options: Mapping[str, object], task: Task) -> TextHalves:
@@ -93,24 +95,35 @@ def open_texts(location: Path, options: Mapping[str, object], task: Task) -> Tex
     Raises:
         ConfigError: naming the file and line that cannot be.
     """
-    length = _whole("length", options.get("length", _LENGTH))
+    length = _whole("length", options.get("length", LENGTH))
     fraction = _share("test_fraction", options.get("test_fraction", _FRACTION))
-    texts = list(_read_lines(location, options) if location.suffix == ".jsonl" else _read_folder(location, task))
-    if not texts:
-        raise ConfigError(f"{location} holds no text; put .txt files in it, or give a .jsonl file")
+    texts = read_texts(location, options, task)
     if isinstance(task, LanguageModel):
-        return language_halves(_by_owner(texts), length, fraction)
+        return language_halves(texts_by_owner(texts), length, fraction)
     return _class_halves(texts, length, fraction, location)
 
 
-def _by_owner(texts: list[_Text]) -> dict[str, str]:
+def read_texts(location: Path, options: Mapping[str, object], task: Task) -> list[Text]:
+    """All texts of a folder of `.txt` files, of one such file, or of a `.jsonl` file.
+
+    Raises:
+        ConfigError: naming the file and line that cannot be, or that there is none.
+    """
+    texts = list(_read_lines(location, options) if location.suffix == ".jsonl" else _read_folder(location, task))
+    if not any(text.words for text in texts):
+        raise ConfigError(f"{location} holds no text; put .txt files in it, or give a .jsonl file")
+    return texts
+
+
+def texts_by_owner(texts: list[Text]) -> dict[str, str]:
+    """What each writer wrote, text after text; `all` is whoever is not named."""
     together: dict[str, list[str]] = {}
     for text in texts:
         together.setdefault(text.owner or "all", []).append(text.words)
     return {who: "\n".join(words) for who, words in together.items()}
 
 
-def _class_halves(texts: list[_Text], length: int, fraction: float, location: Path) -> TextHalves:
+def _class_halves(texts: list[Text], length: int, fraction: float, location: Path) -> TextHalves:
     if any(text.label is None for text in texts):
         raise ConfigError(f"{location}: a text has no class; put it into a folder of that name, or add a label")
     classes = tuple(sorted({str(text.label) for text in texts}))
@@ -123,20 +136,20 @@ def _class_halves(texts: list[_Text], length: int, fraction: float, location: Pa
     return TextHalves(replace(own, owners=owners), rest, classes)
 
 
-def _read_folder(location: Path, task: Task) -> Iterator[_Text]:
+def _read_folder(location: Path, task: Task) -> Iterator[Text]:
     if location.is_file():
-        yield _Text(_read(location), None, location.stem)
+        yield Text(read_words(location), None, location.stem, location.name)
         return
     for path in sorted(location.rglob("*.txt")):
         folder = path.relative_to(location).parts[0] if path.parent != location else None
         speaks = folder or path.stem if isinstance(task, LanguageModel) else None
-        yield _Text(_read(path), folder, speaks)
+        yield Text(read_words(path), folder, speaks, path.relative_to(location).as_posix())
 
 
-def _read_lines(location: Path, options: Mapping[str, object]) -> Iterator[_Text]:
+def _read_lines(location: Path, options: Mapping[str, object]) -> Iterator[Text]:
     keys = {key: str(options.get(key, default)) for key, default in (("text", "text"), ("label", "label"))}
     owner = options.get("client")
-    for number, line in enumerate(_read(location).splitlines(), 1):
+    for number, line in enumerate(read_words(location).splitlines(), 1):
         if line.strip():
             row = _parse(line, f"{location}, line {number}")
             words = row.get(keys["text"])
@@ -144,7 +157,8 @@ def _read_lines(location: Path, options: Mapping[str, object]) -> Iterator[_Text
                 have = ", ".join(map(repr, list(row)[:6]))
                 raise ConfigError(f"{location}, line {number}: {keys['text']!r} is no text; the line has {have}")
             label, who = row.get(keys["label"]), row.get(str(owner)) if owner is not None else None
-            yield _Text(words, None if label is None else str(label), None if who is None else str(who))
+            label, who = (None if value is None else str(value) for value in (label, who))
+            yield Text(words, label, who, f"line {number}")
 
 
 def _parse(line: str, where: str) -> dict[str, Any]:
@@ -157,7 +171,12 @@ def _parse(line: str, where: str) -> dict[str, Any]:
     return row
 
 
-def _read(path: Path) -> str:
+def read_words(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        ConfigError: if it is none.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as why:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from fedfuse.core.characters import UNKNOWN, token_names
 from fedfuse.data.rows import Array, Rows
 from fedfuse.errors import ConfigError
 from fedfuse.tasks.language import NO_TARGET, PADDING
-
-UNKNOWN = "�"  # what stands for the token of padding and of characters nobody knew
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,16 +53,6 @@ def vocabulary_of(texts: Iterable[str]) -> tuple[str, ...]:
         ('�', 'a', 'b', 'c')
     """
     return (UNKNOWN, *sorted(set().union(*texts)))
-
-
-def token_names(vocabulary: Iterable[str]) -> tuple[str, ...]:
-    """The vocabulary as names that can be printed: blanks and controls by their numbers.
-
-    Example:
-        >>> token_names(["a", " "])
-        ('a', 'U+0020')
-    """
-    return tuple(c if c.isprintable() and not c.isspace() else f"U+{ord(c):04X}" for c in vocabulary)
 
 
 def encode(text: str, vocabulary: Sequence[str]) -> Array:

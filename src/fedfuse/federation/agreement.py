@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from fedfuse.api.update import check_supported, start_of
 from fedfuse.core.about import About, ClassName, check_class_names, names_text, versions
+from fedfuse.core.characters import TextForm
 from fedfuse.core.columns import TableForm
 from fedfuse.core.files import write_atomically
 from fedfuse.core.forms import RowForm
@@ -28,7 +29,7 @@ from fedfuse.experiment.keys import assign
 from fedfuse.experiment.prepare import spec_with
 from fedfuse.experiment.toml import to_toml
 from fedfuse.server.door.files import fingerprint
-from fedfuse.tasks import Task, task_header, task_named
+from fedfuse.tasks import LanguageModel, Task, task_header, task_named
 from fedfuse.wire.files import save_model
 
 FILE, START = "federation.toml", "w0.safetensors"
@@ -51,8 +52,8 @@ class Agreement(Settings):
         least_rows: a site with fewer rows brings nothing.
         all_examples: how many examples all sites hold together, if that is known.
         task: what is to be learned.
-        classes: the name of each class, in the order of the network's outputs; of a table's labels or numbers, which
-            its targets name, none.
+        classes: the name of each class, in the order of the network's outputs; none for a table's labels or numbers,
+            which its targets name, and for a language model, whose tokens the characters name.
         model: the network and its options.
         inputs: the form in which rows are given to it.
         method: how updates will be fused, which decides what sites bring.
@@ -65,7 +66,9 @@ class Agreement(Settings):
     seed: int = 0
     least_rows: PositiveInt = 10
     all_examples: PositiveInt | None = None
-    task: Literal["classification", "binary", "multilabel", "regression"] = "classification"
+    task: Literal["classification", "binary", "multilabel", "regression", "text-classification", "language-model"] = (
+        "classification"
+    )
     classes: tuple[ClassName, ...] = ()
     model: NameWithOptions
     inputs: RowForm
@@ -82,8 +85,9 @@ class Agreement(Settings):
         check_class_names(self.output_names)
         if isinstance(self.inputs, TableForm):
             _check_targets(self.inputs, self.task, self.classes)
+        _check_texts(self.inputs, self.task, self.classes)
         least, most = _NAMES[self.task]
-        count, words = len(self.output_names), "classes" if self.task in ("classification", "binary") else "targets"
+        count, words = len(self.output_names), "classes" if self.task in _WITH_CLASSES else "targets"
         if not least <= count <= most:
             wanted = "two" if least == most else "two or more" if least == 2 else "one or more"
             raise ValueError(f"there is {names_text(self.output_names) or 'none'}, expected {wanted} {words}")
@@ -91,8 +95,10 @@ class Agreement(Settings):
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """The names of classes, or else of the labels or numbers that a table's targets are."""
-        return self.classes or (self.inputs.target_names if isinstance(self.inputs, TableForm) else ())
+        """The names of classes, or else of a table's labels or numbers, or of a language model's tokens."""
+        if self.classes or not isinstance(self.inputs, TableForm | TextForm):
+            return self.classes
+        return self.inputs.target_names if isinstance(self.inputs, TableForm) else self.inputs.token_names
 
     @property
     def awaits_moments(self) -> bool:
@@ -107,7 +113,8 @@ class Agreement(Settings):
     @property
     def spec(self) -> Spec:
         """The network, with what task, classes and inputs decide filled in."""
-        return spec_with(self.model, self.inputs.shape, self.learns.outputs(len(self.output_names)))
+        tokens = self.inputs.tokens if isinstance(self.inputs, TextForm) else 0
+        return spec_with(self.model, self.inputs.shape, self.learns.outputs(len(self.output_names)), tokens)
 
     def first_weights(self) -> Params:
         """The start that the seed draws."""
@@ -121,6 +128,13 @@ class Agreement(Settings):
             ConfigError: with what it gives instead.
         """
         logits, wanted = run_once(self.spec, self.inputs.shape), self.learns.outputs(len(self.output_names))
+        by_position = isinstance(self.learns, LanguageModel)
+        if isinstance(self.inputs, TextForm) and (logits.ndim == 3) != by_position:
+            raise ConfigError(
+                f"model {self.model.name!r} answers {'once for a text' if by_position else 'at every character'}, and "
+                f"the task {self.task} needs {'an answer at every character' if by_position else 'one for a text'}; "
+                f"take {TEXT_NETWORKS[self.task]}, or a network of yours"
+            )
         if logits.shape[-1] != wanted:
             why = "one per class; let its classes be as many as the federation's"
             raise ConfigError(
@@ -141,7 +155,27 @@ class Agreement(Settings):
         return _HEAD + to_toml(plain)
 
 
-_NAMES = {"classification": (2, 1 << 20), "binary": (2, 2), "multilabel": (1, 1 << 20), "regression": (1, 1 << 20)}
+_NAMES = {
+    "classification": (2, 1 << 20),
+    "binary": (2, 2),
+    "multilabel": (1, 1 << 20),
+    "regression": (1, 1 << 20),
+    "text-classification": (2, 1 << 20),
+    "language-model": (2, 1 << 20),
+}
+_WITH_CLASSES = ("classification", "binary", "text-classification")
+TEXT_NETWORKS = {"text-classification": "text_classifier", "language-model": "transformer"}
+"""Those of ours that read texts, by task."""
+
+
+def _check_texts(form: RowForm, task: str, classes: Sequence[str]) -> None:
+    """Refuse texts for a task of other rows, other rows for a task of texts, and classes of a language model."""
+    if isinstance(form, TextForm) != (task in TEXT_NETWORKS):
+        raise ValueError(f"{task} cannot read {form}; texts are for {' and '.join(TEXT_NETWORKS)}")
+    if task == "language-model" and classes:
+        raise ValueError("a language model tells characters and no classes; leave classes out")
+    if task == "text-classification" and not classes:
+        raise ValueError("the classes of texts are not named; name them (--classes)")
 
 
 def _check_targets(form: TableForm, task: str, classes: Sequence[str]) -> None:

@@ -7,19 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from fedfuse.api.update import start_of
+from fedfuse.core.characters import PLAIN, TextForm
 from fedfuse.core.forms import ArrayForm, PictureForm, RowForm
 from fedfuse.core.settings import validate_settings
 from fedfuse.data import standardize
 from fedfuse.data.site import SiteRows, read_site
 from fedfuse.data.tables import SUFFIXES
+from fedfuse.data.text_source import LENGTH, read_words
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.keys import assign
-from fedfuse.federation.agreement import Agreement, FederationFolder, write_federation
+from fedfuse.federation.agreement import TEXT_NETWORKS, Agreement, FederationFolder, write_federation
 from fedfuse.federation.tables import TableAgreement, agree_on_table
-from fedfuse.tasks import CLASSIFICATION, Task, task_named
+from fedfuse.tasks import CLASSIFICATION, Classification, Task, task_named
 
 SECTIONS = ("model", "local", "method")
-TRAINING, OPTIMIZER = {"epochs": 20, "batch_size": 32}, {"lr": 0.01, "momentum": 0.9}
+TRAINING: Mapping[str, Any] = {"epochs": 20, "batch_size": 32}
+OPTIMIZER: Mapping[str, Any] = {"lr": 0.01, "momentum": 0.9}
+TEXT_OPTIMIZER: Mapping[str, Any] = {"name": "adam", "lr": 2e-3}  # plain steps hardly move a transformer
 """How sites train unless it is said otherwise: there is one exchange only, so each must come somewhere by itself."""
 
 
@@ -34,6 +38,8 @@ def create_federation(
     image_size: int | None = None,
     channels: int | None = None,
     shape: Sequence[int] = (),
+    length: int | None = None,
+    characters: Path | None = None,
     data: str | None = None,
     normalize: bool = False,
     least_rows: int | None = None,
@@ -47,7 +53,8 @@ def create_federation(
 
     Args:
         folder: where to make it.
-        model: the network's name, or package.module:Class; by default an mlp for tables and lenet for others.
+        model: the network's name, or package.module:Class; by default an mlp for tables, a transformer for texts and
+            lenet for others.
         method: how updates will be fused.
         task: what is to be learned; by default what moments are for, or else classification.
         table: what is said of tables.
@@ -55,6 +62,8 @@ def create_federation(
         image_size: width and height of pictures.
         channels: 1 for grey pictures, 3 for colour.
         shape: of one row, where rows are arrays.
+        length: characters of a text that the network reads.
+        characters: a file of all characters that texts may have; by default those of a first site, or plain English's.
         data: a first site's rows, for whatever of classes, size and channels is not said.
         normalize: shift and scale inputs by that first site's mean and standard deviation.
         least_rows: a site with fewer rows brings nothing.
@@ -68,7 +77,13 @@ def create_federation(
         ConfigError: if something is not said, or does not fit.
     """
     options, table = read_sets(sets), table or TableAgreement()
-    if table or _is_table(data):
+    of_others = {"--target and --columns": table, "--image-size": image_size, "--channels": channels, "--shape": shape}
+    _check_said(task, {"--length": length, "--characters": characters}, {**of_others, "--normalize": normalize})
+    training = OPTIMIZER
+    if task in TEXT_NETWORKS:
+        found = _agree_on_texts(data, task, classes, length, characters)
+        network, training = model or TEXT_NETWORKS[task], TEXT_OPTIMIZER
+    elif table or _is_table(data):
         found = agree_on_table(table, data, task, classes, normalize)
         network = model or "mlp"
     else:
@@ -79,20 +94,47 @@ def create_federation(
         "seed": seed,
         **{key: n for key, n in (("least_rows", least_rows), ("all_examples", all_examples)) if n is not None},
         **found,
-        **_name_parts(network, method, options),
+        **_name_parts(network, method, options, training),
     }
     agreement = validate_settings(Agreement, values)
     return write_federation(folder, agreement, None if start is None else start_of(start)[1])
 
 
-def _name_parts(network: str, method: str, options: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def _name_parts(
+    network: str, method: str, options: Mapping[str, dict[str, Any]], optimizer: Mapping[str, Any]
+) -> dict[str, Any]:
     """The network, the method and the training, each with what `--set` says of it."""
     local = options["local"]
     return {
         "model": {"name": network, **options["model"]},
         "method": {"name": method, **options["method"]},
-        "local": {**TRAINING, **local, "optimizer": {**OPTIMIZER, **local.get("optimizer", {})}},
+        "local": {**TRAINING, **local, "optimizer": {**optimizer, **local.get("optimizer", {})}},
     }
+
+
+def _check_said(task: str | None, of_texts: Mapping[str, object], of_others: Mapping[str, object]) -> None:
+    """Refuse what is said of other rows than the task has."""
+    odd, rows = (of_others, "tables, pictures and arrays") if task in TEXT_NETWORKS else (of_texts, "texts")
+    for option, value in odd.items():
+        if value:
+            raise ConfigError(
+                f"{option} is said of {rows}, and the task is {task or CLASSIFICATION.name}; leave it out"
+            )
+
+
+def _agree_on_texts(
+    data: str | None, task: str, classes: Sequence[str], length: int | None, characters: Path | None
+) -> dict[str, Any]:
+    """Task, classes, length and characters of texts, as they were said or as a first site has them."""
+    learns = task_named(task)
+    known = PLAIN if characters is None else "".join(sorted(set(read_words(characters))))
+    form: RowForm = validate_settings(TextForm, {"length": length or LENGTH, "characters": known}, "inputs")
+    names = list(classes)
+    if data is not None:
+        site = read_site(data, form=form if characters is not None else None, classes=classes or None, task=learns)
+        names = names or (list(site.class_names) if isinstance(learns, Classification) else [])
+        form = form if characters is not None else site.form.model_copy(update={"length": length or LENGTH})
+    return {"task": learns.name, "classes": names, "inputs": form.model_dump()}
 
 
 def _is_table(data: str | None) -> bool:

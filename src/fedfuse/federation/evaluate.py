@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfuse.core.about import About, names_text
+from fedfuse.core.characters import TextForm
 from fedfuse.core.columns import TableForm
 from fedfuse.core.forms import ArrayForm, RowForm
 from fedfuse.core.model import Model, outputs
@@ -131,9 +132,11 @@ def _score(model: Model, site: SiteRows, bins: int, name: str) -> dict[str, Any]
 
 
 def _names_of(site: SiteRows) -> dict[str, Any]:
-    """The names of classes with their rows, or of numbers with their units."""
+    """The names of classes with their rows, or of numbers with their units; of texts how many tokens there are."""
     if site.counts:
         return {"classes": list(site.class_names), "class_rows": list(site.counts.values())}
+    if isinstance(site.form, TextForm):
+        return {"tokens": len(site.class_names)}
     units = [t.unit for t in site.form.targets] if isinstance(site.form, TableForm) else []
     return {"targets": list(site.class_names), **({"units": units} if any(units) else {})}
 

@@ -6,7 +6,7 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,8 +20,9 @@ from fedfuse.data.site import SiteRows
 from fedfuse.errors import ConfigError, error_text
 from fedfuse.federation.evaluate import Reading
 from fedfuse.nets.mixture import Mixture
-from fedfuse.server.uncertainty import predict
-from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Multilabel, Regression, Task
+from fedfuse.server.uncertainty import Prediction, predict
+from fedfuse.tasks import CLASSIFICATION, Binary, Classification, LanguageModel, Multilabel, Regression, Task
+from fedfuse.tasks.language import NO_TARGET
 from fedfuse.wire.files import load_answering
 
 
@@ -113,6 +114,7 @@ def predict_file(path: Path, source: str, reading: Reading | None = None, truste
         found = predict(model, site.rows.x, len(classes), task=task)
     except (RuntimeError, IndexError) as why:
         raise ConfigError(f"{path} cannot answer for {source}, whose rows are {site.form}: {error_text(why)}") from why
+    found = _at_ends(found, site)
     if not about.class_names and isinstance(task, Classification):
         classes = classes[: found.outputs.shape[-1]]  # an open-set network's last output is no class
     if found.outputs.shape[-1] != task.outputs(len(classes)):
@@ -130,6 +132,18 @@ def predict_file(path: Path, source: str, reading: Reading | None = None, truste
         task=task,
         units=tuple(t.unit for t in site.form.targets) if isinstance(site.form, TableForm) else (),
         remarks=site.remarks,
+    )
+
+
+def _at_ends(found: Prediction, site: SiteRows) -> Prediction:
+    """Of answers at every character the one behind each text's last, which is all that is asked for."""
+    if not isinstance(site.task, LanguageModel):
+        return found
+    asked = site.rows.y != NO_TARGET
+    return replace(
+        found,
+        outputs=found.outputs[asked],
+        information=None if found.information is None else found.information[asked],
     )
 
 

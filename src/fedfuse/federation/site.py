@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedfuse.api import Update, local_update
+from fedfuse.core.characters import TextForm
 from fedfuse.core.columns import TableForm
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
@@ -28,6 +29,7 @@ from fedfuse.tasks import (
     CLASSIFICATION,
     Binary,
     Classification,
+    LanguageModel,
     Multilabel,
     Regression,
     Task,
@@ -43,8 +45,8 @@ class Assessment:
     Attributes:
         what: which rows.
         rows: how many.
-        score: the task's headline on them: accuracy, or for numbers the RMSE.
-        constant: the same of always naming the commonest class, or the mean.
+        score: the task's headline on them: accuracy, for numbers the RMSE, of a language model the perplexity.
+        constant: the same of always naming the commonest class, the mean, or characters by their frequency.
         spread: of the score over folds.
         task: what is scored.
     """
@@ -59,13 +61,20 @@ class Assessment:
     @property
     def learnt(self) -> bool:
         """Whether the network is better than no network; nobody can tell where a constant is always right."""
-        perfect = 0.0 if self.task.headline in self.task.lower else 1.0
+        perfect = 0.0 if isinstance(self.task, Regression) else 1.0
         return scores_better(self.task, self.score, self.constant) or self.constant == perfect
 
     @property
     def constant_words(self) -> str:
         """What the constant answer is called."""
+        if isinstance(self.task, LanguageModel):
+            return "characters by how common they are"
         return "always the mean" if isinstance(self.task, Regression) else "commonest class"
+
+    @property
+    def score_name(self) -> str:
+        """What the score is called: abbreviations in capitals."""
+        return "RMSE" if isinstance(self.task, Regression) else self.task.headline
 
     def words(self, score: float) -> str:
         """A score as people read it: a share in percent, an error in the unit of its target."""
@@ -169,7 +178,7 @@ def site_update(
         task=learns,
         table=choice,
     )
-    named = not isinstance(site.form, TableForm) or isinstance(learns, Classification | Binary)
+    named = not isinstance(site.form, TableForm | TextForm) or isinstance(learns, Classification | Binary)
     values = {
         "seed": seed,
         "task": learns.name,
@@ -246,6 +255,10 @@ def _constant_score(site: SiteRows) -> float:
     if site.counts:
         shares = [count / len(site) for count in site.counts.values()]
         return max(shares) if not isinstance(site.task, Multilabel) else fmean(max(s, 1 - s) for s in shares)
+    if isinstance(site.task, LanguageModel):
+        counts = site.rows.y[site.rows.y >= 0].bincount(minlength=len(site.class_names)).double()
+        logits = (counts / counts.sum()).log().expand(*site.rows.y.shape, -1)
+        return site.task.score(logits, site.rows.y, len(site.class_names))
     y = site.rows.y.reshape(len(site), -1)
     return site.task_in_units.score(y.mean(0, keepdim=True).expand_as(y), site.rows.y, y.shape[1])
 
@@ -294,8 +307,8 @@ def _warn_of_share(agreed: Agreement) -> list[str]:
 def _warnings(site: SiteRows, seen: Assessment | None) -> list[str]:
     said = []
     if seen is not None and not seen.learnt:
-        right = " right" if seen.task.headline == "accuracy" else f" {seen.task.headline.upper()}"
-        better = "naming the commonest class always gets" if right == " right" else "always answering the mean gets"
+        right = " right" if seen.task.headline == "accuracy" else f" {seen.score_name}"
+        better = "naming the commonest class always gets" if right == " right" else f"{seen.constant_words} gets"
         said.append(
             f"the network did not learn: {seen.words(seen.score)}{right} on {seen.what}, and {better} "
             f"{seen.words(seen.constant)}; train longer or with another rate (--set local.epochs, "

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedfuse.core.inputs import reads_tokens
 from fedfuse.core.rng import seeded, stream
@@ -292,11 +294,28 @@ def _groups_noticed(spec: Spec, net: nn.Module, x: Tensor, groups: tuple[Group, 
     shuffled = {group: (_within(group, weights), _shuffle(group)) for group in groups}
     if same_answers(before, answer(net, move_units(weights, dict(shuffled.values())), x)):
         return []
-    return [
-        group
-        for group, (own, order) in shuffled.items()
-        if not same_answers(before, answer(net, move_units(weights, {own: order}), x))
-    ]
+    with in_double():
+        before = answer(net, weights, x)
+        return [
+            group
+            for group, (own, order) in shuffled.items()
+            if not same_answers(before, answer(net, move_units(weights, {own: order}), x))
+        ]
+
+
+class _InDouble(TorchDispatchMode):
+    """Double precision all the way, also through norms that compute in single precision whatever they are given."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and named.get("dtype") is torch.float32:
+            named = {**named, "dtype": torch.float64}
+        return func(*args, **named)
+
+
+def in_double() -> AbstractContextManager[object]:
+    """Where answers are compared to the last digits: nothing is rounded to single precision on the way."""
+    return _InDouble()  # type: ignore[no-untyped-call]
 
 
 def _within(group: Group, weights: dict[str, Tensor]) -> Group:

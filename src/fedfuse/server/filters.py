@@ -32,11 +32,13 @@ class AlignOptions:
         renorm: estimate the running statistics of BatchNorm anew on the server's rows afterwards.
         repair: rescale hidden units of layers without BatchNorm afterwards to the parents' activation statistics on
             the server's rows.
+        stream: also turn residual streams of transformers by orthogonal maps.
     """
 
     reference: Reference = "first"
     renorm: bool = False
     repair: bool = False
+    stream: bool = False
 
     @property
     def steps(self) -> tuple[ServerStep, ...]:
@@ -110,7 +112,7 @@ def find_alignment(
     check_options(whose, options, [*own, *(f.name for f in fields(AlignOptions))])
     way = _build(ALIGNMENTS[name], {k: v for k, v in options.items() if k in own}, f"alignment {name}")
     rest = _build(AlignOptions, {k: v for k, v in options.items() if k not in own}, f"alignment {name}")
-    return name, AlignUnits(way, rest.reference), rest.steps
+    return name, AlignUnits(way, rest.reference, rest.stream), rest.steps
 
 
 def _split(kind: str, choice: str | Mapping[str, Any], known: Mapping[str, type]) -> tuple[str, dict[str, Any]]:

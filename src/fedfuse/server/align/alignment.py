@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from fedfuse.core.inputs import shape_read
 from fedfuse.core.messages import Cohort
 from fedfuse.core.state import Bench
 from fedfuse.nets.inputs import input_form
@@ -16,6 +17,7 @@ from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.server.align.activations import ByActivations
 from fedfuse.server.align.graph import ByGraph
 from fedfuse.server.align.nets import Moves, Net, check_alike, move_update
+from fedfuse.server.align.stream import streams_of, turn_onto
 from fedfuse.server.align.transport import ByTransport
 from fedfuse.server.align.weights import ByWeights
 
@@ -53,6 +55,8 @@ class AlignUnits:
         by: how units are matched.
         reference: whose places: those of the "first" client, of the "largest" (most units, then most examples), or
             of the "mean" of the aligned clients, found anew until nobody moves.
+        stream: whether residual streams of transformers are also turned onto the reference's, by orthogonal maps:
+            first by what tokens, pixels and outputs tell, and by all weights once units are in order.
 
     Example:
         >>> AlignUnits(ByWeights()).reference
@@ -61,6 +65,7 @@ class AlignUnits:
 
     by: Matching
     reference: Reference = "first"
+    stream: bool = False
 
     @property
     def needs(self) -> frozenset[str]:
@@ -82,11 +87,28 @@ class AlignUnits:
         """The cohort at common places; the facts say who moved how much."""
         shape = input_form(bench, cohort.updates[0].spec).shape
         nets = [Net.of(update, shape) for update in cohort]
-        check_alike(nets, self.by.any_width)
+        check_alike(nets, self.by.any_width and not self.stream)
+        if self.stream:
+            cohort, nets = self._turn(cohort, nets, shape, anchored=True)
         aligned, moves = self.align(cohort, nets, bench)
+        if self.stream:
+            aligned, _ = self._turn(aligned, [Net.of(update, shape) for update in aligned], shape, anchored=False)
         facts = {"aligned": repr(self.by), "moved": _moved_shares(cohort, nets, moves)}
         left_out = _left_out(nets, moves)
         return aligned, facts | ({"not_aligned": left_out} if left_out else {})
+
+    def _turn(
+        self, cohort: Cohort, nets: Sequence[Net], shape: tuple[int, ...], anchored: bool
+    ) -> tuple[Cohort, list[Net]]:
+        """The cohort with its streams turned onto those of the reference, which stays as it is."""
+        first = self._first_reference(cohort, nets)
+        streams = streams_of(nets[first], shape_read(nets[first].spec, shape))
+        updates = [
+            update if i == first else turn_onto(update, net, nets[first], streams, anchored)
+            for i, (update, net) in enumerate(zip(cohort, nets, strict=True))
+        ]
+        turned = Cohort(tuple(updates))
+        return turned, [replace(n, params=u.posterior.mean) for n, u in zip(nets, turned, strict=True)]
 
     def align(self, cohort: Cohort, nets: Sequence[Net], bench: Bench) -> tuple[Cohort, Sequence[Moves]]:
         """The cohort with its units at common places, and the moves that brought them there."""

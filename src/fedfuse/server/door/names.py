@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from fedfuse.core.about import About, names_text
+from fedfuse.core.characters import TextForm
 from fedfuse.core.columns import TableForm
 from fedfuse.core.forms import RowForm, form_key
 from fedfuse.core.inputs import example_inputs, own_form
@@ -214,9 +215,11 @@ def _agree_on_inputs(told: dict[str, About], recipe: Recipe, refused: list[Refus
 
 
 def _tell_forms_apart(own: RowForm, common: RowForm | None) -> tuple[str, str]:
-    """Two forms in words; of two tables, the first column in which they differ."""
+    """Two forms in words; of two tables the first column in which they differ, of texts the characters."""
     if isinstance(own, TableForm) and isinstance(common, TableForm):
         return f"a table whose {own.differences(common)}", "the columns and scale"
+    if isinstance(own, TextForm) and isinstance(common, TextForm):
+        return own.differences(common), "the characters and length"
     return str(own), str(common)
 
 
