@@ -39,13 +39,15 @@ from fedfuse.experiment.ledger import Ledger
 from fedfuse.server.door.admit import admit_all
 from fedfuse.server.sound import fuse_admitted
 from fedfuse.training.round import client_round
-from fedfuse.wire.codec import decode, encode
+from fedfuse.wire.codec import Packet, decode, encode
 from fedfuse.wire.files import load_model, save_model
 
 Fate = Literal["refused", "harmless", "foreign"]
 CLIENTS, CLASSES, LIAR = 6, 3, "c5"
 LOCAL = LocalSettings(batch_size=8, optimizer={"lr": 0.05})
 SMALL = {"epochs": 1, "steps": 1, "batch": 8, "latent": 4, "width": 4, "at": 1, "every": 1, "times": 1, "features": 8}
+SMALL |= {"sweeps": 2}
+FEW_CHOICES = {"pfnm": {"gamma": (1.0, 50.0), "variance": (1.0,), "prior_variance": (10.0,)}}  # of 18 that it tries
 UNFIT = frozenset({"hybrid_fl", "data_sharing", "prunefl"})  # their clients send no more than FedAvg's do
 METHODS = sorted(set(all_methods()) - UNFIT)
 FACTORS = (0.0, -1.0, 1e-30, 1e-6, 0.01, 0.5, 2.0, 10.0, 1e3, 1e6, 1e12, 1e20, 1e30, 1e37, -1e6, math.nan, math.inf)
@@ -63,7 +65,7 @@ def rows(seed: int, n: int) -> Rows:
 def world(method: str) -> tuple[Recipe, ServerState, Bench, Brief, dict[str, bytes]]:
     """A method's federation after everybody has answered honestly."""
     known = find_method(method).schema.model_fields
-    recipe = find_method(method).recipe(**{k: v for k, v in SMALL.items() if k in known})
+    recipe = find_method(method).recipe(**{k: v for k, v in SMALL.items() if k in known}, **FEW_CHOICES.get(method, {}))
     spec = Spec("mlp", {"inputs": 6, "hidden": [5], "classes": CLASSES})
     torch.manual_seed(0)
     bench = Bench(rows(99, 12), rows(98, 12).x, CLIENTS, CLASSES, LOCAL, 0)
@@ -215,18 +217,41 @@ def fate_of_reply(method: str, seed: int) -> tuple[Fate, str]:
     recipe, state, bench, brief, sent = world(method)
     envelopes = [Envelope(c, mutant(method, seed) if c == LIAR else p) for c, p in sent.items()]
     try:
-        seen = admit_all(envelopes, brief, recipe.evidence, list(sent), training=LOCAL, trains=recipe.trains)
+        seen = admit_all(
+            envelopes,
+            brief,
+            recipe.evidence,
+            list(sent),
+            opened=honest_packets(method),
+            training=LOCAL,
+            trains=recipe.trains,
+        )
         clipped = {c["client"] for c in seen.clipped}
-        after = fuse_admitted(recipe, seen, state, bench)
+        if LIAR in seen.cohort.clients:
+            check_finite(fuse_admitted(recipe, seen, state, bench))
     except Exception as why:
         return "foreign", f"{type(why).__name__}: {why}"
-    lost = {r["client"] for r in seen.refused} - {LIAR}
-    if lost:
-        return "foreign", f"honest clients were refused: {seen.refused}"
+    if lost := sent.keys() - {LIAR, *seen.cohort.clients}:
+        return "foreign", f"honest clients were lost: {sorted(lost)}, {seen.refused}"
+    return ("refused" if seen.refused or LIAR in clipped else "harmless"), ""
+
+
+@cache
+def honest_packets(method: str) -> dict[str, Packet]:
+    """What everybody else sent, opened once; without the mutant they are fused once too, which nobody may break."""
+    recipe, state, bench, brief, sent = world(method)
+    packets = {c: decode(p) for c, p in sent.items() if c != LIAR}
+    envelopes = [Envelope(c, sent[c]) for c in packets]
+    seen = admit_all(envelopes, brief, recipe.evidence, list(sent), training=LOCAL, trains=recipe.trains)
+    assert not seen.refused
+    check_finite(fuse_admitted(recipe, seen, state, bench))
+    return packets
+
+
+def check_finite(after: ServerState) -> None:
     for member in after.model.members:
         if not all(torch.isfinite(t).all() for t in member.posterior.mean.values() if t.is_floating_point()):
-            return "foreign", "the fused model is not finite"
-    return ("refused" if seen.refused or LIAR in clipped else "harmless"), ""
+            raise AssertionError("the fused model is not finite")
 
 
 # Files
