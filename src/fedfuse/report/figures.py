@@ -195,6 +195,15 @@ def _draw_bands(axes: Axes, curves: Mapping[str, Mapping[float, MeanSd]], plot: 
     _widen(axes, plot.factor)
 
 
+def _use_log(axes: Axes) -> None:
+    """A logarithmic axis with plain numbers, since labels are not read as formulas."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{at:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
 def _widen(axes: Axes, factor: float) -> None:
     """An axis of shares spans four points at least, and stays within 0 and 100 %."""
     low, high = axes.get_ylim()
@@ -228,7 +237,7 @@ def draw_sweep(figure: Figure, plot: Plot) -> None:
     _need(curves, f"no run has {plot.score}")
     axes = _axes(figure, plot, list(curves))
     if min(swept.values) > 0 and wide(swept.values):
-        axes.set_xscale("log")
+        _use_log(axes)
     _draw_bands(axes, curves, plot)
     axes.set(xlabel=swept.title, ylabel=plot.axis)
     _legend(figure, axes, plot)
@@ -248,7 +257,7 @@ def draw_privacy(figure: Figure, plot: Plot) -> None:
             level, spread = plot.factor * curve.plain.mean, plot.factor * (curve.plain.sd or 0.0)
             axes.axhline(level, label=f"{name}, no noise", color=style["color"], linestyle=(0, (4, 3)), linewidth=0.9)
             axes.axhspan(level - spread, level + spread, color=style["color"], alpha=0.13, linewidth=0)
-    axes.set_xscale("log")
+    _use_log(axes)
     _widen(axes, plot.factor)
     axes.set(xlabel=EPSILON, ylabel=plot.axis)
     _legend(figure, axes, plot)
@@ -267,7 +276,7 @@ def draw_bytes(figure: Figure, plot: Plot) -> None:
         axes.plot(x, y, label=label, markevery=[len(x) - 1], **style)
         axes.errorbar(x[-1], y[-1], 100 * (path[-1][1].sd or 0.0), color=style["color"], linewidth=0.8, capsize=2)
     if wide(spent):
-        axes.set_xscale("log")
+        _use_log(axes)
     axes.set(xlabel=f"sent up and down ({unit})", ylabel="accuracy (%)")
     _legend(figure, axes, plot)
 

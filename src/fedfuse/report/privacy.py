@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fedfuse.report.plots import SHARES, Figure, XAxis, curve_figure
 from fedfuse.report.read import Row, Run, finite, items, part, settings_in
@@ -17,14 +17,16 @@ class PrivacyCurve:
     """One method's score at every ε, and without noise where that was run too.
 
     Attributes:
-        label: the first of its rows' labels, for its look.
+        label: the first label with noise, for its look.
         by_epsilon: the score at each ε, in rising order.
         plain: the score without noise.
+        plain_label: whose that is.
     """
 
-    label: str
+    label: str = ""
     by_epsilon: dict[float, MeanSd] = field(default_factory=dict)
     plain: MeanSd | None = None
+    plain_label: str = ""
 
 
 def privacy_curves(runs: Sequence[Run], score: str = "accuracy") -> dict[str, PrivacyCurve]:
@@ -45,16 +47,13 @@ def privacy_curves(runs: Sequence[Run], score: str = "accuracy") -> dict[str, Pr
             if (value := values.get(label, {}).get(score)) is None:
                 continue
             name, epsilon = str(rows[0].get("method", label)), _epsilon(rows, label, run)
-            curve = found.setdefault(name, PrivacyCurve(label))
+            curve = found.get(name, PrivacyCurve())
             if epsilon is not None:
-                curve.by_epsilon[epsilon] = value
+                rising = dict(sorted({**curve.by_epsilon, epsilon: value}.items()))
+                found[name] = replace(curve, label=curve.label or label, by_epsilon=rising)
             elif curve.plain is None:
-                found[name] = PrivacyCurve(curve.label, curve.by_epsilon, value)
-    return {
-        name: PrivacyCurve(curve.label, dict(sorted(curve.by_epsilon.items())), curve.plain)
-        for name, curve in found.items()
-        if len(curve.by_epsilon) > 1
-    }
+                found[name] = replace(curve, plain=value, plain_label=label)
+    return {name: curve for name, curve in found.items() if len(curve.by_epsilon) > 1}
 
 
 def _epsilon(rows: Sequence[Row], label: str, run: Run) -> float | None:
@@ -71,14 +70,14 @@ def privacy_figures(runs: Sequence[Run], inks: Mapping[str, int], score: str = "
     """One picture per method: its score against ε on a logarithmic axis, and level what it reaches without noise."""
     drawn = []
     for name, curve in privacy_curves(runs, score).items():
-        ink, ends = inks.get(curve.label, 0), (min(curve.by_epsilon), max(curve.by_epsilon))
+        own, ends = {name: inks.get(curve.label, 0)}, (min(curve.by_epsilon), max(curve.by_epsilon))
         lines: dict[str, Mapping[float, MeanSd]] = {name: curve.by_epsilon}
         words = "Bands reach one standard deviation to each side."
         if curve.plain is not None:
-            lines["no noise"] = dict.fromkeys(ends, curve.plain)
+            lines["no noise"], own["no noise"] = dict.fromkeys(ends, curve.plain), inks.get(curve.plain_label, 1)
             words += " The level line is without noise."
         title = f"{score.capitalize()} against ε: {name}"
-        figure = curve_figure(lines, {name: ink, "no noise": ink + 1}, title, XAxis(EPSILON, log=True), score in SHARES)
+        figure = curve_figure(lines, own, title, XAxis(EPSILON, log=True), score in SHARES)
         if figure is not None:
             drawn.append(Figure(title, figure.picture, f"{words} {figure.note}".strip()))
     return tuple(drawn)
