@@ -1,4 +1,7 @@
+import json
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +13,17 @@ from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.privacy import gaussian_epsilon
+from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
+from fedfuse.core.settings import LocalSettings, MoveNoise
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.errors import RecipeError
-from fedfuse.server.client_noise import ClientNoise
+from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.server.aggregate.charts import Chart, MeanIn
+from fedfuse.server.client_noise import ClientNoise, _coordinates
 from fedfuse.server.filters import with_filters
 from fedfuse.server.round import fuse_round
+from fedfuse.training.private_move import disturb_move
 
 SPEC = Spec("mlp", {"inputs": 20, "hidden": [30], "classes": 3})
 START = ServerState(0, Single(SPEC, Posterior({n: torch.zeros_like(t) for n, t in SPEC.build().state_dict().items()})))
@@ -89,3 +96,128 @@ def test_files_are_fused_privately_too() -> None:
     start, guard = dict(START.single.posterior.mean), {"name": "private", "seed": 0}
     fused = fedfuse.fuse(states, "fedavg", start=start, guard=guard)
     assert fused.facts["privacy"]["of"] == "a client"
+
+
+SIZES = {"inputs": 6, "hidden": [5], "classes": 3}
+CHARTS = ["eaa", "gaa", "aalv", "wb", "rklb", "fklb"]
+
+
+def bayesian(name: str) -> tuple[Recipe, ServerState]:
+    """A method whose last layer is Bayesian, and the prepared network it begins with."""
+    recipe = find_method(name).recipe()
+    torch.manual_seed(0)
+    net = Spec("mlp", SIZES)
+    return recipe, recipe.prepare_models(ServerState(0, Single.of(net.build(), net)), Bench(classes=3))
+
+
+def walked(k: int, state: ServerState, scale: float) -> ClientUpdate:
+    draw, model = torch.Generator().manual_seed(k), state.single
+    params = {n: t + scale * torch.randn(t.shape, generator=draw).clamp(-9, 9) for n, t in model.posterior.mean.items()}
+    return ClientUpdate(f"c{k}", Posterior(params), 10.0 * (k + 1), 1, model.spec)
+
+
+def in_chart(name: str, params: object, state: ServerState) -> Tensor:
+    recipe = bayesian(name)[0]
+    assert isinstance(recipe.aggregate, MeanIn)
+    assert isinstance(recipe.aggregate.chart, Chart)
+    start, pairs = state.single.posterior.mean, state.single.spec.layout.log_variances
+    return vector(_coordinates(recipe.aggregate.chart, params, start, pairs))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_one_client_moves_a_mean_in_a_chart_by_no_more_than_its_share(name: str) -> None:
+    """Before the uncertainties are raised, which is done to what was released: in coordinates, by C/K at most."""
+    recipe, state = bayesian(name)
+    guard = ClientNoise(clip=0.05, noise=0.0).fit_to(recipe)
+    others = [walked(k, state, 0.01) for k in range(4)]
+    absent = ClientUpdate("c9", state.single.posterior, 1.0, 1, state.single.spec)
+    without = in_chart(name, guard(Cohort.of([*others, absent]), state).updates[0].posterior.mean, state)
+    for scale in (0.001, 0.1, 3.0):
+        found = guard(Cohort.of([*others, walked(9, state, scale)]), state).updates[0].posterior.mean
+        assert float((in_chart(name, found, state) - without).norm()) <= 0.05 / 5 * (1 + 1e-3) + 1e-5
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_without_noise_and_with_a_long_clip_a_chart_gives_its_own_mean(name: str) -> None:
+    recipe, state = bayesian(name)
+    cohort = Cohort.of([replace(walked(k, state, 0.05), num_examples=1.0) for k in range(3)])
+    plain = fuse_round(recipe, cohort, state, Bench(classes=3)).single.posterior.mean
+    behind = with_filters(recipe, guard=ClientNoise(clip=1e9, noise=0.0))
+    found = fuse_round(behind, cohort, state, Bench(classes=3)).single.posterior.mean
+    assert all(torch.allclose(found[n], tensor, rtol=1e-4, atol=1e-5) for n, tensor in plain.items())
+
+
+@pytest.mark.parametrize("name", ["aalv", "eaa"])
+def test_a_mean_in_a_chart_has_the_noise_it_claims(name: str) -> None:
+    recipe, state = bayesian(name)
+    cohort, clip = Cohort.of([walked(k, state, 0.01) for k in range(5)]), 1e-3
+    found = []
+    for z, seeds in ((0.0, [0]), (1.0, range(6))):
+        guards = [ClientNoise(clip, z, seed=s).fit_to(recipe) for s in seeds]
+        found.append([in_chart(name, g(cohort, state).updates[0].posterior.mean, state) for g in guards])
+    gaps = torch.cat([one - found[0][0] for one in found[1]])
+    assert stats.kstest((gaps / (clip / 5)).numpy(), "norm").pvalue > 1e-3
+
+
+def test_charts_without_a_bound_are_refused() -> None:
+    with pytest.raises(RecipeError, match="finds its barycenter by iteration"):
+        with_filters(find_method("alpha").recipe(), guard="private")
+    with pytest.raises(RecipeError, match="ends with a model for each"):
+        with_filters(find_method("wb").recipe(personal=0.5), guard="private")
+
+
+def test_clients_add_the_noise_themselves() -> None:
+    """The sum of K moves has the noise that a server would have added, and a move is no longer than the clip."""
+    how = MoveNoise(clip=0.5, noise=2.0, clients=4, reproducible=True)
+    brief = START.brief((), 3)
+    sums = []
+    for seed in range(4):
+        moves = []
+        for k in range(4):
+            draw = torch.Generator().manual_seed(100 * seed + k)
+            moves.append(vector(disturb_move(client(k).posterior.mean, brief, how, draw)))
+        sums.append(sum(moves))
+    quiet = MoveNoise(clip=0.5, noise=1e-12, clients=4)
+    exact = [vector(disturb_move(client(k).posterior.mean, brief, quiet, torch.Generator())) for k in range(4)]
+    assert all(float(move.norm()) <= 0.5 + 1e-6 for move in exact)
+    gaps = torch.cat([total - sum(exact) for total in sums])  # type: ignore[operator]
+    assert stats.kstest((gaps / (2.0 * 0.5)).numpy(), "norm").pvalue > 1e-3
+
+
+def test_the_server_adds_up_what_clients_noise_costs() -> None:
+    guard = ClientNoise(at="clients")
+    trained = LocalSettings(private={"clip": 0.5, "noise": 2.0, "clients": 4})
+    cohort = Cohort.of([replace(client(k), training=trained) for k in range(4)])
+    recipe = with_filters(find_method("fedavg").recipe(), guard=guard)
+    state = fuse_round(recipe, cohort, START, Bench())
+    told = fuse_round(recipe, cohort, state, Bench()).facts["privacy"]
+    assert told["epsilon"] == pytest.approx(gaussian_epsilon(math.sqrt(2) / 2, 1e-5))
+    assert told["epsilon_at_server"] == pytest.approx(gaussian_epsilon(math.sqrt(2) * 2 / 2, 1e-5))
+    fewer = fuse_round(recipe, Cohort(cohort.updates[:2]), START, Bench()).facts["privacy"]
+    assert fewer["epsilon"] == pytest.approx(gaussian_epsilon(math.sqrt(2) / 2, 1e-5))
+    with pytest.raises(ConfigError, match="c0 says nothing of its noise"):
+        fuse_round(recipe, Cohort.of([client(0)]), START, Bench())
+    with pytest.raises(RecipeError, match=r"local\.private hides a client in its move"):
+        find_method("fedlpa").recipe().work(trained)
+
+
+def test_a_run_with_noise_at_clients(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    y = torch.randint(2, (60,), generator=draw)
+    x = torch.randn(60, 3, generator=draw) + 2 * y[:, None]
+    fedfuse.run(
+        {
+            "rounds": 2,
+            "data": {"clients": 3},
+            "model": {"name": "mlp", "inputs": 3, "hidden": []},
+            "local": {"private": {"clip": 1.0, "noise": 1.0, "clients": 3, "reproducible": True}},
+            "methods": [{"name": "fedavg", "guard": {"name": "private", "at": "clients"}}],
+        },
+        data=(x, y, x, y),
+        workers=0,
+        out=tmp_path / "run",
+        progress=False,
+    )
+    lines = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
+    wanted = [gaussian_epsilon(math.sqrt(rounds), 1e-5) for rounds in (1, 2)]
+    assert [line["facts"]["privacy"]["epsilon"] for line in lines] == pytest.approx(wanted)

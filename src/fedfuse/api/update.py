@@ -112,17 +112,15 @@ def local_update(
         recipe: the method, or its name.
         client: the site's name.
         start: common weights to start from, as a state dict or a safetensors file.
-        classes: the names of all classes in the order of the labels, or how many there are; by default as many as the
-            network has outputs, without names.
+        classes: names of all classes in the order of labels, or how many; by default as many as the network's outputs.
         inputs: the form the rows were brought to, where it is more than their shape.
         task: what is to be learned: "classification", "binary", "multilabel" or "regression".
         seed: fixes every random draw.
         output: which of the network's outputs are the logits, where it gives several: a place, a key or an attribute.
         all_examples: that all sites hold together, for a prior weighed by shares of them; 0 counts it in full.
-        own: the weights this site trained before, for evidence that recalls them.
-        published: what the server's memory tells beside the weights, such as whose turn it is.
-        settings: of local training, as in a config file: epochs, batch_size, optimizer, …; `lr` and `momentum`
-            are short for the optimizer's.
+        own: weights this site trained before, for evidence that recalls them.
+        published: what the server tells beside weights, such as whose turn it is.
+        settings: of local training: epochs, batch_size, optimizer, …; `lr` and `momentum` are the optimizer's.
 
     Example:
         >>> import torch
@@ -134,23 +132,20 @@ def local_update(
     task = task_named(task) if isinstance(task, str) else task
     check_supported(recipe, "a site that only brings a file")
     recipe.check_task(task)
-    spec = _named_network(model, output)
-    data = rows if isinstance(rows, Rows) else Rows(*rows)
+    spec, data = _named_network(model, output), rows if isinstance(rows, Rows) else Rows(*rows)
     module = spec.build() if isinstance(model, Spec) else model
     begin: Params = {n: t.detach().clone() for n, t in module.state_dict().items()}
-    names = _class_names(classes)
-    count = _count_classes(classes, Single.of(module, spec), data, task)
+    names, count = _class_names(classes), _count_classes(classes, Single.of(module, spec), data, task)
     if start is not None:
         description, begin = start_of(start)
         spec = _with_start_shape(spec, description)
     first = prepared_start(recipe, spec, begin, Bench(classes=count, seed=seed, task=task))
     _check_fit(first)
-    told = {**(published or {}), **(tell_examples(all_examples) if EXAMPLES in recipe.publishes else {})}
-    brief = Brief(0, first.spec, first.posterior.mean, told, classes=count, task=task)
+    memory = {**(published or {}), **(tell_examples(all_examples) if EXAMPLES in recipe.publishes else {})}
+    brief = Brief(0, first.spec, first.posterior.mean, memory, classes=count, task=task)
     packet = decode(_answer(recipe.work(settings_from(settings)), brief, client, data, seed, own))
-    header = {**packet.header, "classes": count, **task_header(task), "layout": describe(first.spec.layout)}
-    header |= {"memory": tell_memory(published)} if published else {}
-    header |= _tell(recipe, client, names, inputs or _form_of(data), fingerprint(brief.params))
+    told = _tell(recipe, client, names, inputs or _form_of(data), fingerprint(brief.params))
+    header = {**packet.header, **_tell_task(brief, published), **told}
     return Update(client, encode(packet.tensors, header), recipe.reveals, first.spec)
 
 
@@ -229,6 +224,12 @@ def _answer(work: Work, brief: Brief, client: str, rows: Rows, seed: int, own: P
         received = receive_brief(encode_brief(brief), brief.spec)
         kept = None if own is None else with_kind("last", dict(own))
         return client_round(work, received, client, Rows(rows.x.contiguous(), rows.y), memory=kept, seed=seed).payload
+
+
+def _tell_task(brief: Brief, published: Params | None) -> dict[str, Any]:
+    """What an update says of what it was asked: classes, task, the roles of tensors, and the server's memory."""
+    header = {"classes": brief.classes, **task_header(brief.task), "layout": describe(brief.spec.layout)}
+    return header | ({"memory": tell_memory(published)} if published else {})
 
 
 def _tell(recipe: Recipe, client: str, names: tuple[str, ...], inputs: RowForm | None, start: str) -> dict[str, Any]:

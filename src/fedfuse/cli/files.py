@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fedfuse.cli import console
-from fedfuse.cli.fused import charge_release, evidence_files, numbers_of_examples, save, say_fused
+from fedfuse.cli.fused import Account, evidence_files, numbers_of_examples, save, say_fused
 from fedfuse.cli.options import (
     Json,
     MaybeMethod,
@@ -76,6 +76,12 @@ MomentsFiles = Annotated[
 ]
 
 
+Own = Annotated[Path | None, typer.Option(help="This site's own update, for refit with layers=true.")]
+Length = Annotated[int, typer.Option(min=2, help="Tokens of a text that a folder's network reads.")]
+Trusted = Annotated[
+    list[str] | None,
+    typer.Option("--model", help="package.module:Class that the file names, or plain weights are of."),
+]
 PrivacyLedger = Annotated[
     Path | None, typer.Option(help="This site's account of what left it; the release is added before it is written.")
 ]
@@ -137,8 +143,7 @@ def update(
         agreed = _read_agreed(federation, sets or [], model)
         with console.err.status(f"training on {data}"):
             done = update_by_federation(agreed, data, **judged)
-    charge_release(done.update, output, privacy_ledger, budget, federation)
-    _write_update(done, output, as_json)
+    _write_update(done, output, as_json, Account(privacy_ledger, budget, federation))
 
 
 def evidence(
@@ -159,12 +164,9 @@ def evidence(
     target: Target = None,
     columns: Columns = None,
     moments: MomentsFiles = None,
-    trust: Annotated[
-        list[str] | None,
-        typer.Option("--model", help="package.module:Class that the file names, or plain weights are of."),
-    ] = None,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a text that a folder's network reads.")] = 128,
-    own: Annotated[Path | None, typer.Option(help="This site's own update, for refit with layers=true.")] = None,
+    trust: Trusted = None,
+    length: Length = 128,
+    own: Own = None,
     privacy_ledger: PrivacyLedger = None,
     budget: Budget = None,
     base: Annotated[Path | None, typer.Option(help="Of an adapter's folder: that of the model it adapts.")] = None,
@@ -173,10 +175,9 @@ def evidence(
     """At a site: bring the evidence a method asks for at a finished model, without training.
 
     MODEL is a file that `fuse`, `run` or `update` wrote, or plain safetensors of a network trained elsewhere (--model).
-    For a method that does not train, such as refit, it is the model all sites have, which whoever fuses passes as
-    --start; for any other, such as fedlpa, the site's own. It may be a folder of transformers, whose tokenizer reads
-    the texts of a .jsonl file, or an adapter's (--base). Without -o a folder's evidence is written into it, without its
-    weights, for `fuse` to find; with -o weights and evidence go into one file, an update.
+    For a method that does not train, such as refit, it is the model all sites have (--start of whoever fuses); for any
+    other, such as fedlpa, the site's own. It may be a folder of transformers, whose tokenizer reads .jsonl files, or an
+    adapter's (--base): without -o its evidence is written into it, for `fuse` to find; with -o it makes an update.
     """
     if model.is_dir():
         reading = {"client": client or (output or model).stem, "limit": train_limit, "length": length, "base": base}
@@ -189,8 +190,8 @@ def evidence(
 
     agreed = None if federation is None else read_federation(federation, trusted=trust or [])
     if agreed is not None:
-        refuse_said({"--task": task, "--target": target, "--columns": columns, "--moments": moments})
-        refuse_said({"--classes": classes, "--image-size": image_size})
+        said_here = {"--task": task, "--target": target, "--columns": columns, "--moments": moments}
+        refuse_said(said_here | {"--classes": classes, "--image-size": image_size})
     said = Saying(task, tuple(split_words(classes)), said_of_table(target, columns, moments), image_size)
     with console.err.status(f"looking at {data}"):
         done = site_evidence(
@@ -206,8 +207,7 @@ def evidence(
             saying=said,
             own=own,
         )
-    charge_release(done.update, output, privacy_ledger, budget, federation)
-    _write_update(done, output, as_json)
+    _write_update(done, output, as_json, Account(privacy_ledger, budget, federation))
 
 
 def _folder_evidence(
@@ -234,8 +234,9 @@ def _folder_evidence(
     console.say(f"it reveals {'; '.join(update.reveals) or 'nothing beside its weights'}")
 
 
-def _write_update(done: SiteUpdate, output: Path, as_json: bool) -> None:
-    """Write an update and say what is in it."""
+def _write_update(done: SiteUpdate, output: Path, as_json: bool, account: Account) -> None:
+    """Write an update, if its privacy can be afforded, and say what is in it."""
+    account.charge(done.update, output)
     done.update.save(output)
     broken = _write_broken(output, done.site.broken)
     facts = {"file": str(output), "bytes": output.stat().st_size, **done.facts()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,19 +25,31 @@ def save(fused: Fused | Update, output: Path, shard_size: str, dtype: str | None
         fused.save(output, shard_size=shard_size, dtype=dtype, watch=watch)
 
 
-def charge_release(
-    update: Update, output: Path, ledger: Path | None, budget: float | None, federation: Path | None
-) -> None:
-    """Add what is about to be written to the site's privacy ledger, and say how much that makes."""
-    from fedfuse.federation.privacy import charge
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Where a site writes down what left it, and how much may.
 
-    if ledger is None and budget is None:
-        return
-    if ledger is None and federation is None:
-        raise ConfigError("--budget is of all releases together; name the ledger that has them (--privacy-ledger)")
-    path = ledger or Path(str(federation)) / "site-privacy.json"
-    total = charge(update.release, path, f"{output.name} by {update.about.method}", budget)
-    console.note(f"privacy of any one row so far: ε = {total.epsilon:.4g} at δ = {total.delta:g} ({path})", "dim")
+    Attributes:
+        ledger: the file, by default one in the federation folder.
+        budget: the most ε of all releases together.
+        federation: the folder.
+    """
+
+    ledger: Path | None
+    budget: float | None
+    federation: Path | None
+
+    def charge(self, update: Update, output: Path) -> None:
+        """Add what is about to be written to the ledger, and say how much that makes."""
+        from fedfuse.federation.privacy import charge
+
+        if self.ledger is None and self.budget is None:
+            return
+        if self.ledger is None and self.federation is None:
+            raise ConfigError("--budget is of all releases together; name the ledger that has them (--privacy-ledger)")
+        path = self.ledger or Path(str(self.federation)) / "site-privacy.json"
+        total = charge(update.release, path, f"{output.name} by {update.about.method}", self.budget)
+        console.note(f"privacy of any one row so far: ε = {total.epsilon:.4g} at δ = {total.delta:g} ({path})", "dim")
 
 
 def evidence_files(given: list[str] | None) -> list[Path] | None:

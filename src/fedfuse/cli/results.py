@@ -93,7 +93,7 @@ def _split(text: str) -> list[str]:
 def plot(
     runs: Runs,
     output: Annotated[Path, typer.Option("-o", "--output", help="A .pdf, .svg or .png file.")],
-    kind: Annotated[str, typer.Option(help="curve, sweep, bytes, reliability, partition or heat.")] = "curve",
+    kind: Annotated[str, typer.Option(help="curve, sweep, privacy, bytes, reliability, partition or heat.")] = "curve",
     score: Annotated[str, typer.Option(help="What curve, sweep and heat show; by default the task's.")] = "",
     rows: Annotated[str, typer.Option(help="Methods, by commas; fed* will do.")] = "",
     width: Annotated[float, typer.Option(help="Inches; 3.35 is a column, 6.9 a page.", min=1.5, max=20)] = 3.35,

@@ -184,6 +184,11 @@ class Recipe:
                 f"method {self.name!r} reads off the clients' training how far they moved, and there are no epochs; "
                 "set local.epochs to 1 or more"
             )
+        if settings.private is not None and (self.evidence or not self.trains):
+            raise RecipeError(
+                f"local.private hides a client in its move, and method {self.name!r} sends evidence beside it, which "
+                "nothing would hide; use fedavg, fedprox, moon or a server optimizer such as fedadam"
+            )
         return Work(settings, self.objective, self.view, self.project, self.evidence, self.memory, self.trains)
 
     def prepare_models(self, state: ServerState, bench: Bench) -> ServerState:

@@ -151,6 +151,29 @@ class Decay(Settings):
         return float(self.gamma ** (times + sum(total_epoch >= m for m in self.milestones)))
 
 
+class MoveNoise(Settings):
+    """What every client does to its move before it leaves: shortened to C, with noise N(0, (zC)²/K) on every weight.
+
+    The sum of K such moves has the noise N(0, (zC)²), as if a server nobody doubts had added it once.
+
+    Attributes:
+        clip: C.
+        noise: z, the noise of the sum over the sensitivity.
+        clients: K, the number of clients that was agreed on.
+        reproducible: draw the noise from the seed, for simulations alone; else from the operating system.
+    """
+
+    clip: PositiveFloat = 1.0
+    noise: PositiveFloat = 1.0
+    clients: PositiveInt
+    reproducible: bool = False
+
+    @property
+    def sigma(self) -> float:
+        """The standard deviation of one client's noise, zC/√K."""
+        return self.noise * self.clip / math.sqrt(self.clients)
+
+
 class LocalSettings(Settings):
     """Everything about local training that is not the method's business.
 
@@ -159,6 +182,7 @@ class LocalSettings(Settings):
     "compiled" (see `fedfuse.kernels`), or "auto" for the compiled one where it knows the network and is faster. They
     differ in rounding alone. With `epochs = 0` nobody takes a step: a site then brings evidence for the weights it was
     given, of a finished model say.
+    `private` has every client shorten its move and add noise to it (see `MoveNoise`).
 
     Example:
         >>> LocalSettings(epochs=2, optimizer={"lr": 0.1}).optimizer.lr
@@ -178,6 +202,7 @@ class LocalSettings(Settings):
     augment: Any = None
     device: str = "cpu"
     kernel: Literal["auto", "torch", "compiled"] = "auto"
+    private: MoveNoise | None = None
 
     def to_json(self) -> dict[str, Any]:
         """How a client trained, as plain data for a message: whatever a method could need, and not where it ran.

@@ -16,6 +16,7 @@ from fedfuse.report.costs import spent_paths
 from fedfuse.report.looks import COLOURS, look
 from fedfuse.report.paper import paper_style, save_to
 from fedfuse.report.plots import SHARES, Groups, by_round, by_value, class_names, spans_decades
+from fedfuse.report.privacy import EPSILON, privacy_curves
 from fedfuse.report.read import Run, finite, items, number, part
 from fedfuse.report.scores import COLUMNS, MeanSd, by_label, last_rows, mean_sd, summary
 from fedfuse.report.svg import legible, short, wide
@@ -229,6 +230,26 @@ def _panel_axes(figure: Figure, plot: Plot, labels: Sequence[str], count: int) -
     return list(grid.flat[:count])
 
 
+def draw_privacy(figure: Figure, plot: Plot) -> None:
+    """A score of the last round against ε, on a logarithmic axis; level lines are without noise."""
+    found = {name: c for name, c in privacy_curves(plot.runs, plot.score).items() if plot.shows(c.label)}
+    _need(found, f"no method has {plot.score} at two values of epsilon")
+    axes = _axes(figure, plot, [words for name in found for words in (name, f"{name}, no noise")])
+    for at, (name, curve) in enumerate(found.items()):
+        values, style = curve.by_epsilon, _look(at)
+        mean = plot.factor * np.array([value.mean for value in values.values()])
+        sd = plot.factor * np.array([value.sd or 0.0 for value in values.values()])
+        axes.errorbar(list(values), mean, sd, label=name, capsize=2, elinewidth=0.8, **style)
+        if curve.plain is not None:
+            level, spread = plot.factor * curve.plain.mean, plot.factor * (curve.plain.sd or 0.0)
+            axes.axhline(level, label=f"{name}, no noise", color=style["color"], linestyle=(0, (4, 3)), linewidth=0.9)
+            axes.axhspan(level - spread, level + spread, color=style["color"], alpha=0.13, linewidth=0)
+    _set_decades(axes)
+    _widen(axes, plot.factor)
+    axes.set(xlabel=EPSILON, ylabel=plot.axis)
+    _legend(figure, [axes], plot)
+
+
 def draw_bytes(figure: Figure, plot: Plot) -> None:
     """Accuracy against the bytes sent so far, both ways, round after round."""
     paths = {label: path for label, path in spent_paths(plot.groups, ("bytes_up", "bytes_down")).items() if path[-1][0]}
@@ -354,6 +375,7 @@ def _tick_style(names: Sequence[str]) -> dict[str, Any]:
 KINDS: Mapping[str, Callable[[Figure, Plot], None]] = {
     "curve": draw_curve,
     "sweep": draw_sweep,
+    "privacy": draw_privacy,
     "bytes": draw_bytes,
     "reliability": draw_reliability,
     "partition": draw_partition,

@@ -21,6 +21,7 @@ from fedfuse.report.answering import answer_cost
 from fedfuse.report.facts import MethodFacts, fact_name, fact_text, flatten, method_facts, remarks
 from fedfuse.report.marks import EXPLAINED
 from fedfuse.report.plots import Figure, Groups, Inks
+from fedfuse.report.privacy import privacy_figures
 from fedfuse.report.read import Row, Run, find_runs, items, number, part, read_run
 from fedfuse.report.scores import HEADLINES, SummaryRow, best_first, by_label, headline_of, summary
 from fedfuse.report.svg import drawing, legible, line, marker
@@ -176,7 +177,7 @@ def _chapter(run: Run, inks: Inks, anchor: str) -> Chapter:
         verdict=verdict(table),
         cautions=(*cautions(table), *remarks(ranked)),
         table=_summary_grid(table),
-        scores=_scores(ranked, inks, risks),
+        scores=(*_scores(ranked, inks, risks), *privacy_figures([run], inks)),
         partitions=tuple((seed, picture) for seed, picture in maps if picture),
         partition_words=_partition_words(seeds),
         calibration=_figures([calibration.calibration_curve(ranked, inks)] if risks else []),
@@ -209,6 +210,8 @@ def _first_columns(layout: Grid) -> set[str]:
 def _sweep_figures(runs: Sequence[Run], inks: Inks) -> tuple[Figure, ...]:
     """Scores against a key with numbers that the runs differ in, one figure per value of the others."""
     panels = sweep_panels(runs) if len(runs) > 1 else ()
+    if not panels or panels[0].swept.title == "epsilon":
+        return privacy_figures(runs, inks) if len(runs) > 1 else ()
     each = [plots.sweep_curves(panels, inks, key, title) for key, title in CURVES]
     return _figures(figure for figures in each for figure in figures)
 

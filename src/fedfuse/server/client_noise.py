@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.params import Params, squared_distance
-from fedfuse.core.privacy import compose_signals, gaussian_epsilon
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rng import stream
 from fedfuse.core.seams import ServerPart
+from fedfuse.core.settings import MoveNoise
 from fedfuse.core.state import ServerState
-from fedfuse.errors import RecipeError
+from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.adaptive import ServerOptimizer
+from fedfuse.server.aggregate.charts import Chart, MeanIn, Pair
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.shorten import shorten_move
 
@@ -30,19 +32,23 @@ class ClientNoise(ServerPart):
     One client more or less, its place left empty among K, moves the mean by C/K at most, so a round is a Gaussian
     release of signal 1/z, and T rounds are one of √T/z. The noise of the mean is added to one update, K times as
     large, since it is the mean that is fused. It holds for methods that fuse by a mean of weights and ask for
-    nothing beside them (McMahan et al., ICLR 2018). Whoever runs the server sees what clients send.
+    nothing beside them (McMahan et al., ICLR 2018); means in a chart are taken there (`ChartNoise`). With noise at the
+    server, whoever runs it sees what clients send. With at = "clients" they have shortened and disturbed their moves
+    themselves (`local.private`), and the server only lets them weigh alike and adds up what that costs.
 
     Attributes:
         clip: C.
         noise: z, the noise over the sensitivity.
         delta: the δ at which ε is told.
         seed: draw the noise from this seed, for simulations alone; else it comes from the operating system.
+        at: who adds the noise.
     """
 
     clip: float = 1.0
     noise: float = 1.0
     delta: float = 1e-5
     seed: int | None = None
+    at: Literal["server", "clients"] = "server"
     needs: ClassVar[frozenset[str]] = frozenset({"start"})
     laws: ClassVar[frozenset[str]] = frozenset({"pure", "dtype", "finite"})
 
@@ -56,33 +62,58 @@ class ClientNoise(ServerPart):
     def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:
         """Shorten the moves, let clients weigh alike, and put the noise on."""
         start = state.single.posterior.mean
+        if self.at == "clients":
+            return Cohort(tuple(replace(update, num_examples=1.0) for update in cohort))
         updates = [replace(self._shorten(update, start), num_examples=1.0) for update in cohort]
         return Cohort((self._disturb(updates[0], state), *updates[1:]))
 
-    def facts(self, rounds: int) -> dict[str, Any]:
-        """What so many rounds cost together: ε at δ, or none without noise."""
-        epsilon = gaussian_epsilon(compose_signals([1 / self.noise] * rounds), self.delta) if self.noise else None
-        return {"privacy": {"of": "a client", "epsilon": epsilon, "delta": self.delta, "rounds": rounds}}
-
-    def check_recipe(self, recipe: Recipe) -> None:
-        """Go on only with a method whose clients send weights alone and whose server takes their mean.
+    def signal(self, cohort: Cohort) -> float:
+        """The signal μ of this round; infinite without noise.
 
         Raises:
-            RecipeError: naming the method.
+            ConfigError: if clients were to add noise and one says that it did not, or not as the others.
+        """
+        if self.at == "server":
+            return 1 / self.noise if self.noise else math.inf
+        how = noise_of_clients(cohort)
+        return how.clip / (how.sigma * math.sqrt(len(cohort)))  # of fewer than agreed, less noise is in the sum
+
+    def fit_to(self, recipe: Recipe) -> ClientNoise | ChartNoise:
+        """The guard for a method: itself before a mean of weights, in its chart before a mean there.
+
+        Raises:
+            RecipeError: naming a method that reads more, or whose sensitivity nothing bounds.
         """
         fuses = recipe.aggregate.then if isinstance(recipe.aggregate, ServerOptimizer) else recipe.aggregate
-        if recipe.evidence or not isinstance(fuses, Mean):
-            raise RecipeError(
-                f"the guard 'private' hides one client in a mean of weights, and method {recipe.name!r} reads more "
-                "than that; use fedavg, fedprox, moon or a server optimizer such as fedadam"
-            )
+        if not recipe.evidence and isinstance(fuses, Mean):
+            return self
+        if isinstance(fuses, MeanIn) and not recipe.evidence:
+            if not isinstance(fuses.chart, Chart):
+                raise RecipeError(
+                    f"the guard 'private' needs a mean whose sensitivity the length of a move bounds, and method "
+                    f"{recipe.name!r} finds its barycenter by iteration; use eaa, gaa, aalv, wb or rklb"
+                )
+            if recipe.steps:
+                raise RecipeError(
+                    f"the guard 'private' hides any one client, and method {recipe.name!r} ends with a model for each; "
+                    "set personal = 0"
+                )
+            return ChartNoise(self, fuses.chart)
+        raise RecipeError(
+            f"the guard 'private' hides one client in a mean of weights, and method {recipe.name!r} reads more "
+            "than that; use fedavg, fedprox, moon, a mean in a chart such as wb, or a server optimizer such as fedadam"
+        )
+
+    def draw(self, round_: int) -> torch.Generator:
+        """Where a round's noise comes from."""
+        return stream(self.seed, "privacy", round_) if self.seed is not None else _secret_stream()
 
     def _shorten(self, update: ClientUpdate, start: Params) -> ClientUpdate:
         move = math.sqrt(squared_distance(update.posterior.mean, start))
         return shorten_move(update, start, self.clip / move) if move > self.clip else update
 
     def _disturb(self, update: ClientUpdate, state: ServerState) -> ClientUpdate:
-        draw = stream(self.seed, "privacy", state.round) if self.seed is not None else _secret_stream()
+        draw = self.draw(state.round)
         roles = update.spec.layout.roles
         mean: dict[str, Tensor] = {}
         for name, tensor in update.posterior.mean.items():
@@ -93,6 +124,108 @@ class ClientNoise(ServerPart):
             if roles.get(name) == "statistic" and name.endswith("running_var"):
                 mean[name] = mean[name].clamp(min=0)
         return replace(update, posterior=replace(update.posterior, mean=mean))
+
+
+def noise_of_clients(cohort: Cohort) -> MoveNoise:
+    """How clients say they disturbed their moves, all of them alike.
+
+    Raises:
+        ConfigError: naming one who did not, or did otherwise.
+    """
+    told = {u.client: None if u.training is None else u.training.private for u in cohort}
+    first = next(iter(told.values()))
+    for client, how in told.items():
+        if how is None or how != first:
+            raise ConfigError(
+                f"the guard 'private' with at = 'clients': {client} says {how or 'nothing'} of its noise, expected "
+                f"{first or 'what local.private says'}; let all clients train with the same local.private"
+            )
+    assert first is not None
+    return first
+
+
+@dataclass(frozen=True, slots=True)
+class ChartNoise(ServerPart):
+    """The same in a chart: moves are measured, shortened and averaged in its coordinates, and the noise is added there.
+
+    With φ a chart's coordinates, every client is φ(start) + min(1, C/‖d_k‖) d_k for d_k = φ(client) − φ(start): one
+    client more or less moves their mean by C/K at most, whatever it sent. Everybody then stands at that mean with
+    noise, so that the method's own mean gives it back; uncertainties that noise took too low are raised to a hundredth
+    of the start's, which is done to what was released and costs no privacy.
+
+    Attributes:
+        of: C, z and δ.
+        chart: where the mean is taken.
+    """
+
+    of: ClientNoise
+    chart: Chart
+    needs: ClassVar[frozenset[str]] = ClientNoise.needs
+    laws: ClassVar[frozenset[str]] = ClientNoise.laws
+
+    @property
+    def delta(self) -> float:
+        """The δ at which ε is told."""
+        return self.of.delta
+
+    def signal(self, cohort: Cohort) -> float:
+        """As in a mean of weights."""
+        return self.of.signal(cohort)
+
+    def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:
+        """Everybody at the noised mean in the chart."""
+        if self.of.at == "clients":
+            raise ConfigError(
+                f"the guard 'private' with at = 'clients': clients disturb weights, and {self.chart} averages other "
+                "coordinates; let the server add the noise, or fuse by fedavg"
+            )
+        start = state.single.posterior.mean
+        pairs = cohort.updates[0].spec.layout.log_variances
+        origin = _coordinates(self.chart, start, start, pairs)
+        total = {name: torch.zeros_like(tensor) for name, tensor in origin.items()}
+        for update in cohort:
+            here = _coordinates(self.chart, update.posterior.mean, start, pairs)
+            moves = {name: here[name] - tensor for name, tensor in origin.items()}
+            length = math.sqrt(math.fsum(float(move.square().sum()) for move in moves.values()))
+            share = min(1.0, self.of.clip / length) if length else 1.0
+            total = {name: total[name] + share * move for name, move in moves.items()}
+        draw = self.of.draw(state.round)
+        sigma = self.of.noise * self.of.clip
+        noised = {n: t + sigma * torch.randn(t.shape, generator=draw, dtype=torch.float64) for n, t in total.items()}
+        mean = self._back({n: origin[n] + t / len(cohort) for n, t in noised.items()}, origin, start, pairs)
+        mean = {name: mean.get(name, tensor) for name, tensor in cohort.updates[0].posterior.mean.items()}
+        return Cohort(tuple(replace(u, posterior=replace(u.posterior, mean=mean), num_examples=1.0) for u in cohort))
+
+    def _back(self, at: Params, origin: Params, start: Params, pairs: Mapping[str, str]) -> dict[str, Tensor]:
+        """Weights and log-variances of coordinates."""
+        found: dict[str, Tensor] = {}
+        for name, first in at.items():
+            if name in pairs.values():
+                continue
+            found[name] = first.to(start[name].dtype)
+            if name in pairs:
+                log = pairs[name]
+                second = at[log]
+                if self.chart.name != "AALV":  # a logarithm may be anything; the others are above zero
+                    second = torch.maximum(second, origin[log].abs() / 100)
+                mean, spread = self.chart.back(first.clone(), second.clone())
+                mean = mean + start[name].double() if self.chart.centered else mean
+                least = start[log].double() - math.log(100)
+                found[log] = torch.maximum(self.chart.log(spread), least).to(start[log].dtype)
+                found[name] = mean.to(start[name].dtype)
+            elif name.endswith("running_var"):
+                found[name] = found[name].clamp(min=0)
+        return found
+
+
+def _coordinates(chart: Chart, params: Params, start: Params, pairs: Mapping[str, str]) -> dict[str, Tensor]:
+    """Every number of a network where the mean is taken: Bayesian layers in the chart, everything else as it is."""
+    found = {n: t.double() for n, t in params.items() if t.is_floating_point() and n not in pairs.values()}
+    for name, log in pairs.items():
+        mean = found[name] - start[name].double() if chart.centered else found[name]
+        pair: Pair = chart.to(mean, params[log].double())
+        found[name], found[log] = pair
+    return found
 
 
 def _secret_stream() -> torch.Generator:

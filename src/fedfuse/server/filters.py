@@ -70,7 +70,7 @@ def with_filters(recipe: Recipe, *, align: AlignChoice = None, guard: GuardChoic
     if guard is not None:
         word, found = find_guard(guard)
         if isinstance(found, ClientNoise):
-            found.check_recipe(recipe)
+            found = found.fit_to(recipe)
         label, recipe = f"{label}+{word}", replace(recipe, guard=found)
     if align is not None:
         word, alignment, steps = find_alignment(align)

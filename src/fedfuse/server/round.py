@@ -17,8 +17,7 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
 from fedfuse.nets.adapters import PARTS
-from fedfuse.server.accounting import account_rows
-from fedfuse.server.client_noise import ClientNoise
+from fedfuse.server.accounting import account_clients, account_rows
 
 
 def fuse_round(
@@ -59,7 +58,8 @@ def fuse_round(
     for step in recipe.steps:
         with clock.counting("diagnostics" if isinstance(step, DiagnosticStep) else "server"):
             after = step(after, cohort, bench)
-    return replace(account_rows(recipe, cohort, after), round=state.round + 1)
+    after = account_clients(recipe, cohort, account_rows(recipe, cohort, after))
+    return replace(after, round=state.round + 1)
 
 
 def filter_cohort(recipe: Recipe, cohort: Cohort, state: ServerState, bench: Bench) -> tuple[Cohort, Mapping[str, Any]]:
@@ -72,8 +72,7 @@ def filter_cohort(recipe: Recipe, cohort: Cohort, state: ServerState, bench: Ben
         _check_comparable(cohort, recipe)
         guarded = recipe.guard(cohort, state)
         dropped = [client for client in cohort.clients if client not in guarded.clients]
-        told = recipe.guard.facts(state.round + 1) if isinstance(recipe.guard, ClientNoise) else {}
-        cohort, facts = guarded, facts | {"guard": repr(recipe.guard), "guard_dropped": dropped, **told}
+        cohort, facts = guarded, facts | {"guard": repr(recipe.guard), "guard_dropped": dropped}
     return cohort, facts
 
 

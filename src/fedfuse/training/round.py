@@ -20,6 +20,7 @@ from fedfuse.errors import ConfigError
 from fedfuse.training.epochs import TorchEpochs, compiled_epochs
 from fedfuse.training.memory import fit_memory, with_channels
 from fedfuse.training.memory_format import suits_channels_last
+from fedfuse.training.private_move import disturb_move
 from fedfuse.wire.codec import decode
 from fedfuse.wire.messages import encode_reply, split
 
@@ -100,6 +101,8 @@ def client_round(
             local.memory.update(keep(local, notes))
     mean = {n: t.detach() for n, t in local.module.state_dict().items()} if work.trains else {}
     facts = {"loss": local.loss, **facts} | ({"compiled": 1.0} if local.compiled else {})
+    if (hide := work.settings.private) is not None:
+        mean, facts = disturb_move(mean, brief, hide, local.stream("privacy")), {}  # a loss would tell of rows
     reply = encode_reply(
         brief, mean, notes, num_examples=float(len(rows)), steps=local.steps, facts=facts, training=work.settings
     )
