@@ -1,4 +1,4 @@
-"""Rounds over adapters in one process, in workers, over Flower and by a strategy: the same bytes, and no base in them."""
+"""Rounds over adapters in one process and over Flower: the same bytes, and no base in them."""
 
 from __future__ import annotations
 
