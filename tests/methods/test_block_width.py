@@ -1,4 +1,4 @@
-"""`block_width`: factors of wide layers as blocks along their diagonals, from the client through the door to the solver."""
+"""`block_width`: factors of wide layers as blocks along their diagonals, from client through door to solver."""
 
 from __future__ import annotations
 

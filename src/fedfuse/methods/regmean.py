@@ -32,7 +32,7 @@ def regmean(
         shares: a client counts by its examples, or uniform.
         layers: all that read vectors, patches or tokens, or plain: linear layers and convolutions alone.
         min_rows: a client with fewer rows sends no directions, only sizes; by default twice the batch it trains with.
-        block_width: of layers that read more numbers, take moments within runs of at most so many: blocks of A_k's diagonal.
+        block_width: of layers that read more numbers, send blocks of at most so many along A_k's diagonal.
     """
     return Recipe(
         evidence=(InputFactors(layers, min_rows, width=block_width),), aggregate=RegressionMean(alpha, shares)
