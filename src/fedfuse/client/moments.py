@@ -56,7 +56,7 @@ def run_moments(module: nn.Module, x: Tensor, one: bool, runs: Sequence[int]) ->
     if len(runs) == 1:
         return [input_moments(module, x, one)]
     if isinstance(module, (nn.Embedding, *CONVOLUTIONS, *TRANSPOSED)):
-        return list(BlockDiagonal.cut(input_moments(module, x, one), runs).parts)
+        return list(BlockDiagonal.of_sizes(input_moments(module, x, one), runs).parts)
     rows = in_full(x).reshape(-1, x.shape[-1])
     rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1) if one else rows
     return [(part.mT @ part).double()[None] for part in rows.split(list(runs), 1)]  # the whole is never laid out

@@ -125,10 +125,10 @@ class BlockDiagonal:
     @classmethod
     def of(cls, matrix: Tensor, width: int) -> BlockDiagonal:
         """What blocks of at most so many rows hold of a matrix."""
-        return cls.cut(matrix, block_sizes(matrix.shape[-1], width))
+        return cls.of_sizes(matrix, block_sizes(matrix.shape[-1], width))
 
     @classmethod
-    def cut(cls, matrix: Tensor, sizes: Sequence[int]) -> BlockDiagonal:
+    def of_sizes(cls, matrix: Tensor, sizes: Sequence[int]) -> BlockDiagonal:
         """What blocks of these sizes hold of a matrix."""
         ends = list(accumulate(sizes))
         return cls(tuple(matrix[..., a:b, a:b] for a, b in pairwise([0, *ends])))

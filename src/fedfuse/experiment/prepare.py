@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from fedfuse.experiment.config import Experiment, NameWithOptions
 from fedfuse.experiment.fit import check_equal_outputs, check_fit
 from fedfuse.experiment.given import GivenObjects
 from fedfuse.experiment.rehearse import rehearse, some_rows
+from fedfuse.models.adapted import adapted_spec
 from fedfuse.server.door.admit import Rules
 from fedfuse.server.judge import Judge
 from fedfuse.server.loop import RunPlan
@@ -330,10 +331,14 @@ def spec_for(model: NameWithOptions, dataset: Dataset) -> Spec:
 def spec_with(model: NameWithOptions, shape: Sequence[int], outputs: int, tokens: int = 0) -> Spec:
     """The network's spec, with what is known of rows (classes, channels, size, inputs, tokens, length) filled in.
 
-    `output` says which of a network's outputs are the logits, unless its factory has an option of that name.
+    `output` says which of a network's outputs are the logits, and `adapters` what moves a network that rests, unless
+    its factory has an option of that name.
     """
     make = _import_factory(model.name)
     given, output = dict(model.options), None
+    if "adapters" in given and "adapters" not in _parameters(make):
+        adapters = given.pop("adapters")
+        return adapted_spec(spec_with(NameWithOptions(name=model.name, **given), shape, outputs, tokens), adapters)
     try:
         parameters = inspect.signature(make).parameters
     except (TypeError, ValueError):  # a callable that hides its signature is called with the user's options alone
@@ -349,6 +354,13 @@ def spec_with(model: NameWithOptions, shape: Sequence[int], outputs: int, tokens
         facts |= {"tokens": tokens, "length": shape[0]}
     fill = {k: v for k, v in facts.items() if k in parameters and k not in given}
     return Spec(model.name, {**fill, **given}, output=output)
+
+
+def _parameters(make: Callable[..., object]) -> Collection[str]:
+    try:
+        return inspect.signature(make).parameters
+    except (TypeError, ValueError):  # a callable that hides its signature
+        return ()
 
 
 def _import_factory(factory: str) -> Callable[..., object]:

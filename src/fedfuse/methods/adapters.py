@@ -8,6 +8,7 @@ from fedfuse.client.evidence.inputs import AdapterInputs
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.errors import RecipeError
+from fedfuse.models.adapted import MergesRounds
 from fedfuse.server.aggregate.lowrank import AdapterMean, SeparateMeans
 
 
@@ -15,9 +16,10 @@ from fedfuse.server.aggregate.lowrank import AdapterMean, SeparateMeans
 def flora() -> Recipe:
     """The exact mean of low-rank adapters: their factors stacked, so that the rank is the sum of the clients' ranks.
 
-    What is no adapter is averaged, so without adapters this is FedAvg.
+    In a run what a round has learned is merged beside the resting weights, and clients begin new adapters. What is no
+    adapter is averaged, so without adapters this is FedAvg.
     """
-    return Recipe(aggregate=AdapterMean(stack=True))
+    return Recipe(aggregate=AdapterMean(stack=True), prepare_model=MergesRounds())
 
 
 @method("flexlora", paper="arXiv:2402.11505", family="adapters")

@@ -39,7 +39,7 @@ def fedlpa(
     tol: PositiveFloat = 1e-8,
     max_iters: PositiveInt | None = None,
     begin: Begin = "mean",
-    width: PositiveInt | None = None,
+    block_width: PositiveInt | None = None,
 ) -> Recipe:
     """Fuse layer-wise Laplace posteriors: each client's weights count most where its own rows determine them.
 
@@ -67,14 +67,14 @@ def fedlpa(
         tol: relative residual the exact solver must reach.
         max_iters: its limit (1000), or the number of steps: 10000 of gradient, 100 of early, 2000 of adam.
         begin: where early and adam begin: mean, regmean (the same equation with B = I) or tasks (task arithmetic).
-        width: of factors with more rows, send blocks of at most so many along their diagonals.
+        block_width: of factors with more rows, send blocks of at most so many along their diagonals.
     """
     by_rows, pulled = damping == "evidence", eta > 0
     equation = replace(_equation(damping, scale, pi), tol=tol, max_iters=max_iters, shares=shares)
     if half and rank is None:
         raise RecipeError("fedlpa: half stores eigenvectors in half precision and there are none; set rank, say to 8")
-    if rank is not None and width is not None:
-        raise RecipeError("fedlpa: rank and width are two ways to make factors small; set one of them")
+    if rank is not None and block_width is not None:
+        raise RecipeError("fedlpa: rank and block_width are two ways to make factors small; set one of them")
     evidence = KroneckerFactors(
         fisher,
         by_rows,
@@ -84,7 +84,7 @@ def fedlpa(
         layers=layers,
         centred=centred,
         min_rows=min_rows,
-        width=width,
+        width=block_width,
     )
     return Recipe(
         objective=PosteriorPull(eta) if pulled else TaskLoss(),

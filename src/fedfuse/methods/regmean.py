@@ -20,7 +20,7 @@ def regmean(
     shares: Shares = "examples",
     layers: Which = "all",
     min_rows: PositiveInt | None = None,
-    width: PositiveInt | None = None,
+    block_width: PositiveInt | None = None,
 ) -> Recipe:
     """Fuse layers by regression: the fused layer's answers are nearest to everybody's own on everybody's own inputs.
 
@@ -32,6 +32,8 @@ def regmean(
         shares: a client counts by its examples, or uniform.
         layers: all that read vectors, patches or tokens, or plain: linear layers and convolutions alone.
         min_rows: a client with fewer rows sends no directions, only sizes; by default twice the batch it trains with.
-        width: of layers that read more numbers, take moments within runs of at most so many: blocks of A_k's diagonal.
+        block_width: of layers that read more numbers, send blocks of at most so many along A_k's diagonal.
     """
-    return Recipe(evidence=(InputFactors(layers, min_rows, width=width),), aggregate=RegressionMean(alpha, shares))
+    return Recipe(
+        evidence=(InputFactors(layers, min_rows, width=block_width),), aggregate=RegressionMean(alpha, shares)
+    )

@@ -5,14 +5,24 @@ What rests is no part of a network's state dict, so no brief, reply or file carr
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch.nn.functional as F
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
+from fedfuse.core.messages import Form
+from fedfuse.core.model import Single
+from fedfuse.core.params import Layout
+from fedfuse.core.posterior import Posterior
 from fedfuse.core.rng import seeded
+from fedfuse.core.settings import Settings, validate_settings
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
+from fedfuse.tasks import CLASSIFICATION, Task
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -20,26 +30,43 @@ _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class AdaptedLayer(nn.Module):
     """A layer at rest and what moves it: y = layer(x) + s B A x, B being zero at first (arXiv:2106.09685).
 
+    Where rounds are merged, what earlier ones have learned stands beside it in factors that nobody trains,
+    y = layer(x) + s (B A + B₀ A₀) x, of a rank that grows from round to round and is zero at first.
+
     Example:
         >>> layer = AdaptedLayer(nn.Linear(3, 2), rank=1, scale=2.0)
         >>> sorted(name for name, _ in layer.named_parameters() if "lora" in name)
         ['lora_A.weight', 'lora_B.weight']
     """
 
-    def __init__(self, layer: nn.Module, rank: int, scale: float) -> None:
+    def __init__(self, layer: nn.Module, rank: int, scale: float, merges: bool = False) -> None:
         super().__init__()
         self.base_layer, self.scale = layer, scale
         self.lora_A, self.lora_B = _factors(layer, rank)
         nn.init.zeros_(self.lora_B.weight)  # type: ignore[arg-type]
+        self.merges = merges
+        if merges:
+            self.register_buffer("merged_A", self.lora_A.get_parameter("weight").detach()[:0].clone())
+            self.register_buffer("merged_B", self.lora_B.get_parameter("weight").detach()[:, :0].clone())
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's answer and the adapter's."""
-        moved: Tensor = self.base_layer(x) + self.scale * self.lora_B(self.lora_A(x))
-        return moved
+        moved: Tensor = self.lora_B(self.lora_A(x))
+        if self.merges and len(self.get_buffer("merged_A")):
+            inner = _answer(self.lora_A, self.get_buffer("merged_A"), x)
+            moved = moved + _answer(self.lora_B, self.get_buffer("merged_B"), inner)
+        answer: Tensor = self.base_layer(x) + self.scale * moved
+        return answer
 
     def extra_repr(self) -> str:
         """The scale."""
         return f"scale={self.scale:g}"
+
+
+def _answer(layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
+    """What a factor would answer with another weight."""
+    answer: Tensor = layer._conv_forward(x, weight, None) if isinstance(layer, _CONVS) else F.linear(x, weight)
+    return answer
 
 
 def _is_turned(layer: nn.Module) -> bool:
@@ -58,7 +85,9 @@ def _factors(layer: nn.Module, rank: int) -> tuple[nn.Module, nn.Module]:
     return nn.Linear(inputs, rank, **place), nn.Linear(rank, out, **place)
 
 
-def adapt(module: nn.Module, rank: int = 4, alpha: float | None = None, targets: Sequence[str] = ()) -> nn.Module:
+def adapt(
+    module: nn.Module, rank: int = 4, alpha: float | None = None, targets: Sequence[str] = (), merges: bool = False
+) -> nn.Module:
     """Let a network rest and give some of its layers low-rank adapters, in place.
 
     Its parameters and buffers keep their values and leave its state dict; norms keep to their running statistics.
@@ -69,6 +98,7 @@ def adapt(module: nn.Module, rank: int = 4, alpha: float | None = None, targets:
         alpha: an adapter counts α / rank; by default once.
         targets: the layers, by their names or the ends of those: linear layers and convolutions; by default all linear
             ones.
+        merges: keep room beside every adapter for what earlier rounds have learned.
 
     Raises:
         ConfigError: if a name is no such layer, or there is nothing to adapt.
@@ -82,7 +112,7 @@ def adapt(module: nn.Module, rank: int = 4, alpha: float | None = None, targets:
     lay_to_rest(module)
     scale = 1.0 if alpha is None else alpha / rank
     for path, layer in chosen.items():
-        made = AdaptedLayer(layer, rank, scale).train(layer.training)
+        made = AdaptedLayer(layer, rank, scale, merges).train(layer.training)
         if not path:
             return made
         module.set_submodule(path, made)
@@ -125,6 +155,7 @@ def lay_to_rest(module: nn.Module) -> None:
             part._init_flat_weights()  # it keeps a list of its tensors
         if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
             part.eval()
+            part.track_running_stats = False  # or it looks for their count in every state dict
             part.train = _Resting(part)  # type: ignore[method-assign,assignment]
 
 
@@ -139,7 +170,12 @@ class _Resting:
 
 
 def build_adapted(
-    of: Mapping[str, Any], rank: int, alpha: float | None = None, targets: Sequence[str] = (), seed: int = 0
+    of: Mapping[str, Any],
+    rank: int,
+    alpha: float | None = None,
+    targets: Sequence[str] = (),
+    seed: int = 0,
+    merges: bool = False,
 ) -> nn.Module:
     """The model factory "adapted": a network built from the spec in `of` by its seed, at rest, with adapters.
 
@@ -151,4 +187,70 @@ def build_adapted(
     spec = Spec.from_json(of, trusted=Spec("adapted", {"of": of}).factories)  # trust was checked with the whole spec
     with seeded(seed, "base"):
         base = spec.build()
-    return adapt(base, rank, alpha, targets)
+    return adapt(base, rank, alpha, targets, merges)
+
+
+class AdapterSettings(Settings):
+    """Adapters of a network, as `[model] adapters = {…}` has them.
+
+    Attributes:
+        rank: of each.
+        alpha: an adapter counts α / rank; by default once.
+        targets: the layers, by name or its end; by default all linear ones.
+        seed: what the network that rests is drawn by, where its factory draws: the same for everybody.
+    """
+
+    rank: PositiveInt = 4
+    alpha: PositiveFloat | None = None
+    targets: tuple[str, ...] = ()
+    seed: int = 0
+
+
+def adapted_spec(of: Spec, given: object) -> Spec:
+    """The spec of a network with adapters, by a table of their settings.
+
+    Raises:
+        ConfigError: naming what is wrong with the table.
+
+    Example:
+        >>> adapted_spec(Spec("mlp"), {"rank": 2}).options["of"]["factory"]
+        'mlp'
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"model.adapters is {given!r:.60}, expected a table such as {{ rank = 4 }}")
+    chosen = validate_settings(AdapterSettings, given, "model.adapters")
+    return Spec("adapted", {"of": of.to_json(), **chosen.model_dump(mode="json")})
+
+
+@dataclass(frozen=True, slots=True)
+class MergesRounds:
+    """Prepares a network with adapters for rounds that are merged; any other stays as it is."""
+
+    def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:  # noqa: ARG002
+        """The start with room beside every adapter for what earlier rounds have learned."""
+        module = start.spec.skeleton()
+        if not any(isinstance(part, AdaptedLayer) and not part.merges for part in module.modules()):
+            return start
+        own = _with_room(start.spec)
+        options = start.spec.options if own is not None else {**start.spec.options, "merges": True}
+        spec = replace(start.spec, options=options, prototype=own)
+        first = spec.skeleton().state_dict()
+        return Single(spec, Posterior({n: start.posterior.mean.get(n, t.clone()) for n, t in first.items()}))
+
+    def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:  # noqa: ARG002
+        """Nothing: adapters without that room are stacked."""
+        return None
+
+
+def _with_room(spec: Spec) -> nn.Module | None:
+    """The user's own module with room for merged rounds; None for a network that its spec builds."""
+    if spec.prototype is None:
+        return None
+    module = copy.deepcopy(spec.prototype)
+    for path, part in list(module.named_modules()):
+        if isinstance(part, AdaptedLayer):
+            made = AdaptedLayer(part.base_layer, len(part.lora_A.weight), part.scale, merges=True)  # type: ignore[arg-type]
+            if not path:
+                return made
+            module.set_submodule(path, made)
+    return module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
 from fedfuse.linalg.lowrank import ThinProduct, norm_of, truncate, truncate_for_inputs
 from fedfuse.linalg.subspace import times, written
-from fedfuse.nets.adapters import Pair, pairs_in
+from fedfuse.nets.adapters import MERGED, Pair, pairs_in
 from fedfuse.nets.blocks import blocks_of
 from fedfuse.nets.factors import read_factor
 from fedfuse.server.aggregate.mean import ALL_LAWS, mean_of
@@ -64,14 +64,16 @@ class AdapterMean(ServerPart):
         """What adapted modules read, where the error is measured by that."""
         return frozenset({"inputs"} if self.moments else ())
 
-    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
+    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
         """Fuse the products, and average what is left."""
         first, spec = cohort.updates[0].posterior.mean, cohort.updates[0].spec
         pairs = list(pairs_in(first))
+        if self.stack and any(f"{pair.module}.{MERGED[0]}".removeprefix(".") in first for pair in pairs):
+            return merge_rounds(cohort, state, bench, pairs)
         if pairs and spec.can_run and (self.stack or self.rank is not None):
             raise ConfigError(
-                "the network of a run has adapters of one rank, and the fused ones would have another; fuse by "
-                "flexlora without a rank there, or fuse adapter folders"
+                "the network of a run has adapters of one rank, and the fused ones would have another; fuse by flora, "
+                "or by flexlora without a rank"
             )
         mean, found, unseen = mean_of(cohort), dict[str, ThinProduct](), list[str]()
         for pair in pairs:
@@ -104,6 +106,42 @@ def _seen_products(cohort: Cohort, pair: Pair, right: Tensor) -> Tensor | None:
             return None
         total += share * times(right, written(as_stack(moments)[0])) @ right.mT
     return total if bool(total.any()) else None
+
+
+def merge_rounds(cohort: Cohort, state: ServerState, bench: Bench, pairs: Sequence[Pair]) -> ServerState:
+    """Put the mean of the adapters beside what earlier rounds have learned, exactly, and begin new ones.
+
+    The stacked factors of all clients are appended to the network's merged ones, whose rank so grows by the sum of the
+    clients' ranks, until writing the product out is smaller. New factors A are drawn, new B are zero (FLoRA).
+    """
+    before, mean = state.start.params, mean_of(cohort)
+    ranks: dict[str, int] = {}
+    for pair in pairs:
+        left, right = _stack(cohort, pair)
+        names = [f"{pair.module}.{name}".removeprefix(".") for name in MERGED]
+        a, b = (before[name].double().flatten(1) for name in names)
+        right, left = _shorten(torch.cat([a, right]), torch.cat([b, left], 1))
+        shape = before[names[0]].shape[1:]
+        mean[names[0]] = right.reshape(-1, *shape).to(before[names[0]].dtype)
+        mean[names[1]] = _columns(left, before[names[1]])
+        bound = 1 / math.sqrt(right.shape[1])
+        draw = torch.rand(mean[pair.a].shape, generator=bench.stream("adapters", state.round, pair.a))
+        mean[pair.a] = ((2 * draw - 1) * bound).to(mean[pair.a].dtype)
+        mean[pair.b] = torch.zeros_like(mean[pair.b])
+        ranks[pair.module] = len(right)
+    spec = cohort.updates[0].spec
+    after = state.fused(mean, spec=spec.with_shapes_of(mean) if spec.can_run else spec)
+    return after.noting(adapter_error=0.0, merged_ranks=ranks)
+
+
+def _shorten(right: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+    """The same product in factors of a rank no larger than its smaller side."""
+    if len(right) <= min(right.shape[1], len(left)):
+        return right, left
+    whole = left @ right
+    if len(left) <= right.shape[1]:
+        return whole, torch.eye(len(left), dtype=whole.dtype)
+    return torch.eye(right.shape[1], dtype=whole.dtype), whole
 
 
 def _columns(left: Tensor, like: Tensor) -> Tensor:

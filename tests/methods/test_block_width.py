@@ -1,4 +1,4 @@
-"""`width`: factors of wide layers as blocks along their diagonals, from the client through the door to the solver."""
+"""`block_width`: factors of wide layers as blocks along their diagonals, from client through door to solver."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def notes_of(update: fedfuse.Update) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("method", ["regmean", "fedlpa"])
 def test_what_is_sent_are_the_blocks_of_the_whole_factor(method: str) -> None:
-    whole, cut = notes_of(updates(method)[0]), notes_of(updates(method, width=5)[0])
+    whole, cut = notes_of(updates(method)[0]), notes_of(updates(method, block_width=5)[0])
     A, part = read_factor(whole, "kron/head/in"), read_factor(cut, "kron/head/in")
     assert isinstance(A, Tensor)
     assert isinstance(part, BlockDiagonal)
@@ -60,8 +60,10 @@ def test_what_is_sent_are_the_blocks_of_the_whole_factor(method: str) -> None:
 
 
 def test_fedlpa_solves_the_equation_of_the_blocks() -> None:
-    sent = updates("fedlpa", width=5, scale="none", damping=0.1)
-    fused = fedfuse.fuse(sent, fedfuse.recipe("fedlpa", width=5, scale="none", damping=0.1, tol=1e-12)).state_dict()
+    sent = updates("fedlpa", block_width=5, scale="none", damping=0.1)
+    fused = fedfuse.fuse(
+        sent, fedfuse.recipe("fedlpa", block_width=5, scale="none", damping=0.1, tol=1e-12)
+    ).state_dict()
     Ms = [torch.cat([u.state_dict()["head.weight"], u.state_dict()["head.bias"][:, None]], 1).double() for u in sent]
     pairs = [[read_factor(notes_of(u), f"kron/head/{side}") for side in ("in", "out")] for u in sent]
     damped = [damp(dense(A).double(), dense(B).double(), 0.1, "trace") for A, B in pairs]
@@ -71,8 +73,8 @@ def test_fedlpa_solves_the_equation_of_the_blocks() -> None:
 
 
 def test_regmean_solves_the_regression_of_the_blocks() -> None:
-    sent = updates("regmean", width=5)
-    fused = fedfuse.fuse(sent, fedfuse.recipe("regmean", width=5, alpha=1.0)).state_dict()
+    sent = updates("regmean", block_width=5)
+    fused = fedfuse.fuse(sent, fedfuse.recipe("regmean", block_width=5, alpha=1.0)).state_dict()
     total = right = torch.zeros((), dtype=torch.float64)
     for u in sent:
         A = dense(read_factor(notes_of(u), "kron/head/in")).double()
@@ -84,13 +86,13 @@ def test_regmean_solves_the_regression_of_the_blocks() -> None:
 
 @pytest.mark.parametrize("method", ["regmean", "fedlpa"])
 def test_a_width_that_nothing_exceeds_changes_no_byte(method: str) -> None:
-    plain, wide = (updates(method, **options)[0] for options in ({}, {"width": 1000}))
+    plain, wide = (updates(method, **options)[0] for options in ({}, {"block_width": 1000}))
     assert {n: t.tolist() for n, t in notes_of(plain).items()} == {n: t.tolist() for n, t in notes_of(wide).items()}
 
 
 def test_blocks_that_are_no_moments_are_refused_and_few_rows_tell_sizes() -> None:
-    recipe = fedfuse.recipe("regmean", width=5, min_rows=1)
-    sent = updates("regmean", width=5)
+    recipe = fedfuse.recipe("regmean", block_width=5, min_rows=1)
+    sent = updates("regmean", block_width=5)
     packet = decode(sent[0].payload)
     spoiled = {n: -t if n.endswith("head/in/block1") else t for n, t in packet.tensors.items()}
     from fedfuse.wire.codec import encode
@@ -99,8 +101,10 @@ def test_blocks_that_are_no_moments_are_refused_and_few_rows_tell_sizes() -> Non
     refused = fedfuse.fuse([bad, *sent[1:]], recipe).refused
     assert refused[0]["field"] == "kron/head/in"
     with pytest.raises(RecipeError, match="two ways to make factors small"):
-        fedfuse.recipe("fedlpa", rank=2, width=5)
+        fedfuse.recipe("fedlpa", rank=2, block_width=5)
     net = Odd()
-    few = fedfuse.bring_evidence(net, (torch.randn(4, 4, 8), torch.arange(4) % 3), fedfuse.recipe("regmean", width=5))
+    few = fedfuse.bring_evidence(
+        net, (torch.randn(4, 4, 8), torch.arange(4) % 3), fedfuse.recipe("regmean", block_width=5)
+    )
     A = dense(read_factor(notes_of(few), "kron/head/in"))
     torch.testing.assert_close(A, A[0, 0] * torch.eye(25))
