@@ -229,7 +229,8 @@ def _summarize_label(label: str, group: list[Row]) -> SummaryRow:
 
 def _count_endings(rows: Sequence[Row]) -> int:
     """The last rows of a seed in which no client took a step, if there are others."""
-    steps = [sum(number(client, "steps") or 0.0 for client in part(row, "clients").values()) for row in rows]
+    each = [part(row, "clients") for row in rows]
+    steps = [sum(number(part(clients, client), "steps") or 0.0 for client in clients) for clients in each]
     trained = [at for at, taken in enumerate(steps) if taken]
     return len(rows) - 1 - trained[-1] if trained else 0
 
