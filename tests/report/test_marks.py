@@ -46,3 +46,8 @@ def test_where_nobody_is_told_apart_nobody_is_best() -> None:
 def test_one_seed_marks_the_best_and_claims_no_tie() -> None:
     table = summary(rows("accuracy", a=[0.50], b=[0.49]))
     assert marks_of(ACCURACY, table, decimals=1, factor=0.01) == ["best", ""]
+
+
+def test_who_spends_nothing_is_not_praised() -> None:
+    table = summary(rows("bytes_up", a=[0.0, 0.0], b=[0.0, 0.0], c=[5.0, 5.0]))
+    assert marks_of(BYTES, table, decimals=0, factor=1.0) == ["", "", ""]

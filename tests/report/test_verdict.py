@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 from fedfuse.report.scores import summary
 from fedfuse.report.verdict import cautions, overall, verdict
 
@@ -44,6 +46,16 @@ def test_what_prints_alike_is_level() -> None:
 def test_one_method_and_none() -> None:
     assert said(rows(a=[0.7, 0.9])) == "a reaches 80.0 ± 14.1 % accuracy over 2 seeds."
     assert said(rows(a=[None])) == "No accuracy was recorded."
+
+
+def test_an_exchange_without_training_is_no_further_round() -> None:
+    def row(method: str, at: int, steps: int) -> dict[str, Any]:
+        return {"method": method, "seed": 0, "round": at, "accuracy": 0.5, "clients": {"a": {"steps": steps}}}
+
+    refitted = summary([row("fedavg", 1, 4), row("refit", 1, 4), row("refit", 2, 0), row("ridge", 1, 0)])
+    assert [found.ending for found in refitted] == [0, 1, 0]
+    assert cautions(refitted) == []
+    assert len(cautions(summary([row("fedavg", 1, 4), row("longer", 1, 4), row("longer", 2, 4)]))) == 1
 
 
 def test_cautions_name_what_does_not_compare() -> None:

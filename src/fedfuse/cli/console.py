@@ -70,7 +70,8 @@ def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]], ri
     """A table; columns from the `right`-th on are numbers."""
     grid = Table(title=_plain_words(title), title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column, head in enumerate(heads):
-        grid.add_column(_plain_words(head), justify="right" if column >= right else "left", overflow="fold")
+        words, number = _plain_words(head), column >= right
+        grid.add_column(words, justify="right" if number else "left", overflow="fold", no_wrap=number)
     for row in rows:
         grid.add_row(*map(_plain_words, row))
     out.print(grid)

@@ -158,9 +158,12 @@ def _draw_bands(axes: Axes, curves: Mapping[str, Mapping[float, MeanSd]], plot: 
 
 def _set_decades(axes: Axes) -> None:
     """A logarithmic axis below, with numbers in plain words: signs of mathematics are not read in labels."""
-    from matplotlib.ticker import NullFormatter, StrMethodFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    if high < 100 * low:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
 
@@ -205,9 +208,9 @@ def draw_sweep(figure: Figure, plot: Plot) -> None:
     _need(labels, f"no run has {plot.score}")
     grid = _panel_axes(figure, plot, list(labels), len(panels))
     for axes, panel, curves in zip(grid, panels, each, strict=True):
+        _draw_bands(axes, curves, plot)
         if spans_decades(panel.swept):
             _set_decades(axes)
-        _draw_bands(axes, curves, plot)
         axes.set_title(short(legible(panel.title), 28))
         axes.set_xlabel(panel.swept.title)
         axes.label_outer(remove_inner_ticks=False)
@@ -355,14 +358,16 @@ def _draw_cells(
     axes = figure.subplots()
     image = axes.imshow(values, cmap="cividis", aspect="auto")
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
-    size = min(7.0, 72 * plot.width * 0.62 / len(columns) / 2.6)
+    names = [short(legible(name), 24) for name in rows]
+    room = plot.width - 0.055 * max(map(len, names)) - 0.75  # what names and the colour bar leave
+    size = min(7.0, 72 * room / len(columns) / 2.3)
     for (i, j), value in np.ndenumerate(values):
         if size >= 4 and not math.isnan(value):
             bright = (value - low) / ((high - low) or 1.0) > 0.55
             text = f"{value:.0f}" if high > 10 else f"{value:.2f}"
             axes.text(j, i, text, ha="center", va="center", fontsize=size, color="black" if bright else "white")
     axes.set_xticks(range(len(columns)), [short(legible(name), 16) for name in columns], **_tick_style(columns))
-    axes.set_yticks(range(len(rows)), [short(legible(name), 24) for name in rows])
+    axes.set_yticks(range(len(rows)), names)
     axes.grid(visible=False)
     figure.colorbar(image, ax=axes, label=words, pad=0.02)
 

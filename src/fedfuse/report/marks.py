@@ -22,7 +22,7 @@ def marks_of(column: Column, table: Sequence[SummaryRow], *, decimals: int, fact
 
     Of scores, the best mean and all that print alike are "best", and a row is a "tie" if a paired t-test over the seeds
     it shares with the best does not tell it apart, by Holm's correction for all rows. Of costs, all within 1 % of the
-    least are best. Where every row would be marked, no row is.
+    least are best, unless that is nothing. Where every row would be marked, no row is.
 
     Args:
         column: the column.
@@ -34,6 +34,8 @@ def marks_of(column: Column, table: Sequence[SummaryRow], *, decimals: int, fact
     if not column.better or len(means) < 2:
         return [""] * len(table)
     top = (max if column.better == "high" else min)(means, key=lambda at: means[at])
+    if column.total and not means[top]:
+        return [""] * len(table)
     best = _same_costs(means, top) if column.total else _same_print(means, top, decimals, factor)
     ties = set() if column.total else _ties(column.key, table, top, [at for at in means if at not in best])
     if len(best | ties) == len(means):

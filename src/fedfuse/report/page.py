@@ -186,7 +186,7 @@ def _chapter(run: Run, inks: Inks, anchor: str) -> Chapter:
         else _figures(calibration.reliability(label, rows, inks[label]) for label, rows in ranked.items()),
         fairness=_fairness(ranked, inks),
         costs=_figures([costs.traffic(ranked, inks), costs.effort(ranked, inks), answer_cost(ranked, inks)]),
-        cost_table=grid(table, COSTS),
+        cost_table=grid(table, _cost_columns(table)),
         target=target,
         reached=None if target is None else costs.target_table(costs.target_costs(ranked, target)),
         sizes=_figures([costs.model_size(ranked, inks), costs.kept_channels(ranked)]),
@@ -205,6 +205,12 @@ def _first_columns(layout: Grid) -> set[str]:
     """The columns of a summary that are shown before a reader chooses."""
     recorded = [heading.column.key for heading in layout.headings]
     return set([key for key in FIRST if key in recorded][:MOST])
+
+
+def _cost_columns(table: Sequence[SummaryRow]) -> list[str]:
+    """The costs, without the parts of the work that are nothing for everybody."""
+    spent = {key for row in table for key, value in row.values.items() if value.mean}
+    return [key for key in COSTS if not key.endswith("_flops") or key in spent]
 
 
 def _sweep_figures(runs: Sequence[Run], inks: Inks) -> tuple[Figure, ...]:

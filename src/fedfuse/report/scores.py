@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fedfuse.report.read import Row, number
+from fedfuse.report.read import Row, number, part
 
 Kind = Literal["share", "number", "bytes", "flops", "seconds", "count"]
 
@@ -123,6 +123,7 @@ class SummaryRow:
         behind: the last round of each seed that has not reached it, and is not counted.
         values: per column the mean and standard deviation over seeds, without columns the run did not record.
         by_seed: per column the value of each seed that has one.
+        ending: how many of the last rounds were exchanges in which nobody trained, after others in which somebody did.
     """
 
     label: str
@@ -132,6 +133,7 @@ class SummaryRow:
     behind: Mapping[int, int]
     values: Mapping[str, MeanSd]
     by_seed: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    ending: int = 0
 
 
 def mean_sd(values: Iterable[float | None]) -> MeanSd | None:
@@ -221,7 +223,16 @@ def _summarize_label(label: str, group: list[Row]) -> SummaryRow:
         behind={seed: at for seed, at in sorted(reached.items()) if seed not in seeds},
         values={key: value for key, found in by_seed.items() if (value := mean_sd(found.values())) is not None},
         by_seed=by_seed,
+        ending=_count_endings([row for row in group if row["seed"] == seeds[0]]),
     )
+
+
+def _count_endings(rows: Sequence[Row]) -> int:
+    """The last rows of a seed in which no client took a step, if there are others."""
+    each = [part(row, "clients") for row in rows]
+    steps = [sum(number(part(clients, client), "steps") or 0.0 for client in clients) for clients in each]
+    trained = [at for at, taken in enumerate(steps) if taken]
+    return len(rows) - 1 - trained[-1] if trained else 0
 
 
 def _per_seed(column: Column, group: list[Row], seeds: tuple[int, ...]) -> dict[int, float]:

@@ -49,7 +49,7 @@ def cautions(table: Sequence[SummaryRow]) -> list[str]:
         for row in table
         for seed, at in row.behind.items()
     ]
-    rounds = sorted({row.round for row in table})
+    rounds = sorted({row.round - row.ending for row in table})
     if len(rounds) > 1:
         found.append(f"The methods stand at different rounds ({rounds[0]} to {rounds[-1]}): compare with care.")
     if len({row.seeds for row in table if not row.behind}) > 1:
