@@ -128,7 +128,8 @@ def compare(home: Path, models: int, mergekit: Path | None, methods: Sequence[st
     for name, words in jobs:
         row = measure(name, words, idle, models, output)
         rows.append(row)
-        told = f"{row.seconds:>10.1f}{row.processor_seconds:>10.1f}{row.peak_mb:>10.0f}{row.own_mb:>10.0f}{row.limit_mb:>10.0f}"
+        told = f"{row.seconds:>10.1f}{row.processor_seconds:>10.1f}{row.peak_mb:>10.0f}"
+        told += f"{row.own_mb:>10.0f}{row.limit_mb:>10.0f}"
         print(f"{row.tool:<18}{row.models:>8}{told}", flush=True)
     for line in compare_with_peer(rows):
         print(line)
