@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,8 +101,16 @@ def made(case: Case, folder: Path, files: int) -> list[Path]:
     return paths
 
 
-def peak_of(command: list[str]) -> tuple[float, float]:
-    """Seconds and peak resident megabytes of one process."""
+class Used(NamedTuple):
+    """What one process took, start to end; processor time is what others on a busy machine do not change much."""
+
+    seconds: float
+    peak_mb: float
+    processor_seconds: float
+
+
+def use_of(command: list[str]) -> Used:
+    """Seconds, peak resident megabytes and processor seconds of one process."""
     began = time.perf_counter()
     child = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(child.pid, 0)
@@ -110,7 +118,8 @@ def peak_of(command: list[str]) -> tuple[float, float]:
     if child.returncode:
         raise SystemExit(f"{' '.join(command)} ended with code {child.returncode}")
     unit = 1 if sys.platform == "darwin" else 1024
-    return time.perf_counter() - began, usage.ru_maxrss * unit / 1e6
+    worked = usage.ru_utime + usage.ru_stime
+    return Used(time.perf_counter() - began, usage.ru_maxrss * unit / 1e6, worked)
 
 
 def measure(case: Case, folder: Path, files: int) -> Row:
@@ -119,11 +128,11 @@ def measure(case: Case, folder: Path, files: int) -> Row:
     try:
         fedfuse = (sys.executable, "-c", "from fedfuse.cli import main; main()")
         command = [*fedfuse, "fuse", *map(str, paths), "-o", str(fused), *case.words]
-        seconds, peak = peak_of(command)
+        used = use_of(command)
     finally:
         for path in (*paths, fused):
             path.unlink(missing_ok=True)
-    return Row(case.name, files, sum(math.prod(s) for s in case.shapes.values()), seconds, peak)
+    return Row(case.name, files, sum(math.prod(s) for s in case.shapes.values()), used.seconds, used.peak_mb)
 
 
 def main() -> None:

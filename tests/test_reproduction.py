@@ -72,7 +72,7 @@ def test_what_documents_call_never_run_has_no_result() -> None:
 def test_stored_results_are_small_and_have_their_file() -> None:
     for scale in SCALES:
         for name in read_results(results_folder(), scale):
-            assert (ROOT / "experiments" / f"{name}.{scale}.toml").is_file()
+            assert (ROOT / "experiments" / f"{name}.{scale}.toml").is_file() or name in all_figures()
     assert all(path.stat().st_size < 40_000 for path in results_folder().rglob("*.json"))
 
 

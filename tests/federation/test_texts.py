@@ -200,9 +200,9 @@ def test_what_cannot_be_read_is_refused_by_file_and_line(
         (("--task", "text-classification"), "the classes of texts are not named"),
         (("--task", "language-model", "--classes", "a,b"), "a language model tells characters and no classes"),
         (("--task", "language-model", "--model", "text_classifier"), "answers once for a text"),
-        (("--task", "language-model", "--image-size", "8"), "--image-size is said of tables, pictures and arrays"),
+        (("--task", "language-model", "--image-size", "8"), "--image-size is said of other rows than texts"),
         (("--task", "language-model", "--method", "pfnm"), "pfnm"),
-        (("--length", "8", "--classes", "a,b", "--shape", "3"), "--length is said of texts"),
+        (("--length", "8", "--classes", "a,b", "--shape", "3"), "--length and --characters are said of texts"),
     ],
 )
 def test_a_folder_that_cannot_be_is_not_made(fedfuse: Fedfuse, texts: Path, words: tuple[str, ...], told: str) -> None:

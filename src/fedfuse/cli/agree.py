@@ -72,6 +72,7 @@ def init(
     MORE_MOMENTS are further files behind --moments.
     """
     from fedfuse.federation.create import create_federation
+    from fedfuse.federation.texts import TextAgreement
 
     made = create_federation(
         folder,
@@ -83,8 +84,7 @@ def init(
         image_size=image_size,
         channels=channels,
         shape=_whole_numbers(shape, "--shape"),
-        length=length,
-        characters=characters,
+        texts=TextAgreement(length, characters),
         data=data,
         normalize=normalize,
         least_rows=least_rows,

@@ -154,10 +154,7 @@ def read_site(
         return _read_texts(source, form, classes or (), limit, labelled, task, half)
     if _is_table(source):
         return _read_table(source, form, classes or (), limit, labelled, task, table)
-    if isinstance(form, TextForm):
-        raise ConfigError(f"{form} are read by the tasks text-classification and language-model, not {task.name}")
-    if isinstance(form, TableForm):
-        raise ConfigError(f"{source} is no table, and {form} is expected here; give a .csv or .parquet file")
+    form = _without_columns(source, form)
     found = _open(source, half, classes or (), limit, labelled, task)
     names = _class_names(found, classes, keep_order)
     y = _relabel(source, found, names) if labelled and found.labelled else torch.zeros_like(found.y)
@@ -178,6 +175,14 @@ def read_site(
     if form.is_normalized:
         rows = Rows(Standardize(form.mean, form.std)(rows.x), rows.y)
     return SiteRows(source, rows, names, form, called, broken, found.half, found.labelled, task)
+
+
+def _without_columns(source: str, form: RowForm | None) -> PictureForm | ArrayForm | None:
+    """The form, if it is one of pictures or arrays."""
+    if isinstance(form, TableForm | TextForm):
+        more = "give a .csv or .parquet file" if isinstance(form, TableForm) else "say which task reads texts"
+        raise ConfigError(f"{source} is no {form.kind.removesuffix('s')}, and {form} is expected here; {more}")
+    return form
 
 
 def _read_texts(

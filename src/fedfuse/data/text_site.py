@@ -14,7 +14,7 @@ from fedfuse.core.characters import TextForm
 from fedfuse.core.words import suggest
 from fedfuse.data.images import half_folder
 from fedfuse.data.rows import Rows
-from fedfuse.data.text_source import LENGTH, SUFFIXES, Text, read_texts, texts_by_owner
+from fedfuse.data.text_source import LENGTH, SUFFIXES, WrittenText, read_texts, texts_by_owner
 from fedfuse.data.texts import cut_windows, encode, pad, vocabulary_of
 from fedfuse.errors import ConfigError
 from fedfuse.tasks import LanguageModel, Task
@@ -98,11 +98,11 @@ _NOT_AGREED = (
 )
 
 
-def form_of_texts(texts: Sequence[Text], length: int = LENGTH) -> TextForm:
+def form_of_texts(texts: Sequence[WrittenText], length: int = LENGTH) -> TextForm:
     """The form texts have by themselves: their own characters.
 
     Example:
-        >>> form_of_texts([Text("ba", None, None, "line 1")], 4).characters
+        >>> form_of_texts([WrittenText("ba", None, None, "line 1")], 4).characters
         'ab'
     """
     return TextForm(length=length, characters="".join(vocabulary_of(text.words for text in texts)[1:]))
@@ -111,7 +111,7 @@ def form_of_texts(texts: Sequence[Text], length: int = LENGTH) -> TextForm:
 _Found = tuple[Rows, tuple[str, ...], TextForm, tuple[str, ...]]
 
 
-def _windows(texts: list[Text], form: TextForm, location: Path) -> _Found:
+def _windows(texts: list[WrittenText], form: TextForm, location: Path) -> _Found:
     """Windows of what each writer wrote, with the next character after each."""
     written = texts_by_owner(texts)
     parts = {who: cut_windows(encode(words, form.vocabulary), form.length) for who, words in written.items()}
@@ -122,7 +122,7 @@ def _windows(texts: list[Text], form: TextForm, location: Path) -> _Found:
     return Rows(torch.from_numpy(x), torch.from_numpy(y)), form.token_names, form, names
 
 
-def _ends(texts: Sequence[Text], form: TextForm) -> _Found:
+def _ends(texts: Sequence[WrittenText], form: TextForm) -> _Found:
     """The last characters of each text; the one place with a target is where the next character is asked for."""
     asked = [text for text in texts if text.words]
     x = pad([text.words[-form.length :] for text in asked], form.length, form.vocabulary)
@@ -132,7 +132,9 @@ def _ends(texts: Sequence[Text], form: TextForm) -> _Found:
     return rows, form.token_names, form, tuple(text.place for text in asked)
 
 
-def _classes(texts: Sequence[Text], form: TextForm, classes: Sequence[str], location: Path, labelled: bool) -> _Found:
+def _classes(
+    texts: Sequence[WrittenText], form: TextForm, classes: Sequence[str], location: Path, labelled: bool
+) -> _Found:
     """Texts cut or filled up to one length, with their classes in the order of these names."""
     x = torch.from_numpy(pad([text.words for text in texts], form.length, form.vocabulary))
     places = tuple(text.place for text in texts)
@@ -145,7 +147,7 @@ def _classes(texts: Sequence[Text], form: TextForm, classes: Sequence[str], loca
     return Rows(x, y), names, form, places
 
 
-def _check_label(text: Text, classes: Sequence[str], location: Path) -> None:
+def _check_label(text: WrittenText, classes: Sequence[str], location: Path) -> None:
     if text.label is None:
         raise ConfigError(
             f"{location}, {text.place}: the text has no class; put it into a folder of that name, or add a label"
@@ -157,7 +159,7 @@ def _check_label(text: Text, classes: Sequence[str], location: Path) -> None:
         )
 
 
-def _tell_unknown(texts: Sequence[Text], form: TextForm, location: Path) -> list[str]:
+def _tell_unknown(texts: Sequence[WrittenText], form: TextForm, location: Path) -> list[str]:
     """Say how many characters the vocabulary lacks; refuse texts of another script."""
     known, words = set(form.characters), "".join(text.words for text in texts)
     strange = sorted({character for character in words if character not in known})

@@ -76,7 +76,7 @@ def speeches(text: str, where: object) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class WrittenText:
     """One text, its class and its writer where they are known, and where it stands in its source."""
 
     words: str
@@ -103,7 +103,7 @@ def open_texts(location: Path, options: Mapping[str, object], task: Task) -> Tex
     return _class_halves(texts, length, fraction, location)
 
 
-def read_texts(location: Path, options: Mapping[str, object], task: Task) -> list[Text]:
+def read_texts(location: Path, options: Mapping[str, object], task: Task) -> list[WrittenText]:
     """All texts of a folder of `.txt` files, of one such file, or of a `.jsonl` file.
 
     Raises:
@@ -115,7 +115,7 @@ def read_texts(location: Path, options: Mapping[str, object], task: Task) -> lis
     return texts
 
 
-def texts_by_owner(texts: list[Text]) -> dict[str, str]:
+def texts_by_owner(texts: list[WrittenText]) -> dict[str, str]:
     """What each writer wrote, text after text; `all` is whoever is not named."""
     together: dict[str, list[str]] = {}
     for text in texts:
@@ -123,7 +123,7 @@ def texts_by_owner(texts: list[Text]) -> dict[str, str]:
     return {who: "\n".join(words) for who, words in together.items()}
 
 
-def _class_halves(texts: list[Text], length: int, fraction: float, location: Path) -> TextHalves:
+def _class_halves(texts: list[WrittenText], length: int, fraction: float, location: Path) -> TextHalves:
     if any(text.label is None for text in texts):
         raise ConfigError(f"{location}: a text has no class; put it into a folder of that name, or add a label")
     classes = tuple(sorted({str(text.label) for text in texts}))
@@ -136,17 +136,17 @@ def _class_halves(texts: list[Text], length: int, fraction: float, location: Pat
     return TextHalves(replace(own, owners=owners), rest, classes)
 
 
-def _read_folder(location: Path, task: Task) -> Iterator[Text]:
+def _read_folder(location: Path, task: Task) -> Iterator[WrittenText]:
     if location.is_file():
-        yield Text(read_words(location), None, location.stem, location.name)
+        yield WrittenText(read_words(location), None, location.stem, location.name)
         return
     for path in sorted(location.rglob("*.txt")):
         folder = path.relative_to(location).parts[0] if path.parent != location else None
         speaks = folder or path.stem if isinstance(task, LanguageModel) else None
-        yield Text(read_words(path), folder, speaks, path.relative_to(location).as_posix())
+        yield WrittenText(read_words(path), folder, speaks, path.relative_to(location).as_posix())
 
 
-def _read_lines(location: Path, options: Mapping[str, object]) -> Iterator[Text]:
+def _read_lines(location: Path, options: Mapping[str, object]) -> Iterator[WrittenText]:
     keys = {key: str(options.get(key, default)) for key, default in (("text", "text"), ("label", "label"))}
     owner = options.get("client")
     for number, line in enumerate(read_words(location).splitlines(), 1):
@@ -158,7 +158,7 @@ def _read_lines(location: Path, options: Mapping[str, object]) -> Iterator[Text]
                 raise ConfigError(f"{location}, line {number}: {keys['text']!r} is no text; the line has {have}")
             label, who = row.get(keys["label"]), row.get(str(owner)) if owner is not None else None
             label, who = (None if value is None else str(value) for value in (label, who))
-            yield Text(words, label, who, f"line {number}")
+            yield WrittenText(words, label, who, f"line {number}")
 
 
 def _parse(line: str, where: str) -> dict[str, Any]:

@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from fedfuse.api.update import start_of
-from fedfuse.core.characters import PLAIN, TextForm
 from fedfuse.core.forms import ArrayForm, PictureForm, RowForm
 from fedfuse.core.settings import validate_settings
 from fedfuse.data import standardize
 from fedfuse.data.site import SiteRows, read_site
 from fedfuse.data.tables import SUFFIXES
-from fedfuse.data.text_source import LENGTH, read_words
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.keys import assign
 from fedfuse.federation.agreement import TEXT_NETWORKS, Agreement, FederationFolder, write_federation
 from fedfuse.federation.tables import TableAgreement, agree_on_table
-from fedfuse.tasks import CLASSIFICATION, Classification, Task, task_named
+from fedfuse.federation.texts import TextAgreement, agree_on_texts, check_texts_said
+from fedfuse.tasks import CLASSIFICATION, Task, task_named
 
 SECTIONS = ("model", "local", "method")
 TRAINING: Mapping[str, Any] = {"epochs": 20, "batch_size": 32}
@@ -38,8 +37,7 @@ def create_federation(
     image_size: int | None = None,
     channels: int | None = None,
     shape: Sequence[int] = (),
-    length: int | None = None,
-    characters: Path | None = None,
+    texts: TextAgreement | None = None,
     data: str | None = None,
     normalize: bool = False,
     least_rows: int | None = None,
@@ -62,8 +60,7 @@ def create_federation(
         image_size: width and height of pictures.
         channels: 1 for grey pictures, 3 for colour.
         shape: of one row, where rows are arrays.
-        length: characters of a text that the network reads.
-        characters: a file of all characters that texts may have; by default those of a first site, or plain English's.
+        texts: what is said of texts.
         data: a first site's rows, for whatever of classes, size and channels is not said.
         normalize: shift and scale inputs by that first site's mean and standard deviation.
         least_rows: a site with fewer rows brings nothing.
@@ -77,64 +74,33 @@ def create_federation(
         ConfigError: if something is not said, or does not fit.
     """
     options, table = read_sets(sets), table or TableAgreement()
-    of_others = {"--target and --columns": table, "--image-size": image_size, "--channels": channels, "--shape": shape}
-    _check_said(task, {"--length": length, "--characters": characters}, {**of_others, "--normalize": normalize})
-    training = OPTIMIZER
+    check_texts_said(texts, task)
     if task in TEXT_NETWORKS:
-        found = _agree_on_texts(data, task, classes, length, characters)
-        network, training = model or TEXT_NETWORKS[task], TEXT_OPTIMIZER
+        said = {"image_size": image_size, "channels": channels, "shape": shape, "normalize": normalize, "target": table}
+        found = agree_on_texts(texts or TextAgreement(), data, task, classes, said)
     elif table or _is_table(data):
         found = agree_on_table(table, data, task, classes, normalize)
-        network = model or "mlp"
     else:
         found = _agree_on_rows(data, task, classes, image_size, channels, shape, normalize)
-        network = model or "lenet"
-    values: dict[str, Any] = {
-        "name": name or folder.resolve().name,
-        "seed": seed,
-        **{key: n for key, n in (("least_rows", least_rows), ("all_examples", all_examples)) if n is not None},
-        **found,
-        **_name_parts(network, method, options, training),
-    }
+    known = {"least_rows": least_rows, "all_examples": all_examples, "seed": seed, **found}
+    values = {key: value for key, value in known.items() if value is not None}
+    values |= {"name": name or folder.resolve().name, **_name_parts(model, method, options, found)}
     agreement = validate_settings(Agreement, values)
     return write_federation(folder, agreement, None if start is None else start_of(start)[1])
 
 
 def _name_parts(
-    network: str, method: str, options: Mapping[str, dict[str, Any]], optimizer: Mapping[str, Any]
+    model: str | None, method: str, options: Mapping[str, dict[str, Any]], found: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The network, the method and the training, each with what `--set` says of it."""
-    local = options["local"]
+    local, kind = options["local"], found["inputs"]["kind"]
+    network = {"table": "mlp", "texts": TEXT_NETWORKS.get(found["task"])}.get(kind) or "lenet"
+    optimizer = TEXT_OPTIMIZER if kind == "texts" else OPTIMIZER
     return {
-        "model": {"name": network, **options["model"]},
+        "model": {"name": model or network, **options["model"]},
         "method": {"name": method, **options["method"]},
         "local": {**TRAINING, **local, "optimizer": {**optimizer, **local.get("optimizer", {})}},
     }
-
-
-def _check_said(task: str | None, of_texts: Mapping[str, object], of_others: Mapping[str, object]) -> None:
-    """Refuse what is said of other rows than the task has."""
-    odd, rows = (of_others, "tables, pictures and arrays") if task in TEXT_NETWORKS else (of_texts, "texts")
-    for option, value in odd.items():
-        if value:
-            raise ConfigError(
-                f"{option} is said of {rows}, and the task is {task or CLASSIFICATION.name}; leave it out"
-            )
-
-
-def _agree_on_texts(
-    data: str | None, task: str, classes: Sequence[str], length: int | None, characters: Path | None
-) -> dict[str, Any]:
-    """Task, classes, length and characters of texts, as they were said or as a first site has them."""
-    learns = task_named(task)
-    known = PLAIN if characters is None else "".join(sorted(set(read_words(characters))))
-    form: RowForm = validate_settings(TextForm, {"length": length or LENGTH, "characters": known}, "inputs")
-    names = list(classes)
-    if data is not None:
-        site = read_site(data, form=form if characters is not None else None, classes=classes or None, task=learns)
-        names = names or (list(site.class_names) if isinstance(learns, Classification) else [])
-        form = form if characters is not None else site.form.model_copy(update={"length": length or LENGTH})
-    return {"task": learns.name, "classes": names, "inputs": form.model_dump()}
 
 
 def _is_table(data: str | None) -> bool:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from fedfuse.errors import ConfigError, NotConverged
@@ -42,6 +41,8 @@ def match(cost: Tensor, *, maximize: bool = False) -> Assignment:
         >>> found.cols.tolist(), found.total
         ([1, 0], 3.0)
     """
+    from scipy.optimize import linear_sum_assignment  # late: most commands match nothing, and it is long to load
+
     if cost.ndim != 2 or not bool(torch.isfinite(cost).all()):
         raise ConfigError(f"match: got a tensor of shape {tuple(cost.shape)}, expected a matrix of finite numbers")
     table = cost.detach().double().cpu().numpy()  # scipy would convert it anyway; so the total is summed in float64 too
@@ -66,6 +67,8 @@ def match_each(gains: Tensor) -> Tensor:
         )
     table = gains.detach().double().cpu().numpy()
     # one after another: scipy has no batch, and the solver's own time dwarfs the loop
+    from scipy.optimize import linear_sum_assignment
+
     found = [linear_sum_assignment(square, maximize=True)[1] for square in table]
     columns = torch.from_numpy(np.stack(found)) if found else torch.empty(gains.shape[:2], dtype=torch.int64)
     return columns.to(gains.device)

@@ -128,14 +128,17 @@ def method_verdicts(method: str, findings: Sequence[Finding]) -> list[str]:
 def stored_table(result: StoredResult, score: str = "accuracy", cells: Sequence[str] = ()) -> str:
     """A stored result as a Markdown table: methods down, experiments across, mean ± standard deviation over seeds.
 
-    The best of a column is bold.
+    The best of a column is bold; a label in parentheses, such as a bound to read the others by, does not compete.
     """
     column, chosen = STORED_COLUMNS[score], [cell for cell in result.cells if not cells or cell in cells]
     factor, digits, unit = UNITS.get(column.kind, (1.0, 3, ""))
     lines = [f"| {column.title}{unit} | {' | '.join(cell.replace('-', ' ') for cell in chosen)} |"]
     lines.append("|---|" + "--:|" * len(chosen))
     found = {cell: {label: result.summarize(cell, label, score) for label in result.labels} for cell in chosen}
-    best = {cell: _best_mean(list(values.values()), column.better == "high") for cell, values in found.items()}
+    best = {
+        cell: _best_mean([v for label, v in values.items() if not label.startswith("(")], column.better == "high")
+        for cell, values in found.items()
+    }
     for label in result.labels:
         words = [_cell_text(found[cell][label], factor, digits, best[cell]) for cell in chosen]
         if set(words) != {DASH}:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from scipy import stats
 from torch import Tensor
 
 from fedfuse.nets.glm import Family, NewtonSums, solve_symmetric
@@ -44,6 +43,8 @@ def coefficient_table(
     freedom = num_examples - covariance.shape[0]
     if family == "gaussian":
         covariance = covariance * (2 * float(sums.loss) / max(freedom, 1.0) / len(weights))
+    from scipy import stats  # late: it takes as long to load as a small fusion lasts
+
     spread = stats.t(max(freedom, 1.0)) if family == "gaussian" else stats.norm()
     errors = covariance.diagonal().clamp(min=0).sqrt()
     width = float(spread.ppf((1 + level) / 2))
@@ -69,6 +70,8 @@ def heterogeneity(each: Sequence[NewtonSums], moves: Sequence[Tensor], free: Ten
     away = [d.flatten()[free.flatten()] for d in moves]
     q = sum(float(d @ h @ d) for d, h in zip(away, hessians, strict=True))
     freedom = max(sum(ranks) - int(free.sum()), 0)
+    from scipy import stats
+
     chance = float(stats.chi2.sf(q, freedom)) if freedom else math.nan
     return {"Q": q, "df": freedom, "p": chance, "I2": max(0.0, (q - freedom) / q) if q > 0 else 0.0}
 

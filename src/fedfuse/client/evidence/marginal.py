@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from typing import get_args
 
 import torch
-from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from fedfuse.linalg.damping import Split, balance
@@ -101,5 +100,7 @@ def _search(beliefs: Sequence[LayerBelief], rows: int, split: int) -> tuple[floa
         return -sum(b.log_evidence(rows, 10.0**exponent, b.balances[split]) for b in beliefs)
 
     decade = min(_DECADES, key=loss)
+    from scipy.optimize import minimize_scalar  # late: it is long to load, and few ask for it
+
     fine = minimize_scalar(loss, bounds=(decade - 1, decade + 1), method="bounded", options={"xatol": 0.01})
     return 10.0 ** float(fine.x), -float(fine.fun)
