@@ -71,7 +71,7 @@ def steps(last: int) -> Callable[[], None]:
     """Some training steps of LeNet with so many Bayesian layers."""
     draw = torch.Generator().manual_seed(0)
     rows = Rows(torch.randn(64 * STEPS, 1, 28, 28, generator=draw), torch.randint(10, (64 * STEPS,), generator=draw))
-    work = Work(LocalSettings(optimizer=Optimizer(momentum=0.9)), Elbo() if last else TaskLoss())
+    work = Work(LocalSettings(optimizer=Optimizer(momentum=0.9), kernel="torch"), Elbo() if last else TaskLoss())
     first = start(LENET, last)
     module = first.spec.build().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     brief = ServerState(0, first).brief((), 10)

@@ -167,11 +167,11 @@ def by_torch(work: Callable[[], object]) -> Callable[[], object]:
     """The same mean without compiled code."""
 
     def slower() -> None:
-        means._MIN_COMPILED, before = 1 << 62, means._MIN_COMPILED
+        means.MIN_COMPILED, before = 1 << 62, means.MIN_COMPILED
         try:
             work()
         finally:
-            means._MIN_COMPILED = before
+            means.MIN_COMPILED = before
 
     return slower
 

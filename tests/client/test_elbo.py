@@ -234,3 +234,13 @@ def test_options_become_a_recipe() -> None:
     plain = Variational().recipe(0, MeanIn(RKLB))
     assert (plain.objective, plain.prepare_model) == (TaskLoss(), type(plain.prepare_model)())
     assert Variational(layers=("fc1",)).recipe(0, MeanIn(RKLB)).prepare_model == BayesianLayers(0, ("fc1",))
+
+
+@pytest.mark.parametrize("prior", ["numbers", "tensors"])
+def test_the_divergence_has_the_slopes_of_its_formula(prior: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    mean, rho, m, log_v = torch.randn(4, 3, 5, dtype=torch.float64, generator=draw)
+    given = (m, log_v) if prior == "tensors" else (0.3, -0.7)
+    mean.requires_grad_()
+    rho.requires_grad_()
+    assert torch.autograd.gradcheck(lambda a, b: kl_diagonal(a, b, *given), (mean, rho))

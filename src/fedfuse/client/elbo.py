@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fedfuse.client.cavity import cavity, posterior_before
 from fedfuse.core.precision import in_full
@@ -17,7 +18,7 @@ from fedfuse.core.seams import Aggregator, Batch, Objective, ServerStep, TaskLos
 from fedfuse.core.settings import Settings
 from fedfuse.core.state import EXAMPLES, Local
 from fedfuse.errors import RecipeError
-from fedfuse.models.bayes import BayesianLayers, Factor, factors, prior_log_variance
+from fedfuse.models.bayes import BayesianLayers, Factor, factors_of, mean_fields, prior_log_variance
 
 Prior = Literal["start", "fan-in", "standard", "global", "cavity"]
 Choice = Literal["start", "fan-in", "standard", "global"]
@@ -101,7 +102,8 @@ class Elbo:
 
     def divergence(self, local: Local) -> Tensor:
         """KL of all Bayesian weights from their prior."""
-        parts = [kl_diagonal(f.mean, f.log_variance, *self._prior(local, f)) for f in factors(local.module)]
+        layers = local.once("elbo/layers", lambda client: mean_fields(client.module))
+        parts = [kl_diagonal(f.mean, f.log_variance, *self._prior(local, f)) for f in factors_of(layers)]
         if not parts:
             raise RecipeError("the evidence lower bound needs Bayesian layers and the network has none; use last ≥ 1")
         return torch.stack(parts).sum()
@@ -128,7 +130,26 @@ def kl_diagonal(mean: Tensor, log_variance: Tensor, m: Tensor | float, log_v: Te
         >>> kl_diagonal(torch.tensor([2.0]), torch.zeros(1), 0.0, 0.0)
         tensor(2.)
     """
-    mean, log_variance = in_full(mean), in_full(log_variance)
-    gap = log_variance - log_v
-    away = (mean - m).square() * (-torch.as_tensor(log_v, dtype=mean.dtype)).exp()
-    return (gap.exp() + away - 1 - gap).sum() / 2
+    return _DiagonalDivergence.apply(in_full(mean), in_full(log_variance), m, log_v)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _DiagonalDivergence(torch.autograd.Function):
+    """The sum of `kl_diagonal` with its slopes in closed form, a third of autograd's operations: it is in every step."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, mean: Tensor, log_variance: Tensor, m: Tensor | float, log_v: Tensor | float
+    ) -> Tensor:
+        """Σ ½ (e^gap − 1 − gap) + ½ (mean − m)² e^−log_v, where the gap is of log-variances."""
+        gap, precision = log_variance - log_v, (-torch.as_tensor(log_v, dtype=mean.dtype)).exp()
+        wider, apart = gap.exp().sub_(1), mean - m
+        pull = apart * precision
+        ctx.save_for_backward(wider, pull)
+        return ((wider - gap).sum() + torch.dot(apart.reshape(-1), pull.reshape(-1))) / 2
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """(mean − m) e^−log_v and ½ (e^gap − 1); the prior is given."""
+        wider, pull = ctx.saved_tensors
+        return pull * grad, wider * (grad / 2), None, None

@@ -34,7 +34,7 @@ def _pointer(typing, address):  # type: ignore[no-untyped-def] # noqa: ARG001
 
 
 @compile_exactly
-def _row(address: int, begin: int, count: int) -> Floats:
+def point_at(address: int, begin: int, count: int) -> Floats:
     """So many numbers of a row that lies at an address."""
     return numba.carray(_pointer(address + 4 * begin), count, np.float32)  # type: ignore[no-any-return]
 
@@ -57,7 +57,7 @@ def weighted_sums(rows: Ints, weights: Doubles, divisor: float, begin: int, out:
         for i in range(count):
             sums[i] = 0.0
         add_rows(rows[:last], weights[:last], begin + first, sums[:count])
-        row, part = _row(rows[last], begin + first, count), out[first : first + count]
+        row, part = point_at(rows[last], begin + first, count), out[first : first + count]
         _finish(row, weights[last], sums[:count], divisor, part)
 
 
@@ -79,7 +79,7 @@ def add_rows(rows: Ints, weights: Doubles, begin: int, sums: Doubles) -> None:
         _add_four(rows[k : k + 4], weights[k : k + 4], begin, sums)
         k += 4
     while k < rows.size:
-        row, weight = _row(rows[k], begin, sums.size), weights[k]
+        row, weight = point_at(rows[k], begin, sums.size), weights[k]
         for i in range(sums.size):
             sums[i] += weight * np.float64(row[i])
         k += 1
@@ -89,7 +89,12 @@ def add_rows(rows: Ints, weights: Doubles, begin: int, sums: Doubles) -> None:
 def _add_four(rows: Ints, weights: Doubles, begin: int, sums: Doubles) -> None:
     """Four rows in their order, while a sum is in its register."""
     n = sums.size
-    a, b, c, d = _row(rows[0], begin, n), _row(rows[1], begin, n), _row(rows[2], begin, n), _row(rows[3], begin, n)
+    a, b, c, d = (
+        point_at(rows[0], begin, n),
+        point_at(rows[1], begin, n),
+        point_at(rows[2], begin, n),
+        point_at(rows[3], begin, n),
+    )
     p, q, r, s = weights[0], weights[1], weights[2], weights[3]
     for i in range(n):
         total = sums[i] + p * np.float64(a[i])
@@ -102,8 +107,18 @@ def _add_four(rows: Ints, weights: Doubles, begin: int, sums: Doubles) -> None:
 def _add_eight(rows: Ints, weights: Doubles, begin: int, sums: Doubles) -> None:
     """Eight rows likewise."""
     n = sums.size
-    a, b, c, d = _row(rows[0], begin, n), _row(rows[1], begin, n), _row(rows[2], begin, n), _row(rows[3], begin, n)
-    e, f, g, h = _row(rows[4], begin, n), _row(rows[5], begin, n), _row(rows[6], begin, n), _row(rows[7], begin, n)
+    a, b, c, d = (
+        point_at(rows[0], begin, n),
+        point_at(rows[1], begin, n),
+        point_at(rows[2], begin, n),
+        point_at(rows[3], begin, n),
+    )
+    e, f, g, h = (
+        point_at(rows[4], begin, n),
+        point_at(rows[5], begin, n),
+        point_at(rows[6], begin, n),
+        point_at(rows[7], begin, n),
+    )
     p, q, r, s = weights[0], weights[1], weights[2], weights[3]
     t, u, v, w = weights[4], weights[5], weights[6], weights[7]
     for i in range(n):

@@ -88,7 +88,7 @@ class MeanField(nn.Module):
             None if self.bias_log_variance is None else self.clamp_log_variance(self.bias_log_variance).exp()
         )
         variance = self.affine(input.square(), self.clamp_log_variance(self.log_variance).exp(), bias_variance)
-        return mean + (variance + _TINY).sqrt() * torch.randn_like(mean)
+        return mean.addcmul((variance + _TINY).sqrt(), torch.randn_like(mean))
 
 
 class BayesLinear(MeanField, nn.Linear):  # type: ignore[misc]  # torch forgets that a bias may be None
@@ -297,7 +297,12 @@ def mean_fields(model: nn.Module) -> list[tuple[str, MeanField]]:
 
 def factors(model: nn.Module) -> Iterator[Factor]:
     """The Gaussians of all Bayesian layers of a network, under their full names."""
-    for path, layer in mean_fields(model):
+    return factors_of(mean_fields(model))
+
+
+def factors_of(layers: Sequence[tuple[str, MeanField]]) -> Iterator[Factor]:
+    """The Gaussians of these layers, under their full names."""
+    for path, layer in layers:
         for factor in layer.factors():
             yield factor._replace(name=f"{path}.{factor.name}" if path else factor.name)
 

@@ -68,7 +68,7 @@ def test_it_is_the_float64_sum_in_client_order_rounded_once(
     tensors = [torch.randn(count, generator=draw).to(dtype) for _ in range(clients)]
     weights = torch.rand(clients, generator=draw, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(means, "_MIN_COMPILED", many)
+        patch.setattr(means, "MIN_COMPILED", many)
         out = weighted_mean([{"w": t} for t in tensors], weights, "w")
     assert out.dtype == dtype
     assert out.equal(exact(tensors, weights.tolist()))
@@ -88,7 +88,7 @@ def test_blocks_leave_no_seam(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("many", [0, 1 << 60])
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_share_the_blocks_and_change_no_bit(threads: int, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(means, "_MIN_COMPILED", many)
+    monkeypatch.setattr(means, "MIN_COMPILED", many)
     monkeypatch.setattr(means, "_MIN_THREADED", 0)
     cohort = cohort_of([in_bytes(random_state(LENET, s)) for s in range(3)], [1.0, 2.0, 5.0], LENET)
     monkeypatch.setattr(means, "BLOCK", 1 << 10)
@@ -104,7 +104,7 @@ def test_every_way_a_client_can_be_stored_gives_the_same_bytes(
     tmp_path: object, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a message, in a file, in separate tensors, in another order, with evidence between: same mean."""
-    monkeypatch.setattr(means, "_MIN_COMPILED", 0 if compiled else 1 << 60)
+    monkeypatch.setattr(means, "MIN_COMPILED", 0 if compiled else 1 << 60)
     spec = Spec.of(nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2)))
     states = [random_state(spec, s) for s in range(3)]
     num_examples, expected = [1.0, 2.0, 5.0], None
@@ -128,14 +128,14 @@ def test_what_lies_otherwise_is_summed_all_the_same(odd: str, monkeypatch: pytes
     if odd.startswith("fetched"):
         source = LazyParams({"w": Form(strange.shape, strange.dtype)}, lambda _, begin, end: strange[begin:end])
     expected = exact(values, [1.0, 2.0, 3.0, 4.0, 5.0])
-    monkeypatch.setattr(means, "_MIN_COMPILED", 0)
+    monkeypatch.setattr(means, "MIN_COMPILED", 0)
     sources: list[Params] = [{"w": v} for v in values[:2]] + [source] + [{"w": v} for v in values[3:]]
     assert weighted_mean(sources, [1.0, 2.0, 3.0, 4.0, 5.0], "w").equal(expected)
 
 
 @pytest.mark.parametrize("many", [0, 1 << 60])
 def test_a_shorter_tensor_is_an_error_not_a_look_beyond_its_end(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(means, "_MIN_COMPILED", many)
+    monkeypatch.setattr(means, "MIN_COMPILED", many)
     with pytest.raises(RuntimeError, match="size"):
         weighted_mean([{"w": torch.zeros(300)}, {"w": torch.zeros(200)}], [1.0, 1.0], "w")
 

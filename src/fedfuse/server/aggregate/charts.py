@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -32,10 +33,12 @@ from fedfuse.core.posterior import Diag
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
-from fedfuse.server.aggregate.mean import ALL_LAWS, BLOCK, weighted_mean
+from fedfuse.kernels import why_not
+from fedfuse.server.aggregate.mean import ALL_LAWS, BLOCK, MIN_COMPILED, is_plain, weighted_mean
 from fedfuse.wire.codec import forms_of, piece_of
 
 Pair = tuple[Tensor, Tensor]
+Where: TypeAlias = list[tuple[Params, str]]
 
 _RUN = 5 << 14  # elements fused at a time: long enough to call rarely, short enough that sums stay in cache
 _LEAST = 1e-30  # a variance that rounding cannot take below zero
@@ -69,6 +72,7 @@ class Chart:
         log: uncertainty ↦ ρ, taken in the precision of what came.
         power: the second coordinate is weighed by w^power.
         centered: take coordinates around the first mean, so that squares of means lose no digits.
+        compiled: what compiled code calls these coordinates, and the power of v in the second.
     """
 
     name: str
@@ -77,6 +81,7 @@ class Chart:
     log: Callable[[Tensor], Tensor]
     power: int = 1
     centered: bool = False
+    compiled: tuple[str, float] | None = None
 
     @property
     def shrinks(self) -> bool:
@@ -145,12 +150,12 @@ def _log_reciprocal(b: Tensor) -> Tensor:
     return -b.log()
 
 
-EAA = Chart("EAA", _to_variance, _identity_pair, torch.log)
-GAA = Chart("GAA", _to_variance, _identity_pair, torch.log, power=2)
-AALV = Chart("AALV", _identity_pair, _identity_pair, _identity)
-WB = Chart("WB", _to_deviation, _identity_pair, _log_square)
-RKLB = Chart("RKLB", _to_natural, _from_natural, _log_reciprocal)
-FKLB = Chart("FKLB", _to_moments, _from_moments, torch.log, centered=True)
+EAA = Chart("EAA", _to_variance, _identity_pair, torch.log, compiled=("VARIANCES", 1.0))
+GAA = Chart("GAA", _to_variance, _identity_pair, torch.log, power=2, compiled=("VARIANCES", 1.0))
+AALV = Chart("AALV", _identity_pair, _identity_pair, _identity, compiled=("LOGS", 0.0))
+WB = Chart("WB", _to_deviation, _identity_pair, _log_square, compiled=("VARIANCES", 0.5))
+RKLB = Chart("RKLB", _to_natural, _from_natural, _log_reciprocal, compiled=("PRECISIONS", -1.0))
+FKLB = Chart("FKLB", _to_moments, _from_moments, torch.log, centered=True, compiled=("MOMENTS", 1.0))
 
 CHARTS = {chart.name: chart for chart in (EAA, GAA, AALV, WB, RKLB, FKLB)}
 
@@ -250,12 +255,62 @@ class MeanIn(ServerPart):
     ) -> Pair:
         """One tensor across clients: its mean and its variance, or log-variance, as `to_output` says, in its dtype."""
         form = forms_of(sources[0])[name]
+        if (fused := self._fuse_compiled(sources, name, logs, weights)) is not None:
+            return tuple(t.view(form.shape) for t in fused)  # type: ignore[return-value]
         mean, uncertainty = (torch.empty(form.shape, dtype=form.dtype) for _ in range(2))
         for begin, end in _runs(math.prod(form.shape), len(sources)):
             mus = [piece_of(source, name, begin, end) for source in sources]
             fused = self.chart(mus, (piece(begin, end) for piece in logs), weights)
             mean.view(-1)[begin:end], uncertainty.view(-1)[begin:end] = to_output(*fused)
         return mean, uncertainty
+
+    def _fuse_compiled(
+        self, sources: Sequence[Params], name: str, logs: Sequence[_LogVariances], weights: Sequence[float]
+    ) -> Pair | None:
+        """Mean and log-variance of one tensor by compiled code; None where it does not know them, or it is too small.
+
+        It is for Bayesian layers, whose log-variances lie beside their means.
+        """
+        count = math.prod(forms_of(sources[0])[name].shape)
+        known = isinstance(self.chart, Chart) and self.chart.compiled is not None and logs[0].damping is None
+        if not known or 2 * count * len(sources) < MIN_COMPILED or why_not():
+            return None
+        means, rhos = ([piece_of(*where, 0, count) for where in side] for side in _places(sources, name, logs))
+        if not all(is_plain(piece, count) for piece in (*means, *rhos)):
+            return None
+        mean, uncertainty = torch.empty(count), torch.empty(count)
+        if not _sum_compiled(self.chart, (means, rhos), weights, mean, uncertainty) or bool(mean.sum().isnan()):
+            return None
+        return mean, self.chart.log(uncertainty)
+
+
+def _places(sources: Sequence[Params], name: str, logs: Sequence[_LogVariances]) -> tuple[Where, Where]:
+    """Where the clients' means and their log-variances are."""
+    return [(source, name) for source in sources], [(log.params, log.name) for log in logs]
+
+
+def _sum_compiled(
+    chart: Chart, pieces: tuple[list[Tensor], list[Tensor]], weights: Sequence[float], mean: Tensor, uncertainty: Tensor
+) -> bool:
+    """Fill mean and uncertainty, a share of them by each thread; whether all numbers were in reach."""
+    from fedfuse.kernels import charts
+
+    kind, power = chart.compiled or ("", 0.0)
+    means, rhos = (np.array([t.data_ptr() for t in side], np.int64) for side in pieces)
+    firsts = np.array(weights)
+    count, threads = len(mean), torch.get_num_threads()
+    step = max(BLOCK, -(-count // threads))
+
+    def fill(begin: int) -> bool:
+        target = (t[begin : begin + step].numpy() for t in (mean, uncertainty))
+        shares = firsts, firsts**chart.power
+        return bool(charts.sum_coordinates(getattr(charts, kind), power, (means, rhos), shares, begin, *target))
+
+    starts = range(0, count, step)
+    if len(starts) == 1:
+        return fill(0)
+    with ThreadPoolExecutor(threads) as pool:
+        return all(list(pool.map(fill, starts)))
 
 
 def deviations(cohort: Cohort, fused: Params) -> dict[str, Any]:

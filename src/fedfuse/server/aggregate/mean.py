@@ -31,7 +31,7 @@ from fedfuse.wire.sums import SummedParams
 # Elements per block: long enough that memory is read in long runs, short enough that the float64 sums stay in cache.
 BLOCK = 1 << 18
 _MIN_THREADED = 1 << 16  # elements that are not worth a second thread
-_MIN_COMPILED = 1 << 21  # elements of all clients that are worth loading compiled code, which takes a while
+MIN_COMPILED = 1 << 21  # elements of all clients that are worth loading compiled code, which takes a while
 
 ALL_LAWS = frozenset({"order", "one", "agree", "scale", "pure", "dtype", "finite", "repeat"})
 
@@ -267,7 +267,7 @@ def _plan(sources: Sequence[Params], what: _Sum) -> tuple[Callable[[Blocks], Non
     count, first = what.target.ends[-1], what.target.tensors[0]
     narrow = first.dtype == torch.float32 and first.device.type == "cpu"
     add = _add
-    if narrow and count * len(sources) >= _MIN_COMPILED and not why_not():
+    if narrow and count * len(sources) >= MIN_COMPILED and not why_not():
         if all(_is_resident(source, what) for source in sources):
             # nothing is fetched and no sum is kept, so blocks serve only to share the work among threads
             share = -(-count // max(1, torch.get_num_threads()))
@@ -284,10 +284,10 @@ def _is_resident(source: Params, what: _Sum) -> bool:
     """Whether a run of float32, as long as the target, lies in memory as one; addresses forgive nothing."""
     if isinstance(source, LazyParams) and not source.resident:
         return False
-    return _is_plain(piece_of(source, what.name, 0, what.target.ends[-1]), what.target.ends[-1])
+    return is_plain(piece_of(source, what.name, 0, what.target.ends[-1]), what.target.ends[-1])
 
 
-def _is_plain(run: Tensor, count: int) -> bool:
+def is_plain(run: Tensor, count: int) -> bool:
     """Whether these are so many numbers of float32, side by side in this machine's memory."""
     return run.dtype == torch.float32 and run.device.type == "cpu" and run.is_contiguous() and len(run) == count
 
@@ -341,7 +341,7 @@ def _add(block: Tensor, pieces: Sequence[Tensor], weights: list[float]) -> None:
 
 def _add_compiled(block: Tensor, pieces: Sequence[Tensor], weights: list[float]) -> None:
     """The same in one pass; pieces of another kind are left to torch."""
-    if not all(_is_plain(piece, len(block)) for piece in pieces):
+    if not all(is_plain(piece, len(block)) for piece in pieces):
         _add(block, pieces, weights)
         return
     from fedfuse.kernels.mean import add_rows
