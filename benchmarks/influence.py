@@ -95,6 +95,13 @@ def more_examples(message: Message, brief: Brief, factor: float) -> Message:
     return scale_number("steps", scale_number("num_examples", message, brief, factor), brief, factor)
 
 
+def pull_all(pulls: tuple[Pull, ...], message: Message, brief: Brief, factor: float) -> Message:
+    """Several levers at once."""
+    for pull in pulls:
+        message = pull(message, brief, factor)
+    return message
+
+
 def fewer_steps(message: Message, brief: Brief, factor: float) -> Message:
     return scale_number("steps", message, brief, 1 / factor)
 
@@ -116,6 +123,16 @@ METHODS: dict[str, tuple[str, dict[str, object], dict[str, Pull]]] = {
     "laplace": ("laplace", {}, {"fisher": partial(scale_notes, "fisher")}),
     **{name: (name, {}, POSTERIOR) for name in ("eaa", "gaa", "aalv", "wb", "rklb", "fklb")},
 }
+
+
+OWN_WORD = ("examples", "all at once")  # where numbers of examples are nobody's word but the client's
+
+
+def levers_of(method: str) -> dict[str, Pull]:
+    """What a client of a method can pull: each lever, and examples, move and the method's own together."""
+    own = METHODS[method][2]
+    together = (more_examples, scale_move, *list(own.values())[:1])
+    return EVERY | own | {"all at once": partial(pull_all, together)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,15 +255,15 @@ def pulled(pull: Pull, factor: float, payload: bytes, brief: Brief) -> bytes:
 
 
 def rows_of(method: str, guard: str, seed: int, alpha: float) -> Iterator[Row]:
-    name, options, levers = METHODS[method]
+    name, options, _ = METHODS[method]
     recipe = with_filters(replace(find_method(name).recipe(**options)), guard=GUARDS[guard])
     world = World(recipe, seed, alpha)
     honest, _, _ = world.run(lambda _payload, _brief: None, own_word=False)
-    for lever, pull in (EVERY | levers).items():
+    for lever, pull in levers_of(method).items():
         worst = Row(method, lever, guard, seed, alpha, honest, -1.0, 1.0, 1.0, None)
         for factor in LADDER:
             try:
-                accuracy, kept, admitted = world.run(partial(pulled, pull, factor), own_word=lever == "examples")
+                accuracy, kept, admitted = world.run(partial(pulled, pull, factor), own_word=lever in OWN_WORD)
             except FuseError as why:
                 worst = replace(worst, lost=honest, factor=factor, ended=str(why)[:80])
                 break

@@ -26,7 +26,7 @@ def test_whoever_is_above_the_bound_is_weakened_and_named() -> None:
     fused = fedfuse.fuse(sites(7.0), start=START)
     assert [c["client"] for c in fused.clipped] == ["model-6"]
     assert fused.refused == ()
-    assert float(fused.state_dict()["w"][0]) == pytest.approx(1 + (5 + 2.5) / 6)
+    assert float(fused.state_dict()["w"][0]) == pytest.approx(1 + (5 + 2.0) / 6)
 
 
 @pytest.mark.parametrize("bounds", [{"ratio": 10.0}, Bounds(ratio=10.0)])

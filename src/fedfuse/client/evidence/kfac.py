@@ -258,6 +258,7 @@ class KroneckerFactors(PlainEvidence):
     centred: bool = False
     min_rows: int | None = None
     name: ClassVar[str] = "kron"
+    weighs: ClassVar[bool] = True
 
     @property
     def reveals(self) -> str:
