@@ -292,6 +292,46 @@ def test_evidence_far_above_the_others_is_refused_or_weakened(kind: str, over: A
             )
 
 
+def say_of(update: ClientUpdate, layer: str = "0") -> float:
+    return update.num_examples * measure(update, BRIEF, ())[f"move of {layer}"].value
+
+
+@pytest.mark.parametrize(("claimed", "by"), [(19.0, 1.9), (10.0, 1.9), (19.0, 1.0), (9.9, 9.0)])
+def test_examples_times_move_is_bounded_where_examples_are_ones_own_word(claimed: float, by: float) -> None:
+    """Each lever just within its bound would be nearly four times the median together; together they may be twice."""
+    found = door(honest(by, num_examples=claimed, steps=8 if claimed > 10 else 4), enrolled={})
+    says = {u.client: say_of(u) for u in found.cohort}
+    assert says["m"] <= 2.001 * sorted(says.values())[5]
+    together = claimed * min(by, 2.0) / 10 > 2.1
+    assert ("say in 0" in {c["field"] for c in found.clipped}) == together
+
+
+def test_a_small_client_may_move_far_and_a_large_one_that_is_vouched_for_counts() -> None:
+    far = door(honest(1.9, num_examples=4.0, steps=2))
+    assert (far.refused, far.clipped) == ([], [])
+    large = door(honest(1.1, num_examples=900.0, steps=360))
+    assert (large.refused, large.clipped) == ([], [])
+    assert large.cohort.updates[-1].num_examples == 900.0
+
+
+def test_evidence_multiplies_with_examples_and_move() -> None:
+    """Fisher twice, move twice, examples twice: alone each passes, together it is eight times the median's say."""
+    forms = {f"{NOTE}fisher/0.{n}": torch.ones_like(START[f"0.{n}"]) for n in ("weight", "bias")}
+    forms |= {f"{NOTE}fisher/1.{n}": torch.ones_like(START[f"1.{n}"]) for n in ("weight", "bias")}
+
+    def sent(factor: float) -> bytes:
+        packet = decode(honest(factor, num_examples=10 * factor, steps=round(4 * factor)))
+        return encode({**packet.tensors, **{n: factor * t for n, t in forms.items()}}, packet.header)
+
+    envelopes = [Envelope(c, sent(1 + 0.001 * i)) for i, c in enumerate(HONEST)] + [Envelope("m", sent(1.99))]
+    found = admit_all(envelopes, BRIEF, (FisherDiagonal(),), (*HONEST, "m"), training=LOCAL)
+    assert found.refused == []
+    assert {c["client"] for c in found.clipped} == {"m"}
+    assert any(c["field"].startswith("say in 0 by ") for c in found.clipped)
+    after = {u.client: say_of(u) * float(u.notes["fisher/0.weight"].mean()) for u in found.cohort}
+    assert after["m"] <= 2.02 * after["c4"]
+
+
 def test_networks_of_several_kinds_are_compared_apart() -> None:
     other = Spec("mlp", {"inputs": 3, "hidden": [], "classes": 2})
     updates = [ClientUpdate(c, Posterior(moved(1.0)), 1.0, 1, SPEC) for c in HONEST]
