@@ -1,7 +1,7 @@
 """How much can one admitted client of ten do? Methods × levers × guards, on digits.
 
 Run `python benchmarks/influence.py [--full] [--seeds N …] [--alphas A …] [--json FILE] [--methods NAME …]
-[--guards NAME …]`. After honest rounds
+[--guards NAME …]`, or `--table FILE …` for the table of the threat model from such JSON. After honest rounds
 of FedAvg the tenth client turns: it sends what it learned from its rows under the label 0, as long a move as its honest
 one, or walks back, each with honest evidence, and pulls one lever: it multiplies what scales its say by every factor of
 a ladder up to a million. Each reply passes the real door with its default bounds. What is shown for a lever is the
@@ -16,7 +16,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -281,9 +281,14 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, help="default: 0, with --full 0 to 4")
     parser.add_argument("--alphas", nargs="*", type=float, help="default: 1.0, with --full 0.3 and 1.0")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", nargs="*", type=Path, help="write stored numbers as a table instead")
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
     parser.add_argument("--guards", nargs="*", default=list(GUARDS))
     args = parser.parse_args()
+    if args.table:
+        stored = [Row(**row) for path in args.table for row in json.loads(path.read_text())]
+        print("\n".join(table(stored)))
+        return
     torch.set_num_threads(1)
     seeds = args.seeds or (range(5) if args.full else (0,))
     alphas = args.alphas or ((0.3, 1.0) if args.full else (1.0,))
@@ -312,6 +317,25 @@ def show(same: tuple[Row, ...]) -> None:
         f"kept {100 * min(row.kept for row in same):3.0f} % {worst.ended}",
         flush=True,
     )
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """Lines of Markdown: per method and lever the mean over seeds and, in brackets, the worst; guards side by side."""
+    guards = [g for g in GUARDS if any(row.guard == g for row in rows)]
+    yield f"| method | honest, % | lever | {' | '.join('no guard' if g == 'none' else g for g in guards)} |"
+    yield "|---|---:|---|" + "---:|" * len(guards)
+    for method, lever in dict.fromkeys((row.method, row.lever) for row in rows):
+        same = [row for row in rows if (row.method, row.lever) == (method, lever)]
+        honest = statistics.mean(row.honest for row in same if row.guard == guards[0])
+        first = f"`{method}` | {100 * honest:.1f}" if lever == "examples" else " | "
+        yield f"| {first} | {lever} | {' | '.join(_cell([r.lost for r in same if r.guard == g]) for g in guards)} |"
+
+
+def _cell(lost: Sequence[float]) -> str:
+    if not lost:
+        return "–"
+    mean, worst = (max(0.0, 100 * x) for x in (statistics.mean(lost), max(lost)))
+    return f"{mean:.1f} ({worst:.1f})"
 
 
 if __name__ == "__main__":
