@@ -1,7 +1,7 @@
 """How much can one admitted client of ten do? Methods × levers × guards, on digits.
 
 Run `python benchmarks/influence.py [--full] [--seeds N …] [--alphas A …] [--json FILE] [--methods NAME …]
-[--guards NAME …]`. After honest rounds
+[--guards NAME …]`, or `--table FILE …` for the table of the threat model from such JSON. After honest rounds
 of FedAvg the tenth client turns: it sends what it learned from its rows under the label 0, as long a move as its honest
 one, or walks back, each with honest evidence, and pulls one lever: it multiplies what scales its say by every factor of
 a ladder up to a million. Each reply passes the real door with its default bounds. What is shown for a lever is the
@@ -16,7 +16,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -95,6 +95,13 @@ def more_examples(message: Message, brief: Brief, factor: float) -> Message:
     return scale_number("steps", scale_number("num_examples", message, brief, factor), brief, factor)
 
 
+def pull_all(pulls: tuple[Pull, ...], message: Message, brief: Brief, factor: float) -> Message:
+    """Several levers at once."""
+    for pull in pulls:
+        message = pull(message, brief, factor)
+    return message
+
+
 def fewer_steps(message: Message, brief: Brief, factor: float) -> Message:
     return scale_number("steps", message, brief, 1 / factor)
 
@@ -116,6 +123,16 @@ METHODS: dict[str, tuple[str, dict[str, object], dict[str, Pull]]] = {
     "laplace": ("laplace", {}, {"fisher": partial(scale_notes, "fisher")}),
     **{name: (name, {}, POSTERIOR) for name in ("eaa", "gaa", "aalv", "wb", "rklb", "fklb")},
 }
+
+
+OWN_WORD = ("examples", "all at once")  # where numbers of examples are nobody's word but the client's
+
+
+def levers_of(method: str) -> dict[str, Pull]:
+    """What a client of a method can pull: each lever, and examples, move and the method's own together."""
+    own = METHODS[method][2]
+    together = (more_examples, scale_move, *list(own.values())[:1])
+    return EVERY | own | {"all at once": partial(pull_all, together)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,15 +255,15 @@ def pulled(pull: Pull, factor: float, payload: bytes, brief: Brief) -> bytes:
 
 
 def rows_of(method: str, guard: str, seed: int, alpha: float) -> Iterator[Row]:
-    name, options, levers = METHODS[method]
+    name, options, _ = METHODS[method]
     recipe = with_filters(replace(find_method(name).recipe(**options)), guard=GUARDS[guard])
     world = World(recipe, seed, alpha)
     honest, _, _ = world.run(lambda _payload, _brief: None, own_word=False)
-    for lever, pull in (EVERY | levers).items():
+    for lever, pull in levers_of(method).items():
         worst = Row(method, lever, guard, seed, alpha, honest, -1.0, 1.0, 1.0, None)
         for factor in LADDER:
             try:
-                accuracy, kept, admitted = world.run(partial(pulled, pull, factor), own_word=lever == "examples")
+                accuracy, kept, admitted = world.run(partial(pulled, pull, factor), own_word=lever in OWN_WORD)
             except FuseError as why:
                 worst = replace(worst, lost=honest, factor=factor, ended=str(why)[:80])
                 break
@@ -264,9 +281,14 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, help="default: 0, with --full 0 to 4")
     parser.add_argument("--alphas", nargs="*", type=float, help="default: 1.0, with --full 0.3 and 1.0")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", nargs="*", type=Path, help="write stored numbers as a table instead")
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
     parser.add_argument("--guards", nargs="*", default=list(GUARDS))
     args = parser.parse_args()
+    if args.table:
+        stored = [Row(**row) for path in args.table for row in json.loads(path.read_text())]
+        print("\n".join(table(stored)))
+        return
     torch.set_num_threads(1)
     seeds = args.seeds or (range(5) if args.full else (0,))
     alphas = args.alphas or ((0.3, 1.0) if args.full else (1.0,))
@@ -295,6 +317,25 @@ def show(same: tuple[Row, ...]) -> None:
         f"kept {100 * min(row.kept for row in same):3.0f} % {worst.ended}",
         flush=True,
     )
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """Lines of Markdown: per method and lever the mean over seeds and, in brackets, the worst; guards side by side."""
+    guards = [g for g in GUARDS if any(row.guard == g for row in rows)]
+    yield f"| method | honest, % | lever | {' | '.join('no guard' if g == 'none' else g for g in guards)} |"
+    yield "|---|---:|---|" + "---:|" * len(guards)
+    for method, lever in dict.fromkeys((row.method, row.lever) for row in rows):
+        same = [row for row in rows if (row.method, row.lever) == (method, lever)]
+        honest = statistics.mean(row.honest for row in same if row.guard == guards[0])
+        first = f"`{method}` | {100 * honest:.1f}" if lever == "examples" else " | "
+        yield f"| {first} | {lever} | {' | '.join(_cell([r.lost for r in same if r.guard == g]) for g in guards)} |"
+
+
+def _cell(lost: Sequence[float]) -> str:
+    if not lost:
+        return "–"
+    mean, worst = (max(0.0, 100 * x) for x in (statistics.mean(lost), max(lost)))
+    return f"{mean:.1f} ({worst:.1f})"
 
 
 if __name__ == "__main__":

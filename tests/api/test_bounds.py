@@ -1,14 +1,17 @@
-"""Bounds where files are fused: an argument of `fuse`, and `--set bounds.…` of the command."""
+"""Bounds where files are fused: an argument of `fuse`; `--bounds` and `--set bounds.…` of the command."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 import fedfuse
+from fedfuse.cli.app import app
 from fedfuse.core.bounds import Bounds
 from fedfuse.errors import ConfigError
 from fedfuse.federation.fusion import fuse_files
@@ -26,7 +29,7 @@ def test_whoever_is_above_the_bound_is_weakened_and_named() -> None:
     fused = fedfuse.fuse(sites(7.0), start=START)
     assert [c["client"] for c in fused.clipped] == ["model-6"]
     assert fused.refused == ()
-    assert float(fused.state_dict()["w"][0]) == pytest.approx(1 + (5 + 2.5) / 6)
+    assert float(fused.state_dict()["w"][0]) == pytest.approx(1 + (5 + 2.0) / 6)
 
 
 @pytest.mark.parametrize("bounds", [{"ratio": 10.0}, Bounds(ratio=10.0)])
@@ -55,3 +58,28 @@ def test_the_command_takes_them_by_set(tmp_path: Path) -> None:
     start = tmp_path / "w0.safetensors"
     assert [c["client"] for c in fuse_files(files, start=start).clipped] == ["site-5"]
     assert fuse_files(files, sets=["bounds.ratio=10"], start=start).clipped == ()
+    assert fuse_files(files, bounds="off", start=start).clipped == ()
+
+
+def test_the_command_has_a_word_for_what_becomes_of_who_says_too_much(tmp_path: Path) -> None:
+    files = [str(tmp_path / f"site-{k}.safetensors") for k in range(6)]
+    for path, params in zip(files, sites(1e6), strict=True):
+        write(Path(path), params, {})
+    write(tmp_path / "w0.safetensors", START, {})
+    command = ["fuse", *files, "-o", str(tmp_path / "out.safetensors"), "--start", str(tmp_path / "w0.safetensors")]
+    told = {}
+    for word in ("refuse", "clip", "off"):
+        done = CliRunner().invoke(app, [*command, "--bounds", word, "--json"])
+        assert done.exit_code == 0, done.output
+        told[word] = json.loads(done.stdout)
+    assert [entry["client"] for entry in told["refuse"]["refused"]] == ["site-5"]
+    assert {entry["client"] for entry in told["clip"]["clipped"]} == {"site-5"}
+    assert not told["off"].get("refused")
+    assert not told["off"].get("clipped")
+    wrong = CliRunner().invoke(app, [*command, "--bounds", "shout"])
+    assert wrong.exit_code != 0
+
+
+def test_without_bounds_nobody_is_compared() -> None:
+    fused = fedfuse.fuse(sites(1e6), start=START, bounds={"over": "off"})
+    assert (fused.clipped, fused.refused) == ((), ())

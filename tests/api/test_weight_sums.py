@@ -44,7 +44,7 @@ UPDATES = trained(NET, START)
 
 
 def fused(updates: list[Any], recipe: Recipe | str = "fedavg", **how: Any) -> fedfuse.Fused:
-    return fedfuse.fuse(updates, recipe, start=START, **how)
+    return fedfuse.fuse(updates, recipe, start=START, bounds={"over": "off"}, **how)
 
 
 def regions(updates: list[Any], cuts: tuple[int, ...], recipe: Recipe | str = "fedavg") -> list[fedfuse.Update]:

@@ -107,3 +107,31 @@ def test_calibrated_on_the_servers_rows_no_network_is_chosen_for_shouting() -> N
         chosen.append(mixture.combine.choose_members(logits))
     assert torch.equal(*chosen)
     assert not chosen[1][-1].all()
+
+
+def test_standardized_answers_give_a_shouting_network_one_vote_of_many() -> None:
+    """Without rows of the server: in a sum of standardized answers, times a million is times one."""
+    recipe = find_method("ams").recipe(k="all", calibrate="answers", disturbance=False)
+    _, state, bench, brief, sent = world("ams")
+    packet, answers = decode(sent[LIAR]), []
+    for factor in (1.0, 1e6):
+        loud = {n: factor * t for n, t in packet.tensors.items() if n.startswith("classifier.")}
+        replies = sent | {LIAR: encode({**packet.tensors, **loud}, packet.header)}
+        envelopes = [Envelope(c, p) for c, p in replies.items()]
+        seen = admit_all(envelopes, brief, (), list(sent), Rules(bounds=Bounds(over="off")), training=LOCAL)
+        mixture = fuse_admitted(recipe, seen, state, bench).model
+        assert isinstance(mixture, Mixture)
+        answers.append(mixture.logits(bench.need_rows("a test").x))
+    assert torch.allclose(*answers, atol=1e-4)
+
+
+def test_a_shouting_network_is_seen_at_the_door() -> None:
+    """The bound on a layer's move is a bound on its logits' scale."""
+    _, _, _, brief, sent = world("ams")
+    packet = decode(sent[LIAR])
+    for factor, named in ((1e6, "refused"), (1.1, "clipped")):
+        loud = {n: factor * t for n, t in packet.tensors.items() if n.startswith("classifier.")}
+        replies = sent | {LIAR: encode({**packet.tensors, **loud}, packet.header)}
+        seen = admit_all([Envelope(c, p) for c, p in replies.items()], brief, (), list(sent), training=LOCAL)
+        assert {entry["client"] for entry in getattr(seen, named)} == {LIAR}
+        assert all("classifier" in entry["field"] or "step" in entry["field"] for entry in getattr(seen, named))

@@ -92,3 +92,13 @@ def test_distance_asks_for_moments_and_held_classes_for_counts() -> None:
 def test_a_choice_at_the_first_layer_compares_no_logits() -> None:
     with pytest.raises(RecipeError, match="calibration is of logits that are compared"):
         method("ams", layer="first", calibrate="zscore")
+
+
+def test_standardized_answers_need_nobodys_rows_and_the_last_layer() -> None:
+    recipe = method("ams", k="all", calibrate="answers")
+    assert recipe.aggregate == KeepAll(TopLogit("all", standardized=True))
+    assert recipe.evidence == ()
+    assert recipe.needs == method("ams", k="all").needs
+    for options in ({"layer": "first"}, {"score": "mahalanobis"}):
+        with pytest.raises(ConfigError, match="answers"):
+            method("ams", calibrate="answers", **options)

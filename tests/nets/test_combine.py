@@ -24,8 +24,9 @@ from fedfuse.nets.combine import (
     combine_named,
     find_disturbed,
     rule_for_members,
+    standardize_answers,
 )
-from fedfuse.nets.routes import AtLayer, Route, largest
+from fedfuse.nets.routes import AtLayer, Count, Route, largest
 
 ALIKE = torch.full((4,), 0.25, dtype=torch.float64)
 
@@ -241,3 +242,14 @@ def test_rules_with_tables_travel_and_follow_their_members() -> None:
         rule(torch.ones(2), torch.zeros(2, 1, 2))
     with pytest.raises(ConfigError, match="score is 'loud'"):
         combine_named("TopLogit", {"score": "loud"})
+
+
+@pytest.mark.parametrize("k", [1, 2, "all"])
+def test_standardized_answers_have_no_loudness(logits: Tensor, k: Count) -> None:
+    rule, logits = TopLogit(k, standardized=True), logits.double()
+    loud = logits * torch.tensor([1.0, 1e6, 1e-3, 5.0])[:, None, None] + 7.0
+    assert torch.equal(rule.choose_members(loud), rule.choose_members(logits))
+    assert torch.allclose(rule(torch.ones(len(logits)), loud), rule(torch.ones(len(logits)), logits), atol=1e-4)
+    bound = math.sqrt(logits.shape[-1] - 1) + 1e-5
+    assert float(standardize_answers(loud).abs().max()) <= bound
+    assert torch.equal(standardize_answers(torch.full((2, 3), 5.0)), torch.zeros(2, 3)), "no preference says nothing"

@@ -20,6 +20,7 @@ from fedfuse.core.seams import Guard, ServerPart
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.server.aggregate.charts import RKLB, MeanIn
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.filters import find_guard
 from fedfuse.server.robust import GUARDS, CoordinateMedian, Krum, NormClip, TrimmedMean
@@ -189,3 +190,24 @@ def test_whom_a_guard_drops_no_step_sees() -> None:
     step = WhoIsThere()
     fuse_round(Recipe(aggregate=Mean(), guard=Krum(), steps=(step,)), cohort(far), START, Bench())
     assert step.seen == [("c0", "c1", "c2", "c3", "c4")]
+
+
+def test_krum_compares_evidence_that_is_a_single_number() -> None:
+    """A loss has no dimensions; it once ended the round."""
+    seen = cohort([drawn(k, 0.01) for k in range(5)])
+    losses = (1.0, 1.1, 0.9, 1.0, 1e4)
+    told = (replace(u, notes={"start_loss/mean": torch.tensor(x)}) for u, x in zip(seen, losses, strict=True))
+    assert "c4" not in Krum()(Cohort(tuple(told)), START).clients
+
+
+@pytest.mark.parametrize("sure", [1e-30, 1e-3, 1e3])
+def test_evidence_cannot_undo_the_median(sure: float) -> None:
+    """All have the common centre, so that whoever claims to be sure of his own weights is sure of everybody's."""
+    variances = [{n: torch.full_like(t, sure if k == 5 else 1.0) for n, t in s.items()} for k, s in enumerate(STATES)]
+    updates = [
+        replace(u, posterior=Posterior(u.posterior.mean, Diag({n: t for n, t in v.items() if t.is_floating_point()})))
+        for u, v in zip(cohort(STATES), variances, strict=True)
+    ]
+    recipe = Recipe(aggregate=MeanIn(RKLB), guard=CoordinateMedian())
+    got = fuse_round(recipe, Cohort(tuple(updates)), START, Bench()).single.posterior.mean
+    assert np.allclose(vector(got), np.median([vector(s) for s in STATES], axis=0), atol=1e-6)

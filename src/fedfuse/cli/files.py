@@ -342,6 +342,10 @@ def fuse(
     quorum: Quorum = None,
     model: Networks = None,
     guard: Annotated[str | None, typer.Option(help="A filter first: clip, krum, median, trimmed or private.")] = None,
+    bounds: Annotated[
+        str | None,
+        typer.Option(help="Who says far more than the others: refuse (by default), clip, or off to compare nobody."),
+    ] = None,
     align: AlignName = None,
     server_data: ServerData = None,
     unlabelled: Unlabelled = None,
@@ -377,6 +381,7 @@ def fuse(
             quorum=quorum,
             models=model or [],
             guard=guard,
+            bounds=bounds,
             align=align,
             server_data=server_data,
             unlabelled=unlabelled,

@@ -134,7 +134,7 @@ def kl_diagonal(mean: Tensor, log_variance: Tensor, m: Tensor | float, log_v: Te
 
 
 class _DiagonalDivergence(torch.autograd.Function):
-    """The sum of `kl_diagonal` with its slopes in closed form, a third of autograd's operations: it is in every step."""
+    """The sum of `kl_diagonal` with its slopes in closed form: a third of autograd's operations in every step."""
 
     @staticmethod
     def forward(  # type: ignore[override]

@@ -77,10 +77,8 @@ class Evidence(Protocol):
         first part of several notes' names: multiplying those weakens the lever.
         """
 
-    @property
-    def room(self) -> float:
-        """How many times further than other levers this may differ between honest clients of very different sizes."""
-
+    room: ClassVar[float]  # how many times further than other levers this may differ between honest clients
+    weighs: ClassVar[bool]  # whether weights count by what `influence` names, each layer or tensor by its own
     recalls: ClassVar[tuple[ClientMemory, ...]]  # what clients must have kept of the training before
 
 
@@ -92,6 +90,7 @@ class PlainEvidence:
 
     __slots__ = ()
     room: ClassVar[float] = 1.0
+    weighs: ClassVar[bool] = False
     recalls: ClassVar[tuple[ClientMemory, ...]] = ()
 
     def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature

@@ -166,7 +166,8 @@ class ServerConfig(Settings):
     Attributes:
         quorum: the share of asked clients without which a round does not count.
         examples_ratio: a number of examples by a client's own word above this multiple of the median is refused.
-        bounds: how far above the others a client's levers may be.
+        bounds: how far above the others a client's levers may be; by default wide in a simulation, whose clients are
+            its own, and narrow for sites elsewhere.
         enrol: how many examples sites have, by the operator's word.
         memory_mib: memory for updates.
         allow_dropped: whether a run that lost clients to crashes still ends as a success.
@@ -177,7 +178,7 @@ class ServerConfig(Settings):
 
     quorum: Annotated[float, Field(ge=0, le=1)] = 0.5
     examples_ratio: Annotated[float, Field(gt=1)] = 10.0
-    bounds: Bounds = Bounds()
+    bounds: Bounds | None = None
     enrol: dict[str, PositiveInt] = Field(default_factory=dict)
     memory_mib: PositiveInt = 2048
     allow_dropped: bool = False

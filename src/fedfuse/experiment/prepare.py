@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fedfuse.core.bounds import AMONG_OWN, Bounds
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Start
 from fedfuse.core.model import Single
@@ -219,9 +220,9 @@ class PreparedExperiment:
         """The plan of a run; a site elsewhere has as many rows as the file enrols it with, else as it says itself."""
         server = self.experiment.server
         named = frozenset[str]().union(*(s.factories for s in (self.spec, *(g for _, _, g in self.groups))))
-        rules = Rules(
-            server.quorum, server.examples_ratio, server.bounds, memory=server.memory_mib * 2**20, trusted=named
-        )
+        bounds = server.bounds or (Bounds() if elsewhere else AMONG_OWN)
+        memory = server.memory_mib * 2**20
+        rules = Rules(server.quorum, server.examples_ratio, bounds, memory=memory, trusted=named)
         own_word = frozenset(sizes if elsewhere else ()) - server.enrol.keys()
         enrolled = {client: server.enrol.get(client, size) if elsewhere else size for client, size in sizes.items()}
         return RunPlan(self.experiment.rounds, self.experiment.clients_per_round, rules, enrolled, own_word)

@@ -30,6 +30,7 @@ def fuse_files(
     quorum: float | None = None,
     models: Sequence[str] = (),
     guard: str | None = None,
+    bounds: str | None = None,
     align: str | None = None,
     server_data: str | None = None,
     unlabelled: str | None = None,
@@ -51,6 +52,7 @@ def fuse_files(
         quorum: the share that must be admitted; by default half of updates, and all of checkpoint folders.
         models: networks that may be run, as names of `fedfuse.models` or package.module:Class.
         guard: a robust filter's name.
+        bounds: what becomes of who says far more than the others: "refuse", "clip", or "off" for nothing.
         align: an alignment's name.
         server_data: a source whose training rows the server holds.
         unlabelled: a source whose training inputs the server holds, their labels unseen.
@@ -60,7 +62,7 @@ def fuse_files(
         keep_sites: let the fused file keep each site's sums apart.
         evidence: of checkpoint folders, a file each in their order, where it is not in the folders.
     """
-    bounds = (options := read_options(sets)).pop("bounds", {})
+    said = (options := read_options(sets)).pop("bounds", {})
     filters = {kind: _with_options(kind, name, options) for kind, name in (("guard", guard), ("align", align))}
     _check_files([*updates, *([] if into is None else [into]), *(evidence or [])])
     fused = fuse(
@@ -71,7 +73,7 @@ def fuse_files(
         model=[Spec(name) for name in models] or None,
         server_rows=None if server_data is None else load(server_data).train,
         unlabelled=None if unlabelled is None else load(unlabelled).train.x,
-        bounds=bounds,
+        bounds=said if bounds is None else {**said, "over": bounds},
         quorum=quorum,
         seed=seed,
         into=into,

@@ -26,7 +26,7 @@ from fedfuse.server.steps.disturb import Disturbance
 def ams(
     k: PositiveInt | Literal["all"] = 1,
     layer: PositiveInt | Annotated[str, Field(min_length=1)] = "last",
-    calibrate: Literal["none", "temperature", "zscore"] = "none",
+    calibrate: Literal["none", "temperature", "zscore", "answers"] = "none",
     fitted: Literal["clients", "server"] = "clients",
     score: Score | Literal["mahalanobis"] = "logit",
     shares: Shares = "none",
@@ -49,7 +49,8 @@ def ams(
         k: how many networks answer an input, or "all".
         layer: where they are chosen: at the "last", by their logits; or by the largest output of the "first", of a
             number from 1 on, or of a name, so that only the chosen ones run to the end.
-        calibrate: make logits comparable: divide by a "temperature", or standardize confidence ("zscore").
+        calibrate: make logits comparable: divide by a "temperature", standardize a network's confidence ("zscore"), or
+            standardize each of its "answers" over the classes, which needs nobody's rows and makes nobody louder.
         fitted: where the calibration is found: by the "clients", each on its own rows, or on the "server" rows.
         score: of a network's confidence: its largest "logit", its "energy" log Σ exp z, the "margin" between its two
             largest logits, its largest "softmax" probability, or how near the input is to its own rows in its own
@@ -69,20 +70,27 @@ def ams(
         lr: of distillation, by Adam.
         disturbance: measure how often adding logits changes the most confident network's answer.
     """
-    scaled: Calibration | None = None if calibrate == "none" else calibrate
+    scaled: Calibration | None = calibrate if calibrate in ("temperature", "zscore") else None
     evidence: tuple[Evidence, ...] = (LogitScale(scaled),) if scaled and fitted == "clients" else ()
     evidence += (LabelCounts(),) * (cover == "classes" or shares == "counts" or held_classes)
     evidence += (Moments(),) * (score == "mahalanobis")
     covers = {"none": None, "classes": CoverClasses(share), "answers": CoverAnswers(share)}
     return Recipe(
         evidence=evidence,
-        aggregate=KeepAll(_rule(k, layer, score), "uniform", covers[cover], scaled, fitted, shares),
+        aggregate=KeepAll(
+            _rule(k, layer, score, calibrate == "answers"), "uniform", covers[cover], scaled, fitted, shares
+        ),
         steps=(Disturbance(),) * disturbance + distillation(distill, inputs, temperature, epochs, lr, held_classes),
     )
 
 
-def _rule(k: Count, layer: LayerChoice, score: Score | Literal["mahalanobis"]) -> Combine:
+def _rule(k: Count, layer: LayerChoice, score: Score | Literal["mahalanobis"], standardized: bool) -> Combine:
     """How members are chosen: at a layer, by distance, or by their logits."""
+    if standardized and (layer != "last" or score == "mahalanobis"):
+        raise ConfigError(
+            "method 'ams': calibrate = 'answers' standardizes the logits by which networks are chosen, and here they "
+            "are chosen otherwise; expected layer = 'last' and another score than 'mahalanobis' with it"
+        )
     if layer != "last" and score != "logit":
         raise ConfigError(
             f"method 'ams': score {score!r} needs a network's last layer, and layer = {layer!r} chooses before it; "
@@ -90,4 +98,4 @@ def _rule(k: Count, layer: LayerChoice, score: Score | Literal["mahalanobis"]) -
         )
     if layer != "last":
         return AtLayer(k, layer)
-    return Nearest(k) if score == "mahalanobis" else TopLogit(k, score=score)
+    return Nearest(k) if score == "mahalanobis" else TopLogit(k, score=score, standardized=standardized)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 import torch
@@ -160,7 +160,8 @@ class TopLogit:
     logit vectors are added. k = 1 is AMS-top1, k = "all" is AMS-full, the output of the concatenated networks. With
     `shift` and `scale`, one number each per member, z_j stands for (z_j − shift_j) / scale_j throughout; with `counts`,
     log s_jc is added, s_jc being member j's share of the rows of class c (see `ClassShares`). Another `score` of
-    confidence than the largest logit changes who is chosen, not what they answer.
+    confidence than the largest logit changes who is chosen, not what they answer. `standardized` answers have mean 0
+    and deviation 1 over classes, input by input: nobody is louder than √(classes − 1), whatever its weights.
 
     Example:
         >>> z = torch.tensor([[[5.0, 4.0]], [[0.0, 3.0]]])
@@ -173,6 +174,7 @@ class TopLogit:
     scale: tuple[float, ...] = ()
     score: Score = "logit"
     counts: Counts = ()
+    standardized: bool = False
 
     def __post_init__(self) -> None:
         check_count("AMS", self.k)
@@ -181,6 +183,8 @@ class TopLogit:
         object.__setattr__(self, "counts", _table("counts", self.counts))
         for name in ("shift", "scale"):
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+        if not isinstance(self.standardized, bool):
+            raise ConfigError(f"AMS: standardized is {str(self.standardized)[:40]!r}, expected true or false")
         if any(s <= 0 for s in self.scale):
             raise ConfigError(f"a member's logits are divided by {min(self.scale):g}, expected scales above 0")
 
@@ -204,7 +208,22 @@ class TopLogit:
                 raise ConfigError(f"AMS has a {name} for {len(numbers)} members, expected {len(logits)}")
         z = logits - logits.new_tensor(self.shift)[:, None, None] if self.shift else logits
         z = z / logits.new_tensor(self.scale)[:, None, None] if self.scale else z
+        z = standardize_answers(z) if self.standardized else z
         return z + log_shares(self.counts, z) if self.counts else z
+
+
+def standardize_answers(logits: Tensor) -> Tensor:
+    """Every answer with mean 0 and deviation 1 over its classes; one that prefers no class says nothing.
+
+    Example:
+        >>> quiet, loud = torch.tensor([0.0, 1.0, 5.0]), torch.tensor([0.0, 1e6, 5e6])
+        >>> bool(torch.allclose(standardize_answers(quiet), standardize_answers(loud)))
+        True
+    """
+    wide = logits.double()
+    centred = wide - wide.mean(-1, keepdim=True)
+    deviation = centred.square().mean(-1, keepdim=True).sqrt()
+    return torch.where(deviation > 0, centred / deviation, 0.0).to(logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +261,7 @@ def rule_for_members(rule: Combine, indices: Sequence[int]) -> Combine:
 
     Example:
         >>> rule_for_members(TopLogit(1, shift=(1.0, 2.0, 3.0)), [0, 2])
-        TopLogit(k=1, shift=(1.0, 3.0), scale=(), score='logit', counts=())
+        TopLogit(k=1, shift=(1.0, 3.0), scale=(), score='logit', counts=(), standardized=False)
     """
     if isinstance(rule, ClassShares):
         return ClassShares(tuple(rule.counts[i] for i in indices))
@@ -250,7 +269,7 @@ def rule_for_members(rule: Combine, indices: Sequence[int]) -> Combine:
         return rule
     shift, scale = (tuple(numbers[i] for i in indices) if numbers else () for numbers in (rule.shift, rule.scale))
     counts = tuple(rule.counts[i] for i in indices) if rule.counts else ()
-    return TopLogit(rule.k, shift, scale, rule.score, counts)
+    return replace(rule, shift=shift, scale=scale, counts=counts)
 
 
 def find_disturbed(logits: Tensor) -> Tensor:

@@ -136,14 +136,19 @@ def _evidence_distances(cohort: Cohort, kind: str) -> Tensor:
         if not all(t is not None and t.shape == first[name].shape and t.is_floating_point() for t in each):
             continue  # ranks may differ, and who lacks a layer's evidence has no say in it
         stack = torch.stack([t.double() for t in each if t is not None])
-        lengths = torch.linalg.vector_norm(stack.flatten(1), dim=1)
+        lengths = torch.linalg.vector_norm(_rows(stack), dim=1)
         total += _distances(stack / max(float(lengths.median()), 1e-300))
     return total
 
 
 def _distances(stack: Tensor) -> Tensor:
-    rows = stack.flatten(1).double()
+    rows = _rows(stack).double()
     return torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").square()
+
+
+def _rows(stack: Tensor) -> Tensor:
+    """One row per client; a single number, such as a loss, is a row of one."""
+    return stack.reshape(len(stack), -1)
 
 
 def _no_distance(cohort: Cohort) -> Tensor:

@@ -31,7 +31,8 @@ from fedfuse.data.schemes import Classes, Dirichlet, Scheme, Shares
 from fedfuse.data.sources import load
 from fedfuse.models.bayes import BayesianLayers
 from fedfuse.server.door.admit import Admission, Rules, admit_all
-from fedfuse.server.door.bounds import Claims, keep_within_bounds, measure
+from fedfuse.server.door.bounds import Claims, keep_within_bounds
+from fedfuse.server.door.levers import measure
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode, encode
 from fedfuse.wire.messages import NOTE, encode_reply
@@ -169,7 +170,7 @@ def test_a_belief_far_surer_or_vaguer_than_all_others(by: float, field: str, ove
     assert [(r["client"], r["field"]) for r in told] == [("m", f"{field} of {name}")]
     if over == "clip":
         kept = found.cohort.updates[-1].posterior.mean[name]
-        assert torch.allclose(kept, BELIEF.params[name] + math.copysign(math.log(2.5), by), atol=1e-4)
+        assert torch.allclose(kept, BELIEF.params[name] + math.copysign(math.log(2.0), by), atol=1e-4)
 
 
 def test_a_share_by_ones_own_word_is_capped() -> None:
@@ -246,7 +247,7 @@ def test_honest_clients_pass_however_different_they_are(regime: str, method: str
         [Envelope(c, p) for c, p in sent.items()], brief, evidence, list(sent), enrolled=enrolled, training=settings
     )
     assert found.refused == []
-    assert len({r["client"] for r in found.clipped}) <= (1 if epochs > 1 else 0)  # one of ten, and hardly
+    assert len({r["client"] for r in found.clipped}) <= 3
 
 
 LEVERS = {
@@ -269,7 +270,7 @@ def test_evidence_far_above_the_others_is_refused_or_weakened(kind: str, over: A
 
     def scale(name: str, note: Tensor) -> Tensor:
         wanted = name.startswith(prefix) and "damping" not in name and "evidence" not in name
-        return note * 1e5 if wanted else note
+        return note * (1e12 if over == "refuse" else 1e5) if wanted else note
 
     scaled = {n: scale(n, t) for n, t in packet.tensors.items()}
     sent[liar] = encode(scaled, packet.header)
@@ -277,18 +278,58 @@ def test_evidence_far_above_the_others_is_refused_or_weakened(kind: str, over: A
     found = admit_all([Envelope(c, p) for c, p in sent.items()], brief, evidence, list(sent), rules)
     told = found.refused if over == "refuse" else found.clipped
     assert {r["client"] for r in told} == {liar}
-    assert all(r["field"].startswith(kind) for r in told)
+    assert all(r["field"].startswith((kind, "say in ")) for r in told)
     if over == "clip":
         update = next(u for u in found.cohort if u.client == liar)
         levers = measure(update, brief, evidence)
         peers = {u.client: measure(u, brief, evidence) for u in found.cohort}
-        again = keep_within_bounds(list(found.cohort), peers, Claims(), Bounds(ratio=2.6, spread=4.1))
+        again = keep_within_bounds(list(found.cohort), peers, Claims(), Bounds(ratio=2.1, spread=3.1))
         assert not again.refused, levers
         if kind == "kron":
             assert isinstance(update.posterior.geometry, Kron)
             assert (
                 update.posterior.geometry.factors["fc1"][0].trace() < 100 * packet.tensors[f"{NOTE}kron/fc1/in"].sum()
             )
+
+
+def say_of(update: ClientUpdate, layer: str = "0") -> float:
+    return update.num_examples * measure(update, BRIEF, ())[f"move of {layer}"].value
+
+
+@pytest.mark.parametrize(("claimed", "by"), [(19.0, 1.9), (10.0, 1.9), (19.0, 1.0), (9.9, 9.0)])
+def test_examples_times_move_is_bounded_where_examples_are_ones_own_word(claimed: float, by: float) -> None:
+    """Each lever just within its bound would be nearly four times the median together; together they may be twice."""
+    found = door(honest(by, num_examples=claimed, steps=8 if claimed > 10 else 4), enrolled={})
+    says = {u.client: say_of(u) for u in found.cohort}
+    assert says["m"] <= 2.001 * sorted(says.values())[5]
+    together = claimed * min(by, 2.0) / 10 > 2.1
+    assert ("say in 0" in {c["field"] for c in found.clipped}) == together
+
+
+def test_a_small_client_may_move_far_and_a_large_one_that_is_vouched_for_counts() -> None:
+    far = door(honest(1.9, num_examples=4.0, steps=2))
+    assert (far.refused, far.clipped) == ([], [])
+    large = door(honest(1.1, num_examples=900.0, steps=360))
+    assert (large.refused, large.clipped) == ([], [])
+    assert large.cohort.updates[-1].num_examples == 900.0
+
+
+def test_evidence_multiplies_with_examples_and_move() -> None:
+    """Fisher twice, move twice, examples twice: alone each passes, together it is eight times the median's say."""
+    forms = {f"{NOTE}fisher/0.{n}": torch.ones_like(START[f"0.{n}"]) for n in ("weight", "bias")}
+    forms |= {f"{NOTE}fisher/1.{n}": torch.ones_like(START[f"1.{n}"]) for n in ("weight", "bias")}
+
+    def sent(factor: float) -> bytes:
+        packet = decode(honest(factor, num_examples=10 * factor, steps=round(4 * factor)))
+        return encode({**packet.tensors, **{n: factor * t for n, t in forms.items()}}, packet.header)
+
+    envelopes = [Envelope(c, sent(1 + 0.001 * i)) for i, c in enumerate(HONEST)] + [Envelope("m", sent(1.99))]
+    found = admit_all(envelopes, BRIEF, (FisherDiagonal(),), (*HONEST, "m"), training=LOCAL)
+    assert found.refused == []
+    assert {c["client"] for c in found.clipped} == {"m"}
+    assert any(c["field"].startswith("say in 0 by ") for c in found.clipped)
+    after = {u.client: say_of(u) * float(u.notes["fisher/0.weight"].mean()) for u in found.cohort}
+    assert after["m"] <= 2.02 * after["c4"]
 
 
 def test_networks_of_several_kinds_are_compared_apart() -> None:

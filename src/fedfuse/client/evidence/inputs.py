@@ -102,6 +102,7 @@ class InputFactors(PlainEvidence):
     batch: int = 256
     width: int | None = None
     name: ClassVar[str] = "kron"
+    weighs: ClassVar[bool] = True
     reveals: ClassVar[str] = (
         "second moments of every layer's inputs and the mean input of every layer with a bias, averaged over the "
         "client's rows; an embedding's tell how often each token occurs"

@@ -278,6 +278,7 @@ class KroneckerFactors(CurvatureEvidence):
     min_rows: int | None = None
     width: int | None = None
     name: ClassVar[str] = "kron"
+    weighs: ClassVar[bool] = True
 
     @property
     def reveals(self) -> str:

@@ -22,6 +22,7 @@ class StartLoss(PlainEvidence):
     batch: int = 1000
     name: ClassVar[str] = "start_loss"
     reveals: ClassVar[str] = "the global model's loss on the client's rows"
+    weighs: ClassVar[bool] = True
 
     def __call__(self, local: Local) -> Params:
         """One number."""

@@ -106,6 +106,7 @@ class FisherDiagonal(CurvatureEvidence):
     fisher: Fisher = "empirical"
     name: ClassVar[str] = "fisher"
     reveals: ClassVar[str] = "mean squared gradients of every weight over the client's rows"
+    weighs: ClassVar[bool] = True
 
     def __call__(self, local: Local) -> Params:
         """One pass over the rows with the trained weights."""

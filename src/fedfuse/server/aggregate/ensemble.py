@@ -87,6 +87,7 @@ class KeepAll(ServerPart):
         """All but what the rule takes away: a sum of equal answers is not that answer, nor is a calibrated one."""
         rule, several = self.combine, isinstance(self.combine, TopLogit | AtLayer | Nearest) and self.combine.k != 1
         changed = self.calibrate is not None or self.shares != "none" or isinstance(rule, OpenSetVote)
+        changed |= isinstance(rule, TopLogit) and rule.standardized
         return ALL_LAWS - ({"one", "agree"} if changed else {"agree"} if several else set())
 
     @property

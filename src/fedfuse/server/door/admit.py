@@ -21,8 +21,9 @@ from fedfuse.core.seams import Evidence
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, FuseError, Refused
-from fedfuse.server.door.bounds import Claims, Lever, keep_within_bounds, measure
+from fedfuse.server.door.bounds import Claims, keep_within_bounds
 from fedfuse.server.door.forms import form_words
+from fedfuse.server.door.levers import Lever, measure
 from fedfuse.server.door.regions import attach_sums, forms_with_sums, read_sums
 from fedfuse.server.door.values import check_values, raise_log_variances
 from fedfuse.wire.codec import LazyParams, Limits, Malformed, Packet, decode, forms_of, forms_size, read

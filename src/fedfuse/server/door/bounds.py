@@ -15,179 +15,34 @@ there are three, gives the scale of everything else, both with much more room. A
 clients (the curvature of networks that have learned their rows by heart) has no centre and is left to the evidence's
 own check.
 
-| lever | where it acts |
+Levers multiply: what a client does to a layer goes by its examples × whatever evidence weights count by × its move. So
+their product is bounded too, with half the deviations, and who exceeds it by numbers that are nobody's word but its own
+has its move shortened. A number of examples that somebody vouches for counts there for at most the median: a large
+client is no liar, and a small one that moved far says little.
+
+| beside `levers` | where it acts |
 |---|---|
 | number of examples (of a sum of sites: per site), where it is the client's own word | every weighted mean |
 | steps, both ways | FedNova; local steps follow from examples and settings where the server gave those |
-| the move of a layer, and of its running statistics | every mean of weights; without a start, the layer's own length |
-| the move per step | FedNova, SCAFFOLD |
-| mean variance and mean precision of Bayesian layers | barycenters and products of posteriors |
-| what each kind of evidence names by `influence` | whatever reads that evidence |
-| a counter, where no start says what it was | the next round's counters |
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from fedfuse.core.bounds import FEW, Bounds
-from fedfuse.core.messages import Brief, ClientUpdate
-from fedfuse.core.params import Layout, Params
-from fedfuse.core.seams import Evidence
+from fedfuse.core.messages import ClientUpdate
 from fedfuse.core.settings import LocalSettings
-from fedfuse.core.threads import one_thread
 from fedfuse.errors import Refused
-from fedfuse.wire.codec import LazyParams, forms_of, piece_of
+from fedfuse.server.door.levers import MOVE, Lever, owners_of
 
 _ROOM_FOR_STEPS = 2.0  # a client that counts its batches otherwise than we do is no liar
-
-_ROOM_FOR_PACE = 3.0  # a client with few rows takes few steps, and each carries it further
-_ROOM_AT_START = 2.0  # a client with few rows leaves a belief about where it began
-_STATISTICS = " statistics"
-
-Weaken = Callable[[ClientUpdate, float], ClientUpdate]
-
-
-class Lever(NamedTuple):
-    """A number that scales a client's say.
-
-    Attributes:
-        value: the number.
-        weaken: the update with this lever multiplied by a factor below 1.
-        expected: what the brief knows of its size, 0 if nothing.
-        allowed: what it may be whatever the others have.
-        room: how many times further than usual honest clients differ in it.
-    """
-
-    value: float
-    weaken: Weaken
-    expected: float = 0.0
-    allowed: float = 0.0
-    room: float = 1.0
-
-
-def measure(
-    update: ClientUpdate, brief: Brief, evidence: Sequence[Evidence], anchored: bool = True
-) -> dict[str, Lever]:
-    """Every lever of one client but its numbers of examples and steps, by name.
-
-    Args:
-        update: what it sent.
-        brief: what it was asked, as it heard it.
-        evidence: the kinds it was asked for.
-        anchored: whether it began with the brief's weights, so that a move is known.
-    """
-    stands = anchored and update.posterior.mean is brief.params  # nobody trained: there is no move to measure
-    with one_thread():
-        levers = {} if stands else dict(_weight_levers(update.posterior.mean, brief, anchored))
-    for kind in evidence:
-        found = kind.influence(update.notes)
-        levers |= {
-            name: Lever(value, partial(_scale_notes, kind, name), room=kind.room) for name, value in found.items()
-        }
-    if anchored and not stands:
-        total = math.hypot(*(lever.value for name, lever in levers.items() if name.startswith("move of ")))
-        everything = frozenset(_floating(update.posterior.mean, brief.spec.layout))
-        shorten = partial(_scale_weights, everything, brief.params)
-        levers["move per step"] = Lever(total / max(1, update.steps), shorten, room=_ROOM_FOR_PACE)
-    return levers
-
-
-def _weight_levers(mean: Params, brief: Brief, anchored: bool) -> Iterator[tuple[str, Lever]]:
-    layout, start = brief.spec.layout, brief.params if anchored else None
-    for group, names in _groups(mean, layout).items():
-        expected = max(_length(start, names), 1.0) if start and not group.endswith(_STATISTICS) else 0.0
-        shorten = partial(_scale_weights, frozenset(names), start)
-        yield f"{'move' if anchored else 'length'} of {group}", Lever(_length(mean, names, start), shorten, expected)
-    for name in layout.with_role("log_variance"):
-        if name in mean:
-            for word, sign in (("precision", -1), ("variance", 1)):
-                begun = _ROOM_AT_START * _mean_exp(sign * start[name].double()) if start else 0.0
-                value = _mean_exp(sign * mean[name].double())
-                yield f"{word} of {name}", Lever(value, partial(_shift, name, sign), begun, begun)
-    if not anchored:
-        for name in layout.with_role("counter"):
-            if name in mean and mean[name].numel():
-                yield f"count of {name}", Lever(float(mean[name].max()), partial(_scale_weights, {name}, None))
-
-
-def _mean_exp(values: Tensor) -> float:
-    return float(values.exp().mean()) if values.numel() else 0.0
-
-
-def _floating(mean: Params, layout: Layout) -> Iterator[str]:
-    """Tensors that are averaged as they are."""
-    floating = (name for name, form in forms_of(mean).items() if form.dtype.is_floating_point)
-    return (name for name in floating if layout.roles.get(name) != "log_variance")
-
-
-def _groups(mean: Params, layout: Layout) -> dict[str, list[str]]:
-    """Floating tensors by the layer they belong to; running statistics, which have another scale, beside them."""
-    owners = {name: layer.name for layer in layout.layers for name in (layer.weight, layer.bias, *layer.followers)}
-    groups = dict[str, list[str]]()
-    for name in _floating(mean, layout):
-        owner = owners.get(name, name) + (_STATISTICS if layout.roles.get(name) == "statistic" else "")
-        groups.setdefault(owner, []).append(name)
-    return groups
-
-
-def _length(params: Params, names: Sequence[str], start: Params | None = None) -> float:
-    """The length of some tensors as one vector, or of their way from the start; infinite where it overflows."""
-    tensors = (params[name] if start is None else params[name] - start[name] for name in names)
-    return math.hypot(*(float(torch.linalg.vector_norm(tensor.float())) for tensor in tensors))
-
-
-def _scale_weights(names: AbstractSet[str], start: Params | None, update: ClientUpdate, factor: float) -> ClientUpdate:
-    """Some tensors nearer to the start, or to zero."""
-    mean = update.posterior.mean
-
-    def fetch(name: str, begin: int, end: int) -> Tensor:
-        piece = piece_of(mean, name, begin, end)
-        if name not in names:
-            return piece
-        origin = torch.zeros((), dtype=torch.float64) if start is None else piece_of(start, name, begin, end).double()
-        return (origin + factor * (piece.double() - origin)).to(piece.dtype)
-
-    return _with_mean(update, fetch)
-
-
-def _shift(name: str, sign: int, update: ClientUpdate, factor: float) -> ClientUpdate:
-    """Log-variances moved so that the variance, or for −1 the precision, is multiplied by the factor."""
-    mean, by = update.posterior.mean, sign * math.log(factor)
-
-    def fetch(wanted: str, begin: int, end: int) -> Tensor:
-        piece = piece_of(mean, wanted, begin, end)
-        return piece + by if wanted == name else piece
-
-    return _with_mean(update, fetch)
-
-
-def _with_mean(update: ClientUpdate, fetch: Callable[[str, int, int], Tensor]) -> ClientUpdate:
-    mean = LazyParams(forms_of(update.posterior.mean), fetch)
-    return replace(update, posterior=replace(update.posterior, mean=mean))
-
-
-def _scale_notes(kind: Evidence, lever: str, update: ClientUpdate, factor: float) -> ClientUpdate:
-    """The notes that a lever names, multiplied; the posterior follows them."""
-    before = update.notes
-
-    def fetch(name: str, begin: int, end: int) -> Tensor:
-        piece = piece_of(before, name, begin, end)
-        return piece * factor if name == lever or name.startswith(f"{lever}/") else piece
-
-    notes = LazyParams(forms_of(before), fetch)
-    geometry = kind.geometry(notes)
-    posterior = update.posterior if geometry is None else replace(update.posterior, geometry=geometry)
-    return replace(update, notes=notes, posterior=posterior)
+_AT_BOUND = 1 - 1e-6  # whoever was weakened to a bound stands at it, up to rounding
 
 
 @dataclass(slots=True)
@@ -225,6 +80,8 @@ def keep_within_bounds(
         claims: what is known of examples and steps.
         bounds: how much is too much.
     """
+    if bounds.over == "off":
+        return Bounded(list(updates))
     found, usual = Bounded([]), _Usual.of(updates, claims, bounds)
     fair = [u for u in updates if not _exceeds_claims(u, usual, claims, found)]
     limits = {spec: _limits([u for u in fair if u.spec == spec], levers, bounds) for spec in {u.spec for u in fair}}
@@ -237,6 +94,13 @@ def keep_within_bounds(
         if kept is not None:
             found.updates.append(kept)
     found.updates = _cap_examples(found.updates, claims, bounds, found.clipped)
+    found.updates = [
+        capped
+        for spec in dict.fromkeys(u.spec for u in found.updates)
+        for capped in _cap_says(
+            [u for u in found.updates if u.spec == spec], levers, limits[spec], claims, bounds, found
+        )
+    ]
     return found
 
 
@@ -262,7 +126,7 @@ def _over(
 ) -> ClientUpdate | None:
     """The client weakened to the limit of its lever, or None where it is so far above that it is refused."""
     why = Refused(update.client, name, f"{lever.value:.4g}", f"at most {limit:.4g}, going by the round's other clients")
-    near = bounds.over == "clip" or lever.value <= bounds.margin * limit
+    near = bounds.over == "clip" or lever.value <= bounds.margin**lever.patience * limit
     if near and math.isfinite(lever.value):
         found.clipped.append(why.facts())
         return lever.weaken(update, limit / lever.value)
@@ -314,7 +178,7 @@ def _cap_examples(
     if len(updates) < 3:  # of two, one always has half
         return list(updates)
     counts = {u.client: (u.num_examples, u.sites) for u in updates}
-    usual = bounds.ratio * statistics.median(u.examples_per_site for u in updates) if len(updates) >= FEW else math.inf
+    usual = bounds.limit([u.examples_per_site for u in updates]) if len(updates) >= FEW else math.inf
     most = min(usual, _largest_fair(counts, claims.own_word, bounds.share))
     capped = []
     for update in updates:
@@ -330,6 +194,72 @@ def _cap_examples(
 
 def _of_sites(update: ClientUpdate) -> str:
     return "" if update.sites == 1 else f", for a sum of {update.sites} sites"
+
+
+Say = tuple[str, str]  # a layer, and by what its weights count beside examples: a layer's or tensor's name, or ""
+
+
+def _cap_says(
+    peers: Sequence[ClientUpdate],
+    levers: Mapping[str, Mapping[str, Lever]],
+    limits: Mapping[str, float],
+    claims: Claims,
+    bounds: Bounds,
+    found: Bounded,
+) -> list[ClientUpdate]:
+    """The updates with their moves shortened where move, examples and evidence together say too much."""
+    typical = statistics.median(u.examples_per_site for u in peers)
+    says = {}
+    for update in peers:
+        counts = update.examples_per_site
+        counts = counts if update.client in claims.own_word else min(counts, typical)
+        says[update.client] = _says_of(update, levers[update.client], limits, counts)
+    most = {
+        say: bounds.limit_together([each[say] for each in says.values() if say in each])
+        for say in dict.fromkeys(say for each in says.values() for say in each)
+    }
+    return [
+        _shorten_moves(u, says[u.client], most, levers[u.client], found.clipped) if u.client in claims.own_word else u
+        for u in peers
+    ]
+
+
+def _says_of(
+    update: ClientUpdate, levers: Mapping[str, Lever], limits: Mapping[str, float], counts: float
+) -> dict[Say, float]:
+    """How much a client says in every layer: its move × its examples × whatever evidence its weights count by."""
+    within = {name: min(lever.value, limits[name]) for name, lever in levers.items()}
+    owners = owners_of(update.spec.layout)
+    weights: dict[str, float] = {}
+    for name, lever in levers.items():
+        if lever.weighs is not None:
+            weights[lever.weighs] = weights.get(lever.weighs, 1.0) * within[name]
+    counts *= weights.pop("", 1.0)
+    says = {(name.removeprefix(MOVE), ""): counts * move for name, move in within.items() if name.startswith(MOVE)}
+    for target, weight in weights.items():
+        layer = owners.get(target, target)
+        if (layer, "") in says:
+            says[layer, target] = weight * says[layer, ""]
+    return {say: value for say, value in says.items() if not math.isnan(value)}
+
+
+def _shorten_moves(
+    update: ClientUpdate,
+    says: Mapping[Say, float],
+    most: Mapping[Say, float],
+    levers: Mapping[str, Lever],
+    clipped: list[dict[str, str]],
+) -> ClientUpdate:
+    """The update with each layer's move so short that it says no more than it may."""
+    for layer in dict.fromkeys(layer for layer, _ in says):
+        mine = [(most[say] / value, say) for say, value in says.items() if say[0] == layer and value > 0]
+        factor, say = min(mine, default=(1.0, (layer, "")))
+        if factor < _AT_BOUND:
+            words = f"at most {most[say]:.4g}, going by the round's other clients"
+            what = f"say in {layer}" + (f" by {say[1]}" if say[1] else "")
+            clipped.append(Refused(update.client, what, f"{says[say]:.4g}", words).facts())
+            update = levers[MOVE + layer].weaken(update, factor)
+    return update
 
 
 def _largest_fair(counts: Mapping[str, tuple[float, int]], own_word: AbstractSet[str], share: float) -> float:
