@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError
 from fedfuse.kernels.choice import is_faster
 from fedfuse.kernels.code_cache import is_cold
-from fedfuse.kernels.trace import Layer, Shape, Uncovered, chain_of, shape_after
+from fedfuse.kernels.trace import Dropout, Layer, Linear, Norm, Shape, Uncovered, chain_of, shape_after
 
 if TYPE_CHECKING:
     from fedfuse.kernels.chain import Chain
@@ -93,6 +93,30 @@ def chain_for(module: nn.Module, rows: Rows, settings: LocalSettings, live: Set[
 
     batch = min(settings.batch_size, 1 << (len(rows) - 1).bit_length())
     return _chain(Chain, layers, shape, batch)
+
+
+def inputs_of_head(module: nn.Module, rows: Rows, kernel: str, head: str, batch: int = 64) -> Iterator[Tensor] | None:
+    """What a network's last layer reads of all rows, by a compiled pass forward; None where torch does it.
+
+    Args:
+        module: the network, in evaluation mode.
+        rows: what is passed through it.
+        kernel: who does the arithmetic, as the user has it for training; nobody insists here.
+        head: the path of a linear layer; only the last one will do.
+        batch: rows at a time.
+    """
+    if kernel == "torch" or not len(rows):
+        return None
+    settings, live = LocalSettings(batch_size=batch), {name for name, _ in module.named_parameters()}
+    try:
+        layers = _layers(module, tuple(rows.x.shape[1:]))
+    except Uncovered:
+        return None
+    last = layers[-1]
+    if not isinstance(last, Linear) or last.name != head or any(isinstance(one, Norm | Dropout) for one in layers):
+        return None
+    chain = chain_for(module, rows, settings, live)
+    return None if chain is None else chain.read_before_head(module, rows.x)
 
 
 def _insist(settings: LocalSettings, why: str) -> None:

@@ -201,6 +201,25 @@ class Chain:
             losses.append(self._batch_step(round_, rows, labels, places, begin, rate))
         return losses
 
+    def read_before_head(self, module: nn.Module, x: Tensor) -> Iterator[Tensor]:
+        """What the last layer, a linear one, reads of each batch of rows in their order; nothing is learned.
+
+        Args:
+            module: the network, whose layers do the same in training and in evaluation.
+            x: rows, images with their channels last in memory or not.
+        """
+        state, rows, order = module.state_dict(), self._flatten(x), np.arange(len(x))
+        self._weights.write({name: state[name] for name in self._weights.slots}, self._numbers.weights)
+        *before, head = self._ops
+        assert isinstance(head, LinearOp)
+        columns, length = head.x.form
+        for begin in range(0, len(order), self._batch):
+            count = min(self._batch, len(order) - begin)
+            self._enter(count, rows, order, begin)
+            for op in before:
+                op.forward(count)
+            yield torch.from_numpy(head.x.data[: count * length].reshape(count, length)[:, :columns].copy())
+
     def _flatten(self, x: Tensor) -> Floats:
         """The rows as they lie in memory, channels last for images."""
         images = x if self._flat or x.ndim < 4 else x.permute(0, 2, 3, 1)

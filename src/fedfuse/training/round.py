@@ -102,7 +102,9 @@ def client_round(
     mean = {n: t.detach() for n, t in local.module.state_dict().items()} if work.trains else {}
     facts = {"loss": local.loss, **facts} | ({"compiled": 1.0} if local.compiled else {})
     if (hide := work.settings.private) is not None:
-        mean, facts = disturb_move(mean, brief, hide, local.stream("privacy")), {}  # a loss would tell of rows
+        facts = {}  # a loss would tell of rows
+        if trained is None:  # what was remembered has its noise already
+            mean = disturb_move(mean, brief, hide, local.stream("privacy"))
     reply = encode_reply(
         brief, mean, notes, num_examples=float(len(rows)), steps=local.steps, facts=facts, training=work.settings
     )

@@ -21,6 +21,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import PlainEvidence
 from fedfuse.core.state import Local
 from fedfuse.errors import ConfigError
+from fedfuse.kernels import inputs_of_head
 from fedfuse.linalg.psd import is_psd
 from fedfuse.linalg.ridge import Sums
 from fedfuse.nets.cost import layer_costs
@@ -43,7 +44,8 @@ class Moments(PlainEvidence):
 
     Attributes:
         layer: a linear layer's name; by default the last one.
-        precision: "network" runs the network as it is, "float64" in float64 at about twice the time.
+        precision: "network" runs the network as it is, by compiled kernels where they know it; "float64" in float64, by
+            torch, at several times the time.
         batch: rows per pass.
         clip: shorten features to this length, row by row; by default they are taken as they are.
     """
@@ -64,7 +66,10 @@ class Moments(PlainEvidence):
         brief = local.brief
         layer = linear_layer(brief.spec.layout, self.layer)
         path = layer.weight.rpartition(".")[0]
-        return moment_notes(collect_sums(local.module, path, local.rows, _outputs(brief, self.layer), self))
+        compiled = None
+        if self.precision == "network":
+            compiled = inputs_of_head(local.module, local.rows, local.settings.kernel, path)
+        return moment_notes(collect_sums(local.module, path, local.rows, _outputs(brief, self.layer), self, compiled))
 
     def passes(self, effort: Effort) -> float:
         """A pass forward, and the product φφᵀ."""
@@ -107,7 +112,14 @@ def _outputs(brief: Brief, layer: str) -> int:
 
 
 @torch.no_grad()
-def collect_sums(module: nn.Module, path: str, rows: Rows, targets: int, how: Moments | None = None) -> Sums:
+def collect_sums(
+    module: nn.Module,
+    path: str,
+    rows: Rows,
+    targets: int,
+    how: Moments | None = None,
+    inputs: Iterator[Tensor] | None = None,
+) -> Sums:
     """The sums over some rows, in one pass.
 
     Args:
@@ -116,6 +128,7 @@ def collect_sums(module: nn.Module, path: str, rows: Rows, targets: int, how: Mo
         rows: the examples.
         targets: how many classes.
         how: its batch and precision.
+        inputs: what the layer reads, batch by batch, where something else than torch has passed the rows on to it.
 
     Raises:
         ConfigError: if the layer does not read one vector per row, or a label is not among the targets.
@@ -128,19 +141,26 @@ def collect_sums(module: nn.Module, path: str, rows: Rows, targets: int, how: Mo
     how = how or Moments()
     if len(rows) and int(rows.y.max()) >= targets:
         raise ConfigError(f"a row has the label {int(rows.y.max())} and there are {targets} classes, counted from 0")
-    module = copy.deepcopy(module).double() if how.precision == "float64" else module
     total: Sums | None = None
-    with _watch_inputs(module.get_submodule(path)) as seen:
-        for begin in range(0, len(rows), how.batch):
-            x, y = rows.x[begin : begin + how.batch], rows.y[begin : begin + how.batch]
-            module(as_floats_of(module.parameters(), x))
-            features = _with_constant(_shorten(_one_vector_per_row(seen, len(x), path), how.clip))
-            seen.clear()
-            part = Sums.of(features, F.one_hot(y, targets))
-            total = part if total is None else total + part
+    begin = 0
+    for read in inputs or _read_by_torch(module, path, rows, how):
+        features = _with_constant(_shorten(read, how.clip))
+        part = Sums.of(features, F.one_hot(rows.y[begin : begin + len(read)], targets))
+        total, begin = part if total is None else total + part, begin + len(read)
     if total is None:
         raise ConfigError("there are no rows to sum over")
     return total
+
+
+def _read_by_torch(module: nn.Module, path: str, rows: Rows, how: Moments) -> Iterator[Tensor]:
+    """What the layer reads, one vector per row, batch by batch."""
+    module = copy.deepcopy(module).double() if how.precision == "float64" else module
+    with _watch_inputs(module.get_submodule(path)) as seen:
+        for begin in range(0, len(rows), how.batch):
+            x = rows.x[begin : begin + how.batch]
+            module(as_floats_of(module.parameters(), x))
+            yield _one_vector_per_row(seen, len(x), path)
+            seen.clear()
 
 
 @contextmanager
