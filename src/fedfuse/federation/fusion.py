@@ -61,7 +61,10 @@ def fuse_files(
         evidence: of checkpoint folders, a file each in their order, where it is not in the folders.
     """
     bounds = (options := read_options(sets)).pop("bounds", {})
-    filters = {kind: _with_options(kind, name, options) for kind, name in (("guard", guard), ("align", align))}
+    filters: dict[str, Any] = {
+        kind: _with_options(kind, name, options) for kind, name in (("guard", guard), ("align", align))
+    }
+    kept: dict[str, Any] = {"into": into, "remove": remove, "keep_sites": keep_sites}
     _check_files([*updates, *([] if into is None else [into]), *(evidence or [])])
     fused = fuse(
         updates,
@@ -74,12 +77,9 @@ def fuse_files(
         bounds=bounds,
         quorum=quorum,
         seed=seed,
-        into=into,
-        remove=remove,
-        keep_sites=keep_sites,
         evidence=evidence,
-        guard=filters["guard"],
-        align=filters["align"],
+        **filters,
+        **kept,
     )
     return _as_agreed(federation, fused)
 
