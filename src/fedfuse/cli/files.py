@@ -156,9 +156,8 @@ def evidence(
     """At a site: bring the evidence a method asks for at a finished model, without training.
 
     MODEL is a file that `fuse`, `run` or `update` wrote, or plain safetensors of a network trained elsewhere (--model):
-    for a method that does not train, such as refit, the model all sites have (--start of `fuse`), else the site's own.
-    It may be a folder of transformers, whose tokenizer reads the texts of a .jsonl file, or an adapter's (--base);
-    without -o its evidence is written into it for `fuse` to find, with -o an update of weights and evidence.
+    for a method that does not train, such as refit, the model all sites have (--start of `fuse`), else the site's own;
+    or a folder of transformers or an adapter (--base), into which evidence is written for `fuse` unless -o says where.
     """
     if model.is_dir():
         reading = {"client": client or (output or model).stem, "limit": train_limit, "length": length, "base": base}
@@ -336,8 +335,8 @@ def fuse(
 ) -> None:
     """Anywhere: admit update files, fuse them, write one model file; no server needed.
 
-    UPDATES are files that `update` wrote, plain safetensors, or checkpoint folders as `save_pretrained` writes them, with
-    evidence in them where a method reads some (`fedfuse evidence`); of folders a folder is made.
+    UPDATES are files that `update` wrote, plain safetensors, or checkpoint folders as `save_pretrained` writes them,
+    with evidence in them where a method reads some (`fedfuse evidence`); of folders a folder is made.
     """
     from fedfuse.federation.agreement import read_federation
     from fedfuse.federation.fusion import fuse_files

@@ -39,7 +39,7 @@ def fuse_files(
     keep_sites: bool = False,
     evidence: Sequence[Path] | None = None,
 ) -> Fused:
-    """Fuse update files by a method with its options.
+    """Fuse update files or folders by a method with its options.
 
     Args:
         updates: the files.
@@ -60,11 +60,10 @@ def fuse_files(
         keep_sites: let the fused file keep each site's sums apart.
         evidence: of checkpoint folders, a file each in their order, where it is not in the folders.
     """
-    bounds = (options := read_options(sets)).pop("bounds", {})
-    filters: dict[str, Any] = {
-        kind: _with_options(kind, name, options) for kind, name in (("guard", guard), ("align", align))
-    }
-    kept: dict[str, Any] = {"into": into, "remove": remove, "keep_sites": keep_sites}
+    options = read_options(sets)
+    told: dict[str, Any] = {"bounds": options.pop("bounds", {}), "quorum": quorum, "seed": seed, "evidence": evidence}
+    told |= {kind: _with_options(kind, name, options) for kind, name in (("guard", guard), ("align", align))}
+    told |= {"into": into, "remove": remove, "keep_sites": keep_sites}
     _check_files([*updates, *([] if into is None else [into]), *(evidence or [])])
     fused = fuse(
         updates,
@@ -74,12 +73,7 @@ def fuse_files(
         model=[Spec(name) for name in models] or None,
         server_rows=None if server_data is None else load(server_data).train,
         unlabelled=None if unlabelled is None else load(unlabelled).train.x,
-        bounds=bounds,
-        quorum=quorum,
-        seed=seed,
-        evidence=evidence,
-        **filters,
-        **kept,
+        **told,
     )
     return _as_agreed(federation, fused)
 
