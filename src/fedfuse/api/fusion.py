@@ -175,12 +175,10 @@ def fuse(
     keep_sites: bool = False,
     evidence: Sequence[str | Path] | None = None,
 ) -> Fused:
-    """Fuse what sites brought: updates, files, checkpoint folders, modules or plain state dicts.
-
-    The layout most of them share is the contract; the odd ones are refused by name and the others fused.
+    """Fuse what sites brought, by the layout most of them share; the odd ones are refused by name.
 
     Args:
-        updates: what to fuse.
+        updates: what to fuse: updates, files, checkpoint folders, modules or plain state dicts.
         recipe: the method, or its name.
         num_examples: behind each one; needed for state dicts unless all weigh alike, else read from the update.
         start: the common weights they started from, for methods that need them; adapters are merged into theirs.

@@ -174,10 +174,9 @@ def evidence(
 ) -> None:
     """At a site: bring the evidence a method asks for at a finished model, without training.
 
-    MODEL is a file that `fuse`, `run` or `update` wrote, or plain safetensors of a network trained elsewhere (--model).
-    For a method that does not train, such as refit, it is the model all sites have (--start of whoever fuses); for any
-    other, such as fedlpa, the site's own. It may be a folder of transformers, whose tokenizer reads .jsonl files, or an
-    adapter's (--base): without -o its evidence is written into it, for `fuse` to find; with -o it makes an update.
+    MODEL is a file that `fuse`, `run` or `update` wrote, or plain safetensors of a network trained elsewhere (--model):
+    for a method that does not train, such as refit, the model all sites have (--start of `fuse`), else the site's own;
+    or a folder of transformers or an adapter (--base), into which evidence is written for `fuse` unless -o says where.
     """
     if model.is_dir():
         reading = {"client": client or (output or model).stem, "limit": train_limit, "length": length, "base": base}
@@ -220,12 +219,11 @@ def _folder_evidence(
     as_json: bool,
 ) -> None:
     """Evidence at the weights of a folder of transformers."""
-    from fedfuse.federation.checkpoint import checkpoint_evidence
-    from fedfuse.wire.folders import EVIDENCE
+    from fedfuse.federation.checkpoint import checkpoint_evidence, save_evidence
 
     with console.err.status(f"looking at {data}"):
         update = checkpoint_evidence(folder, data, method, sets, **reading)
-        output = (update.without_weights() if output is None else update).save(output or folder / EVIDENCE)
+        output = save_evidence(update, folder, output)
     facts = {"file": str(output), "bytes": output.stat().st_size, "examples": update.num_examples}
     if as_json:
         console.say_json(facts | {"reveals": list(update.reveals)})
@@ -361,9 +359,8 @@ def fuse(
 ) -> None:
     """Anywhere: admit update files, fuse them, write one model file; no server needed.
 
-    UPDATES are files that `update` wrote, plain safetensors of weights, or checkpoint folders as `save_pretrained`
-    writes them; of folders a folder is made. Where a method reads evidence, `fedfuse evidence` writes it into each
-    folder.
+    UPDATES are files that `update` wrote, plain safetensors, or checkpoint folders as `save_pretrained` writes them,
+    with evidence in them where a method reads some (`fedfuse evidence`); of folders a folder is made.
     """
     from fedfuse.federation.agreement import read_federation
     from fedfuse.federation.fusion import fuse_files

@@ -73,8 +73,7 @@ class Evidence(Protocol):
     def influence(self, notes: Params) -> Mapping[str, float]:
         """What in these notes scales the client's say in the fused model, by name: numbers ≥ 0 on a log scale.
 
-        The door compares each with the other clients': twice the number, twice the say. A name is a note's, or the
-        first part of several notes' names: multiplying those weakens the lever.
+        A name is a note's, or the first part of several notes' names: multiplying those weakens the lever.
         """
 
     room: ClassVar[float]  # how many times further than other levers this may differ between honest clients
@@ -167,10 +166,7 @@ class ServerPart:
         return self.tensorwise
 
     def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
-        """Say before anybody trains what could not work, in a `ConfigError` that names the remedy.
-
-        `networks` has the network of each client that has one of its own, and under "" everybody else's.
-        """
+        """Raise before anybody trains what could not work; "" stands for all clients without a network of their own."""
 
 
 class Filter(Protocol):
@@ -303,13 +299,7 @@ class ModelPreparation(Protocol):
         """The start with the layers or outputs the method needs; one that has them already stays as it is."""
 
     def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:
-        """In plain words, what a network of this layout lacks that the method would have given it; None if nothing.
-
-        Args:
-            layout: the network's.
-            forms: of its tensors.
-            classes: how many there are, 0 if that is not known.
-        """
+        """In plain words, what a network of this layout lacks that the method would have given it; None if nothing."""
 
 
 class FirstStep(Protocol):

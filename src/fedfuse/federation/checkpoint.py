@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fedfuse.api import Update, local_update
 from fedfuse.api import recipe as recipe_of
 from fedfuse.api.folder_evidence import BASE, NAMES, WEIGHTS, digest_of
-from fedfuse.client.evidence.inputs import AdapterInputs
 from fedfuse.core.padding import hide_padding
 from fedfuse.core.rng import stream
 from fedfuse.core.rows import Rows
@@ -23,11 +22,12 @@ from fedfuse.errors import ConfigError, error_text
 from fedfuse.experiment.keys import assign
 from fedfuse.federation.file_names import names_in_folder
 from fedfuse.models.adapted import adapt
+from fedfuse.nets.adapters import INPUTS
 from fedfuse.tasks import CLASSIFICATION, LANGUAGE_MODEL, TEXT_CLASSIFICATION, Task
 from fedfuse.tasks.language import NO_TARGET
 from fedfuse.wire.adapters import PREFIX, adapted_modules, is_adapter, merge_into, read_adapter, read_adapters
 from fedfuse.wire.codec import decode, encode
-from fedfuse.wire.folders import read_folder
+from fedfuse.wire.folders import EVIDENCE, read_folder
 from fedfuse.wire.messages import NOTE
 
 LENGTH = 128
@@ -111,9 +111,14 @@ def checkpoint_evidence(
     return told.telling(start=None) if recipe.trains else told  # networks trained elsewhere share no start
 
 
+def save_evidence(update: Update, folder: Path, output: Path | None = None) -> Path:
+    """Write evidence taken at a folder into it, without its weights; or all of the update to a file of its own."""
+    return (update.without_weights() if output is None else update).save(output or folder / EVIDENCE)
+
+
 def _notes_of_adapter(update: Update) -> Update:
     """Evidence taken at a network with adapters, under the names that an adapter's file has."""
-    packet, kind = decode(update.payload), f"{NOTE}{AdapterInputs.name}/"
+    packet, kind = decode(update.payload), f"{NOTE}{INPUTS}/"
     notes = packet.tensors.part(lambda n: n.startswith(NOTE), lambda n: n.replace(kind, f"{kind}{PREFIX}", 1))
     header = {key: value for key, value in packet.header.items() if key not in ("spec", "layout")}
     return replace(update, payload=encode(notes, header))

@@ -40,7 +40,7 @@ def fuse_files(
     keep_sites: bool = False,
     evidence: Sequence[Path] | None = None,
 ) -> Fused:
-    """Fuse update files by a method with its options.
+    """Fuse update files or folders by a method with its options.
 
     Args:
         updates: the files.
@@ -63,7 +63,13 @@ def fuse_files(
         evidence: of checkpoint folders, a file each in their order, where it is not in the folders.
     """
     said = (options := read_options(sets)).pop("bounds", {})
-    filters = {kind: _with_options(kind, name, options) for kind, name in (("guard", guard), ("align", align))}
+    told: dict[str, Any] = {
+        "bounds": said if bounds is None else {**said, "over": bounds},
+        "quorum": quorum,
+        "seed": seed,
+    }
+    told |= {kind: _with_options(kind, name, options) for kind, name in (("guard", guard), ("align", align))}
+    told |= {"into": into, "remove": remove, "keep_sites": keep_sites, "evidence": evidence}
     _check_files([*updates, *([] if into is None else [into]), *(evidence or [])])
     fused = fuse(
         updates,
@@ -73,15 +79,7 @@ def fuse_files(
         model=[Spec(name) for name in models] or None,
         server_rows=None if server_data is None else load(server_data).train,
         unlabelled=None if unlabelled is None else load(unlabelled).train.x,
-        bounds=said if bounds is None else {**said, "over": bounds},
-        quorum=quorum,
-        seed=seed,
-        into=into,
-        remove=remove,
-        keep_sites=keep_sites,
-        evidence=evidence,
-        guard=filters["guard"],
-        align=filters["align"],
+        **told,
     )
     return _as_agreed(federation, fused)
 

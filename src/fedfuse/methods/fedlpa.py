@@ -71,21 +71,8 @@ def fedlpa(
     """
     by_rows, pulled = damping == "evidence", eta > 0
     equation = replace(_equation(damping, scale, pi), tol=tol, max_iters=max_iters, shares=shares)
-    if half and rank is None:
-        raise RecipeError("fedlpa: half stores eigenvectors in half precision and there are none; set rank, say to 8")
-    if rank is not None and block_width is not None:
-        raise RecipeError("fedlpa: rank and block_width are two ways to make factors small; set one of them")
-    evidence = KroneckerFactors(
-        fisher,
-        by_rows,
-        rank=rank,
-        half=half,
-        sharing=sharing,
-        layers=layers,
-        centred=centred,
-        min_rows=min_rows,
-        width=block_width,
-    )
+    factors = KroneckerFactors(fisher, by_rows, sharing=sharing, layers=layers, centred=centred, min_rows=min_rows)
+    evidence = _with_size(factors, rank, half, block_width)
     return Recipe(
         objective=PosteriorPull(eta) if pulled else TaskLoss(),
         evidence=(evidence,),
@@ -94,6 +81,15 @@ def fedlpa(
         steps=(ShareFactors(),) if pulled else (),
         publishes=("kron",) if pulled else (),
     )
+
+
+def _with_size(factors: KroneckerFactors, rank: int | None, half: bool, block_width: int | None) -> KroneckerFactors:
+    """The evidence in the form in which it travels."""
+    if half and rank is None:
+        raise RecipeError("fedlpa: half stores eigenvectors in half precision and there are none; set rank, say to 8")
+    if rank is not None and block_width is not None:
+        raise RecipeError("fedlpa: rank and block_width are two ways to make factors small; set one of them")
+    return replace(factors, rank=rank, half=half, width=block_width)
 
 
 def _equation(damping: Damping | None, scale: Scale | None, pi: Balance | None) -> NaturalKron:

@@ -9,6 +9,9 @@ _SIDES = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
 PARTS = frozenset({side for pair in _SIDES for side in pair} | {"lora_magnitude_vector"})
 """What a part of a tensor's name is, if it belongs to an adapter."""
 
+INPUTS = "inputs"
+"""The kind of evidence that has the moments of what adapted modules read."""
+
 MERGED = ("merged_A", "merged_B")
 """What a layer with an adapter calls the factors of earlier rounds, where those are merged."""
 

@@ -20,7 +20,7 @@ from fedfuse.core.posterior import Geometry, Kron
 from fedfuse.core.seams import PlainEvidence
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
-from fedfuse.nets.adapters import pairs_in
+from fedfuse.nets.adapters import INPUTS, pairs_in
 from fedfuse.nets.blocks import Block, Which, mixing_blocks
 from fedfuse.nets.cost import layer_costs
 from fedfuse.nets.factors import Packing, factors_in, find_flaw, layers_in, mean_eigenvalue_of
@@ -168,7 +168,7 @@ class InputFactors(PlainEvidence):
 class AdapterInputs(InputFactors):
     """What modules with a low-rank adapter read: the moments of the inputs of its factor A, and nothing else."""
 
-    name: ClassVar[str] = "inputs"
+    name: ClassVar[str] = INPUTS
     reveals: ClassVar[str] = (
         "second moments of the inputs of every layer that has an adapter, averaged over the client's rows"
     )
@@ -202,8 +202,8 @@ class AdapterInputs(InputFactors):
 def _input_sides(found: Mapping[str, T]) -> dict[str, T]:
     """What stands under "kron/LAYER/in", as "inputs/LAYER/in"."""
     split = {name: name.split("/") for name in found}
-    return {"/".join(["inputs", *split[name][1:]]): value for name, value in found.items() if split[name][2] == "in"}
+    return {"/".join([INPUTS, *split[name][1:]]): value for name, value in found.items() if split[name][2] == "in"}
 
 
 def _paths(notes: Params) -> tuple[str, ...]:
-    return tuple(dict.fromkeys("/".join(name.split("/")[:3]) for name in notes if name.startswith("inputs/")))
+    return tuple(dict.fromkeys("/".join(name.split("/")[:3]) for name in notes if name.startswith(f"{INPUTS}/")))

@@ -18,7 +18,7 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
 from fedfuse.linalg.lowrank import ThinProduct, norm_of, truncate, truncate_for_inputs
 from fedfuse.linalg.subspace import times, written
-from fedfuse.nets.adapters import MERGED, Pair, pairs_in
+from fedfuse.nets.adapters import INPUTS, MERGED, Pair, pairs_in
 from fedfuse.nets.blocks import blocks_of
 from fedfuse.nets.factors import read_factor
 from fedfuse.server.aggregate.mean import ALL_LAWS, mean_of
@@ -62,7 +62,7 @@ class AdapterMean(ServerPart):
     @property
     def needs(self) -> frozenset[str]:
         """What adapted modules read, where the error is measured by that."""
-        return frozenset({"inputs"} if self.moments else ())
+        return frozenset({INPUTS} if self.moments else ())
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
         """Fuse the products, and average what is left."""
@@ -101,7 +101,7 @@ def _seen_products(cohort: Cohort, pair: Pair, right: Tensor) -> Tensor | None:
     names = [block.name for block in blocks_of(cohort.updates[0].spec) if block.weight == pair.a and block.groups == 1]
     total = right.new_zeros(len(right), len(right))
     for share, update in zip(cohort.weights.tolist(), cohort, strict=True):
-        moments = read_factor(update.notes, f"inputs/{names[0]}/in") if names else None
+        moments = read_factor(update.notes, f"{INPUTS}/{names[0]}/in") if names else None
         if moments is None:
             return None
         total += share * times(right, written(as_stack(moments)[0])) @ right.mT
