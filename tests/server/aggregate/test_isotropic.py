@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fedfuse
 from fedfuse.server.aggregate.isotropic import flatten_spectrum
 
 
@@ -42,3 +43,15 @@ def test_directions_in_which_nobody_moved_stay_out(rows: int, columns: int) -> N
     torch.testing.assert_close(flatten_spectrum(matrix), by_singular_values(matrix, 2))
     nothing = torch.zeros(rows, columns, dtype=torch.float64)
     assert torch.equal(flatten_spectrum(nothing), nothing)
+
+
+def test_kernels_and_tables_of_any_shape_are_laid_out_as_matrices() -> None:
+    draw = torch.Generator().manual_seed(0)
+    start = {"conv": torch.randn(3, 4, 2, 2, generator=draw), "table": torch.randn(9, 2, generator=draw)}
+    sites = [{n: t + torch.randn(t.shape, generator=draw) for n, t in start.items()} for _ in range(3)]
+    fused = fedfuse.fuse(sites, fedfuse.recipe("iso", scale=0.5), start=start).state_dict()
+    for name, before in start.items():
+        summed = sum(site[name].double() - before.double() for site in sites)
+        flat = by_singular_values(summed.reshape(len(before), -1), min(len(before), before[0].numel()))
+        expected = before.double() + 0.5 * flat.reshape(before.shape)
+        torch.testing.assert_close(fused[name], expected.float(), rtol=1e-5, atol=1e-6)

@@ -41,16 +41,18 @@ class IsotropicSum(ServerPart):
             like = start[name]
             if like.ndim < 2:
                 return move_along(sources, start, self.scale * shares, name)
-            flat = flatten_spectrum(len(shares) * _mean_move(sources, start, shares, name).view(len(like), -1))
-            return (like.double() + self.scale * flat.view(like.shape)).to(like.dtype)
+            flat = flatten_spectrum(_summed_move(sources, start, shares, name).view(len(like), -1))
+            return flat.mul_(self.scale).add_(like.reshape(flat.shape)).to(like.dtype).reshape(like.shape)
 
         return state.fused(fuse_weights(cohort, rule), spec=cohort.updates[0].spec)
 
 
-def _mean_move(sources: list[Params], start: Params, shares: Tensor, name: str) -> Tensor:
-    """Σ_k f_k δ_k of one tensor laid flat, in float64."""
-    blocks = (move_block(sources, start, name, begin, end) for begin, end in blocks_of(sources[0], name))
-    return torch.cat([shares @ block for block in blocks])
+def _summed_move(sources: list[Params], start: Params, shares: Tensor, name: str) -> Tensor:
+    """K Σ_k f_k δ_k of one tensor laid flat, in float64; nothing else of its size is held."""
+    total = torch.empty(start[name].numel(), dtype=torch.float64)
+    for begin, end in blocks_of(sources[0], name):
+        total[begin:end] = len(shares) * shares @ move_block(sources, start, name, begin, end)
+    return total
 
 
 def flatten_spectrum(matrix: Tensor) -> Tensor:
