@@ -51,8 +51,7 @@ def create_federation(
 
     Args:
         folder: where to make it.
-        model: the network's name, or package.module:Class; by default an mlp for tables, a transformer for texts and
-            lenet for others.
+        model: the network's name, or package.module:Class; by default an mlp, a transformer for texts, or lenet.
         method: how updates will be fused.
         task: what is to be learned; by default what moments are for, or else classification.
         table: what is said of tables.
