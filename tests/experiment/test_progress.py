@@ -97,6 +97,38 @@ def test_a_notebook_gets_one_line_that_changes_and_no_widget(
     assert drawn.split("\r")[-1].startswith("█" * 12 + "░" * 12 + " study: run 1 of 2, fedavg, seed 0, round 2 of 2")
 
 
+def test_the_line_of_a_notebook_ends_where_the_run_did(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel = type("ZMQInteractiveShell", (), {})()
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: kernel))  # type: ignore[arg-type]
+    monkeypatch.setattr("fedfuse.experiment.progress._BAR_SECONDS", 1e9)
+    with show_progress(1, "study") as watch:
+        watch.method_started("fedavg", 0, 0, 1, 1)
+        watch.round_done("fedavg", 0, 1, {"accuracy": 0.5})
+    last = capsys.readouterr().out.split("\r")[-1]
+    assert last.startswith("█" * 24 + " study: run 1 of 1, fedavg, seed 0, round 1 of 1, accuracy 50.00%")
+    assert "left" not in last
+
+
+@pytest.mark.slow
+def test_a_real_kernel_shows_progress_and_tables(tmp_path: Path) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    run = """import fedfuse
+results = fedfuse.run({"data": {"source": "digits", "train_limit": 100, "clients": 2},
+    "model": {"name": "mlp", "hidden": [4]}, "methods": [{"name": "fedavg"}]}, out="run", workers=0)"""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in (run, "results")])
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    said, shown = (cell.outputs for cell in notebook.cells)
+    words = "".join(out.text for out in said if out.output_type == "stream" and out.name == "stdout")
+    assert words.count("\n") == 1
+    assert words.split("\r")[-1].startswith("█" * 24 + " experiment: run 1 of 1, fedavg")
+    assert "\x1b" not in words
+    assert shown[-1].data["text/html"].count("<td>fedavg</td>") == 1
+    assert shown[-1].data["text/plain"].startswith("Results('experiment': fedavg")
+
+
 def test_a_terminal_shows_the_servers_step_while_it_lasts() -> None:
     screen = io.StringIO()
     with show_progress(1, "study", Console(file=screen, force_terminal=True, width=120)) as bars:

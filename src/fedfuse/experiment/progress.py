@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -114,6 +115,11 @@ class Text(Callback):
             words = [f"run {self._runs} of {self._method_runs}", self._who, round_, step, self._note, self._time_left()]
             self._show(self._drawn_bar() + f"{self._name}: " + ", ".join(word for word in words if word))
 
+    def finish(self) -> None:
+        """Say how it ended, however short ago something was said."""
+        self._shown = -math.inf
+        self._tell()
+
     def _share(self) -> float:
         """The share of all runs that is done."""
         return (self._runs - 1 + self._done / max(self._rounds, 1)) / max(self._method_runs, 1)
@@ -203,7 +209,9 @@ def show_progress(method_runs: int, name: str, console: Console | None = None) -
         with Bars(method_runs, name, console) as bars:
             yield bars
     elif in_notebook():
-        yield Text(method_runs, name, _rewrite_line, _BAR_SECONDS, bar=True)
+        line = Text(method_runs, name, _rewrite_line, _BAR_SECONDS, bar=True)
+        yield line
+        line.finish()
         sys.stdout.write("\n")
     else:
         yield lines(method_runs, name, console.file)
