@@ -48,8 +48,9 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.nets.head import logit_variance
 from fedfuse.server.door.admit import Admission, Rules
-from fedfuse.server.door.files import Gathered, Item, built_start, check_enough, gather
+from fedfuse.server.door.files import Gathered, built_start, check_enough, gather
 from fedfuse.server.door.names import CommonNames
+from fedfuse.server.door.opened import Item
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
 from fedfuse.tasks import CLASSIFICATION, Task, task_header, task_named
 from fedfuse.wire.codec import Malformed, decode, forms_size, read

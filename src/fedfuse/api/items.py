@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedfuse.api.checkpoints import Folders
 from fedfuse.api.update import Update
 from fedfuse.errors import ConfigError
-from fedfuse.server.door.files import Item
+from fedfuse.server.door.opened import Item
 from fedfuse.wire.codec import encode
 from fedfuse.wire.folders import folder_of, is_folder
 

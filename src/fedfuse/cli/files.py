@@ -74,9 +74,19 @@ Columns = Annotated[
 MomentsFiles = Annotated[
     list[Path] | None, typer.Option("--moments", help="Sums that sites made with `fedfuse moments`; may be repeated.")
 ]
-
-
 Own = Annotated[Path | None, typer.Option(help="This site's own update, for refit with layers=true.")]
+AdapterBase = Annotated[Path | None, typer.Option(help="Of an adapter's folder: that of the model it adapts.")]
+OfMethod = Annotated[
+    list[str] | None, typer.Option("--set", help="An option of the method, or model.key=…; may be repeated.")
+]
+OfFusion = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="An option of the method, or of guard., align. and bounds.; may be repeated."),
+]
+OverBounds = Annotated[
+    str | None,
+    typer.Option(help="Who says far more than the others: refuse (by default), clip, or off to compare nobody."),
+]
 Length = Annotated[int, typer.Option(min=2, help="Tokens of a text that a folder's network reads.")]
 Trusted = Annotated[
     list[str] | None,
@@ -152,9 +162,7 @@ def evidence(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The file to send.")] = None,
     federation: FederationOption = None,
     method: Annotated[str | None, typer.Option(help="The federation's, or else refit.", callback=check_method)] = None,
-    sets: Annotated[
-        list[str] | None, typer.Option("--set", help="An option of the method, or model.key=…; may be repeated.")
-    ] = None,
+    sets: OfMethod = None,
     client: Annotated[str | None, typer.Option(help="This site's name; by default the file's.")] = None,
     train_limit: Annotated[int | None, typer.Option(min=1, help="Use only so many rows.")] = None,
     image_size: ImageSize = None,
@@ -169,7 +177,7 @@ def evidence(
     own: Own = None,
     privacy_ledger: PrivacyLedger = None,
     budget: Budget = None,
-    base: Annotated[Path | None, typer.Option(help="Of an adapter's folder: that of the model it adapts.")] = None,
+    base: AdapterBase = None,
     as_json: Json = False,
 ) -> None:
     """At a site: bring the evidence a method asks for at a finished model, without training.
@@ -331,19 +339,13 @@ def fuse(
     updates: Annotated[list[Path] | None, typer.Argument()] = None,
     federation: FederationOption = None,
     method: MaybeMethod = None,
-    sets: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="An option of the method, or of guard., align. and bounds.; may be repeated."),
-    ] = None,
+    sets: OfFusion = None,
     start: Start = None,
     num_examples: NumExamples = None,
     quorum: Quorum = None,
     model: Networks = None,
     guard: Annotated[str | None, typer.Option(help="A filter first: clip, krum, median, trimmed or private.")] = None,
-    bounds: Annotated[
-        str | None,
-        typer.Option(help="Who says far more than the others: refuse (by default), clip, or off to compare nobody."),
-    ] = None,
+    bounds: OverBounds = None,
     align: AlignName = None,
     server_data: ServerData = None,
     unlabelled: Unlabelled = None,

@@ -62,12 +62,8 @@ def fuse_files(
         keep_sites: let the fused file keep each site's sums apart.
         evidence: of checkpoint folders, a file each in their order, where it is not in the folders.
     """
-    said = (options := read_options(sets)).pop("bounds", {})
-    told: dict[str, Any] = {
-        "bounds": said if bounds is None else {**said, "over": bounds},
-        "quorum": quorum,
-        "seed": seed,
-    }
+    limits = (options := read_options(sets)).pop("bounds", {}) | ({} if bounds is None else {"over": bounds})
+    told: dict[str, Any] = {"bounds": limits, "quorum": quorum, "seed": seed}
     told |= {kind: _with_options(kind, name, options) for kind, name in (("guard", guard), ("align", align))}
     told |= {"into": into, "remove": remove, "keep_sites": keep_sites, "evidence": evidence}
     _check_files([*updates, *([] if into is None else [into]), *(evidence or [])])

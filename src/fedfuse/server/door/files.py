@@ -11,8 +11,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fedfuse.core.description import read_layout
@@ -26,10 +25,10 @@ from fedfuse.server.door.admit import Admission, Rules, admit_all
 from fedfuse.server.door.differences import first_difference, shorten
 from fedfuse.server.door.forms import widen_alike
 from fedfuse.server.door.names import CommonNames, agree_on_names, find_odd_numbers, put_in_order
+from fedfuse.server.door.opened import SHARED, Item, OpenedItem, open_all
 from fedfuse.tasks import CLASSIFICATION, task_named
-from fedfuse.wire.codec import Malformed, Packet, encode, forms_of
-from fedfuse.wire.folders import open_weights
-from fedfuse.wire.messages import NOTE, read_memory, reply_header, split
+from fedfuse.wire.codec import Packet, encode, forms_of
+from fedfuse.wire.messages import NOTE, read_memory, reply_header
 from fedfuse.wire.sums import sum_forms
 
 _START = (
@@ -37,66 +36,7 @@ _START = (
     "the same first weights everywhere: one federation folder (`fedfuse init`) or one --start file, as most have",
 )
 _MOST_BUILT = 10**8  # numbers in a network that is built because a file names it
-_SHARED = ("spec", "layout", "round", "start", "classes", "task", "memory")  # common to all of one fusion
 _SAID = ("version", "num_examples", "steps", "facts", "training", "sums")  # what an update says of itself
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """Something to fuse.
-
-    Attributes:
-        client: who it is from.
-        payload: its bytes or file.
-        num_examples: how many examples stand behind it, if the user says so.
-        spec: its network, for an update that was made in this process.
-        packet: what is read instead of the payload, where somebody had to open it before.
-    """
-
-    client: str
-    payload: bytes | Path
-    num_examples: float | None = None
-    spec: Spec | None = None
-    packet: Packet | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenedItem:
-    item: Item
-    packet: Packet
-    standing: Params | None = None  # where it stands if it brings no weights, since nobody trained
-
-    @property
-    def own(self) -> Params:
-        """The model's own tensors: its own, or those it stands at."""
-        own = split(self.packet)[0]
-        return own if own or self.standing is None else self.standing
-
-    @property
-    def forms(self) -> Mapping[str, Form]:
-        """The forms of the model's own tensors."""
-        return forms_of(self.own)
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether it brings weights."""
-        return any(not name.startswith(NOTE) for name in self.packet.tensors)
-
-    @property
-    def signature(self) -> str:
-        """What must agree: the model's tensors, its network, the round, the start and the classes."""
-        header = self.packet.header
-        return repr((sorted((n, *f) for n, f in self.forms.items()), [header.get(f) for f in _SHARED]))
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is a bare set of tensors, which nobody's training wrote for us."""
-        return self.packet.header.get("kind") != "reply"
-
-    @property
-    def kinds(self) -> frozenset[str]:
-        """The kinds of evidence it brings."""
-        return frozenset(n.removeprefix(NOTE).partition("/")[0] for n in self.packet.tensors if n.startswith(NOTE))
 
 
 class Gathered(NamedTuple):
@@ -127,7 +67,7 @@ def gather(
         QuorumLost: when too few can be read, agree and pass the door; every refusal is told.
         ConfigError: when what they agree on does not fit the network or the start that was named.
     """
-    opened, refused = _open_all(items, None if recipe.trains else start)
+    opened, refused = open_all(items, None if recipe.trains else start)
     opened = _fitting(opened, recipe, refused)
     if recipe.align is not None and "start" not in recipe.needs:
         opened = [_without_start(o) for o in opened]  # networks are aligned because they began apart
@@ -167,10 +107,10 @@ def gather(
     admission.cohort, unordered = put_in_order(admission.cohort, names)
     admission.refused = [r.facts() for r in [*refused, *unordered]] + admission.refused
     check_enough(admission, len(items), rules.quorum)
-    return Gathered(admission, brief, names, {k: told[k] for k in ("kind", "version", *_SHARED) if k in told})
+    return Gathered(admission, brief, names, {k: told[k] for k in ("kind", "version", *SHARED) if k in told})
 
 
-def _without_start(opened: _OpenedItem) -> _OpenedItem:
+def _without_start(opened: OpenedItem) -> OpenedItem:
     header = {field: value for field, value in opened.packet.header.items() if field != "start"}
     return replace(opened, packet=replace(opened.packet, header=header))
 
@@ -180,7 +120,7 @@ def built_start(items: Sequence[Item]) -> Params | None:
 
     A network of ours that is drawn from a seed among its options, such as random features, need not be passed along.
     """
-    for header in (o.packet.header for o in _open_all(items, None)[0]):
+    for header in (o.packet.header for o in open_all(items, None)[0]):
         declared = header.get("spec")
         if any(":" in name for name in Spec.factories_in(declared)) or declared is None:
             return None
@@ -193,7 +133,7 @@ def built_start(items: Sequence[Item]) -> Params | None:
     return None
 
 
-def _fitting(opened: Sequence[_OpenedItem], recipe: Recipe, refused: list[Refused]) -> list[_OpenedItem]:
+def _fitting(opened: Sequence[OpenedItem], recipe: Recipe, refused: list[Refused]) -> list[OpenedItem]:
     """Those who bring weights where the method fuses weights, and evidence alone where it does not train."""
     words = {True: "trained weights", False: "evidence alone, at the start's weights"}
     wanted = f"{words[recipe.trains]}: what `fedfuse update --method {recipe.name}` brings"
@@ -202,7 +142,7 @@ def _fitting(opened: Sequence[_OpenedItem], recipe: Recipe, refused: list[Refuse
     return [o for o in opened if o.has_weights == recipe.trains]
 
 
-def _majority(opened: Sequence[_OpenedItem], refused: list[Refused]) -> list[_OpenedItem]:
+def _majority(opened: Sequence[OpenedItem], refused: list[Refused]) -> list[OpenedItem]:
     """Those who share what more than half have; the others are refused."""
     if not opened:
         return []
@@ -229,18 +169,8 @@ def _check_quorum(got: int, asked: int, quorum: float, refused: Sequence[Refused
         raise QuorumLost(f"{got} of {asked} updates can be fused and the quorum is {quorum:.0%}; {why}")
 
 
-def _open_all(items: Sequence[Item], standing: Params | None) -> tuple[list[_OpenedItem], list[Refused]]:
-    opened, refused = [], []
-    for item in items:
-        try:
-            opened.append(_OpenedItem(item, item.packet or open_weights(item.payload), standing))
-        except Malformed as why:
-            refused.append(Refused(item.client, "file", f"damaged: {why}", "a safetensors file"))
-    return opened, refused
-
-
 def _briefs(
-    chosen: Sequence[_OpenedItem],
+    chosen: Sequence[OpenedItem],
     recipe: Recipe,
     start: Params | None,
     networks: Sequence[Spec],
@@ -260,7 +190,7 @@ def _briefs(
     return briefs
 
 
-def _brief(first: _OpenedItem, start: Params | None, networks: Sequence[Spec], mixed: bool) -> Brief:
+def _brief(first: OpenedItem, start: Params | None, networks: Sequence[Spec], mixed: bool) -> Brief:
     """The brief these updates might have answered."""
     header, own = first.packet.header, first.own
     spec = _network(first, networks, mixed)
@@ -277,14 +207,14 @@ def _brief(first: _OpenedItem, start: Params | None, networks: Sequence[Spec], m
     return Brief(round_, spec, begin, read_memory(header.get("memory")), classes=classes, task=task)
 
 
-def _difference(first: _OpenedItem, spec: Spec) -> tuple[str, str, str] | None:
+def _difference(first: OpenedItem, spec: Spec) -> tuple[str, str, str] | None:
     """Where an update and a network differ first; a description was made of the update itself."""
     if not spec.can_run:
         return None
     return first_difference(first.forms, {n: Form(*form) for n, form in spec.shapes().items()})
 
 
-def _network(first: _OpenedItem, networks: Sequence[Spec], mixed: bool) -> Spec:
+def _network(first: OpenedItem, networks: Sequence[Spec], mixed: bool) -> Spec:
     """The network of an update: one the user named, one of ours, or else what the update says of it, unbuilt."""
     declared = first.packet.header.get("spec")
     theirs = declared.get("factory") if isinstance(declared, dict) else None
@@ -297,7 +227,7 @@ def _network(first: _OpenedItem, networks: Sequence[Spec], mixed: bool) -> Spec:
     if named and not mixed:
         return named[0]  # it does not fit, and the sentence about that names it
     if declared is None:
-        return Spec.of_tensors(_blank_tensors(first.forms))
+        return Spec.of_tensors(first.blank)
     if any(":" in name for name in Spec.factories_in(declared)):
         return Spec.from_description(declared, _layout(first))
     return Spec.from_json(declared)
@@ -311,17 +241,12 @@ def _with_their_options(given: Spec, declared: object, theirs: object) -> Spec:
     return Spec.from_json(declared, given.factories | Spec.factories_in(declared))
 
 
-def _layout(first: _OpenedItem) -> Layout:
+def _layout(first: OpenedItem) -> Layout:
     declared = first.packet.header.get("layout")
-    return Layout.guess(_blank_tensors(first.forms)) if declared is None else read_layout(declared, first.forms)
+    return Layout.guess(first.blank) if declared is None else read_layout(declared, first.forms)
 
 
-def _blank_tensors(forms: Mapping[str, Form]) -> Params:
-    """Tensors of these forms without numbers, however large."""
-    return {n: form.blank() for n, form in forms.items()}
-
-
-def _find_lack(o: _OpenedItem, brief: Brief, recipe: Recipe) -> Refused | None:
+def _find_lack(o: OpenedItem, brief: Brief, recipe: Recipe) -> Refused | None:
     """What the method needs and this update does not bring, with the command that would bring it."""
     client, how = o.item.client, f"what `fedfuse update --method {recipe.name}` brings"
     if "network" in recipe.needs and not brief.spec.can_run:
@@ -343,7 +268,7 @@ def _find_lack(o: _OpenedItem, brief: Brief, recipe: Recipe) -> Refused | None:
     return None
 
 
-def _check_start(start: Params, first: _OpenedItem) -> Params:
+def _check_start(start: Params, first: OpenedItem) -> Params:
     """The start, if it can be the one these updates were trained from."""
     if odd := first_difference(forms_of(start), first.forms):
         raise ConfigError(f"the start does not fit the updates: {odd[0]} is {odd[1]}, and in the updates {odd[2]}")
@@ -371,7 +296,7 @@ def fingerprint(params: Params) -> str:
     return digest.hexdigest()[:16]
 
 
-def _reply(opened: _OpenedItem, brief: Brief, recipe: Recipe) -> Packet:
+def _reply(opened: OpenedItem, brief: Brief, recipe: Recipe) -> Packet:
     """The item as a reply to the brief: with a header where it has none, and only the evidence asked for."""
     header, tensors = opened.packet.header, opened.packet.tensors
     asked = {NOTE + name for kind in recipe.evidence for name in kind.expects(brief)}
@@ -384,12 +309,12 @@ def _reply(opened: _OpenedItem, brief: Brief, recipe: Recipe) -> Packet:
     return Packet(facts, tensors.part(lambda n: not n.startswith(NOTE) or n in asked), opened.packet.size)
 
 
-def _refusal_of(odd: _OpenedItem, good: _OpenedItem) -> Refused:
+def _refusal_of(odd: OpenedItem, good: OpenedItem) -> Refused:
     """Why an update is not like the others, by its first difference."""
     if found := first_difference(odd.forms, good.forms):
         name, came, wanted = found
         return Refused(odd.item.client, name, came, f"{wanted}, as most have")
-    for field in _SHARED:
+    for field in SHARED:
         theirs, most = odd.packet.header.get(field), good.packet.header.get(field)
         if theirs != most:
             words = _START if field == "start" else (theirs, f"{shorten(most)}, as most have")
@@ -397,7 +322,7 @@ def _refusal_of(odd: _OpenedItem, good: _OpenedItem) -> Refused:
     return Refused(odd.item.client, "layout", "another one", "the layout most have")
 
 
-def _differences(opened: Sequence[_OpenedItem]) -> str:
+def _differences(opened: Sequence[OpenedItem]) -> str:
     first = opened[0]
     odd = [_refusal_of(o, first) for o in opened[1:] if o.signature != first.signature]
     return f"compared with {first.item.client}, " + "; ".join(str(o).replace(", as most have", "") for o in odd[:3])
