@@ -60,8 +60,7 @@ def k_statistics(x: Tensor, *, per_row: bool = False, sums: PowerSums | None = N
         k4 = n² ((n+1) m4 − 3 (n−1) m2²) / ((n−1)(n−2)(n−3))
 
     In float64, block by block and in one pass; a tensor whose mean is large beside its deviation takes a second
-    one about its mean, so that neither size nor offset costs precision. Who sums up a long vector's powers can be
-    given.
+    one about its mean, so that neither size nor offset costs precision. Who sums up its powers can be given.
 
     Example:
         >>> k = k_statistics(torch.tensor([1.0, 2.0, 3.0, 10.0]))
@@ -252,12 +251,7 @@ def _vector_k(vector: Tensor, sums_of: PowerSums | None) -> tuple[float, float, 
 
 
 def power_sums(vector: Tensor, begin: float) -> Sequence[float]:
-    """Sums of the 1st to 4th powers of a vector's entries about a point, in float64.
-
-    Example:
-        >>> power_sums(torch.tensor([1.0, 2.0]), 0.0)
-        [3.0, 5.0, 9.0, 17.0]
-    """
+    """Sums of the 1st to 4th powers of a vector's entries about a point, in float64."""
     room = _work_buffers(_BLOCK, threading.get_ident())
     sums = [0.0] * 4
     for block in vector.split(_BLOCK):
