@@ -6,7 +6,7 @@ own four to six. All cases are timed in turn, in the processor's own seconds, an
 so that a busy machine troubles all alike. Following a network to find its units is done once per architecture and
 process, and is told on a line of its own.
 
-    python benchmarks/match.py [--clients 10] [--repeats 5] [--widths 64 128 …] [--skip-resnet] [--json]
+    python benchmarks/match.py [--clients 10] [--repeats 5] [--widths 64 128 …] [--resnet] [--json FILE]
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from fedfuse.linalg import assign
 from fedfuse.nets.channels import channel_groups
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.align.alignment import ALIGNMENTS, AlignUnits
+from machine import here
 
 MEANS = 10.0
 """Beside the assignments' own time, aligning LeNets may cost so many plain means."""
@@ -44,13 +46,11 @@ def main() -> None:
     torch.set_num_threads(1)
     near = several("lenet", (1, 28, 28), said.clients, said.repeats, list(ALIGNMENTS), common=True)
     apart = several("lenet", (1, 28, 28), said.clients, said.repeats, list(ALIGNMENTS), common=False)
-    resnets = [] if said.skip_resnet else several("resnet18", (3, 32, 32), 2, 1, ["weights", "transport"], common=False)
+    resnets = several("resnet18", (3, 32, 32), 2, 1, ["weights", "transport"], common=False) if said.resnet else []
     widths = [by_width(width) for width in said.widths]
     if said.json:
-        print(
-            json.dumps({"lenet, common start": near, "lenet, own starts": apart, "resnet18": resnets, "widths": widths})
-        )
-        return
+        told = {"clients": said.clients, "common": near, "apart": apart, "resnet18": resnets, "widths": widths}
+        said.json.write_text(json.dumps({**here(), **told}, indent=1) + "\n")
     for rows, start in ((near, "a common start"), (apart, "starts of their own")):
         print(f"{said.clients} LeNets from {start}; wanted: weights under {MEANS:g} means beside the assignments")
         tell(rows)
@@ -69,9 +69,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512, 1024, 2048])
-    parser.add_argument("--skip-resnet", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
+    parser.add_argument("--resnet", action="store_true", help="also two ResNet-18, which take a minute")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
     return parser.parse_args()
 
 

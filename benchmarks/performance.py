@@ -1,7 +1,8 @@
-"""Write the tables of docs/performance.md from what `train.py --json` and `mean.py --json` measured.
+"""Write the tables of docs/performance.md from what benchmarks measured; a table without numbers stays as it is.
 
-python benchmarks/train.py --json benchmarks/results/train.json
-python benchmarks/mean.py --json benchmarks/results/mean.json
+for name in train mean fedlpa bayes match swa; do
+    python benchmarks/$name.py --json benchmarks/results/$name.json
+done
 python benchmarks/performance.py
 """
 
@@ -48,6 +49,74 @@ def means(data: dict[str, Any]) -> str:
     return f"{table(heads, rows)}\n\n{data['threads']} threads. {where(data)}"
 
 
+def solves(data: dict[str, Any]) -> str:
+    """FedLPA's solvers, and its factors beside local epochs."""
+    released = data["solve"][-1]
+    rows = []
+    for row in data["solve"]:
+        name = "scale = root (the default)" if row["pi"] == "root" else f"absolute damping, π = {row['pi']}"
+        way = {"gradient": "released steps"}.get(row["solver"], row["solver"])
+        times = released["seconds"] / row["seconds"]
+        numbers = [f"{row['seconds']:.2f}", str(row["iterations"]), f"{row['residual']:.0e}", f"{times:,.0f}"]
+        rows.append([f"{way}, {name}", *numbers])
+    heads = ["ten LeNets", "seconds", "iterations", "residual", "times as fast as released"]
+    factors, epoch, compiled = (data[f"{what}_seconds"] for what in ("factor", "epoch", "compiled_epoch"))
+    words = (
+        f"Bringing the factors takes {factors / epoch:.2f} local epochs of torch's, or {factors / compiled:.1f} "
+        f"compiled ones. Released steps are scaled from {data['steps']} to 10,000, and their residual is the one after "
+        f"{data['steps']}. Processor time. {where(data)}"
+    )
+    return f"{table(heads, rows)}\n\n{words}"
+
+
+def bayesian(data: dict[str, Any]) -> str:
+    """Steps of Bayesian layers and means in charts, as multiples."""
+    rows = [
+        [f"{row['what']} ({row['network']})", f"{row['milliseconds']:.1f}", f"{row['ratio']:.2f}", _limit(row)]
+        for row in data["rows"]
+    ]
+    heads = ["Bayesian layers", "ms", "times its reference", "wanted at most"]
+    return f"{table(heads, rows)}\n\nProcessor time. {where(data)}"
+
+
+def _limit(row: dict[str, Any]) -> str:
+    return "–" if row["limit"] is None else f"{row['limit']:g}"
+
+
+def matching(data: dict[str, Any]) -> str:
+    """Alignments of LeNets, in plain means beside the assignments themselves."""
+    rows = [
+        [
+            f"{row['case']}, {start}",
+            f"{1e3 * row['seconds']:.0f}",
+            f"{1e3 * row['assigning']:.0f}",
+            f"{row['means']:.1f}",
+        ]
+        for start, key in (("a common start", "common"), ("own starts", "apart"))
+        for row in data[key]
+        if not row["case"].startswith("finding")
+    ]
+    heads = [f"{data['clients']} LeNets", "ms", "of it assigning", "the rest in plain means"]
+    return f"{table(heads, rows)}\n\nProcessor time. {where(data)}"
+
+
+def scoring(data: dict[str, Any]) -> str:
+    """SWA beside the plain mean."""
+    rows = [[row["case"], f"{1e3 * row['cpu_seconds']:.0f}", f"{row['ratio']:.2f}"] for row in data["rows"]]
+    heads = [f"{data['model']}, {data['clients']} clients", "ms", "plain means"]
+    return f"{table(heads, rows)}\n\nProcessor time. {where(data)}"
+
+
+TABLES = {
+    "train": training,
+    "mean": means,
+    "fedlpa": solves,
+    "bayes": bayesian,
+    "match": matching,
+    "swa": scoring,
+}
+
+
 def inserted(page: str, name: str, text: str) -> str:
     """The page with a new text between its marks."""
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
@@ -56,8 +125,9 @@ def inserted(page: str, name: str, text: str) -> str:
 
 def main() -> None:
     page = PAGE.read_text()
-    for name, write in (("train", training), ("mean", means)):
-        page = inserted(page, name, write(json.loads((HERE / "results" / f"{name}.json").read_text())))
+    for name, write in TABLES.items():
+        if (file := HERE / "results" / f"{name}.json").is_file():
+            page = inserted(page, name, write(json.loads(file.read_text())))
     PAGE.write_text(page)
 
 

@@ -134,12 +134,10 @@ def kl_diagonal(mean: Tensor, log_variance: Tensor, m: Tensor | float, log_v: Te
 
 
 class _DiagonalDivergence(torch.autograd.Function):
-    """The sum of `kl_diagonal` with its slopes in closed form: a third of autograd's operations in every step."""
+    """The sum of `kl_diagonal` with its slopes in closed form: a third of the operations, in every step."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, mean: Tensor, log_variance: Tensor, m: Tensor | float, log_v: Tensor | float
-    ) -> Tensor:
+    def forward(ctx: Any, mean: Tensor, log_variance: Tensor, m: Tensor | float, log_v: Tensor | float) -> Tensor:
         """Σ ½ (e^gap − 1 − gap) + ½ (mean − m)² e^−log_v, where the gap is of log-variances."""
         gap, precision = log_variance - log_v, (-torch.as_tensor(log_v, dtype=mean.dtype)).exp()
         wider, apart = gap.exp().sub_(1), mean - m
@@ -148,7 +146,7 @@ class _DiagonalDivergence(torch.autograd.Function):
         return ((wider - gap).sum() + torch.dot(apart.reshape(-1), pull.reshape(-1))) / 2
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """(mean − m) e^−log_v and ½ (e^gap − 1); the prior is given."""
         wider, pull = ctx.saved_tensors

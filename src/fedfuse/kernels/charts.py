@@ -52,7 +52,7 @@ def sum_coordinates(
         if kind == LOGS:
             add_rows(rows[1], weights[1], begin + start, b)
         elif kind == VARIANCES:
-            fits &= _add_variances(rows[1], weights[1], np.float32(power), begin + start, b)
+            fits &= _add_variances(rows[1], weights[1], np.float32(power), begin + start, b)  # type: ignore[arg-type]
         origin = point_at(rows[0][0], begin + start, count)
         for k in range(rows[0].size if kind in (PRECISIONS, MOMENTS) else 0):
             m, rho = point_at(rows[0][k], begin + start, count), point_at(rows[1][k], begin + start, count)

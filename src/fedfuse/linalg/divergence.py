@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ Array = NDArray[np.float64]
 V = TypeVar("V", float, Array)
 Density = Literal["histogram", "samples", "grid"]
 Reference = Literal["standard", "fitted"]
+PowerSums: TypeAlias = Callable[[Tensor, float], Sequence[float]]
 
 # Numbers worked on at once: enough to make calls cheap, few enough that they and their squares stay in cache.
 _BLOCK = 2**18
@@ -50,7 +51,7 @@ class KStatistics:
     k4: Tensor
 
 
-def k_statistics(x: Tensor, *, per_row: bool = False) -> KStatistics:
+def k_statistics(x: Tensor, *, per_row: bool = False, sums: PowerSums | None = None) -> KStatistics:
     """The first four k-statistics of a tensor's entries, or of each slice along its first axis.
 
     With central moments m_r over n entries (SWA, eqs. 3–4; Fisher 1930):
@@ -59,7 +60,7 @@ def k_statistics(x: Tensor, *, per_row: bool = False) -> KStatistics:
         k4 = n² ((n+1) m4 − 3 (n−1) m2²) / ((n−1)(n−2)(n−3))
 
     In float64, block by block and in one pass; a tensor whose mean is large beside its deviation takes a second
-    one about its mean, so that neither size nor offset costs precision.
+    one about its mean, so that neither size nor offset costs precision. Who sums up its powers can be given.
 
     Example:
         >>> k = k_statistics(torch.tensor([1.0, 2.0, 3.0, 10.0]))
@@ -67,11 +68,13 @@ def k_statistics(x: Tensor, *, per_row: bool = False) -> KStatistics:
         [4.0, 16.666667, 120.0, 896.666667]
     """
     if not per_row:
-        return KStatistics(*torch.tensor(_vector_k(x.detach().reshape(-1)), dtype=torch.float64))
-    return KStatistics(*_row_k(x.detach().flatten(1)))
+        return KStatistics(*torch.tensor(_vector_k(x.detach().reshape(-1), sums), dtype=torch.float64))
+    return KStatistics(*_row_k(x.detach().flatten(1), sums))
 
 
-def non_gaussianity(x: Tensor, *, standardized: bool = False, per_row: bool = False) -> Tensor:
+def non_gaussianity(
+    x: Tensor, *, standardized: bool = False, per_row: bool = False, sums: PowerSums | None = None
+) -> Tensor:
     """|k3·k4| of a tensor's entries (SWA's score), or of each slice along its first axis.
 
     The raw product grows with the seventh power of the entries' scale; `standardized` divides by k2^3.5,
@@ -84,9 +87,9 @@ def non_gaussianity(x: Tensor, *, standardized: bool = False, per_row: bool = Fa
         (128, True)
     """
     if per_row and len(x) != 1:
-        _, k2, k3, k4 = _row_k(x.detach().flatten(1))
+        _, k2, k3, k4 = _row_k(x.detach().flatten(1), sums)
     else:  # in plain floats: most layers are so small that tensors of one number would take longer than the sums
-        _, k2, k3, k4 = _vector_k(x.detach().reshape(-1))
+        _, k2, k3, k4 = _vector_k(x.detach().reshape(-1), sums)
     score = abs((k3 / k2**1.5) * (k4 / k2**2) if standardized else k3 * k4)
     if isinstance(score, Tensor):
         return score
@@ -229,15 +232,16 @@ def jensen_shannon(p_counts: Tensor | Sequence[float], q_counts: Tensor | Sequen
     return max(0.0, float(nats)) / math.log(base)
 
 
-def _vector_k(vector: Tensor) -> tuple[float, float, float, float]:
+def _vector_k(vector: Tensor, sums_of: PowerSums | None) -> tuple[float, float, float, float]:
     """The four k-statistics of one vector."""
     n = float(vector.numel())  # a float: n³ of a large layer exceeds 64-bit integers
     if n < _LEAST_ELEMENTS:
         return _NOTHING
-    sums, begin = _power_sums(vector, 0.0), 0.0
+    sum_up = sums_of or power_sums
+    sums, begin = sum_up(vector, 0.0), 0.0
     if 2 * sums[0] * sums[0] > n * sums[1]:  # the mean exceeds the deviation: sums about zero would cost digits
         begin = sums[0] / n
-        sums = _power_sums(vector, begin)
+        sums = sum_up(vector, begin)
     r1, r2, r3, r4 = (s / n for s in sums)
     square = r1 * r1
     m2, m3 = r2 - square, r3 - 3 * r1 * r2 + 2 * square * r1
@@ -246,8 +250,8 @@ def _vector_k(vector: Tensor) -> tuple[float, float, float, float]:
     return found if math.isfinite(found[3]) and m2 > _rounding(found[0]) else _NOTHING
 
 
-def _power_sums(vector: Tensor, begin: float) -> list[float]:
-    """Sums of the 1st to 4th powers of a vector's entries about a point."""
+def power_sums(vector: Tensor, begin: float) -> Sequence[float]:
+    """Sums of the 1st to 4th powers of a vector's entries about a point, in float64."""
     room = _work_buffers(_BLOCK, threading.get_ident())
     sums = [0.0] * 4
     for block in vector.split(_BLOCK):
@@ -267,10 +271,10 @@ def _work_buffers(size: int, thread: int) -> Tensor:  # noqa: ARG001 - each thre
     return torch.empty(2, size, dtype=torch.float64)
 
 
-def _row_k(rows: Tensor) -> Tensor:
+def _row_k(rows: Tensor, sums_of: PowerSums | None) -> Tensor:
     """The four k-statistics of each row, (4 × rows)."""
     if len(rows) == 1:
-        return torch.tensor(_vector_k(rows[0]), dtype=torch.float64)[:, None]
+        return torch.tensor(_vector_k(rows[0], sums_of), dtype=torch.float64)[:, None]
     if rows.shape[1] < _LEAST_ELEMENTS:
         return torch.full((4, len(rows)), math.nan, dtype=torch.float64)
     with np.errstate(all="ignore"):

@@ -272,16 +272,18 @@ class MeanIn(ServerPart):
         It is for Bayesian layers, whose log-variances lie beside their means.
         """
         count = math.prod(forms_of(sources[0])[name].shape)
-        known = isinstance(self.chart, Chart) and self.chart.compiled is not None and logs[0].damping is None
-        if not known or 2 * count * len(sources) < MIN_COMPILED or why_not():
+        chart = self.chart
+        if not isinstance(chart, Chart) or chart.compiled is None or logs[0].damping is not None:
+            return None
+        if 2 * count * len(sources) < MIN_COMPILED or why_not():
             return None
         means, rhos = ([piece_of(*where, 0, count) for where in side] for side in _places(sources, name, logs))
         if not all(is_plain(piece, count) for piece in (*means, *rhos)):
             return None
         mean, uncertainty = torch.empty(count), torch.empty(count)
-        if not _sum_compiled(self.chart, (means, rhos), weights, mean, uncertainty) or bool(mean.sum().isnan()):
+        if not _sum_compiled(chart, (means, rhos), weights, mean, uncertainty) or bool(mean.sum().isnan()):
             return None
-        return mean, self.chart.log(uncertainty)
+        return mean, chart.log(uncertainty)
 
 
 def _places(sources: Sequence[Params], name: str, logs: Sequence[_LogVariances]) -> tuple[Where, Where]:

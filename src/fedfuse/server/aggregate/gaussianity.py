@@ -20,8 +20,9 @@ from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError
-from fedfuse.linalg.divergence import Density, k_statistics, non_gaussianity, renyi_to_gaussian
-from fedfuse.server.aggregate.mean import ALL_LAWS, BLOCK, weighted_mean
+from fedfuse.kernels import why_not
+from fedfuse.linalg.divergence import Density, k_statistics, non_gaussianity, power_sums, renyi_to_gaussian
+from fedfuse.server.aggregate.mean import ALL_LAWS, BLOCK, is_plain, sum_runs, weighted_mean
 from fedfuse.wire.codec import LazyParams, forms_of, piece_of
 
 Level: TypeAlias = Literal["layer", "filter"]
@@ -30,6 +31,7 @@ Draw: TypeAlias = Callable[[], torch.Generator]
 
 # Bytes of one layer, over all clients, that are kept between scoring and averaging; a larger one is read twice.
 _MAX_CACHED_BYTES = 1 << 27
+_LONG = 1 << 17  # weights of a layer that are worth loading compiled code
 _MAX_THREADS = 4  # layers fused at a time, each by one thread: more would only wait for memory
 
 
@@ -61,10 +63,10 @@ class HigherOrder:
 
     def __call__(self, rows: Tensor, draw: Draw) -> Tensor:  # noqa: ARG002 - the seam's signature
         """One product per row."""
-        score = non_gaussianity(rows, standardized=self.standardized, per_row=True)
+        score = non_gaussianity(rows, standardized=self.standardized, per_row=True, sums=_sum_powers)
         if not self.signed:
             return score
-        k = k_statistics(rows, per_row=True)
+        k = k_statistics(rows, per_row=True, sums=_sum_powers)
         return score * (k.k3 * k.k4).sign()
 
 
@@ -81,7 +83,7 @@ class Negentropy:
 
     def __call__(self, rows: Tensor, draw: Draw) -> Tensor:  # noqa: ARG002 - the seam's signature
         """One estimate per row."""
-        k = k_statistics(rows, per_row=True)
+        k = k_statistics(rows, per_row=True, sums=_sum_powers)
         return (k.k3 / k.k2**1.5).square() / 12 + (k.k4 / k.k2**2).square() / 48
 
 
@@ -215,6 +217,16 @@ class NonGaussianMean(ServerPart):
         return self.mix * counts[:, None] + (1 - self.mix) * own, unscored
 
 
+def _sum_powers(vector: Tensor, begin: float) -> Sequence[float]:
+    """Sums of powers by compiled code where a vector is long enough for it, else by torch."""
+    if len(vector) < _LONG or why_not() or not is_plain(vector, len(vector)):
+        return power_sums(vector, begin)
+    from fedfuse.kernels import powers
+
+    found: list[float] = powers.power_sums(vector.numpy(), begin).tolist()
+    return found
+
+
 class _FusedLayer(NamedTuple):
     """One layer after its fusion: its tensors, and per client and row the scores and weights they came from."""
 
@@ -282,11 +294,20 @@ class _Stack:
     def _run_mean(self, weights: Sequence[float]) -> dict[str, Tensor]:
         """The run as one long tensor, block by block in float64.
 
-        The mean of whole models has the same sums; made for long runs and threads of its own, it would take an eighth
-        longer on layers, many of which are short (`benchmarks/swa.py`).
+        The mean of whole models, made for long runs and threads of its own, would take an eighth longer on layers, many
+        of which are short (`benchmarks/swa.py`).
         """
         sizes = [math.prod(self.forms[n].shape) for n in self.run]
         means = torch.empty(sum(sizes), dtype=self.forms[self.run[0]].dtype)
+        runs = [piece_of(source, self.run[0], 0, len(means)) for source in self.cached] if self.is_kept else []
+        if runs and len(means) >= _LONG and not why_not() and all(is_plain(run, len(means)) for run in runs):
+            sum_runs(runs, weights, means)
+        else:
+            self._fill_by_blocks(means, weights)
+        first, *others = (t.view(self.forms[n].shape) for n, t in zip(self.run, means.split(sizes), strict=True))
+        return dict(zip(self.run, (first, *(t.clone() for t in others)), strict=True))  # nobody shares memory
+
+    def _fill_by_blocks(self, means: Tensor, weights: Sequence[float]) -> None:
         sums = torch.empty(min(BLOCK, len(means)), dtype=torch.float64)
         for begin in range(0, len(means), BLOCK):
             mean = means[begin : begin + BLOCK]
@@ -294,8 +315,11 @@ class _Stack:
             for source, weight in zip(self.cached, weights, strict=True):
                 block.add_(piece_of(source, self.run[0], begin, begin + len(mean)), alpha=weight)
             mean.copy_(block)
-        first, *others = (t.view(self.forms[n].shape) for n, t in zip(self.run, means.split(sizes), strict=True))
-        return dict(zip(self.run, (first, *(t.clone() for t in others)), strict=True))  # nobody shares memory
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the run lies in memory."""
+        return self.cached is not self.sources
 
     def _by_filter(self, name: str, shares: Tensor) -> Tensor:
         """One tensor with a weight for each of its rows, or with their mean where its rows are not the filters."""

@@ -318,6 +318,14 @@ class _ResidentSum:
                 weighted_sums(self.addresses, self.weights, self.what.total, at, piece.numpy())
 
 
+def sum_runs(runs: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
+    """Write Σ weight · run, for plain runs of float32 (see `is_plain`), by compiled code and in this thread."""
+    from fedfuse.kernels.mean import weighted_sums
+
+    addresses = np.array([run.data_ptr() for run in runs], np.int64)
+    weighted_sums(addresses, np.array(weights, np.float64), 1.0, 0, out.numpy())
+
+
 def _sum_blocks(sources: Sequence[Params], what: _Sum, add: _Add, together: int, blocks: Blocks) -> None:
     """Sum these blocks over clients in float64; a few clients' pieces of a block are fetched at a time."""
     size = max((end - begin for begin, end in blocks), default=0)
@@ -340,7 +348,7 @@ def _add(block: Tensor, pieces: Sequence[Tensor], weights: list[float]) -> None:
 
 
 def _add_compiled(block: Tensor, pieces: Sequence[Tensor], weights: list[float]) -> None:
-    """The same in one pass; pieces of another kind are left to torch."""
+    """Add Σ weight · piece in one pass, to the bits of `_add`; pieces of another kind are left to torch."""
     if not all(is_plain(piece, len(block)) for piece in pieces):
         _add(block, pieces, weights)
         return
