@@ -42,7 +42,8 @@ class IsotropicSum(ServerPart):
             if like.ndim < 2:
                 return move_along(sources, start, self.scale * shares, name)
             flat = flatten_spectrum(_summed_move(sources, start, shares, name).view(len(like), -1))
-            return flat.mul_(self.scale).add_(like.reshape(flat.shape)).to(like.dtype).reshape(like.shape)
+            moved = flat.mul_(self.scale).add_(like.reshape(flat.shape)).to(like.dtype)
+            return moved.contiguous().view(like.shape)  # a wide matrix was flattened on its side
 
         return state.fused(fuse_weights(cohort, rule), spec=cohort.updates[0].spec)
 
