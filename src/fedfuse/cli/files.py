@@ -35,6 +35,10 @@ KeepSites = Annotated[bool, typer.Option("--keep-sites", help="Keep each site's 
 Partial = Annotated[bool, typer.Option("--partial", help="Write the sum of these updates, an update again.")]
 ServerData = Annotated[str | None, typer.Option(help="Labelled rows the server holds, where a method needs them.")]
 Unlabelled = Annotated[str | None, typer.Option(help="Inputs the server holds, their labels unseen, for distillation.")]
+BoundsWord = Annotated[
+    str | None,
+    typer.Option(help="Who says far more than the others: refuse (by default), clip, or off to compare nobody."),
+]
 AlignName = Annotated[
     str | None, typer.Option(help="Align hidden units first: by weights, activations, transport or graph.")
 ]
@@ -316,10 +320,7 @@ def fuse(
     quorum: Quorum = None,
     model: Networks = None,
     guard: Annotated[str | None, typer.Option(help="A filter first: clip, krum, median, trimmed or private.")] = None,
-    bounds: Annotated[
-        str | None,
-        typer.Option(help="Who says far more than the others: refuse (by default), clip, or off to compare nobody."),
-    ] = None,
+    bounds: BoundsWord = None,
     align: AlignName = None,
     server_data: ServerData = None,
     unlabelled: Unlabelled = None,

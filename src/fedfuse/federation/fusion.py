@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def fuse_files(
         keep_sites: let the fused file keep each site's sums apart.
     """
     said = (options := read_options(sets)).pop("bounds", {})
-    filters = {kind: _with_options(kind, name, options) for kind, name in (("guard", guard), ("align", align))}
+    filters = _with_all_options({"guard": guard, "align": align}, options)
     _check_files([*updates, *([] if into is None else [into])])
     fused = fuse(
         updates,
@@ -69,18 +69,27 @@ def fuse_files(
         num_examples=num_examples or None,
         start=federation.start if start is None and federation is not None else start,
         model=[Spec(name) for name in models] or None,
-        server_rows=None if server_data is None else load(server_data).train,
-        unlabelled=None if unlabelled is None else load(unlabelled).train.x,
-        bounds=said if bounds is None else {**said, "over": bounds},
+        **_held_by_server(server_data, unlabelled),
+        bounds=said | ({} if bounds is None else {"over": bounds}),
         quorum=quorum,
         seed=seed,
         into=into,
         remove=remove,
         keep_sites=keep_sites,
-        guard=filters["guard"],
-        align=filters["align"],
+        **filters,
     )
     return _as_agreed(federation, fused)
+
+
+def _with_all_options(names: Mapping[str, str | None], options: dict[str, Any]) -> dict[str, Any]:
+    """Filters by their kind, each with its own options, which are taken out of all."""
+    return {kind: _with_options(kind, name, options) for kind, name in names.items()}
+
+
+def _held_by_server(server_data: str | None, unlabelled: str | None) -> dict[str, Any]:
+    """The rows and the inputs that the one who fuses holds."""
+    rows = None if server_data is None else load(server_data).train
+    return {"server_rows": rows, "unlabelled": None if unlabelled is None else load(unlabelled).train.x}
 
 
 def read_options(sets: Sequence[str]) -> dict[str, Any]:

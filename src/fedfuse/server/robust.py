@@ -28,6 +28,7 @@ from fedfuse.server.shorten import shorten_move
 _LAWS = frozenset({"order", "agree", "pure", "dtype", "finite", "repeat"})
 _NOTHING: frozenset[str] = frozenset()
 _FAR = 1e300  # where a distance overflows
+_EVIDENCE_COUNTS = 2.0  # distances of evidence beyond twice the median are alike: honest ones differ by decades
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +121,15 @@ def _floating_names(params: Params) -> Iterator[str]:
 
 
 def _pairwise(cohort: Cohort) -> Tensor:
-    """Squared distances between clients: of their weights and of each kind of evidence, each in units of its median."""
+    """Squared distances between clients: of their weights and of each kind of evidence, each in units of its median.
+
+    Evidence adds two units at most: without that limit an honest client with large factors stood further away than one
+    with poisoned weights, who then stayed.
+    """
     names = list(_floating_names(cohort.updates[0].posterior.mean))
     parts = [_in_units(sum((_distances(cohort.stack(name)) for name in names), _no_distance(cohort)))]
     kinds = dict.fromkeys(name.partition("/")[0] for update in cohort for name in update.notes)
-    parts += [_in_units(_evidence_distances(cohort, kind)) for kind in kinds]
+    parts += [_in_units(_evidence_distances(cohort, kind)).clamp(max=_EVIDENCE_COUNTS) for kind in kinds]
     return sum(parts, _no_distance(cohort))
 
 

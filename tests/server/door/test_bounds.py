@@ -341,3 +341,11 @@ def test_networks_of_several_kinds_are_compared_apart() -> None:
     briefs = {SPEC: BRIEF, other: Brief(0, other, other.build().state_dict(), classes=2)}
     levers = {u.client: measure(u, briefs[u.spec], ()) for u in updates}
     assert len(keep_within_bounds(updates, levers, Claims(), Bounds()).updates) == 10
+
+
+def test_a_copy_of_the_brief_has_no_say_and_is_no_outlier() -> None:
+    """Whoever sends back what it was sent brings nothing; there is no bound from below."""
+    copy = encode_reply(BRIEF, moved(0.0), {}, num_examples=10.0, steps=4, facts={})
+    found = door(copy)
+    assert (found.refused, found.clipped) == ([], [])
+    assert found.cohort.clients == (*HONEST, "m")
