@@ -24,6 +24,7 @@ class Bounds(Settings):
     Attributes:
         ratio: always allowed, of each lever and of their product: this multiple of the median.
         spread: also allowed: so many robust deviations above the median, on a log scale; of the product half as many.
+        together: whether what a client's levers make together is bounded too.
         few: with fewer than five clients: this multiple of what the brief or the median gives.
         share: the largest share of all examples that one client may have by its own word.
         margin: whoever exceeds a bound by less than this factor is weakened to it: honest clients differ that much.
@@ -32,6 +33,7 @@ class Bounds(Settings):
 
     ratio: Annotated[float, Field(gt=1)] = 2.0
     spread: NonNegativeFloat = 3.0
+    together: bool = True
     few: Annotated[float, Field(gt=1)] = 100.0
     share: Annotated[float, Field(gt=0, le=1)] = 0.5
     margin: Annotated[float, Field(ge=1)] = 1000.0
@@ -72,5 +74,5 @@ class Bounds(Settings):
         return math.exp(min(centre + max(math.log(self.ratio), self.spread * deviation), 700.0))
 
 
-AMONG_OWN = Bounds(ratio=2.5, spread=4.0)
-"""For clients that a simulation made itself: honest ones, however different, are hardly ever weakened."""
+AMONG_OWN = Bounds(ratio=2.5, spread=4.0, together=False)
+"""For clients that a simulation made itself: wide, so that honest ones, however different, are hardly ever weakened."""

@@ -16,9 +16,9 @@ clients (the curvature of networks that have learned their rows by heart) has no
 own check.
 
 Levers multiply: what a client does to a layer goes by its examples × whatever evidence weights count by × its move. So
-their product is bounded too, with half the deviations, and who exceeds it by numbers that are nobody's word but its own
-has its move shortened. A number of examples that somebody vouches for counts there for at most the median: a large
-client is no liar, and a small one that moved far says little.
+their product is bounded too, with half the deviations, and who exceeds it has its move shortened. A number of examples
+that somebody vouches for counts there for at most the median: a large client is no liar, and a small one that moved
+far says little.
 
 | beside `levers` | where it acts |
 |---|---|
@@ -94,6 +94,8 @@ def keep_within_bounds(
         if kept is not None:
             found.updates.append(kept)
     found.updates = _cap_examples(found.updates, claims, bounds, found.clipped)
+    if not bounds.together:
+        return found
     found.updates = [
         capped
         for spec in dict.fromkeys(u.spec for u in found.updates)
@@ -218,10 +220,7 @@ def _cap_says(
         say: bounds.limit_together([each[say] for each in says.values() if say in each])
         for say in dict.fromkeys(say for each in says.values() for say in each)
     }
-    return [
-        _shorten_moves(u, says[u.client], most, levers[u.client], found.clipped) if u.client in claims.own_word else u
-        for u in peers
-    ]
+    return [_shorten_moves(u, says[u.client], most, levers[u.client], found.clipped) for u in peers]
 
 
 def _says_of(
