@@ -85,7 +85,8 @@ def test_the_server_is_a_client_like_any_other() -> None:
     """Where everybody is asked, it does not matter whether a client lives in the engine or at the server."""
     everybody = {**{f"c{i}": rows(10 + i, i) for i in range(4)}, "server": rows(30, 9)}
     engine = InProcess(Population.of(everybody), seed=3)
-    (plain,) = run(Recipe(aggregate=Mean()), engine, BENCH, None, start(), RunPlan(1))
+    plan = RunPlan(1, enrolled={name: len(own) for name, own in everybody.items()})
+    (plain,) = run(Recipe(aggregate=Mean()), engine, BENCH, None, start(), plan)
     (hybrid,) = federate(find_method("hybrid_fl").recipe(), rows(30, 9), rounds=1, per_round=None)
     assert same(plain, hybrid)
 
