@@ -12,7 +12,7 @@ import fedfuse
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
-from fedfuse.core.privacy import gaussian_epsilon
+from fedfuse.core.privacy import gaussian_epsilon, sampled_epsilon
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
 from fedfuse.core.settings import LocalSettings, MoveNoise
@@ -221,3 +221,66 @@ def test_a_run_with_noise_at_clients(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
     wanted = [gaussian_epsilon(math.sqrt(rounds), 1e-5) for rounds in (1, 2)]
     assert [line["facts"]["privacy"]["epsilon"] for line in lines] == pytest.approx(wanted)
+
+
+COINS = Bench(participation=0.5, population=8)
+
+
+def mean_by_coins(guard: ClientNoise, updates: list[ClientUpdate], name: str = "fedavg") -> Tensor:
+    recipe = with_filters(find_method(name).recipe(), guard=guard)
+    return vector(fuse_round(recipe, Cohort.of(updates), START, COINS).single.posterior.mean)
+
+
+def test_with_coins_a_sum_is_divided_by_the_number_that_is_expected() -> None:
+    """A client that is not drawn changes the result by its own move alone, and not the others' weights."""
+    guard, others = ClientNoise(clip=0.5, noise=0.0), [client(k) for k in range(4)]
+    without, with_one = mean_by_coins(guard, others), mean_by_coins(guard, [*others, client(9, 1e3)])
+    assert float((with_one - without).norm()) == pytest.approx(0.5 / 4, rel=1e-5)  # C / (q N), q N = 4
+    moves = [0.5 * vector(u.posterior.mean) / vector(u.posterior.mean).norm() for u in others[:3]]
+    torch.testing.assert_close(mean_by_coins(guard, others[:3]), sum(moves) / 4, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("drawn", [1, 3, 6])
+def test_with_coins_the_noise_does_not_tell_how_many_came(drawn: int) -> None:
+    updates = [client(k) for k in range(drawn)]
+    plain = mean_by_coins(ClientNoise(0.5, 0.0), updates)
+    gaps = torch.cat([mean_by_coins(ClientNoise(0.5, 2.0, seed=s), updates) - plain for s in range(5)])
+    assert stats.kstest((gaps / (2.0 * 0.5 / 4)).numpy(), "norm").pvalue > 1e-3
+
+
+def test_coins_lower_the_cost_of_rounds_and_a_second_throw_is_told() -> None:
+    recipe = with_filters(find_method("fedavg").recipe(), guard={"name": "private", "noise": 2.0, "seed": 0})
+    bench, state = replace(COINS, participation=0.1, population=200), START
+    for rounds in (1, 2, 3):
+        state = fuse_round(recipe, Cohort.of([client(k) for k in range(3)]), state, bench)
+        told, wanted = state.facts["privacy"], sampled_epsilon(2.0, 0.1, rounds, 1e-5)
+        assert told["epsilon"] == pytest.approx(wanted)
+        assert told["delta"] == pytest.approx(1e-5 + (1 + math.exp(wanted)) * rounds * 0.9**200)
+        assert told["epsilon"] < gaussian_epsilon(math.sqrt(rounds) / 2, 1e-5)
+
+
+def test_noise_at_clients_and_coins_do_not_go_together() -> None:
+    with pytest.raises(ConfigError, match="participation leaves it to coins"):
+        ClientNoise(at="clients").drawn_by(COINS)
+
+
+def test_a_run_by_coins(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    y = torch.randint(2, (120,), generator=draw)
+    x = torch.randn(120, 3, generator=draw) + 2 * y[:, None]
+    experiment = {
+        "rounds": 4,
+        "participation": 0.5,
+        "data": {"clients": 12},
+        "model": {"name": "mlp", "inputs": 3, "hidden": []},
+        "methods": [{"name": "fedavg", "guard": {"name": "private", "noise": 2.0, "seed": 1}}, {"name": "wb"}],
+    }
+    fedfuse.run(experiment, data=(x, y, x, y), workers=0, out=tmp_path / "run", progress=False)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
+    private = [line for line in lines if line["method"] == "fedavg"]
+    assert private[-1]["facts"]["privacy"]["epsilon"] == pytest.approx(sampled_epsilon(2.0, 0.5, 4, 1e-5))
+    came = [len(line["clients"]) for line in private]
+    assert len(set(came)) > 1  # coins, and no fixed number
+    assert came == [len(line["clients"]) for line in lines if line["method"] == "wb"]  # the same for every method
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        fedfuse.run({**experiment, "clients_per_round": 3}, data=(x, y, x, y), out=tmp_path / "other")

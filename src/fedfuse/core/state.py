@@ -99,6 +99,7 @@ class Bench:
         unlabelled: inputs without labels, if any.
         population: how many clients there are, asked or not.
         num_examples: how many examples they hold together, 0 if nobody knows.
+        participation: with which probability each is asked in a round, where everybody throws a coin; else 1.
         classes: how many classes there are.
         local: the settings clients train with.
         seed: the run's seed.
@@ -118,6 +119,7 @@ class Bench:
     task: Task = CLASSIFICATION
     features: tuple[str, ...] = ()
     num_examples: int = 0
+    participation: float = 1.0
 
     progress: Progress = field(default=_tell_nobody, repr=False, compare=False)
 

@@ -214,6 +214,7 @@ class Experiment(Settings):
         "classification"
     )
     clients_per_round: PositiveInt | None = None
+    participation: Annotated[float, Field(gt=0, le=1)] | None = None
     start: Literal["shared", "separate"] = "shared"
     select: Literal["last", "best-on-server"] = "last"
     data: DataConfig = DataConfig()

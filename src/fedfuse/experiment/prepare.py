@@ -101,6 +101,7 @@ class PreparedExperiment:
             task,
             self.dataset.features,
             sum(plan.enrolled.values()),
+            1.0 if plan.participation is None else plan.participation,
         )
         held_out = {c: train.take(rows) for c, rows in parts.validation.items()}
         score = self.experiment.judge
@@ -180,6 +181,11 @@ class PreparedExperiment:
                 f"clients_per_round is {asked} and data.clients is {data.clients}; ask at most as many, or leave "
                 "it out to ask everybody"
             )
+        if asked is not None and self.experiment.participation is not None:
+            raise ConfigError(
+                f"clients_per_round is {asked} and participation {self.experiment.participation:g}: one draws a fixed "
+                "number, the other everybody by a coin; leave one of them out"
+            )
         if "outline" in self.dataset.facts:
             return
         for key, limit, rows in (
@@ -225,7 +231,8 @@ class PreparedExperiment:
         rules = Rules(server.quorum, server.examples_ratio, bounds, memory=memory, trusted=named)
         own_word = frozenset(sizes if elsewhere else ()) - server.enrol.keys()
         enrolled = {client: server.enrol.get(client, size) if elsewhere else size for client, size in sizes.items()}
-        return RunPlan(self.experiment.rounds, self.experiment.clients_per_round, rules, enrolled, own_word)
+        drawn = {"per_round": self.experiment.clients_per_round, "participation": self.experiment.participation}
+        return RunPlan(self.experiment.rounds, rules=rules, enrolled=enrolled, own_word=own_word, **drawn)
 
 
 def prepare(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from fedfuse.core.messages import Cohort
 from fedfuse.core.privacy import Release, release_of
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.state import ServerState, entries_of, with_kind
+from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.server.client_noise import ChartNoise, ClientNoise, noise_of_clients
 
 SPENT = "privacy"  # the kind of server memory that has everybody's Σ μ² about rows
@@ -36,18 +35,19 @@ def account_rows(recipe: Recipe, cohort: Cohort, state: ServerState) -> ServerSt
     return replace(state, memory={**state.memory, **spent}).noting(privacy=facts)
 
 
-def account_clients(recipe: Recipe, cohort: Cohort, state: ServerState) -> ServerState:
+def account_clients(recipe: Recipe, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
     """The state with this round added to what the models so far tell of any one client, behind the guard `private`."""
-    guard = recipe.guard
-    if not isinstance(guard, ClientNoise | ChartNoise):
+    if not isinstance(recipe.guard, ClientNoise | ChartNoise):
         return state
+    noise = recipe.guard.of if isinstance(recipe.guard, ChartNoise) else recipe.guard
+    guard = noise.drawn_by(bench)
     before = entries_of(state.memory, ROUNDS)
     square, rounds = (float(before.get(part, torch.zeros(()))) for part in ("square", "rounds"))
     square, rounds = square + guard.signal(cohort) ** 2, rounds + 1
     told = {"square": torch.tensor(square, dtype=torch.float64), "rounds": torch.tensor(int(rounds))}
-    epsilon = _epsilon(square, guard.delta) if math.isfinite(square) else None
-    facts: dict[str, Any] = {"of": "a client", "epsilon": epsilon, "delta": guard.delta, "rounds": int(rounds)}
-    if isinstance(guard, ClientNoise) and guard.at == "clients":  # what the server sees of each, and not of the sum
+    epsilon, delta = guard.epsilon(square, int(rounds))
+    facts: dict[str, Any] = {"of": "a client", "epsilon": epsilon, "delta": delta, "rounds": int(rounds)}
+    if guard.at == "clients":  # what the server sees of each, and not of the sum
         alone = noise_of_clients(cohort)
         facts["epsilon_at_server"] = _epsilon(rounds * (alone.clip / alone.sigma) ** 2, guard.delta)
     return replace(state, memory={**state.memory, **with_kind(ROUNDS, told)}).noting(privacy=facts)

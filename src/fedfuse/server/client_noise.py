@@ -6,6 +6,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.params import Params, squared_distance
+from fedfuse.core.privacy import Release, sampled_epsilon
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rng import stream
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.settings import MoveNoise
-from fedfuse.core.state import ServerState
+from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.adaptive import ServerOptimizer
 from fedfuse.server.aggregate.charts import Chart, MeanIn, Pair
@@ -32,9 +34,11 @@ class ClientNoise(ServerPart):
     One client more or less, its place left empty among K, moves the mean by C/K at most, so a round is a Gaussian
     release of signal 1/z, and T rounds are one of √T/z. The noise of the mean is added to one update, K times as
     large, since it is the mean that is fused. It holds for methods that fuse by a mean of weights and ask for
-    nothing beside them (McMahan et al., ICLR 2018); means in a chart are taken there (`ChartNoise`). With noise at the
-    server, whoever runs it sees what clients send. With at = "clients" they have shortened and disturbed their moves
-    themselves (`local.private`), and the server only lets them weigh alike and adds up what that costs.
+    nothing beside them (McMahan et al., ICLR 2018); means in a chart are taken there (`ChartNoise`). Where everybody
+    takes part by a coin with probability q, K is qN, the number expected, whoever came: how many did tells of coins.
+    With noise at the server, whoever runs it sees what clients send. With at = "clients" they have shortened and
+    disturbed their moves themselves (`local.private`), and the server only lets them weigh alike and adds up what that
+    costs.
 
     Attributes:
         clip: C.
@@ -42,6 +46,8 @@ class ClientNoise(ServerPart):
         delta: the δ at which ε is told.
         seed: draw the noise from this seed, for simulations alone; else it comes from the operating system.
         at: who adds the noise.
+        participation: q, 1 where nobody throws coins; a run says it (`drawn_by`).
+        population: N.
     """
 
     clip: float = 1.0
@@ -49,6 +55,8 @@ class ClientNoise(ServerPart):
     delta: float = 1e-5
     seed: int | None = None
     at: Literal["server", "clients"] = "server"
+    participation: float = 1.0
+    population: int = 0
     needs: ClassVar[frozenset[str]] = frozenset({"start"})
     laws: ClassVar[frozenset[str]] = frozenset({"pure", "dtype", "finite"})
 
@@ -64,8 +72,42 @@ class ClientNoise(ServerPart):
         start = state.single.posterior.mean
         if self.at == "clients":
             return Cohort(tuple(replace(update, num_examples=1.0) for update in cohort))
-        updates = [replace(self._shorten(update, start), num_examples=1.0) for update in cohort]
-        return Cohort((self._disturb(updates[0], state), *updates[1:]))
+        share = len(cohort) / self.counted(cohort)
+        updates = [replace(self._shorten(update, start, share), num_examples=1.0) for update in cohort]
+        return Cohort((self._disturb(updates[0], state, share), *updates[1:]))
+
+    def drawn_by(self, bench: Bench) -> ClientNoise:
+        """The guard of a run that asks clients in this way.
+
+        Raises:
+            ConfigError: if clients add the noise, whose number must be agreed on, and coins decide it.
+        """
+        if bench.participation == 1.0:
+            return self
+        if self.at == "clients":
+            raise ConfigError(
+                "the guard 'private' with at = 'clients' needs the number of clients that was agreed on, and "
+                "participation leaves it to coins; let the server add the noise"
+            )
+        return replace(self, participation=bench.participation, population=bench.population)
+
+    def counted(self, cohort: Cohort) -> float:
+        """K: how many clients the sum of a round is divided by."""
+        return len(cohort) if self.participation == 1.0 else self.participation * self.population
+
+    def epsilon(self, square: float, rounds: int) -> tuple[float | None, float]:
+        """ε of so many rounds whose signals' squares add up to a number, and its δ; None where nothing hides anybody.
+
+        With coins it is `sampled_epsilon`. A round in which all coins say no is drawn again, which happens with
+        probability (1 − q)^N and is added to δ.
+        """
+        if not math.isfinite(square):
+            return None, self.delta
+        if self.participation == 1.0:
+            return _release_epsilon(square, self.delta), self.delta
+        found = sampled_epsilon(self.noise, self.participation, rounds, self.delta)
+        again = rounds * (1 - self.participation) ** self.population
+        return found, min(1.0, self.delta + (1 + math.exp(found)) * again)
 
     def signal(self, cohort: Cohort) -> float:
         """The signal μ of this round; infinite without noise.
@@ -108,18 +150,20 @@ class ClientNoise(ServerPart):
         """Where a round's noise comes from."""
         return stream(self.seed, "privacy", round_) if self.seed is not None else _secret_stream()
 
-    def _shorten(self, update: ClientUpdate, start: Params) -> ClientUpdate:
+    def _shorten(self, update: ClientUpdate, start: Params, share: float) -> ClientUpdate:
         move = math.sqrt(squared_distance(update.posterior.mean, start))
-        return shorten_move(update, start, self.clip / move) if move > self.clip else update
+        factor = share * min(1.0, self.clip / move) if move else 1.0
+        return update if factor == 1.0 else shorten_move(update, start, factor)
 
-    def _disturb(self, update: ClientUpdate, state: ServerState) -> ClientUpdate:
+    def _disturb(self, update: ClientUpdate, state: ServerState, share: float) -> ClientUpdate:
         draw = self.draw(state.round)
         roles = update.spec.layout.roles
         mean: dict[str, Tensor] = {}
         for name, tensor in update.posterior.mean.items():
             mean[name] = tensor
             if tensor.is_floating_point():
-                drawn = torch.randn(tensor.shape, generator=draw, dtype=torch.float64) * (self.noise * self.clip)
+                drawn = torch.randn(tensor.shape, generator=draw, dtype=torch.float64)
+                drawn *= share * self.noise * self.clip
                 mean[name] = (tensor.double() + drawn.to(tensor.device)).to(tensor.dtype)
             if roles.get(name) == "statistic" and name.endswith("running_var"):
                 mean[name] = mean[name].clamp(min=0)
@@ -172,6 +216,10 @@ class ChartNoise(ServerPart):
         """As in a mean of weights."""
         return self.of.signal(cohort)
 
+    def drawn_by(self, bench: Bench) -> ChartNoise:
+        """As in a mean of weights."""
+        return replace(self, of=self.of.drawn_by(bench))
+
     def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:
         """Everybody at the noised mean in the chart."""
         if self.of.at == "clients":
@@ -192,7 +240,7 @@ class ChartNoise(ServerPart):
         draw = self.of.draw(state.round)
         sigma = self.of.noise * self.of.clip
         noised = {n: t + sigma * torch.randn(t.shape, generator=draw, dtype=torch.float64) for n, t in total.items()}
-        mean = self._back({n: origin[n] + t / len(cohort) for n, t in noised.items()}, origin, start, pairs)
+        mean = self._back({n: origin[n] + t / self.of.counted(cohort) for n, t in noised.items()}, origin, start, pairs)
         mean = {name: mean.get(name, tensor) for name, tensor in cohort.updates[0].posterior.mean.items()}
         return Cohort(tuple(replace(u, posterior=replace(u.posterior, mean=mean), num_examples=1.0) for u in cohort))
 
@@ -226,6 +274,11 @@ def _coordinates(chart: Chart, params: Params, start: Params, pairs: Mapping[str
         pair: Pair = chart.to(mean, params[log].double())
         found[name], found[log] = pair
     return found
+
+
+@lru_cache(maxsize=256)
+def _release_epsilon(square: float, delta: float) -> float:
+    return Release(square**0.5, delta).epsilon
 
 
 def _secret_stream() -> torch.Generator:

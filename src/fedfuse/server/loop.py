@@ -47,6 +47,7 @@ class RunPlan:
     Attributes:
         rounds: exchanges in all.
         per_round: how many clients are asked in a round; None asks everybody.
+        participation: with which probability everybody is asked in a round, by a coin of its own; None draws no coins.
         rules: what the door and the quorum insist on.
         enrolled: how many examples each client has declared beforehand.
         own_word: those of them for whom nobody but themselves says so.
@@ -55,6 +56,7 @@ class RunPlan:
 
     rounds: int = 1
     per_round: int | None = None
+    participation: float | None = None
     rules: Rules = field(default_factory=Rules)
     enrolled: Mapping[str, int] = field(default_factory=dict)
     own_word: frozenset[str] = frozenset()
@@ -85,7 +87,8 @@ def one_round(
 ) -> Record:
     """One exchange and everything that follows from it."""
     terms = engine.terms
-    asked = (*choose_clients(engine.clients, plan.per_round, bench.seed, state.round), *terms.always)
+    drawn = choose_clients(engine.clients, plan.per_round, bench.seed, state.round, plan.participation)
+    asked = (*drawn, *terms.always)
     brief = state.brief(recipe.publishes, bench.classes, bench.task)
     clock = Clock()
     began = time.perf_counter()
@@ -117,16 +120,29 @@ def one_round(
     return Record(after, {**facts, **scores, **seconds, "facts": noted})
 
 
-def choose_clients(clients: tuple[str, ...], per_round: int | None, seed: int, round_: int) -> tuple[str, ...]:
-    """The clients asked in a round: all, or a seeded sample without replacement, in client order.
+def choose_clients(
+    clients: tuple[str, ...], per_round: int | None, seed: int, round_: int, participation: float | None = None
+) -> tuple[str, ...]:
+    """The clients asked in a round: all, a seeded sample without replacement, or whoever's coin says so.
+
+    Where all coins say no, they are thrown again: a round of nobody is none.
 
     Example:
         >>> choose_clients(("a", "b", "c"), 2, seed=0, round_=0) == choose_clients(("a", "b", "c"), 2, seed=0, round_=0)
         True
+        >>> [choose_clients(("a", "b", "c"), None, 0, round_, participation=0.5) for round_ in range(3)]
+        [('b',), ('b', 'c'), ('b', 'c')]
     """
+    draw = stream(seed, "sample", round_)
+    if participation is not None:
+        drawn: tuple[str, ...] = ()
+        while clients and not drawn:
+            coins = torch.rand(len(clients), generator=draw, dtype=torch.float64)
+            drawn = tuple(client for client, coin in zip(clients, coins.tolist(), strict=True) if coin < participation)
+        return drawn
     if per_round is None or per_round >= len(clients):
         return clients
-    order = torch.randperm(len(clients), generator=stream(seed, "sample", round_))[:per_round]
+    order = torch.randperm(len(clients), generator=draw)[:per_round]
     return tuple(sorted((clients[i] for i in order.tolist()), key=client_order))
 
 

@@ -18,6 +18,7 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
 from fedfuse.nets.adapters import PARTS
 from fedfuse.server.accounting import account_clients, account_rows
+from fedfuse.server.client_noise import ChartNoise, ClientNoise
 
 
 def fuse_round(
@@ -58,7 +59,7 @@ def fuse_round(
     for step in recipe.steps:
         with clock.counting("diagnostics" if isinstance(step, DiagnosticStep) else "server"):
             after = step(after, cohort, bench)
-    after = account_clients(recipe, cohort, account_rows(recipe, cohort, after))
+    after = account_clients(recipe, cohort, account_rows(recipe, cohort, after), bench)
     return replace(after, round=state.round + 1)
 
 
@@ -70,7 +71,9 @@ def filter_cohort(recipe: Recipe, cohort: Cohort, state: ServerState, bench: Ben
         facts |= moved
     if recipe.guard is not None:
         _check_comparable(cohort, recipe)
-        guarded = recipe.guard(cohort, state)
+        guard = recipe.guard
+        guard = guard.drawn_by(bench) if isinstance(guard, ClientNoise | ChartNoise) else guard
+        guarded = guard(cohort, state)
         dropped = [client for client in cohort.clients if client not in guarded.clients]
         cohort, facts = guarded, facts | {"guard": repr(recipe.guard), "guard_dropped": dropped}
     return cohort, facts
