@@ -231,8 +231,8 @@ class PreparedExperiment:
         rules = Rules(server.quorum, server.examples_ratio, bounds, memory=memory, trusted=named)
         own_word = frozenset(sizes if elsewhere else ()) - server.enrol.keys()
         enrolled = {client: server.enrol.get(client, size) if elsewhere else size for client, size in sizes.items()}
-        drawn = {"per_round": self.experiment.clients_per_round, "participation": self.experiment.participation}
-        return RunPlan(self.experiment.rounds, rules=rules, enrolled=enrolled, own_word=own_word, **drawn)
+        asked, coins = self.experiment.clients_per_round, self.experiment.participation
+        return RunPlan(self.experiment.rounds, asked, coins, rules, enrolled, own_word)
 
 
 def prepare(
