@@ -52,7 +52,7 @@ class Federation:
     start: ServerState
 
     @classmethod
-    def of(cls, log_variance_lr: float = 0.15) -> Federation:
+    def of(cls, log_variance_lr: float = 0.5) -> Federation:
         """Everybody in place, before the first round."""
         digits, spec = load("digits"), Spec("mlp", {"inputs": 64, "hidden": [64, 32], "classes": 10})
         parts = partition(digits.train.y, Dirichlet(alpha=0.5), 6, 0).clients
@@ -87,7 +87,7 @@ def draw_deviations(folder: Path) -> list[Path]:
         "started and clamped as released": find_method("rklb").recipe(last=3, released=True),
         "learned by natural gradients": find_method("rklb").recipe(last=3),
     }
-    federation = Federation.of(log_variance_lr=0.6)
+    federation = Federation.of()
     plt = _pyplot()
     figure, axes = plt.subplots(3, 2, figsize=(9.6, 7.0), sharex=True, sharey="col", layout="constrained")
     for column, (title, recipe) in enumerate(sides.items()):

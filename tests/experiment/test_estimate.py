@@ -52,6 +52,13 @@ def test_a_long_step_of_the_server_dominates(tiny: Tiny) -> None:
     assert found["dense"] > 100 * found["fedavg"]
 
 
+@pytest.mark.usefixtures("_steady")
+def test_who_does_not_train_is_not_asked_for_epochs(tiny: Tiny) -> None:
+    local, data = {"batch_size": 10, "epochs": 50}, {"clients": 3, "train_limit": 90, "test_limit": 30}
+    found = estimate_seconds(prepare(tiny("ridge", rounds=1, local=local, data=data)))
+    assert found["ridge"] == pytest.approx(2.0 * 90 / 10 + 30 / 3 * 2.0 / 10, rel=0.4)  # a pass, and scores
+
+
 def test_a_real_step_is_timed(tiny: Tiny) -> None:
     found = estimate_seconds(prepare(tiny("fedavg", "fedlpa")))
     assert all(0 < seconds < 600 for seconds in found.values())

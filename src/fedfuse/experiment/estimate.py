@@ -87,7 +87,8 @@ def _training(pace: Pace, recipe: Recipe, prepared: PreparedExperiment, setting:
     """Seconds of one round's clients, one after another."""
     sizes: Mapping[str, int] = setting.population.sizes()
     asked = min(setting.plan.per_round or len(sizes), len(sizes)) / max(1, len(sizes))
-    return asked * sum(pace.round_seconds(n, prepared.local, bool(recipe.evidence)) for n in sizes.values())
+    local = prepared.local if recipe.trains else prepared.local.model_copy(update={"epochs": 0})
+    return asked * sum(pace.round_seconds(n, local, bool(recipe.evidence)) for n in sizes.values())
 
 
 def _serving(pace: Pace, recipe: Recipe, prepared: PreparedExperiment, setting: Setting) -> float:
@@ -105,6 +106,8 @@ def _measure(recipe: Recipe, prepared: PreparedExperiment, setting: Setting, clo
     brief = recipe.prepare_models(setting.start, bench).brief(recipe.publishes, bench.classes, bench.task)
     # the first is not counted: it loads compiled code and fills caches, once for all rounds
     _, short, long = (_seconds(recipe, brief, rows, prepared.local, epochs, clock) for epochs in (1, 1, _STEPS))
+    if not recipe.trains:  # nobody takes a step: both were evidence alone
+        return Pace(min(short, long), min(short, long), len(rows))
     step = max(long - short, 0.0) / (_STEPS - 1)
     return Pace(step or short, max(short - step, 0.0), len(rows))
 
