@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from fedfuse.core.messages import Cohort
-from fedfuse.core.privacy import Release, release_of
+from fedfuse.core.privacy import release_of, released_epsilon
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.server.client_noise import ChartNoise, ClientNoise, noise_of_clients
@@ -30,7 +29,7 @@ def account_rows(recipe: Recipe, cohort: Cohort, state: ServerState) -> ServerSt
     before = entries_of(state.memory, SPENT)
     now = {c: float(before.get(c, torch.zeros(()))) + release.signal**2 for c in cohort.clients}
     spent = with_kind(SPENT, {**before, **{c: torch.tensor(s, dtype=torch.float64) for c, s in now.items()}})
-    by_client = {client: _epsilon(square, release.delta) for client, square in now.items()}
+    by_client = {client: released_epsilon(square, release.delta) for client, square in now.items()}
     facts = {"of": "a row", "epsilon": max(by_client.values()), "delta": release.delta, "by_client": by_client}
     return replace(state, memory={**state.memory, **spent}).noting(privacy=facts)
 
@@ -49,10 +48,5 @@ def account_clients(recipe: Recipe, cohort: Cohort, state: ServerState, bench: B
     facts: dict[str, Any] = {"of": "a client", "epsilon": epsilon, "delta": delta, "rounds": int(rounds)}
     if guard.at == "clients":  # what the server sees of each, and not of the sum
         alone = noise_of_clients(cohort)
-        facts["epsilon_at_server"] = _epsilon(rounds * (alone.clip / alone.sigma) ** 2, guard.delta)
+        facts["epsilon_at_server"] = released_epsilon(rounds * (alone.clip / alone.sigma) ** 2, guard.delta)
     return replace(state, memory={**state.memory, **with_kind(ROUNDS, told)}).noting(privacy=facts)
-
-
-@lru_cache(maxsize=256)
-def _epsilon(square: float, delta: float) -> float:
-    return Release(square**0.5, delta).epsilon

@@ -6,7 +6,6 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.params import Params, squared_distance
-from fedfuse.core.privacy import Release, sampled_epsilon
+from fedfuse.core.privacy import released_epsilon, sampled_epsilon
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rng import stream
 from fedfuse.core.seams import ServerPart
@@ -72,7 +71,7 @@ class ClientNoise(ServerPart):
         start = state.single.posterior.mean
         if self.at == "clients":
             return Cohort(tuple(replace(update, num_examples=1.0) for update in cohort))
-        share = len(cohort) / self.counted(cohort)
+        share = len(cohort) / self.divisor(cohort)
         updates = [replace(self._shorten(update, start, share), num_examples=1.0) for update in cohort]
         return Cohort((self._disturb(updates[0], state, share), *updates[1:]))
 
@@ -91,7 +90,7 @@ class ClientNoise(ServerPart):
             )
         return replace(self, participation=bench.participation, population=bench.population)
 
-    def counted(self, cohort: Cohort) -> float:
+    def divisor(self, cohort: Cohort) -> float:
         """K: how many clients the sum of a round is divided by."""
         return len(cohort) if self.participation == 1.0 else self.participation * self.population
 
@@ -104,7 +103,7 @@ class ClientNoise(ServerPart):
         if not math.isfinite(square):
             return None, self.delta
         if self.participation == 1.0:
-            return _release_epsilon(square, self.delta), self.delta
+            return released_epsilon(square, self.delta), self.delta
         found = sampled_epsilon(self.noise, self.participation, rounds, self.delta)
         again = rounds * (1 - self.participation) ** self.population
         return found, min(1.0, self.delta + (1 + math.exp(found)) * again)
@@ -240,7 +239,7 @@ class ChartNoise(ServerPart):
         draw = self.of.draw(state.round)
         sigma = self.of.noise * self.of.clip
         noised = {n: t + sigma * torch.randn(t.shape, generator=draw, dtype=torch.float64) for n, t in total.items()}
-        mean = self._back({n: origin[n] + t / self.of.counted(cohort) for n, t in noised.items()}, origin, start, pairs)
+        mean = self._back({n: origin[n] + t / self.of.divisor(cohort) for n, t in noised.items()}, origin, start, pairs)
         mean = {name: mean.get(name, tensor) for name, tensor in cohort.updates[0].posterior.mean.items()}
         return Cohort(tuple(replace(u, posterior=replace(u.posterior, mean=mean), num_examples=1.0) for u in cohort))
 
@@ -274,11 +273,6 @@ def _coordinates(chart: Chart, params: Params, start: Params, pairs: Mapping[str
         pair: Pair = chart.to(mean, params[log].double())
         found[name], found[log] = pair
     return found
-
-
-@lru_cache(maxsize=256)
-def _release_epsilon(square: float, delta: float) -> float:
-    return Release(square**0.5, delta).epsilon
 
 
 def _secret_stream() -> torch.Generator:
