@@ -67,7 +67,7 @@ class FilterRanking(Settings):
     images: PositiveInt = 500
     tolerance: PositiveFloat | None = None
     by: ScoreRule = "rank"
-    inner: bool = False
+    inner: bool = True
     renorm: bool = True
 
     def step(self, round_: int, rate: ExpectedRate, layer_rule: LayerRule) -> Prune:
