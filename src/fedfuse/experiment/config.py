@@ -233,6 +233,11 @@ class Experiment(Settings):
             raise ValueError("the experiment has no method; add a [[methods]] table with its name")
         if self.select == "best-on-server" and self.task == "regression":
             raise ValueError("select = 'best-on-server' chooses by accuracy, which regression has not; use 'last'")
+        if self.clients_per_round is not None and self.participation is not None:
+            raise ValueError(
+                f"clients_per_round is {self.clients_per_round} and participation {self.participation:g}: one draws a "
+                "fixed number, the other everybody by a coin; leave one of them out"
+            )
         return self
 
     def recipes(self) -> dict[str, Recipe]:

@@ -181,11 +181,6 @@ class PreparedExperiment:
                 f"clients_per_round is {asked} and data.clients is {data.clients}; ask at most as many, or leave "
                 "it out to ask everybody"
             )
-        if asked is not None and self.experiment.participation is not None:
-            raise ConfigError(
-                f"clients_per_round is {asked} and participation {self.experiment.participation:g}: one draws a fixed "
-                "number, the other everybody by a coin; leave one of them out"
-            )
         if "outline" in self.dataset.facts:
             return
         for key, limit, rows in (
