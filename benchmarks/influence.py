@@ -1,13 +1,13 @@
 """How much can one admitted client of ten do? Methods × levers × guards, on digits.
 
 Run `python benchmarks/influence.py [--full] [--seeds N …] [--alphas A …] [--json FILE] [--methods NAME …]
-[--guards NAME …]`, or `--table FILE …` for the table of the threat model from such JSON. After honest rounds
-of FedAvg the tenth client turns: it sends what it learned from its rows under the label 0, as long a move as its honest
-one, or walks back, each with honest evidence, and pulls one lever: it multiplies what scales its say by every factor of
-a ladder up to a million. Each reply passes the real door with its default bounds. What is shown for a lever is the
-worst that any rung does in three rounds: the accuracy lost against the same rounds without the tenth client, in points,
-the rung that did it, from which rung on it is refused, and the least share of honest clients that were kept. One seed
-takes two minutes, `--full` takes five seeds and two partitions.
+[--guards NAME …] [--levers NAME …]`, or `--table FILE …` for the table of the threat model from such JSON. After honest
+rounds of FedAvg the tenth client turns: it sends what it learned from its rows under the label 0, as long a move as its
+honest one, or walks back, each with honest evidence, and pulls one lever: it multiplies what scales its say by every
+factor of a ladder up to a million. Each reply passes the real door with its default bounds. What is shown for a lever
+is the worst that any rung does in three rounds: the accuracy lost against the same rounds without the tenth client, in
+points, the rung that did it, from which rung on it is refused, and the least share of honest clients that were kept.
+One seed takes two minutes, `--full` takes five seeds and two partitions.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ from fedfuse.data.partitions import partition
 from fedfuse.data.schemes import Dirichlet
 from fedfuse.data.sources import load
 from fedfuse.errors import FuseError
+from fedfuse.linalg.psd import pack
+from fedfuse.nets.blocks import blocks_of
+from fedfuse.nets.factors import unpack_triangle
 from fedfuse.server.door.admit import Admission, admit_all
 from fedfuse.server.filters import with_filters
 from fedfuse.server.judge import log_probabilities
@@ -70,6 +73,34 @@ def scale_move(message: Message, brief: Brief, factor: float) -> Message:
 
 def walk_back(message: Message, brief: Brief, factor: float) -> Message:
     return scale_move(message, brief, -factor)
+
+
+def claim_few_weights(message: Message, brief: Brief, factor: float) -> Message:
+    """All of a tensor's Fisher information on so small a part of its weights: those that moved furthest."""
+    tensors, header = message
+    mine = {}
+    for name in (n for n in tensors if n.startswith(f"{NOTE}fisher/")):
+        weight, fisher = name.removeprefix(f"{NOTE}fisher/"), tensors[name]
+        move = (tensors[weight] - brief.params[weight]).abs().flatten()
+        few = move.topk(max(1, round(len(move) / factor))).indices
+        told = torch.zeros_like(move).index_fill(0, few, float(fisher.double().sum()) / len(few))
+        mine[name] = told.view(fisher.shape).to(fisher.dtype)
+    return tensors | mine, header
+
+
+def claim_one_direction(message: Message, brief: Brief, factor: float) -> Message:
+    """Factors of the same trace, turned ever more towards the direction in which the layer moved furthest."""
+    tensors, header = message
+    mine = {}
+    for block in blocks_of(brief.spec):
+        (move,) = (block.matrices(tensors) - block.matrices(brief.params)).double()
+        U, _, Vh = torch.linalg.svd(move, full_matrices=False)
+        for side, along in (("in", Vh[0]), ("out", U[:, 0])):
+            name = f"{NOTE}kron/{block.name}/{side}"
+            matrix = unpack_triangle(tensors[name]).double()
+            turned = matrix / factor + (1 - 1 / factor) * matrix.trace() * torch.outer(along, along)
+            mine[name] = pack(turned).float()
+    return tensors | mine, header
 
 
 def scale_weights(message: Message, brief: Brief, factor: float) -> Message:
@@ -119,8 +150,8 @@ METHODS: dict[str, tuple[str, dict[str, object], dict[str, Pull]]] = {
     "scaffold": ("scaffold", {}, {"control": partial(scale_notes, "control")}),
     "qfedavg": ("qfedavg", {}, {"start loss": partial(scale_notes, "start_loss")}),
     "swa": ("swa", {}, {"weights": scale_weights}),
-    "fedlpa": ("fedlpa", {}, {"factors": partial(scale_notes, "kron")}),
-    "laplace": ("laplace", {}, {"fisher": partial(scale_notes, "fisher")}),
+    "fedlpa": ("fedlpa", {}, {"factors": partial(scale_notes, "kron"), "one direction": claim_one_direction}),
+    "laplace": ("laplace", {}, {"fisher": partial(scale_notes, "fisher"), "few weights": claim_few_weights}),
     **{name: (name, {}, POSTERIOR) for name in ("eaa", "gaa", "aalv", "wb", "rklb", "fklb")},
 }
 
@@ -254,12 +285,14 @@ def pulled(pull: Pull, factor: float, payload: bytes, brief: Brief) -> bytes:
     return encode(tensors, header)
 
 
-def rows_of(method: str, guard: str, seed: int, alpha: float) -> Iterator[Row]:
+def rows_of(method: str, guard: str, seed: int, alpha: float, levers: Sequence[str] = ()) -> Iterator[Row]:
     name, options, _ = METHODS[method]
     recipe = with_filters(replace(find_method(name).recipe(**options)), guard=GUARDS[guard])
     world = World(recipe, seed, alpha)
     honest, _, _ = world.run(lambda _payload, _brief: None, own_word=False)
     for lever, pull in levers_of(method).items():
+        if levers and lever not in levers:
+            continue
         worst = Row(method, lever, guard, seed, alpha, honest, -1.0, 1.0, 1.0, None)
         for factor in LADDER:
             try:
@@ -284,6 +317,7 @@ def main() -> None:
     parser.add_argument("--table", nargs="*", type=Path, help="write stored numbers as a table instead")
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
     parser.add_argument("--guards", nargs="*", default=list(GUARDS))
+    parser.add_argument("--levers", nargs="*", default=[], help="default: all")
     args = parser.parse_args()
     if args.table:
         stored = [Row(**row) for path in args.table for row in json.loads(path.read_text())]
@@ -296,7 +330,7 @@ def main() -> None:
     found = []
     for method in args.methods:
         for guard in args.guards:
-            each = [list(rows_of(method, guard, seed, alpha)) for seed, alpha in worlds]
+            each = [list(rows_of(method, guard, seed, alpha, args.levers)) for seed, alpha in worlds]
             for same in zip(*each, strict=True):
                 found += same
                 show(same)

@@ -20,6 +20,7 @@ Example:
 """
 
 from fedfuse.client.objectives import Contrastive, Controlled, Proximal
+from fedfuse.core.before import FirstStep, ModelPreparation
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Flaw, Form
 from fedfuse.core.model import Apart, Single
 from fedfuse.core.params import Layer, Layout, Params
@@ -32,9 +33,7 @@ from fedfuse.core.seams import (
     Alignment,
     Batch,
     Evidence,
-    FirstStep,
     Guard,
-    ModelPreparation,
     Objective,
     PlainEvidence,
     Project,

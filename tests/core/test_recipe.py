@@ -12,6 +12,7 @@ import torch
 from fedfuse.client.evidence.control import ControlDelta
 from fedfuse.client.evidence.counts import LabelCounts
 from fedfuse.client.objectives import Proximal
+from fedfuse.core.before import AsChosen
 from fedfuse.core.messages import Cohort, Start
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
@@ -19,7 +20,7 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
 from fedfuse.core.rng import seed_for
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import AsChosen, ClientsOnly, Free, OwnRows, ServerPart, TaskLoss, Work
+from fedfuse.core.seams import ClientsOnly, Free, OwnRows, ServerPart, TaskLoss, Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState

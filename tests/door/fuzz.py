@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)}; by default all")
     parser.add_argument("--count", type=int, default=1_000_000)
-    parser.add_argument("--part", type=int, default=5_000)
+    parser.add_argument("--part", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--here", action="store_true", help="run in this process, without parts")
     args = parser.parse_args()
@@ -55,14 +55,15 @@ def main() -> None:
         if done.returncode:
             total["foreign"] += 1
             foreign.append(f"the part from {first} on ended with {done.returncode}: {done.stderr[-300:]}")
+            print(f"foreign: {foreign[-1]}", flush=True)
             continue
         part = json.loads(done.stdout.splitlines()[-1])
         total.update(part["counts"])
         foreign += part["foreign"]
+        for line in part["foreign"]:
+            print(f"foreign: {line}", flush=True)
         told = ", ".join(f"{total[word]:,} {word}" for word in ("refused", "harmless", "foreign"))
         print(f"{sum(total.values()):,} mutants: {told}", flush=True)
-    for line in foreign[:50]:
-        print(f"foreign: {line}")
     sys.exit(1 if foreign else 0)
 
 

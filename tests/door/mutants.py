@@ -332,15 +332,21 @@ def _spoil_member(chance: random.Random, data: bytes) -> bytes:
 
 def fate_of_file(kind: str, seed: int) -> tuple[Fate, str]:
     """What becomes of a spoilt file: it is read, or refused in one sentence of ours."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / f"x.{kind}").write_bytes(spoil_file(kind, seed))
-        try:
-            _read(kind, Path(folder))
-        except FuseError as why:
-            return ("foreign", f"more than one line: {why}") if "\n" in str(why) else ("refused", "")
-        except Exception as why:
-            return "foreign", f"{type(why).__name__}: {why}"
+    folder = Path(_folder().name)
+    (folder / f"x.{kind}").write_bytes(spoil_file(kind, seed))
+    try:
+        _read(kind, folder)
+    except FuseError as why:
+        return ("foreign", f"more than one line: {why}") if "\n" in str(why) else ("refused", "")
+    except Exception as why:
+        return "foreign", f"{type(why).__name__}: {why}"
     return "harmless", ""
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """One folder for all spoilt files of a process: making and removing one costs as much as reading."""
+    return tempfile.TemporaryDirectory()
 
 
 def fate(kind: str, seed: int) -> tuple[Fate, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -169,6 +169,17 @@ def test_clients_are_scored_on_the_test_rows_and_on_rows_of_their_own() -> None:
     assert scores["own_accuracy_mean"] == 0.5
     assert scores["own_accuracy_weighted"] == pytest.approx((2 * 1.0 + 2 * 0.5 + 3 * 0.0) / 7)
     assert scores["own_accuracy_worst10"] == 0.0
+
+
+def test_who_took_no_step_has_no_network_of_its_own() -> None:
+    """Where sums are fused nobody trains: every client stands at the model it was sent, and that is not its score."""
+    seen = admitted(a=IDENTITY, b=TURNED)
+    resting = replace(seen, cohort=Cohort(tuple(replace(u, steps=0) for u in seen.cohort)))
+    judge = Judge(corners(0, 1, 2, 1), 3, held_out={"a": corners(0, 1)}, clients="every")
+    scores = judge.score(IDENTITY, resting, last=False)
+    assert "client_accuracy_mean" not in scores
+    assert "accuracy" not in scores["clients"]["b"]
+    assert scores["own_accuracy_mean"] == 1.0
 
 
 @pytest.mark.parametrize(

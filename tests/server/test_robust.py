@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -211,3 +211,29 @@ def test_evidence_cannot_undo_the_median(sure: float) -> None:
     recipe = Recipe(aggregate=MeanIn(RKLB), guard=CoordinateMedian())
     got = fuse_round(recipe, Cohort(tuple(updates)), START, Bench()).single.posterior.mean
     assert np.allclose(vector(got), np.median([vector(s) for s in STATES], axis=0), atol=1e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class CountsWhoWasAsked(ServerPart):
+    """A guard of somebody else's that must know how clients are drawn, and remembers something of every round."""
+
+    asked: float = 1.0
+    laws: ClassVar[frozenset[str]] = frozenset()
+
+    def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:
+        return cohort
+
+    def drawn_by(self, bench: Bench) -> CountsWhoWasAsked:
+        return replace(self, asked=bench.participation)
+
+    def account(self, cohort: Cohort, state: ServerState) -> ServerState:
+        return state.noting(asked=self.asked, seen=len(cohort))
+
+
+def test_any_guard_is_told_how_clients_were_drawn_and_may_keep_accounts() -> None:
+    """Nobody asks which guard it is: the round tells all of them."""
+    recipe = Recipe(aggregate=Mean(), guard=CountsWhoWasAsked())
+    facts = fuse_round(recipe, cohort(STATES), START, Bench(participation=0.25)).facts
+    assert (facts["asked"], facts["seen"]) == (0.25, 6)
+    plain = fuse_round(Recipe(aggregate=Mean(), guard=Krum()), cohort(STATES), START, Bench(participation=0.25))
+    assert not plain.memory

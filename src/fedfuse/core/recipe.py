@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias, runtime_checkable
 
+from fedfuse.core.before import AsChosen, FirstStep, ModelPreparation, NothingBefore
 from fedfuse.core.messages import Start
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
@@ -15,15 +16,11 @@ from fedfuse.core.seams import (
     NOT_EVIDENCE,
     Aggregator,
     Alignment,
-    AsChosen,
     ClientMemory,
     ClientsOnly,
     Evidence,
-    FirstStep,
     Free,
     Guard,
-    ModelPreparation,
-    NothingBefore,
     Objective,
     OwnRows,
     Project,

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
 from torch import Tensor
 
 from fedfuse.core.messages import Brief, Cohort, Envelope, Flaw, Form
-from fedfuse.core.model import Single
-from fedfuse.core.params import Layout, Params
+from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState
 from fedfuse.core.terms import Terms
-from fedfuse.tasks import CLASSIFICATION, Task
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 Result: TypeAlias = Literal["single", "mixture", "apart"]
@@ -168,6 +166,14 @@ class ServerPart:
     def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
         """Raise before anybody trains what could not work; "" stands for all clients without a network of their own."""
 
+    def drawn_by(self, bench: Bench) -> Self:  # noqa: ARG002 - the seam's signature
+        """A guard for a run that asks clients in this way; most do not care who was asked."""
+        return self
+
+    def account(self, cohort: Cohort, state: ServerState) -> ServerState:  # noqa: ARG002 - the seam's signature
+        """The state with what a guard must remember of a round: most need not remember any."""
+        return state
+
 
 class Filter(Protocol):
     """Server: what stands before the aggregator."""
@@ -201,6 +207,12 @@ class Guard(Filter, Protocol):
 
     def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:
         """The cohort that is fused."""
+
+    def drawn_by(self, bench: Bench) -> Guard:
+        """See `ServerPart`."""
+
+    def account(self, cohort: Cohort, state: ServerState) -> ServerState:
+        """See `ServerPart`."""
 
 
 class Maker(Protocol):
@@ -292,27 +304,6 @@ class Roster(Protocol):
         """The engine, perhaps with more clients in it."""
 
 
-class ModelPreparation(Protocol):
-    """Beside the seams: the network a method trains, made of the network the user chose."""
-
-    def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:
-        """The start with the layers or outputs the method needs; one that has them already stays as it is."""
-
-    def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:
-        """In plain words, what a network of this layout lacks that the method would have given it; None if nothing."""
-
-
-class FirstStep(Protocol):
-    """Beside the seams: what a server does once, before it first speaks to a client."""
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """As for an aggregator."""
-
-    def __call__(self, state: ServerState, bench: Bench) -> ServerState:
-        """The state the first round begins with."""
-
-
 @dataclass(frozen=True, slots=True)
 class TaskLoss:
     """The plain objective: the task's mean loss over the batch; for classes, cross entropy."""
@@ -350,30 +341,6 @@ class ClientsOnly:
     def __call__(self, engine: Engine, bench: Bench) -> Engine:  # noqa: ARG002 - the seam's signature
         """The engine as it is."""
         return engine
-
-
-@dataclass(frozen=True, slots=True)
-class AsChosen:
-    """The network as the user chose it."""
-
-    def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:  # noqa: ARG002
-        """The start as it is."""
-        return start
-
-    def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:  # noqa: ARG002
-        """Nothing: any network will do."""
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class NothingBefore:
-    """Nothing comes before the first round."""
-
-    needs: ClassVar[frozenset[str]] = frozenset()
-
-    def __call__(self, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002 - the seam's signature
-        """The state as it is."""
-        return state
 
 
 @dataclass(frozen=True, slots=True)

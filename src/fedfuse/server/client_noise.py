@@ -6,7 +6,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -18,12 +18,14 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.rng import stream
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.settings import MoveNoise
-from fedfuse.core.state import Bench, ServerState
+from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.adaptive import ServerOptimizer
 from fedfuse.server.aggregate.charts import Chart, MeanIn, Pair
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.shorten import shorten_move
+
+_ROUNDS = "privacy_of_clients"  # the kind of server memory that has Σ μ² about whole clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class ClientNoise(ServerPart):
         updates = [replace(self._shorten(update, start, share), num_examples=1.0) for update in cohort]
         return Cohort((self._disturb(updates[0], state, share), *updates[1:]))
 
-    def drawn_by(self, bench: Bench) -> ClientNoise:
+    def drawn_by(self, bench: Bench) -> Self:
         """The guard of a run that asks clients in this way.
 
         Raises:
@@ -118,6 +120,19 @@ class ClientNoise(ServerPart):
             return 1 / self.noise if self.noise else math.inf
         how = noise_of_clients(cohort)
         return how.clip / (how.sigma * math.sqrt(len(cohort)))  # of fewer than agreed, less noise is in the sum
+
+    def account(self, cohort: Cohort, state: ServerState) -> ServerState:
+        """The state with this round added to what the models so far tell of any one client."""
+        before = entries_of(state.memory, _ROUNDS)
+        square, rounds = (float(before.get(part, torch.zeros(()))) for part in ("square", "rounds"))
+        square, rounds = square + self.signal(cohort) ** 2, rounds + 1
+        told = {"square": torch.tensor(square, dtype=torch.float64), "rounds": torch.tensor(int(rounds))}
+        epsilon, delta = self.epsilon(square, int(rounds))
+        facts: dict[str, Any] = {"of": "a client", "epsilon": epsilon, "delta": delta, "rounds": int(rounds)}
+        if self.at == "clients":  # what the server sees of each, and not of the sum
+            alone = noise_of_clients(cohort)
+            facts["epsilon_at_server"] = released_epsilon(rounds * (alone.clip / alone.sigma) ** 2, self.delta)
+        return replace(state, memory={**state.memory, **with_kind(_ROUNDS, told)}).noting(privacy=facts)
 
     def fit_to(self, recipe: Recipe) -> ClientNoise | ChartNoise:
         """The guard for a method: itself before a mean of weights, in its chart before a mean there.
@@ -215,9 +230,13 @@ class ChartNoise(ServerPart):
         """As in a mean of weights."""
         return self.of.signal(cohort)
 
-    def drawn_by(self, bench: Bench) -> ChartNoise:
+    def drawn_by(self, bench: Bench) -> Self:
         """As in a mean of weights."""
         return replace(self, of=self.of.drawn_by(bench))
+
+    def account(self, cohort: Cohort, state: ServerState) -> ServerState:
+        """As in a mean of weights."""
+        return self.of.account(cohort, state)
 
     def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:
         """Everybody at the noised mean in the chart."""

@@ -13,7 +13,7 @@ from fedfuse.core.seams import Alignment, Guard, ServerStep
 from fedfuse.core.settings import explain
 from fedfuse.core.words import check_options, suggest
 from fedfuse.errors import ConfigError
-from fedfuse.server.align.alignment import ALIGNMENTS, AlignUnits, Matching, Reference
+from fedfuse.server.align.alignment import ALIGNMENTS, AlignUnits, Matching, Reference, TurnedBy
 from fedfuse.server.client_noise import ClientNoise
 from fedfuse.server.robust import GUARDS
 from fedfuse.server.steps.renorm import RestateNorms
@@ -32,13 +32,14 @@ class AlignOptions:
         renorm: estimate the running statistics of BatchNorm anew on the server's rows afterwards.
         repair: rescale hidden units of layers without BatchNorm afterwards to the parents' activation statistics on
             the server's rows.
-        stream: also turn residual streams of transformers by orthogonal maps.
+        stream: also turn residual streams of transformers by orthogonal maps, by "weights" or by "activations"; true
+            for weights.
     """
 
     reference: Reference = "first"
     renorm: bool = False
     repair: bool = False
-    stream: bool = False
+    stream: bool | TurnedBy = False
 
     @property
     def steps(self) -> tuple[ServerStep, ...]:
@@ -112,7 +113,12 @@ def find_alignment(
     check_options(whose, options, [*own, *(f.name for f in fields(AlignOptions))])
     way = _build(ALIGNMENTS[name], {k: v for k, v in options.items() if k in own}, f"alignment {name}")
     rest = _build(AlignOptions, {k: v for k, v in options.items() if k not in own}, f"alignment {name}")
-    return name, AlignUnits(way, rest.reference, rest.stream), rest.steps
+    return name, AlignUnits(way, rest.reference, _turned_by(rest.stream)), rest.steps
+
+
+def _turned_by(stream: bool | TurnedBy) -> TurnedBy | None:
+    """By what streams are turned, as a user may say it."""
+    return stream if isinstance(stream, str) else "weights" if stream else None
 
 
 def _split(kind: str, choice: str | Mapping[str, Any], known: Mapping[str, type]) -> tuple[str, dict[str, Any]]:

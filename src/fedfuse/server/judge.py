@@ -14,9 +14,9 @@ from fedfuse.core.model import Answering, Apart, AskModel, Model, Single, ask_in
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.server.door.admit import Admission
-from fedfuse.server.door.files import fingerprint
 from fedfuse.server.uncertainty import AS_IT_SAYS, Draws, each_draw, need_answering, read_draws
 from fedfuse.tasks import CLASSIFICATION, Task
+from fedfuse.wire.digest import fingerprint
 
 _FEW_DRAWS = 10  # networks drawn for a score on the way, or of a client's own network
 
@@ -88,10 +88,13 @@ class Judge:
         return self.task.pool([self.evaluate(member, draws=draws) for member in model.members])
 
     def _score_clients(self, model: Model, admission: Admission) -> dict[str, Any]:
-        """Each client's own network on the test rows; on its held-out rows, the model it would go on to use."""
+        """Each client's own network on the test rows; on its held-out rows, the model it would go on to use.
+
+        Who took no step has no network of its own: it stands at the weights it was sent, and those are not its score.
+        """
         networks = {u.client: Single(u.spec, u.posterior) for u in admission.cohort}
         facts = {u.client: u.record() for u in admission.cohort}
-        test = self._client_scores(networks)
+        test = self._client_scores({u.client: networks[u.client] for u in admission.cohort if u.steps})
         own = (
             self._held_out_scores(dict(zip(networks, model.members, strict=True)))
             if isinstance(model, Apart)

@@ -8,7 +8,7 @@ returns exactly that centre.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from fedfuse.core.messages import Cohort
-from fedfuse.core.params import Params, squared_distance
+from fedfuse.core.params import squared_distance
 from fedfuse.core.seams import Guard, ServerPart
 from fedfuse.core.state import ServerState
 from fedfuse.errors import RecipeError
 from fedfuse.server.aggregate.mean import BLOCK, mean_by_examples
+from fedfuse.server.brought import brought_moves, tells_precision
 from fedfuse.server.client_noise import ClientNoise
 from fedfuse.server.shorten import shorten_move
 
@@ -53,8 +54,10 @@ class NormClip(ServerPart):
 class Krum(ServerPart):
     """Keep the `keep` clients whose n − f − 2 nearest neighbours are nearest (Blanchard et al. 2017; Multi-Krum).
 
-    Distances are taken in the space that is fused in: between weights and, in units of its own, between what came with
-    them (factors, Fisher, controls, …): whoever only claims to be very sure stands as far away as who moved far.
+    Distances are taken in the space that is fused in: between moves, each counted by how sure its client says it is
+    (`brought_moves`), and, in units of its own, between what else came with them (controls, losses, …). So whoever
+    claims to be very sure where it moved stands as far away as who moved far, and whoever is unlike the others in its
+    evidence alone does not.
     """
 
     byzantine: int = 1
@@ -116,27 +119,25 @@ GUARDS: Mapping[str, type[Guard]] = {
 }
 
 
-def _floating_names(params: Params) -> Iterator[str]:
-    return (n for n in params if params[n].is_floating_point())
-
-
 def _pairwise(cohort: Cohort) -> Tensor:
-    """Squared distances between clients: of their weights and of each kind of evidence, each in units of its median.
+    """Squared distances between what clients bring to the fusion, and between other evidence in units of its median.
 
-    Evidence adds two units at most: without that limit an honest client with large factors stood further away than one
-    with poisoned weights, who then stayed.
+    Such evidence adds two units at most: without that limit an honest client whose evidence is unusual would stand
+    further away than one with poisoned weights, who then stayed.
     """
-    names = list(_floating_names(cohort.updates[0].posterior.mean))
-    parts = [_in_units(sum((_distances(cohort.stack(name)) for name in names), _no_distance(cohort)))]
+    parts = [_in_units(sum((_distances(moves) for _, moves in brought_moves(cohort)), _no_distance(cohort)))]
     kinds = dict.fromkeys(name.partition("/")[0] for update in cohort for name in update.notes)
     parts += [_in_units(_evidence_distances(cohort, kind)).clamp(max=_EVIDENCE_COUNTS) for kind in kinds]
     return sum(parts, _no_distance(cohort))
 
 
 def _evidence_distances(cohort: Cohort, kind: str) -> Tensor:
-    """Squared distances between what clients sent as one kind of evidence, each tensor by its median length."""
-    total, first = _no_distance(cohort), cohort.updates[0].notes
-    for name in (name for name in first if name.partition("/")[0] == kind):
+    """Squared distances between what clients sent as one kind of evidence, each tensor by its median length.
+
+    What tells how sure they are of their weights has been counted with those.
+    """
+    total, first, geometry = _no_distance(cohort), cohort.updates[0].notes, cohort.updates[0].posterior.geometry
+    for name in (name for name in first if name.partition("/")[0] == kind and not tells_precision(geometry, name)):
         each = [update.notes.get(name) for update in cohort]
         if not all(t is not None and t.shape == first[name].shape and t.is_floating_point() for t in each):
             continue  # ranks may differ, and who lacks a layer's evidence has no say in it

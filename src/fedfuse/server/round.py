@@ -17,8 +17,7 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
 from fedfuse.nets.adapters import PARTS
-from fedfuse.server.accounting import account_clients, account_rows
-from fedfuse.server.client_noise import ChartNoise, ClientNoise
+from fedfuse.server.accounting import account_rows
 
 
 def fuse_round(
@@ -59,7 +58,9 @@ def fuse_round(
     for step in recipe.steps:
         with clock.counting("diagnostics" if isinstance(step, DiagnosticStep) else "server"):
             after = step(after, cohort, bench)
-    after = account_clients(recipe, cohort, account_rows(recipe, cohort, after), bench)
+    after = account_rows(recipe, cohort, after)
+    if recipe.guard is not None:
+        after = recipe.guard.drawn_by(bench).account(cohort, after)
     return replace(after, round=state.round + 1)
 
 
@@ -71,9 +72,7 @@ def filter_cohort(recipe: Recipe, cohort: Cohort, state: ServerState, bench: Ben
         facts |= moved
     if recipe.guard is not None:
         _check_comparable(cohort, recipe)
-        guard = recipe.guard
-        guard = guard.drawn_by(bench) if isinstance(guard, ClientNoise | ChartNoise) else guard
-        guarded = guard(cohort, state)
+        guarded = recipe.guard.drawn_by(bench)(cohort, state)
         dropped = [client for client in cohort.clients if client not in guarded.clients]
         cohort, facts = guarded, facts | {"guard": repr(recipe.guard), "guard_dropped": dropped}
     return cohort, facts

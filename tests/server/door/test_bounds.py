@@ -33,6 +33,7 @@ from fedfuse.models.bayes import BayesianLayers
 from fedfuse.server.door.admit import Admission, Rules, admit_all
 from fedfuse.server.door.bounds import Claims, keep_within_bounds
 from fedfuse.server.door.levers import measure
+from fedfuse.server.round import fuse_round
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode, encode
 from fedfuse.wire.messages import NOTE, encode_reply
@@ -75,6 +76,11 @@ def test_a_limit_follows_how_different_clients_are() -> None:
     assert bounds.limit(spread) == pytest.approx(math.exp(7 * 1.4826 * math.log(100)))
     assert bounds.limit([0.0] * 6 + [1.0] * 3) == math.inf, "where most have nothing there is no centre"
     assert bounds.limit([2.0, 2.0, math.inf, 2.0, 2.0]) == 12.0
+
+
+def test_where_most_know_their_rows_by_heart_who_still_learns_is_no_outlier() -> None:
+    """Dirichlet 0.01 after some rounds: Fisher diagonals of 1e-11, and an honest one of 0.02, once refused."""
+    assert Bounds().limit([7e-12] * 9 + [0.02]) == math.inf
 
 
 def test_few_clients_are_held_to_the_brief() -> None:
@@ -328,8 +334,48 @@ def test_evidence_multiplies_with_examples_and_move() -> None:
     assert found.refused == []
     assert {c["client"] for c in found.clipped} == {"m"}
     assert any(c["field"].startswith("say in 0 by ") for c in found.clipped)
-    after = {u.client: say_of(u) * float(u.notes["fisher/0.weight"].mean()) for u in found.cohort}
-    assert after["m"] <= 2.02 * after["c4"]
+    usual = sum(float(u.notes["fisher/0.weight"].mean()) for u in found.cohort) / len(found.cohort)
+    after = {u.client: say_of(u) * (usual + float(u.notes["fisher/0.weight"].mean())) for u in found.cohort}
+    assert after["m"] <= 2.05 * after["c4"]
+
+
+@pytest.mark.parametrize("few", [1, 6, 60])
+def test_who_claims_everything_about_a_few_weights_may_move_them_less(few: int) -> None:
+    """Mean precision, move and examples are the others'; all of the mass is where it moved, and so is all of the move.
+
+    Of d weights it claims m, and there it has the say of r = d/m clients. The mean precision P is 0.9 + r/10 there and
+    0.9 elsewhere, with 1 added to each: it brings (r + 1) / (P + 1) of its move, the others 2 / (P + 1) of theirs, and
+    it may bring twice what they do. Its move is shortened to that.
+    """
+    module = nn.Sequential(nn.Linear(30, 20, bias=False))
+    spec, size = Spec.of(module), 600
+    brief = Brief(0, spec, {"0.weight": torch.zeros(20, 30)}, classes=20)
+    recipe = find_method("laplace").recipe(damping=1e-9)
+    chosen = torch.zeros(size).index_fill(0, torch.arange(few), 1.0).view(20, 30)
+    plain = torch.ones(20, 30)
+
+    def sent(fisher: Tensor, move: Tensor) -> bytes:
+        notes = {"fisher/0.weight": fisher}
+        return encode_reply(brief, {"0.weight": move}, notes, num_examples=10.0, steps=4, facts={})
+
+    payloads = [sent(plain, plain / math.sqrt(size))] * 9 + [sent(chosen * size / few, -chosen / math.sqrt(few))]
+    envelopes = [Envelope(c, p) for c, p in zip((*HONEST, "m"), payloads, strict=True)]
+    state = ServerState(0, Single(spec, Posterior(brief.params)))
+
+    def went(bounds: Bounds) -> float:
+        found = admit_all(envelopes, brief, recipe.evidence, (*HONEST, "m"), Rules(bounds=bounds), training=LOCAL)
+        assert found.refused == []
+        after = fuse_round(recipe, found.cohort, state, Bench()).single.posterior.mean["0.weight"]
+        return float((after * chosen).sum()) / few
+
+    ratio = size / few
+    inside, outside = (2 / (r / 10 + 1.9) for r in (ratio, 0.0))  # what the others bring there, over their move
+    theirs = math.sqrt((few * inside**2 + (size - few) * outside**2) / size)
+    short = min(1.0, 2 * theirs / ((ratio + 1) / (ratio / 10 + 1.9)))
+    usual = 9 / math.sqrt(size)
+    assert went(Bounds()) == pytest.approx((usual - short * ratio / math.sqrt(few)) / (9 + ratio), rel=1e-3)
+    assert went(Bounds(together=False)) == pytest.approx((usual - ratio / math.sqrt(few)) / (9 + ratio), rel=1e-3)
+    assert short < 0.55
 
 
 def test_networks_of_several_kinds_are_compared_apart() -> None:

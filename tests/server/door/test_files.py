@@ -9,9 +9,10 @@ from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.server.door.admit import Rules
 from fedfuse.server.door.differences import first_difference
-from fedfuse.server.door.files import fingerprint, gather
+from fedfuse.server.door.files import gather
 from fedfuse.server.door.opened import Item
 from fedfuse.wire.codec import encode, forms_of
+from fedfuse.wire.digest import fingerprint
 
 
 def method(name: str) -> Recipe:

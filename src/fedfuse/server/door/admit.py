@@ -23,9 +23,9 @@ from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, FuseError, Refused
 from fedfuse.server.door.bounds import Claims, keep_within_bounds
 from fedfuse.server.door.forms import form_words
-from fedfuse.server.door.levers import Lever, measure
+from fedfuse.server.door.levers import Lengths, Lever, measure
 from fedfuse.server.door.regions import attach_sums, forms_with_sums, read_sums
-from fedfuse.server.door.values import check_values, raise_log_variances
+from fedfuse.server.door.values import check_values, lengths_of, raise_log_variances
 from fedfuse.wire.codec import LazyParams, Limits, Malformed, Packet, decode, forms_of, forms_size, read
 from fedfuse.wire.messages import NOTE, VERSION, split
 from fedfuse.wire.spool import Spool
@@ -76,6 +76,7 @@ class Contract:
     training: LocalSettings | None = None
     standing: Params | None = None  # the weights of everybody's update, where nobody trains and sends any
     sums_by: str | None = None  # by what clients weigh in sums of several sites, where such are admitted
+    begun: Mapping[str, float] = field(default_factory=dict)  # how long the start's tensors are
 
     @classmethod
     def of(
@@ -96,8 +97,11 @@ class Contract:
             forms |= {NOTE + n: form for n, form in kind.expects(brief).items()}
         limits = _limits(forms, brief.spec)
         start, standing = brief.params if anchored else None, None if trains else brief.params
+        begun = {} if start is None else lengths_of(start)
         roles = brief.spec.layout.roles
-        return cls(brief.round, brief.spec, forms, evidence, roles, limits, start, None, training, standing)
+        return cls(
+            brief.round, brief.spec, forms, evidence, roles, limits, start, None, training, standing, begun=begun
+        )
 
 
 def _limits(forms: Mapping[str, Form], spec: Spec) -> Limits:
@@ -127,8 +131,16 @@ class Admission:
         self.trained += not envelope.remembered
 
 
-def admit(envelope: Envelope, contract: Contract, packet: Packet | None = None) -> ClientUpdate:
+def admit(
+    envelope: Envelope, contract: Contract, packet: Packet | None = None, lengths: dict[str, float] | None = None
+) -> ClientUpdate:
     """Untrusted to trusted, or `Refused`; one client's fault never ends a round.
+
+    Args:
+        envelope: what came.
+        contract: what was asked.
+        packet: what came, opened, if somebody has.
+        lengths: filled with how long the tensors' ways from the start are, which all numbers were read for.
 
     Raises:
         Refused: naming the client, the field, what came and what was expected.
@@ -143,9 +155,11 @@ def admit(envelope: Envelope, contract: Contract, packet: Packet | None = None) 
     steps = _read_steps(client, packet.header, contract, training)
     own, notes = split(packet)
     try:
-        check_values(client, packet.tensors, contract.roles, contract.start, steps)
+        found = check_values(client, packet.tensors, contract.roles, contract.start, steps)
     except Malformed as why:
         raise Refused(client, "reply", str(why), "a file that stays as it is") from why
+    if lengths is not None:
+        lengths.update(found)
     own, notes = attach_sums(client, own, notes, sums)
     geometry = _check_evidence(client, notes, num_examples, contract)
     mean, raised = raise_log_variances(own if contract.standing is None else contract.standing, contract.roles)
@@ -202,19 +216,30 @@ def admit_all(
             contract = Contract.of(heard, evidence, training, trains=trains, anchored=anchored) if own else common
             if envelope.client in enrolled:
                 contract = replace(contract, enrolled=enrolled[envelope.client])
-            packet = opened.get(envelope.client)
+            packet, moves = opened.get(envelope.client), dict[str, float]()
             spooled = envelope if packet else admission.spool.keep(envelope, contract.limits.bytes)
-            update = admit(spooled, contract, packet)
-            levers[update.client], updates[update.client] = _measure(update, heard, contract), update
+            update = admit(spooled, contract, packet, moves)
+            levers[update.client], updates[update.client] = _measure(update, heard, contract, moves), update
         except Refused as why:
             admission.refused.append(why.facts())
             envelope.on_refused()
     doubtful = updates.keys() - enrolled.keys() if own_word is None else own_word
+    claims = _claims(rules, training, doubtful, trains)
+    begun = _starts(brief, updates if anchored and trains else ())
+    bounded = keep_within_bounds(list(updates.values()), levers, claims, rules.bounds, begun)
+    admission.refused += bounded.refused
+    return replace(admission, cohort=Cohort.of(bounded.updates), clipped=bounded.clipped)
+
+
+def _claims(rules: Rules, training: LocalSettings | None, doubtful: AbstractSet[str], trains: bool) -> Claims:
+    """What is known of examples and steps; sums weigh as what they are."""
     told = training if rules.told_steps and trains else None
-    claims = Claims(told, doubtful if trains else frozenset(), rules.examples_ratio)  # sums weigh as what they are
-    bounded = keep_within_bounds(list(updates.values()), levers, claims, rules.bounds)
-    refused, cohort = admission.refused + bounded.refused, Cohort.of(bounded.updates)
-    return replace(admission, cohort=cohort, refused=refused, clipped=bounded.clipped)
+    return Claims(told, doubtful if trains else frozenset(), rules.examples_ratio)
+
+
+def _starts(brief: Brief, clients: Iterable[str]) -> dict[str, Params]:
+    """Where each client began."""
+    return {client: brief.to(client).params for client in clients}
 
 
 def _note_absence(envelope: Envelope, admission: Admission) -> None:
@@ -226,9 +251,10 @@ def _note_absence(envelope: Envelope, admission: Admission) -> None:
     admission.refused.append(Refused(envelope.client, "reply", answer, words).facts())
 
 
-def _measure(update: ClientUpdate, heard: Brief, contract: Contract) -> dict[str, Lever]:
+def _measure(update: ClientUpdate, heard: Brief, contract: Contract, moves: Mapping[str, float]) -> dict[str, Lever]:
     try:
-        return measure(update, heard, contract.evidence, contract.start is not None)
+        lengths = Lengths(moves, contract.begun) if contract.standing is None else None
+        return measure(update, heard, contract.evidence, contract.start is not None, lengths)
     except (FuseError, ArithmeticError, RuntimeError) as why:
         raise Refused(update.client, "influence", f"not measurable ({why})", "sound evidence") from why
 

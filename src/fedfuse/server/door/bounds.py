@@ -15,10 +15,12 @@ there are three, gives the scale of everything else, both with much more room. A
 clients (the curvature of networks that have learned their rows by heart) has no centre and is left to the evidence's
 own check.
 
-Levers multiply: what a client does to a layer goes by its examples × whatever evidence weights count by × its move. So
-their product is bounded too, with half the deviations, and who exceeds it has its move shortened. A number of examples
-that somebody vouches for counts there for at most the median: a large client is no liar, and a small one that moved
-far says little.
+Levers multiply: what a client does to a layer goes by its examples × its move, and where clients say how sure they are
+by its examples × what it brings (`moves_by_precision`): precision times move, as matrices and not as sizes, over the
+mean of everybody's precision. Whoever claims to be sure just where it moved brings far more than its move and its mean
+precision tell, and whoever is merely surer than others hardly more than they. So this product is bounded too, with half
+the deviations, and who exceeds it has its move shortened. A number of examples that somebody vouches for counts there
+for at most the median: a large client is no liar, and a small one that moved far says little.
 
 | beside `levers` | where it acts |
 |---|---|
@@ -35,10 +37,15 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
+
 from fedfuse.core.bounds import FEW, Bounds
-from fedfuse.core.messages import ClientUpdate
+from fedfuse.core.messages import ClientUpdate, Cohort
+from fedfuse.core.params import Params
 from fedfuse.core.settings import LocalSettings
+from fedfuse.core.threads import one_thread
 from fedfuse.errors import Refused
+from fedfuse.server.brought import moves_by_precision
 from fedfuse.server.door.levers import MOVE, Lever, owners_of
 
 _ROOM_FOR_STEPS = 2.0  # a client that counts its batches otherwise than we do is no liar
@@ -70,7 +77,11 @@ class Claims:
 
 
 def keep_within_bounds(
-    updates: Sequence[ClientUpdate], levers: Mapping[str, Mapping[str, Lever]], claims: Claims, bounds: Bounds
+    updates: Sequence[ClientUpdate],
+    levers: Mapping[str, Mapping[str, Lever]],
+    claims: Claims,
+    bounds: Bounds,
+    starts: Mapping[str, Params] | None = None,
 ) -> Bounded:
     """The updates none of whose levers is far above the others'; networks of several kinds are compared apart.
 
@@ -79,6 +90,7 @@ def keep_within_bounds(
         levers: of every client, as `measure` gives them.
         claims: what is known of examples and steps.
         bounds: how much is too much.
+        starts: where clients began to move, where that is known.
     """
     if bounds.over == "off":
         return Bounded(list(updates))
@@ -100,7 +112,7 @@ def keep_within_bounds(
         capped
         for spec in dict.fromkeys(u.spec for u in found.updates)
         for capped in _cap_says(
-            [u for u in found.updates if u.spec == spec], levers, limits[spec], claims, bounds, found
+            [u for u in found.updates if u.spec == spec], levers, limits[spec], claims, bounds, starts or {}, found
         )
     ]
     return found
@@ -207,15 +219,16 @@ def _cap_says(
     limits: Mapping[str, float],
     claims: Claims,
     bounds: Bounds,
+    starts: Mapping[str, Params],
     found: Bounded,
 ) -> list[ClientUpdate]:
     """The updates with their moves shortened where move, examples and evidence together say too much."""
-    typical = statistics.median(u.examples_per_site for u in peers)
+    typical, brought = statistics.median(u.examples_per_site for u in peers), _brought_by(peers, starts)
     says = {}
     for update in peers:
         counts = update.examples_per_site
         counts = counts if update.client in claims.own_word else min(counts, typical)
-        says[update.client] = _says_of(update, levers[update.client], limits, counts)
+        says[update.client] = _says_of(update, levers[update.client], limits, brought[update.client], counts)
     most = {
         say: bounds.limit_together([each[say] for each in says.values() if say in each])
         for say in dict.fromkeys(say for each in says.values() for say in each)
@@ -224,9 +237,16 @@ def _cap_says(
 
 
 def _says_of(
-    update: ClientUpdate, levers: Mapping[str, Lever], limits: Mapping[str, float], counts: float
+    update: ClientUpdate,
+    levers: Mapping[str, Lever],
+    limits: Mapping[str, float],
+    brings: Mapping[str, float],
+    counts: float,
 ) -> dict[Say, float]:
-    """How much a client says in every layer: its move × its examples × whatever evidence its weights count by."""
+    """How much a client says in every layer: its examples × its move, or × what it brings where it says how sure it is.
+
+    Evidence that weights count by without being a precision multiplies the move.
+    """
     within = {name: min(lever.value, limits[name]) for name, lever in levers.items()}
     owners = owners_of(update.spec.layout)
     weights: dict[str, float] = {}
@@ -235,11 +255,22 @@ def _says_of(
             weights[lever.weighs] = weights.get(lever.weighs, 1.0) * within[name]
     counts *= weights.pop("", 1.0)
     says = {(name.removeprefix(MOVE), ""): counts * move for name, move in within.items() if name.startswith(MOVE)}
-    for target, weight in weights.items():
+    for target in dict.fromkeys((*weights, *brings)):
         layer = owners.get(target, target)
         if (layer, "") in says:
-            says[layer, target] = weight * says[layer, ""]
+            says[layer, target] = counts * brings[target] if target in brings else weights[target] * says[layer, ""]
     return {say: value for say, value in says.items() if not math.isnan(value)}
+
+
+def _brought_by(peers: Sequence[ClientUpdate], starts: Mapping[str, Params]) -> dict[str, dict[str, float]]:
+    """How much every client brings to each part of the network of which all say how sure they are."""
+    found: dict[str, dict[str, float]] = {update.client: {} for update in peers}
+    if starts.keys() >= found.keys() and len(peers) >= FEW:
+        with one_thread():
+            for name, moves in moves_by_precision(Cohort(tuple(peers)), [starts[u.client] for u in peers]):
+                for update, length in zip(peers, torch.linalg.vector_norm(moves, dim=1).tolist(), strict=True):
+                    found[update.client][name] = length
+    return found
 
 
 def _shorten_moves(

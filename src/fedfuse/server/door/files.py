@@ -7,7 +7,6 @@ must have named it. Nothing a file names is ever imported unasked.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,8 @@ from fedfuse.server.door.forms import widen_alike
 from fedfuse.server.door.names import CommonNames, agree_on_names, find_odd_numbers, put_in_order
 from fedfuse.server.door.opened import SHARED, Item, OpenedItem, open_all
 from fedfuse.tasks import CLASSIFICATION, task_named
-from fedfuse.wire.codec import Packet, encode, forms_of
+from fedfuse.wire.codec import Packet, forms_of
+from fedfuse.wire.digest import fingerprint
 from fedfuse.wire.messages import NOTE, read_memory, reply_header
 from fedfuse.wire.sums import sum_forms
 
@@ -279,21 +279,6 @@ def _check_start(start: Params, first: OpenedItem) -> Params:
             "(w0.safetensors of their federation folder)"
         )
     return start
-
-
-def fingerprint(params: Params) -> str:
-    """A short name for a set of weights, equal for equal weights.
-
-    Example:
-        >>> import torch
-        >>> fingerprint({"w": torch.zeros(2)}) == fingerprint({"w": torch.zeros(2)})
-        True
-    """
-    digest = hashlib.sha256()
-    for name in sorted(params):
-        digest.update(f"{name}{tuple(params[name].shape)}".encode())
-        digest.update(encode({"": params[name]}, {}))
-    return digest.hexdigest()[:16]
 
 
 def _reply(opened: OpenedItem, brief: Brief, recipe: Recipe) -> Packet:

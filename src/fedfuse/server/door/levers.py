@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ from torch import Tensor
 from fedfuse.core.messages import Brief, ClientUpdate
 from fedfuse.core.params import Layout, Params
 from fedfuse.core.seams import Evidence
-from fedfuse.core.threads import one_thread
+from fedfuse.server.door.values import lengths_of
 from fedfuse.wire.codec import LazyParams, forms_of, piece_of
 
 _ROOM_FOR_PACE = 4.0  # a client with few rows takes few steps, and each carries it further
@@ -58,8 +58,19 @@ class Lever(NamedTuple):
     patience: float = 1.0
 
 
+class Lengths(NamedTuple):
+    """How long tensors are, by name: the client's moves, and what it began with where that is known."""
+
+    moves: Mapping[str, float]
+    begun: Mapping[str, float]
+
+
 def measure(
-    update: ClientUpdate, brief: Brief, evidence: Sequence[Evidence], anchored: bool = True
+    update: ClientUpdate,
+    brief: Brief,
+    evidence: Sequence[Evidence],
+    anchored: bool = True,
+    lengths: Lengths | None = None,
 ) -> dict[str, Lever]:
     """Every lever of one client but its numbers of examples and steps, by name.
 
@@ -68,10 +79,13 @@ def measure(
         brief: what it was asked, as it heard it.
         evidence: the kinds it was asked for.
         anchored: whether it began with the brief's weights, so that a move is known.
+        lengths: of its tensors, where somebody has measured them.
     """
-    stands = anchored and update.posterior.mean is brief.params  # nobody trained: there is no move to measure
-    with one_thread():
-        levers = {} if stands else dict(_weight_levers(update.posterior.mean, brief, anchored))
+    mean, start = update.posterior.mean, brief.params if anchored else None
+    stands = mean is start  # nobody trained: there is no move to measure
+    if lengths is None and not stands:
+        lengths = Lengths(lengths_of(mean, start), {} if start is None else lengths_of(start))
+    levers = {} if lengths is None or stands else dict(_weight_levers(mean, brief, anchored, lengths))
     for kind in evidence:
         for name, value in kind.influence(update.notes).items():
             weighs = [*name.split("/"), ""][1] if kind.weighs else None
@@ -85,18 +99,19 @@ def measure(
     return levers
 
 
-def _weight_levers(mean: Params, brief: Brief, anchored: bool) -> Iterator[tuple[str, Lever]]:
+def _weight_levers(mean: Params, brief: Brief, anchored: bool, lengths: Lengths) -> Iterator[tuple[str, Lever]]:
     layout, start = brief.spec.layout, brief.params if anchored else None
     for group, names in _groups(mean, layout).items():
-        expected = max(_length(start, names), 1.0) if start and not group.endswith(_STATISTICS) else 0.0
+        expected = max(_together(lengths.begun, names), 1.0) if start and not group.endswith(_STATISTICS) else 0.0
         shorten = partial(_scale_weights, frozenset(names), start)
-        yield f"{MOVE if anchored else 'length of '}{group}", Lever(_length(mean, names, start), shorten, expected)
+        yield f"{MOVE if anchored else 'length of '}{group}", Lever(_together(lengths.moves, names), shorten, expected)
+    means = {log: name for name, log in layout.log_variances.items()}
     for name in layout.with_role("log_variance"):
         if name in mean:
             for word, sign in (("precision", -1), ("variance", 1)):
                 begun = _ROOM_AT_START * _mean_exp(sign * start[name].double()) if start else 0.0
                 value = _mean_exp(sign * mean[name].double())
-                weighs = name if word == "precision" else None
+                weighs = means[name] if word == "precision" else None
                 yield f"{word} of {name}", Lever(value, partial(_shift, name, sign), begun, begun, weighs=weighs)
     if not anchored:
         for name in layout.with_role("counter"):
@@ -129,10 +144,9 @@ def owners_of(layout: Layout) -> dict[str, str]:
     return {name: layer for layer, names in parts.items() for name in names if name is not None}
 
 
-def _length(params: Params, names: Sequence[str], start: Params | None = None) -> float:
-    """The length of some tensors as one vector, or of their way from the start; infinite where it overflows."""
-    tensors = (params[name] if start is None else params[name] - start[name] for name in names)
-    return math.hypot(*(float(torch.linalg.vector_norm(tensor.float())) for tensor in tensors))
+def _together(lengths: Mapping[str, float], names: Sequence[str]) -> float:
+    """The length of some tensors as one vector; infinite where it overflows."""
+    return math.hypot(*(lengths[name] for name in names))
 
 
 def _scale_weights(names: AbstractSet[str], start: Params | None, update: ClientUpdate, factor: float) -> ClientUpdate:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -18,16 +18,21 @@ _MAX_COUNT = 2**62  # a counter that others can still count on from
 _COUNTS_PER_STEP = 100  # a norm may be used often in one step, and be asked several times
 LEAST_LOG_VARIANCE = -30.0  # smaller variances are raised to this one: their precisions would drown everybody else's
 _MOST_LOG_VARIANCE = 20.0  # a standard deviation of 22,000 is no belief about a weight
+_BLOCK = 1 << 17  # elements looked at together: what was read is still in cache, and its memory is used again
 
 
-def check_values(client: str, tensors: LazyParams, roles: Mapping[str, str], start: Params | None, steps: int) -> None:
-    """Refuse numbers that cannot be: not finite, variances below zero, counts that nobody could have reached."""
-    for run in tensors.runs():
-        with one_thread():  # one glance at memory: several threads would mostly wait for each other
-            finite = all(is_finite(piece) for piece in tensors.pieces(run))
-        if not finite:
-            culprit = next(name for name in run if not is_finite(tensors[name]))
-            raise Refused(client, culprit.removeprefix(NOTE), "not finite", "finite numbers")
+def check_values(
+    client: str, tensors: LazyParams, roles: Mapping[str, str], start: Params | None, steps: int
+) -> dict[str, float]:
+    """Refuse numbers that cannot be: not finite, variances below zero, counts that nobody could have reached.
+
+    Returns:
+        How long each tensor's way from the start is, since every number was looked at for that: see `lengths_of`.
+    """
+    lengths = lengths_of(tensors, start)
+    for name, length in lengths.items():
+        if not math.isfinite(length) and not all(is_finite(piece) for piece in _pieces(tensors, name)):
+            raise Refused(client, name.removeprefix(NOTE), "not finite", "finite numbers")
     for name in tensors:
         role = roles.get(name)
         if role not in ("statistic", "log_variance", "counter"):
@@ -39,6 +44,36 @@ def check_values(client: str, tensors: LazyParams, roles: Mapping[str, str], sta
             raise Refused(client, name, float(tensor.max()), f"log-variances up to {_MOST_LOG_VARIANCE:g}")
         if role == "counter" and tensor.numel():
             _check_counts(client, name, tensor, start, steps)
+    return lengths
+
+
+def lengths_of(params: Params, start: Params | None = None) -> dict[str, float]:
+    """The length of every floating tensor, or of its way from the start where that has it; not finite where it is not.
+
+    Each is read once, block by block. A length may overflow where every number is finite.
+
+    Example:
+        >>> lengths_of({"w": torch.tensor([3.0, 4.0]), "seen": torch.tensor(5)})
+        {'w': 5.0}
+    """
+    with one_thread():  # one glance at memory: several threads would mostly wait for each other
+        return {
+            name: math.hypot(*(_length(piece) for piece in _pieces(params, name, start)))
+            for name, form in forms_of(params).items()
+            if form.dtype.is_floating_point
+        }
+
+
+def _length(piece: Tensor) -> float:
+    return float(torch.linalg.vector_norm(piece.float()))
+
+
+def _pieces(params: Params, name: str, start: Params | None = None) -> Iterator[Tensor]:
+    """A tensor laid flat, block by block, less the start's where that has one."""
+    size = math.prod(forms_of(params)[name].shape)
+    for begin, end in ((at, min(at + _BLOCK, size)) for at in range(0, size, _BLOCK)):
+        piece = piece_of(params, name, begin, end)
+        yield piece if start is None or name not in start else piece - piece_of(start, name, begin, end)
 
 
 def _check_counts(client: str, name: str, tensor: Tensor, start: Params | None, steps: int) -> None:
