@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -28,6 +29,7 @@ from fedfuse.core.settings import LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState
 from fedfuse.core.threads import one_thread
+from fedfuse.kernels import why_not
 from fedfuse.models.bayes import BayesianLayers
 from fedfuse.server.aggregate.barycenters import AlphaDivergence
 from fedfuse.server.aggregate.charts import CHARTS, MeanIn
@@ -68,11 +70,11 @@ def start(spec: Spec, last: int) -> Single:
     return BayesianLayers(last=last)(plain, 10, seed=0) if last else plain
 
 
-def steps(last: int) -> Callable[[], None]:
+def steps(last: int, kernel: Literal["torch", "compiled"]) -> Callable[[], None]:
     """Some training steps of LeNet with so many Bayesian layers."""
     draw = torch.Generator().manual_seed(0)
     rows = Rows(torch.randn(64 * STEPS, 1, 28, 28, generator=draw), torch.randint(10, (64 * STEPS,), generator=draw))
-    work = Work(LocalSettings(optimizer=Optimizer(momentum=0.9), kernel="torch"), Elbo() if last else TaskLoss())
+    work = Work(LocalSettings(optimizer=Optimizer(momentum=0.9), kernel=kernel), Elbo() if last else TaskLoss())
     first = start(LENET, last)
     module = first.spec.build().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     brief = ServerState(0, first).brief((), 10)
@@ -86,10 +88,15 @@ def _train(local: Local, work: Work) -> None:
 
 
 def training(repeats: int) -> list[Row]:
-    jobs = {f"step, {last} Bayesian layers": steps(last) for last in (0, 1, 2, 3)}
-    times = taken(jobs, repeats)
-    base = times["step, 0 Bayesian layers"]
-    return [Row(name, "lenet", 1e3 * t / STEPS, t / base, 1.15 if "3" in name else None) for name, t in times.items()]
+    kernels: tuple[Literal["torch", "compiled"], ...] = ("torch",) if why_not() else ("torch", "compiled")
+    cases = [(kernel, last) for kernel in kernels for last in (0, 1, 2, 3)]
+    times = taken({f"{kernel} {last}": steps(last, kernel) for kernel, last in cases}, repeats)
+    rows = []
+    for kernel, last in cases:
+        taken_now, limit = times[f"{kernel} {last}"], 1.15 if (kernel, last) == (kernels[-1], 3) else None
+        name = f"{kernel} step, {last} Bayesian layers"
+        rows.append(Row(name, "lenet", 1e3 * taken_now / STEPS, taken_now / times["torch 0"], limit))
+    return rows
 
 
 def fusing(spec: Spec, repeats: int) -> list[Row]:

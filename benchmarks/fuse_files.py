@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,17 +108,25 @@ class Used(NamedTuple):
     processor_seconds: float
 
 
+# A process's peak counts that of whoever started it, which here has loaded torch: a small one stands between.
+_LAUNCH = """
+import json, os, subprocess, sys, time
+began = time.perf_counter()
+child = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
+_, status, usage = os.wait4(child.pid, 0)
+used = time.perf_counter() - began, usage.ru_maxrss, usage.ru_utime + usage.ru_stime
+print(json.dumps([os.waitstatus_to_exitcode(status), *used]))
+"""
+
+
 def use_of(command: list[str]) -> Used:
     """Seconds, peak resident megabytes and processor seconds of one process."""
-    began = time.perf_counter()
-    child = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with code {child.returncode}")
-    unit = 1 if sys.platform == "darwin" else 1024
-    worked = usage.ru_utime + usage.ru_stime
-    return Used(time.perf_counter() - began, usage.ru_maxrss * unit / 1e6, worked)
+    launcher = [sys.executable, "-S", "-c", _LAUNCH, *command]
+    told = subprocess.run(launcher, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, check=True)
+    code, seconds, peak, worked = json.loads(told.stdout)
+    if code:
+        raise SystemExit(f"{' '.join(command)} ended with code {code}")
+    return Used(seconds, peak * (1 if sys.platform == "darwin" else 1024) / 1e6, worked)
 
 
 def measure(case: Case, folder: Path, files: int) -> Row:

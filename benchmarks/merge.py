@@ -105,7 +105,9 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=5, help="how many are merged (default: 5)")
     parser.add_argument("--folder", type=Path, help="where to put the folders (default: a temporary folder)")
     parser.add_argument("--mergekit", type=Path, help="the bin folder of an environment that has mergekit")
-    parser.add_argument("--methods", default="fedavg,slerp,ties,model_stock,iso", help="of fedfuse, commas between")
+    parser.add_argument(
+        "--methods", default="fedavg,slerp,ties,model_stock,iso,fedavg", help="of fedfuse, commas between"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as home:
         rows = compare(Path(home), options.models, options.mergekit, options.methods.split(","))
@@ -116,7 +118,7 @@ def main() -> None:
 def compare(home: Path, models: int, mergekit: Path | None, methods: Sequence[str]) -> list[Row]:
     *folders, base = make_folders(home, models + 1)
     fedfuse = [sys.executable, "-c", "from fedfuse.cli import main; main()"]
-    idle = use_of([sys.executable, "-c", "import fedfuse.api.fusion, fedfuse.federation.fusion, numba"]).peak_mb
+    idle = use_of([sys.executable, "-c", "import fedfuse.api.fusion, fedfuse.federation.fusion"]).peak_mb
     output = home / "merged"
     jobs = [(n, [*fedfuse, "fuse", *map(str, folders), "-o", str(output), "--method", n]) for n in methods]
     jobs = [(name, [*words, "--base", str(base)] if name in BASED else words) for name, words in jobs]

@@ -3,6 +3,7 @@
 for name in train mean fedlpa bayes match swa; do
     python benchmarks/$name.py --json benchmarks/results/$name.json
 done
+python benchmarks/merge.py --mergekit peers/bin --json benchmarks/results/merge.json
 python benchmarks/performance.py
 """
 
@@ -32,8 +33,10 @@ def training(data: dict[str, Any]) -> str:
         core, times, pulls = row["per_core"], row["over_plain"], row["over_fedavg"]
         cells = [f"{core['plain']:,.0f}", *(f"{core[way]:,.0f} ({times[way]:.1f}×)" for way in ("torch", "auto"))]
         pulled = " / ".join(f"{pulls[way]:.2f}" for way in ("fedprox", "scaffold")) if pulls else "–"
-        rows.append([row["model"], *cells, "compiled" if row["compiled"] else "torch", pulled])
-    heads = ["samples/s per core", "plain loop", '`kernel = "torch"`', '`"auto"`', "which is", "FedProx / SCAFFOLD"]
+        peers = [f"{core[peer]:,.0f}" if peer in core else "–" for peer in ("flower", "pfl")]
+        rows.append([row["model"], *peers, *cells, "compiled" if row["compiled"] else "torch", pulled])
+    ours = ["plain loop", '`kernel = "torch"`', '`"auto"`', "which is", "FedProx / SCAFFOLD"]
+    heads = ["samples/s per core", "Flower", "pfl-research", *ours]
     return f"{table(heads, rows)}\n\nBatches of {data['batch']}. {where(data)}"
 
 
@@ -107,6 +110,16 @@ def scoring(data: dict[str, Any]) -> str:
     return f"{table(heads, rows)}\n\nProcessor time. {where(data)}"
 
 
+def merges(data: dict[str, Any]) -> str:
+    """Checkpoint folders merged, beside mergekit's mean."""
+    rows = [
+        [row["tool"], f"{row['seconds']:.1f}", f"{row['processor_seconds']:.1f}", f"{row['peak_mb']:.0f}"]
+        for row in data["rows"]
+    ]
+    heads = [f"{data['rows'][0]['models']} folders", "seconds", "processor seconds", "peak MB"]
+    return f"{table(heads, rows)}\n\nIn this order, each a process of its own from start to end. {where(data)}"
+
+
 TABLES = {
     "train": training,
     "mean": means,
@@ -114,6 +127,7 @@ TABLES = {
     "bayes": bayesian,
     "match": matching,
     "swa": scoring,
+    "merge": merges,
 }
 
 

@@ -1,18 +1,24 @@
-"""How fast ten clients train for one epoch: both kernels of ours against a plain DataLoader loop.
+"""How fast ten clients train for one epoch: both kernels of ours against a plain DataLoader loop and peers.
 
-The plain loop is what most people write (DataLoader, zero_grad, backward, torch.optim.SGD). All ways are measured in
-turns, so that a busy machine is unfair to none, and medians of ratios within a turn are shown. "Per core" is processor
-time of one client after another in this process, where neighbours hardly matter; "pool" is time on the clock with
-worker processes, against the better of one and two threads for the plain loop. `--json FILE` writes the numbers with
-machine and date; `--quick` takes a tenth of the images; `python benchmarks/performance.py` makes the page's tables.
+The plain loop is what most people write (DataLoader, zero_grad, backward, torch.optim.SGD). Flower, where it is
+installed, is the same loop between its records, and its aggregation, without its transport. pfl-research trains
+user-written networks in an environment of its own (`--pfl peers/bin/python`, see requirements-peers.txt) right after
+the others. All ways are measured in turns, so that a busy machine is unfair to none, and medians of ratios within a
+turn are shown. "Per core" is processor time of one client after another in this process, where neighbours hardly
+matter; "pool" is time on the clock with worker processes, against the better of one and two threads for the plain loop.
+`--json FILE` writes the numbers with machine and date; `--quick` takes a tenth of the images;
+`python benchmarks/performance.py` makes the page's tables.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -36,30 +42,11 @@ from fedfuse.engines.local import InProcess, LocalEngine, Population
 from fedfuse.engines.pool import Pool
 from fedfuse.kernels import chain_for
 from machine import here
+from networks import own_lenet, own_mlp, plain_lenet
 
 LR, MOMENTUM, BATCH = 0.01, 0.9, 64
+PEERS = ("flower", "pfl")
 Speeds = dict[str, list[float]]
-
-
-def own_lenet() -> nn.Module:
-    """LeNet as a user writes it: ReLU before pooling, padding in the first convolution."""
-    return nn.Sequential(
-        *(nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
-        *(nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
-    )
-
-
-def plain_lenet() -> nn.Module:
-    """The same without padding: the network of the papers."""
-    return nn.Sequential(
-        *(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
-    )
-
-
-def own_mlp() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
 
 
 @dataclass(frozen=True)
@@ -69,14 +56,15 @@ class Case:
     spec: Spec
     shape: tuple[int, int, int] = (1, 28, 28)
     part: float = 1.0
+    own: str = ""  # what `networks.py` calls it
 
 
 CASES = {
     "lenet": Case(Spec("lenet")),
-    "lenet, user-written": Case(Spec.of(plain_lenet())),
-    "lenet with padding, user-written": Case(Spec.of(own_lenet())),
+    "lenet, user-written": Case(Spec.of(plain_lenet()), own="plain_lenet"),
+    "lenet with padding, user-written": Case(Spec.of(own_lenet()), own="own_lenet"),
     "mlp 784-100-10": Case(Spec("mlp", {"inputs": 784, "hidden": [100]})),
-    "mlp, user-written": Case(Spec.of(own_mlp())),
+    "mlp, user-written": Case(Spec.of(own_mlp()), own="own_mlp"),
     "convnet_ams": Case(Spec("convnet_ams"), (3, 32, 32), 0.1),
     "vgg11, a quarter as wide": Case(Spec("vgg11", {"widths": 0.25}), (3, 32, 32), 0.1),
     "resnet18, a quarter as wide": Case(Spec("resnet18", {"widths": 0.25}), (3, 32, 32), 0.05),
@@ -96,17 +84,57 @@ def images(count: int, shape: tuple[int, int, int]) -> Rows:
 def plain(spec: Spec, start: Params, population: Population, threads: int) -> None:
     """Ten clients, one after another, as a textbook trains them."""
     torch.set_num_threads(threads)
-    loss_of = nn.CrossEntropyLoss()
+    for client in population.clients:
+        train_plainly(spec, start, population.rows_of(client))
+
+
+def train_plainly(spec: Spec, start: Params, rows: Rows) -> nn.Module:
+    """One client's epoch as a textbook has it."""
+    loader = DataLoader(TensorDataset(rows.x, rows.y), batch_size=BATCH, shuffle=True)
+    model, loss_of = spec.build().train(), nn.CrossEntropyLoss()
+    model.load_state_dict(start)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def flower(spec: Spec, start: Params, population: Population) -> None:
+    """The same between Flower's records, then Flower's own mean."""
+    from flwr.app import ArrayRecord, MetricRecord, RecordDict
+    from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
+
+    sent, replies = ArrayRecord(dict(start)), []
     for client in population.clients:
         rows = population.rows_of(client)
-        loader = DataLoader(TensorDataset(rows.x, rows.y), batch_size=BATCH, shuffle=True)
-        model = spec.build().train()
-        model.load_state_dict(start)
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss_of(model(x), y).backward()
-            optimizer.step()
+        model = train_plainly(spec, sent.to_torch_state_dict(), rows)
+        told = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord({"num-examples": len(rows)})}
+        replies.append(RecordDict(told))
+    aggregate_arrayrecords(replies, "num-examples")
+
+
+def has_flower() -> bool:
+    """Whether Flower is installed here."""
+    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    return importlib.util.find_spec("flwr") is not None
+
+
+def pfl_speeds(python: Path, case: Case, few: Population, turns: int) -> list[float]:
+    """Samples per second of processor time by pfl-research, in a process of that environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, tensor in (("x", few.rows.x), ("y", few.rows.y.long())):
+            tensor.contiguous().numpy().tofile(Path(folder) / name)
+        script = Path(__file__).with_name("train_pfl.py")
+        settings = ["--batch", str(BATCH), "--lr", str(LR), "--momentum", str(MOMENTUM), "--rounds", str(turns)]
+        command = [str(python), str(script), case.own, folder, *settings]
+        alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(command, env=alone, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"pfl-research did not train: {done.stderr.strip().splitlines()[-1]}")
+    speeds: list[float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return speeds
 
 
 def work(kernel: str) -> Work:
@@ -162,6 +190,8 @@ def per_core(case: Case, few: Population, turns: int) -> Speeds:
     )
     ways = {"plain": partial(plain, spec, start, few, 1), "torch": partial(ours, brief, alone, work("torch"))}
     ways["auto"] = partial(ours, brief, alone, work("auto"))
+    if has_flower():
+        ways["flower"] = partial(flower, spec, start, few)
     if covered(spec, few.rows_of(few.clients[0]), "auto"):
         ways["fedprox"] = partial(ours, brief, alone, replace(work("auto"), objective=Proximal(0.01)))
         ways["scaffold"] = partial(ours, pulled, alone, replace(work("auto"), objective=Controlled()))
@@ -186,11 +216,13 @@ def in_pool(case: Case, population: Population, few: Population, pool: Pool, tur
     }
 
 
-def measure(name: str, most: int, pool: Pool | None, turns: int) -> dict[str, Any]:
+def measure(name: str, most: int, pool: Pool | None, turns: int, pfl: Path | None) -> dict[str, Any]:
     case = CASES[name]
     rows = images(max(640, int(most * case.part)), case.shape)
     few = shared(rows.take(range(max(640, len(rows) // 10))))
     speeds = per_core(case, few, turns)
+    if pfl is not None and case.own:
+        speeds["pfl"] = pfl_speeds(pfl, case, few, turns)
     result = {
         "model": name,
         "compiled": covered(case.spec, few.rows_of(few.clients[0]), "auto"),
@@ -211,6 +243,7 @@ def show(result: dict[str, Any]) -> None:
     cells = [f"{core['plain']:>9,.0f}", *(f"{core[w]:>9,.0f} ({times[w]:4.2f}x)" for w in ("torch", "auto"))]
     kind = "compiled" if result["compiled"] else "torch"
     pulls = " ".join(f"{way} {share:.2f}" for way, share in result["over_fedavg"].items())
+    pulls += " " + " ".join(f"{peer} {core[peer]:,.0f}" for peer in PEERS if peer in core)
     pool = f"pool {result['pool_ratio']:.2f}x" if "pool_ratio" in result else ""
     print(f"{result['model']:34}" + "  ".join(cells), f" auto is {kind:8}", pool, pulls, flush=True)
 
@@ -221,13 +254,14 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2, help="0 leaves the pool out")
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES), help="these networks alone")
+    parser.add_argument("--pfl", type=Path, help="python of an environment that has pfl-research")
     parser.add_argument("--quick", action="store_true", help="6,000 images instead of 60,000")
     options = parser.parse_args()
     print(f"{'samples/s per core':34}{'plain':>9}{'torch':>18}{'auto':>18}")
     rows, most = [], 6_000 if options.quick else 60_000
     with Pool(options.workers) as pool:
         for name in options.only:
-            rows.append(measure(name, most, pool if options.workers else None, options.turns))
+            rows.append(measure(name, most, pool if options.workers else None, options.turns, options.pfl))
             show(rows[-1])
     if options.json:
         options.json.write_text(json.dumps({**here(), "batch": BATCH, "rows": rows}, indent=2) + "\n")

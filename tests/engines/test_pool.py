@@ -23,6 +23,7 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines import pool as pool_module
 from fedfuse.engines.local import InProcess, LocalEngine, Population
 from fedfuse.engines.pool import Pool
+from fedfuse.engines.starting import main_if_a_file
 from fedfuse.errors import ConfigError, FuseError
 from fedfuse.methods.fedavg import fedavg
 from fedfuse.methods.fedprox import fedprox
@@ -258,9 +259,9 @@ def test_an_empty_client_is_the_users_to_mend(pool: Pool, population: Population
 def test_a_main_module_without_a_file_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     main = sys.modules["__main__"]
     monkeypatch.setattr(main, "__file__", "<stdin>", raising=False)
-    with pool_module._main_if_a_file():
+    with main_if_a_file():
         assert not hasattr(main, "__file__")
     assert main.__file__ == "<stdin>"
     monkeypatch.setattr(main, "__file__", __file__)
-    with pool_module._main_if_a_file():
+    with main_if_a_file():
         assert main.__file__ == __file__

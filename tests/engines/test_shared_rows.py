@@ -89,3 +89,25 @@ def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(ConfigError, match=r"144 bytes of rows .*No space left on device; free some space"):
         RowFiles().add(rows())
+
+
+def test_large_rows_that_are_moved_are_in_memory_once() -> None:
+    x, row_files = torch.randn(6_000, 784, generator=torch.Generator().manual_seed(0)), RowFiles()
+    before, numbers, view = x.data_ptr(), x.clone(), x[:3]
+    large = Rows(x, torch.arange(6_000))
+    row_files.move(large)
+    mapped = row_files.add(large).rows()
+    assert x.data_ptr() != before
+    assert all(got.equal(numbers) for got in (x, mapped.x))
+    assert view.equal(numbers[:3])
+    row_files.clear()
+    assert x.equal(numbers), "the file is gone, its memory is not"
+
+
+def test_small_rows_and_rows_that_only_are_shared_stay_where_they_are() -> None:
+    small, large, row_files = torch.zeros(5, 784), torch.zeros(6_000, 784), RowFiles()
+    before = small.data_ptr(), large.data_ptr()
+    row_files.move(Rows(small, torch.zeros(5)))
+    row_files.add(Rows(large, torch.zeros(6_000)))
+    row_files.clear()
+    assert (small.data_ptr(), large.data_ptr()) == before

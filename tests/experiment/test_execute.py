@@ -328,9 +328,9 @@ def test_a_damaged_last_checkpoint_costs_a_round_and_nothing_else(tiny: Tiny, tm
         out = tmp_path / f"damaged-{len(damaged)}"
         with pytest.raises(Crash):
             run(experiment, out, watch=DiesAfter(2))
-        for name in damaged:
+        for name, spoil in zip(damaged, (lambda d: d[:-1] + bytes([d[-1] ^ 1]), lambda d: d[:-1]), strict=False):
             path = out / "checkpoints" / "scaffold-0" / name / "model.safetensors"
-            path.write_bytes(path.read_bytes()[:-1])
+            path.write_bytes(spoil(path.read_bytes()))  # a flipped bit, or a byte too few
         watch = DiesAfter(99)
         run(experiment, out, resume=True, watch=watch)
         assert watch.begun == [("scaffold", goes_on_after, 3, 3)]

@@ -17,7 +17,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError
 from fedfuse.kernels import chain_for, code_cache
 from fedfuse.kernels.choice import is_faster
-from fedfuse.kernels.trace import Conv, Linear
+from fedfuse.kernels.description import Conv, Linear
 
 
 def net() -> nn.Module:

@@ -19,6 +19,7 @@ from fedfuse.core.settings import Settings
 from fedfuse.core.state import EXAMPLES, Local
 from fedfuse.errors import RecipeError
 from fedfuse.models.bayes import BayesianLayers, Factor, factors_of, mean_fields, prior_log_variance
+from fedfuse.training.pulls import Pull
 
 Prior = Literal["start", "fan-in", "standard", "global", "cavity"]
 Choice = Literal["start", "fan-in", "standard", "global"]
@@ -95,6 +96,15 @@ class Elbo:
         """The base loss and the pull of the prior."""
         loss = self.base(local, batch)
         return loss if self.kl == 0 else loss + self._weight(local) * self.divergence(local)
+
+    def pull(self, local: Local) -> Pull | None:
+        """The divergence as a pull of the task's loss; None where the base is another one."""
+        if type(self.base) is not TaskLoss:
+            return None
+        if self.kl == 0:
+            return Pull()
+        priors = {f.name: self._prior(local, f) for f in factors_of(mean_fields(local.module))}
+        return Pull(kl=self._weight(local), priors=priors) if priors else None
 
     def _weight(self, local: Local) -> float:
         """What KL is multiplied by: κ / n_k."""

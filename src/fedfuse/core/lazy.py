@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -23,3 +25,15 @@ def lazy_names(package: dict[str, Any], homes: Mapping[str, Sequence[str]]) -> C
         return found
 
     return find
+
+
+@contextlib.contextmanager
+def without_collecting() -> Iterator[None]:
+    """Look for no garbage for a while: large packages make a million objects that stay, and each is looked at often."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()

@@ -6,20 +6,14 @@ Processes cost seconds to start, so a pool outlives rounds, seeds and methods: i
 from __future__ import annotations
 
 import json
-import multiprocessing
-import multiprocessing.forkserver
 import os
-import sys
-import tempfile
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
@@ -34,18 +28,12 @@ from fedfuse.core.terms import Terms
 from fedfuse.engines import local as local_engine
 from fedfuse.engines.local import ClientResult, FindTraining, InProcess, LocalEngine, OncePerBrief, OnClient, Population
 from fedfuse.engines.shared_rows import MappedRows, RowFiles
+from fedfuse.engines.starting import process_context, start_conditions, start_early
 from fedfuse.engines.worker import READY, USERS_FAULT, ByValue, PackedRound, serve
 from fedfuse.errors import ConfigError, FuseError
 from fedfuse.wire.codec import encode
 from fedfuse.wire.messages import encode_brief
 
-# What workers find imported when they are forked; the third is what torch imports to build a net on the meta device,
-# and the last brings numba, where that is installed.
-_PRELOAD = [
-    *("fedfuse.engines.worker", "fedfuse.models", "torch.fx.experimental.symbolic_shapes"),
-    "fedfuse.kernels.chain",
-]
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 _TRIES = 2  # of a task whose worker dies, and of starting workers that do not
 
 
@@ -94,7 +82,9 @@ class Pool:
         if not isinstance(workers, int) or isinstance(workers, bool) or workers < 0:
             raise ConfigError(f"workers is {workers!r}, expected a whole number ≥ 0; 0 trains in this process")
         self.workers = workers
-        self._context = _context(warm=workers > 0)
+        self._context = process_context()
+        if workers:
+            start_early()
         self._running: list[_Worker] = []
         self._row_files = RowFiles()
         self._failed_starts = 0  # in a row: a client's result sets it back, for then workers do start here
@@ -127,6 +117,12 @@ class Pool:
         """Put rows where the workers see them, unless they are there."""
         self._check_open()
         return self._row_files.add(rows)
+
+    def move_rows(self, rows: Rows) -> None:
+        """Have large rows only where the workers see them: this process looks at them there too."""
+        self._check_open()
+        if self.workers:
+            self._row_files.move(rows)
 
     @property
     def is_awake(self) -> bool:
@@ -293,7 +289,7 @@ class _Worker:
     def start(cls, context: ForkServerContext | SpawnContext) -> _Worker:
         ours, theirs = context.Pipe()
         process = context.Process(target=serve, args=(theirs,), name="fedfuse-worker", daemon=True)
-        with _environment(_ONE_THREAD), _main_if_a_file():
+        with start_conditions():
             process.start()
         theirs.close()  # so that the wire ends when the worker does
         return cls(process, ours)
@@ -332,61 +328,6 @@ class _Worker:
 def count_cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _context(warm: bool) -> ForkServerContext | SpawnContext:
-    """How processes start: forked off one that has imported torch, where the system can."""
-    # never "fork": a copy of a process with threads can hang in a lock that one of them held
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    if warm:  # it imports while our caller still prepares its data
-        with _environment(_ONE_THREAD), _main_if_a_file():
-            _start_forkserver()
-    return context
-
-
-def _start_forkserver() -> None:
-    try:
-        multiprocessing.forkserver.ensure_running()
-    except OSError as why:
-        if "AF_UNIX" not in str(why):
-            raise
-        raise ConfigError(
-            f"worker processes cannot be reached: the folder for temporary files, {tempfile.gettempdir()}, has too "
-            "long a name for a socket; set TMPDIR to a shorter one, or use workers=0"
-        ) from why
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Processes started within inherit these variables."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _main_if_a_file() -> Iterator[None]:
-    """New processes import the main module; one that was typed or piped in has no file and must not be looked for."""
-    main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)
-    if path is None or Path(path).exists():
-        yield
-        return
-    del main.__file__
-    try:
-        yield
-    finally:
-        main.__file__ = path
 
 
 def _end_workers(workers: list[_Worker], row_files: RowFiles, owner: int) -> None:

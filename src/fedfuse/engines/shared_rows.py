@@ -17,6 +17,8 @@ from fedfuse.errors import ConfigError
 
 _DESCRIPTORS = Path("/proc/self/fd")  # where it exists, a file needs no name to be opened by another process
 
+_LARGE = 1 << 24  # bytes that are worth having once
+
 
 class MappedRows(NamedTuple):
     """Rows that lie in two files; any process of this user may map them."""
@@ -74,6 +76,14 @@ class RowFiles:
             self._entries.pop(next(iter(self._entries))).close()
         self._entries[key] = entry
         return entry.mapped
+
+    def move(self, rows: Rows) -> None:
+        """Let large rows be views of their files, so that they are in memory once and not twice.
+
+        For rows of our own: whoever shares their memory, an array of numpy's say, keeps what it has, apart from them.
+        """
+        if rows.x.nbytes >= _LARGE and rows.x.is_cpu and rows.x.is_contiguous():
+            rows.x.set_(self.add(rows).rows().x)  # type: ignore[call-overload]
 
     def clear(self) -> None:
         """Remove everything."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +18,7 @@ from fedfuse.core.threads import one_thread
 from fedfuse.engines.asking import WorkersAnswer
 from fedfuse.engines.memo import Memo
 from fedfuse.engines.pool import Pool
+from fedfuse.engines.starting import start_early
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.environment import environment
@@ -114,15 +113,19 @@ def execute(
     Raises:
         ConfigError: before any training, if the directory or the experiment cannot be used.
     """
+    if workers != 0:
+        start_early()
     prepared = prepare(experiment, given=given)
     prepared.check()
     store = _open_memo(memo) if memo else None
     folder = RunFolder(out)
     with folder.lock():
         folder.open(experiment, resume)
-        with one_thread(), _start_pool(workers) as pool:
+        with one_thread(), Pool(workers) as pool:
             if announce is not None:
                 announce(estimate_seconds(prepared, pool.workers))
+            if given is None:  # rows of our own; others' stay where they are
+                pool.move_rows(prepared.dataset.train)
             return _run(folder, prepared, None, _LocalBackend(pool, store), watch or Callback())
 
 
@@ -271,18 +274,6 @@ def _open_memo(folder: Path) -> Memo:
         return Memo(folder)
     except ConfigError as why:
         raise ConfigError(f"{why}, or do without it: --no-memo") from why
-
-
-def _start_pool(workers: int | None) -> Pool:
-    """A pool whose processes ignore Ctrl-C from their start on: this process handles it and ends them."""
-    if workers == 0 or not hasattr(signal, "pthread_sigmask"):
-        return Pool(workers)
-    resource_tracker.ensure_running()  # starting it later would unblock the signal again
-    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return Pool(workers)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def _sizes(state: ServerState) -> dict[str, Any]:

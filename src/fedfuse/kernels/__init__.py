@@ -20,7 +20,8 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError
 from fedfuse.kernels.choice import is_faster
 from fedfuse.kernels.code_cache import is_cold
-from fedfuse.kernels.trace import Dropout, Layer, Linear, Norm, Shape, Uncovered, chain_of, shape_after
+from fedfuse.kernels.description import Dropout, Layer, Linear, MeanFieldLinear, Norm, Shape, Uncovered, shape_after
+from fedfuse.kernels.trace import chain_of
 
 if TYPE_CHECKING:
     from fedfuse.kernels.chain import Chain
@@ -113,7 +114,8 @@ def inputs_of_head(module: nn.Module, rows: Rows, kernel: str, head: str, batch:
     except Uncovered:
         return None
     last = layers[-1]
-    if not isinstance(last, Linear) or last.name != head or any(isinstance(one, Norm | Dropout) for one in layers):
+    unlike = Norm | Dropout | MeanFieldLinear  # they do another thing in evaluation
+    if not isinstance(last, Linear) or last.name != head or any(isinstance(one, unlike) for one in layers):
         return None
     chain = chain_for(module, rows, settings, live)
     return None if chain is None else chain.read_before_head(module, rows.x)
@@ -163,4 +165,6 @@ def _leaves(layer: Layer) -> tuple[str, ...]:
     """The parameters of a layer."""
     if not hasattr(layer, "name"):
         return ()
+    if isinstance(layer, MeanFieldLinear):
+        return ("weight", "log_variance", "bias") if layer.bias else ("weight", "log_variance")
     return ("weight", "bias") if getattr(layer, "bias", True) else ("weight",)

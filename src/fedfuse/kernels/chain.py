@@ -10,23 +10,40 @@ import torch
 from torch import Tensor, nn
 
 from fedfuse.core.settings import LocalSettings
-from fedfuse.kernels import learn, move, trace
+from fedfuse.kernels import learn, move
+from fedfuse.kernels import posterior as kernel
 from fedfuse.kernels.buffers import FlatTensors, Images, Table
+from fedfuse.kernels.description import (
+    Activation,
+    Conv,
+    Dropout,
+    Flatten,
+    Layer,
+    Linear,
+    MeanFieldLinear,
+    Norm,
+    PoolLayer,
+    Shape,
+    Uncovered,
+    VarianceLearning,
+    shape_after,
+)
 from fedfuse.kernels.layers import (
     ConvOp,
     DropoutOp,
     FlattenOp,
     LinearOp,
     MaxPoolOp,
+    MeanFieldOp,
     MeanPoolOp,
     NormOp,
     Numbers,
     Op,
     ReluOp,
     TanhOp,
+    Variances,
 )
 from fedfuse.kernels.target import Floats, Ints
-from fedfuse.kernels.trace import Activation, Conv, Dropout, Flatten, Layer, Linear, Norm, PoolLayer, Shape
 
 _NOTHING = np.zeros(0, np.float32)
 
@@ -40,6 +57,7 @@ class Round:
     anchor: Floats
     linear: Floats
     velocity: Floats
+    posterior: VarianceLearning | None = None
 
 
 class Chain:
@@ -52,24 +70,28 @@ class Chain:
     """
 
     def __init__(self, layers: Sequence[Layer], shape: Shape, batch: int) -> None:
-        self._weights, self._statistics = FlatTensors(), FlatTensors()
+        self._weights, self._statistics, self._log_variances = FlatTensors(), FlatTensors(), FlatTensors()
+        self._variances = Variances(_NOTHING, _NOTHING, _NOTHING, (_NOTHING, _NOTHING, _NOTHING))
         self._numbers = Numbers(_NOTHING, _NOTHING, _NOTHING)
         self._batch, self._dropouts = batch, 0
         layers = list(layers)
         self._flat = bool(layers) and isinstance(layers[0], Flatten)
         if self._flat:  # rows as they lie: nothing convolves them
-            layers, shape = layers[1:], trace.shape_after(layers[0], shape)
+            layers, shape = layers[1:], shape_after(layers[0], shape)
         self._shape = shape
         self._order: Shape | None = None  # channels, height, width that the columns of a table came from
         self._ops = list(self._build(layers, shape))
         own, weights = self._numbers, self._weights
         own.weights, own.grads, own.statistics = weights.zeros(), weights.zeros(), self._statistics.zeros()
         self._anchor, self._velocity = weights.zeros(), weights.zeros()
+        self._gaussian = [op for op in self._ops if isinstance(op, MeanFieldOp)]
+        made, zeros = self._variances, self._log_variances.zeros
+        made.rho, made.values, made.slopes, made.prior = zeros(), zeros(), zeros(), (zeros(), zeros(), zeros())
 
     def _build(self, layers: Sequence[Layer], shape: Shape) -> Iterator[Op]:
         self._start = self._end = self._buffer(shape, layers[0])
         for i, layer in enumerate(layers):
-            before, shape = shape, trace.shape_after(layer, shape)
+            before, shape = shape, shape_after(layer, shape)
             x, y = self._end, self._buffer(shape, layers[i + 1] if i + 1 < len(layers) else None)
             yield self._op(layer, before, x, y, first=i == 0)
             self._end = y
@@ -84,6 +106,8 @@ class Chain:
         match layer, x, y:
             case Conv(), Images(), Images():
                 return self._conv(layer, shape, x, y, first)
+            case MeanFieldLinear(), Table(), Table():
+                return self._mean_field(layer, shape, x, y, first)
             case Linear(), Table(), Table():
                 return self._linear(layer, shape, x, y, first)
             case Norm(), _, _:
@@ -101,7 +125,7 @@ class Chain:
                 return ReluOp(x, y, slope)
             case Activation(), _, _:
                 return TanhOp(x, y)
-        raise trace.Uncovered(f"{type(layer).__name__} on inputs of shape {shape}")
+        raise Uncovered(f"{type(layer).__name__} on inputs of shape {shape}")
 
     def _conv(self, layer: Conv, shape: Shape, x: Images, y: Images, first: bool) -> Op:
         k, tensors = layer.kernel, self._weights
@@ -109,7 +133,13 @@ class Chain:
         size = (k, layer.stride, tensors.slots[f"{layer.name}.weight"].length)
         return ConvOp(x, y, self._numbers, (weights, self._bias(layer)), size, layer.bias, first)
 
-    def _linear(self, layer: Linear, shape: Shape, x: Table, y: Table, first: bool) -> Op:
+    def _mean_field(self, layer: MeanFieldLinear, shape: Shape, x: Table, y: Table, first: bool) -> Op:
+        plain, own = self._linear(layer, shape, x, y, first), self._log_variances
+        means = self._weights.slots[f"{layer.name}.weight"]
+        begin = own.add(f"{layer.name}.log_variance", means.shape, means.axes, means.rows)
+        return MeanFieldOp(plain, self._variances, (begin, own.skip(layer.outputs)), layer.noise)
+
+    def _linear(self, layer: Linear, shape: Shape, x: Table, y: Table, first: bool) -> LinearOp:
         inner, axes = (self._order, (0, 2, 3, 1)) if self._order else (shape, (0, 1))
         weights = self._weights.add(f"{layer.name}.weight", (layer.outputs, *inner), axes, layer.outputs)
         self._order = None
@@ -129,11 +159,6 @@ class Chain:
         return NormOp(x, y, self._numbers, pair, other, layer.eps, layer.momentum)
 
     @property
-    def names(self) -> frozenset[str]:
-        """The parameters it trains."""
-        return frozenset(self._weights.slots)
-
-    @property
     def classes(self) -> int:
         """How many scores it gives."""
         return self._end.form[0]
@@ -145,6 +170,7 @@ class Chain:
         mu: float,
         anchor: Mapping[str, Tensor],
         linear: Mapping[str, Tensor],
+        posterior: VarianceLearning | None = None,
     ) -> Round:
         """Load a network's weights and statistics for one client's training.
 
@@ -154,6 +180,7 @@ class Chain:
             mu: strength of the pull towards the anchor.
             anchor: weights that pull.
             linear: a constant added to the gradients.
+            posterior: how log-variances learn, where there are any.
         """
         state, weights, own = module.state_dict(), self._weights, self._numbers
         for row in (own.weights, own.grads, self._velocity):  # a client that diverged leaves no zeros between tensors
@@ -163,15 +190,37 @@ class Chain:
         for op in self._ops:
             if isinstance(op, NormOp):
                 op.batches = 0
+        if posterior is not None:
+            self._begin_variances(state, posterior)
         near = weights.write(anchor, self._anchor) if mu else _NOTHING
         added = weights.write(linear, weights.zeros()) if linear else _NOTHING
-        return Round(settings, mu, near, added, self._velocity if settings.optimizer.momentum else _NOTHING)
+        moving = self._velocity if settings.optimizer.momentum else _NOTHING
+        return Round(settings, mu, near, added, moving, posterior)
+
+    def _begin_variances(self, state: Mapping[str, Tensor], posterior: VarianceLearning) -> None:
+        """Load log-variances and their priors."""
+        own, slots = self._variances, self._log_variances
+        for row, value in zip((own.rho, own.values, own.slopes, *own.prior), (0, 0, 0, 0, 1, 0), strict=True):
+            row.fill(value)
+        slots.write({name: state[name] for name in slots.slots}, own.rho)
+        for op in self._gaussian:
+            begin, count = op.place
+            kernel.write_variances(own.rho, own.values, begin, begin + count)
+        means, precisions, log_variances = own.prior
+        for name, (mean, log_variance) in posterior.priors.items():
+            slot = slots.slots[f"{name.removesuffix('.weight')}.log_variance"]
+            like = state[name]
+            wide = torch.as_tensor(log_variance, dtype=like.dtype).expand(like.shape)
+            slot.write(means, torch.as_tensor(mean, dtype=like.dtype).expand(like.shape))
+            slot.write(precisions, (-wide).exp())
+            slot.write(log_variances, wide)
 
     @torch.no_grad()
     def finish(self, module: nn.Module) -> None:
         """Give the weights and statistics back to the network."""
         state = module.state_dict()
-        for tensors, row in ((self._weights, self._numbers.weights), (self._statistics, self._numbers.statistics)):
+        own, variances = self._numbers, (self._log_variances, self._variances.rho)
+        for tensors, row in ((self._weights, own.weights), (self._statistics, own.statistics), variances):
             for name, slot in tensors.slots.items():
                 slot.read(row, state[name])
         norms = [op for op in self._ops if isinstance(op, NormOp)]
@@ -235,7 +284,19 @@ class Chain:
         loss = learn.cross_entropy(count, end.data, end.form, y, order, begin, end.grads)  # type: ignore[arg-type]
         for op in reversed(self._ops):
             op.backward(count)
-        return loss + self._step(round_, rate)
+        return loss + self._learn_variances(round_, rate) + self._step(round_, rate)
+
+    def _learn_variances(self, round_: Round, rate: float) -> float:
+        """A step of the log-variances, and the prior's pull on the means; gives the divergence's part of the loss."""
+        how, own, weights = round_.posterior, self._variances, self._numbers
+        if how is None:
+            return 0.0
+        natural, value = 2 * how.examples * how.rate * rate, 0.0
+        rows = (own.rho, own.values, own.slopes, own.prior)
+        for op in self._gaussian:
+            begin = op.plain.offsets[0]
+            value += kernel.learn(weights.weights, weights.grads, begin, *rows, op.place, how.weight, natural)
+        return value
 
     def _enter(self, count: int, x: Floats, order: Ints, begin: int) -> None:
         start = self._start

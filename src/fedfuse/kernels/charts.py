@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from fedfuse.kernels.exponential import exp
 from fedfuse.kernels.mean import Doubles, add_rows, point_at
 from fedfuse.kernels.target import Floats, Ints, compile_exactly
 
@@ -80,22 +81,6 @@ def _finish(kind: int, a: Doubles, b: Doubles, origin: Floats, mean: Floats, unc
 
 
 @compile_exactly
-def _exp(x: float) -> float:
-    """The exponential of a float32 that is not far from zero: 2ⁿ times a polynomial of what is left."""
-    n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
-    r = x - n * np.float32(0.693359375)
-    r = r - n * np.float32(-2.12194440e-4)
-    p = np.float32(1.9875691500e-4)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * (r * r) + r + np.float32(1.0)
-    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)  # type: ignore[no-any-return]
-
-
-@compile_exactly
 def _add_variances(rows: Ints, weights: Doubles, power: float, begin: int, b: Doubles) -> bool:
     """Add exp(power ρ) of all clients, four while a sum is in its register; so do all below for one."""
     n, last, far = b.size, rows.size - 1, 0
@@ -113,10 +98,10 @@ def _add_variances(rows: Ints, weights: Doubles, power: float, begin: int, b: Do
             p, q, r, s = power * r0[i], power * r1[i], power * r2[i], power * r3[i]
             far |= (not (abs(p) <= _MOST)) | (not (abs(q) <= _MOST))
             far |= (not (abs(r) <= _MOST)) | (not (abs(s) <= _MOST))
-            total = b[i] + w0 * np.float64(_exp(p))
-            total += w1 * np.float64(_exp(q))
-            total += w2 * np.float64(_exp(r))
-            b[i] = total + w3 * np.float64(_exp(s))
+            total = b[i] + w0 * np.float64(exp(p))
+            total += w1 * np.float64(exp(q))
+            total += w2 * np.float64(exp(r))
+            b[i] = total + w3 * np.float64(exp(s))
     return far == 0
 
 
@@ -125,7 +110,7 @@ def _add_precisions(m: Floats, rho: Floats, w: float, v: float, a: Doubles, b: D
     far = 0
     for i in range(a.size):
         far |= not (abs(rho[i]) <= _MOST)
-        precision = _exp(-rho[i])
+        precision = exp(-rho[i])
         a[i] += w * np.float64(m[i] * precision)
         b[i] += v * np.float64(precision)
     return far == 0
@@ -138,5 +123,5 @@ def _add_moments(m: Floats, rho: Floats, origin: Floats, w: float, v: float, a: 
         far |= not (abs(rho[i]) <= _MOST)
         apart = m[i] - origin[i]
         a[i] += w * np.float64(apart)
-        b[i] += v * np.float64(_exp(rho[i]) + apart * apart)
+        b[i] += v * np.float64(exp(rho[i]) + apart * apart)
     return far == 0

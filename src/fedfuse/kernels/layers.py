@@ -7,8 +7,10 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from fedfuse.kernels import connect, convolve, move, normalize, pointwise, pool
+from fedfuse.kernels import connect, convolve, move, normalize, pointwise, pool, posterior
 from fedfuse.kernels.buffers import Images, Table, blocks_of
 from fedfuse.kernels.pointwise import Runs
 from fedfuse.kernels.target import LANES, Floats
@@ -24,6 +26,19 @@ class Numbers:
     statistics: Floats
     zero: Floats = field(default_factory=lambda: np.zeros(LANES, np.float32))
     keys: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Variances:
+    """Of all Gaussian weights, in long rows of their own: log-variances ρ, e^ρ, its slopes, and the prior.
+
+    The prior's rows are means, precisions and log-variances; see `posterior.learn`.
+    """
+
+    rho: Floats
+    values: Floats
+    slopes: Floats
+    prior: tuple[Floats, Floats, Floats]
 
 
 class Op(Protocol):
@@ -95,6 +110,53 @@ class LinearOp:
             connect.to_biases(count, y.grads, y.form, own.grads, biases)
         if not self.first:
             connect.to_inputs(count, y.grads, y.form, own.weights, weights, own.zero, x.grads, x.form)
+
+
+@dataclass(slots=True)
+class MeanFieldOp:
+    """A fully connected layer of Gaussian weights: `plain` is that of their means."""
+
+    plain: LinearOp
+    own: Variances
+    offsets: Two
+    noise: bool
+    _squares: Table = field(init=False)
+    _outputs: Floats = field(init=False)
+    _drawn: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        x, y = self.plain.x, self.plain.y
+        self._squares, self._outputs = Table(x.batch, x.columns), np.zeros_like(y.data)
+        self._drawn = torch.empty(y.batch, y.columns)
+
+    @property
+    def place(self) -> Two:
+        """Where its log-variances begin, and how many there are."""
+        return self.offsets[0], self.plain.y.columns * self.plain.x.features
+
+    def forward(self, count: int) -> None:
+        """Draw from N(x μᵀ + b, x² vᵀ), by the noise that torch's layer would take from torch's generator."""
+        self.plain.forward(count)
+        if not self.noise:
+            return
+        x, y, squares = self.plain.x, self.plain.y, self._squares
+        posterior.square(x.data, squares.data, count * x.features)
+        connect.forward(count, squares.data, x.form, self.own.values, self.offsets, self._outputs, y.form)
+        drawn = self._drawn[:count].normal_()
+        posterior.disturb(count, y.data, self._outputs, y.form, drawn.reshape(-1).numpy())
+
+    def backward(self, count: int) -> None:
+        """See `connect`; the variances' gradient goes the same way, through squares."""
+        plain, own, squares, zero = self.plain, self.own, self._squares, self.plain.own.zero
+        x, y, slopes = plain.x, plain.y, self._outputs
+        plain.backward(count)
+        if not self.noise:
+            return
+        posterior.multiply(y.grads, slopes, count * y.features)
+        connect.to_weights(count, squares.data, x.form, slopes, y.form, zero, own.slopes, self.offsets[0])
+        if not plain.first:
+            connect.to_inputs(count, slopes, y.form, own.values, self.offsets[0], zero, squares.grads, x.form)
+            posterior.add_through_squares(x.data, squares.grads, x.grads, count * x.features)
 
 
 def runs_of(x: Images | Table, y: Images | Table, count: int) -> Runs:

@@ -88,16 +88,32 @@ def pulled_step(
     momentum: float,
     decay: float,
 ) -> float:
-    """Take `pull` and `step` in one pass, where nothing is clipped between them."""
+    """Take `pull` and `step` in one pass, where nothing is clipped between them.
+
+    Every combination has a loop of its own: an array that stood in for a missing one would overlap with what is
+    written, and the loop would go number by number.
+    """
     lr, rho, weight, strength = np.float32(rate), np.float32(momentum), np.float32(decay), np.float32(mu)
     squares, inner = np.float32(0), np.float32(0)
-    near, added = anchor if anchor.size else w, linear if linear.size else g
-    part = np.float32(1) if linear.size else np.float32(0)
-    for i in range(w.size):
-        away, extra = w[i] - near[i], part * added[i]
-        squares += away * away
-        inner += extra * w[i]
-        v = rho * velocity[i] + (g[i] + strength * away + extra + weight * w[i])
-        velocity[i] = v
-        w[i] -= lr * v
+    if anchor.size and linear.size:
+        for i in range(w.size):
+            away = w[i] - anchor[i]
+            squares += away * away
+            inner += linear[i] * w[i]
+            v = rho * velocity[i] + (g[i] + strength * away + linear[i] + weight * w[i])
+            velocity[i] = v
+            w[i] -= lr * v
+    elif anchor.size:
+        for i in range(w.size):
+            away = w[i] - anchor[i]
+            squares += away * away
+            v = rho * velocity[i] + (g[i] + strength * away + weight * w[i])
+            velocity[i] = v
+            w[i] -= lr * v
+    else:
+        for i in range(w.size):
+            inner += linear[i] * w[i]
+            v = rho * velocity[i] + (g[i] + linear[i] + weight * w[i])
+            velocity[i] = v
+            w[i] -= lr * v
     return 0.5 * mu * np.float64(squares) + np.float64(inner)

@@ -15,12 +15,18 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from fedfuse.kernels.target import Floats, Ints, compile_exactly
+from fedfuse.kernels.target import SUMS, Floats, Ints, compile_exactly
+from fedfuse.kernels.vectors import make_row_sums
 
 Doubles = npt.NDArray[np.float64]
 # Numbers whose sums are held at once: long enough for memory to be read in long runs, short enough to stay near and to
 # weigh little beside a small model.
 _MOST, _LEAST = 1 << 14, 1 << 11
+# Rows that are read side by side, their sums in registers, if those are all, and if more follow: processors look
+# ahead in only so many streams at a time.
+_SIDE_BY_SIDE, _TOGETHER = 12, 10
+
+_divide_sums, _add_to_sums = make_row_sums(SUMS)
 
 
 @intrinsic
@@ -50,6 +56,16 @@ def weighted_sums(rows: Ints, weights: Doubles, divisor: float, begin: int, out:
         begin: the first number to sum.
         out: as many as are wanted.
     """
+    whole = out.size // SUMS * SUMS if rows.size <= _SIDE_BY_SIDE else 0
+    for first in range(0, whole, SUMS):
+        _divide_sums(rows, weights, rows, begin, divisor, out, first)
+    if whole < out.size:
+        _sum_in_blocks(rows, weights, divisor, begin + whole, out[whole:])
+
+
+@compile_exactly
+def _sum_in_blocks(rows: Ints, weights: Doubles, divisor: float, begin: int, out: Floats) -> None:
+    """The same for many rows: a few at a time are read in long runs, and sums wait in the cache."""
     near, last = min(_MOST, max(_LEAST, out.size // 64)), rows.size - 1
     sums = np.empty(near, np.float64)
     for first in range(0, out.size, near):
@@ -71,62 +87,14 @@ def _finish(row: Floats, weight: float, sums: Doubles, divisor: float, out: Floa
 @compile_exactly
 def add_rows(rows: Ints, weights: Doubles, begin: int, sums: Doubles) -> None:
     """Add sums[i] += Σ_k weights[k] · row_k[begin + i], for rows at the given addresses."""
-    k = 0
-    while k + 8 <= rows.size:
-        _add_eight(rows[k : k + 8], weights[k : k + 8], begin, sums)
-        k += 8
-    while k + 4 <= rows.size:
-        _add_four(rows[k : k + 4], weights[k : k + 4], begin, sums)
-        k += 4
-    while k < rows.size:
+    whole = sums.size // SUMS * SUMS
+    for k in range(0, rows.size, _TOGETHER):
+        some, their = rows[k : k + _TOGETHER], weights[k : k + _TOGETHER]
+        # those that come next are on their way meanwhile; after the last, its own again
+        ahead = rows[k + some.size :] if rows.size - k >= 2 * some.size else some
+        for i in range(0, whole, SUMS):
+            _add_to_sums(some, their, ahead, begin, sums, i)
+    for k in range(rows.size):
         row, weight = point_at(rows[k], begin, sums.size), weights[k]
-        for i in range(sums.size):
+        for i in range(whole, sums.size):
             sums[i] += weight * np.float64(row[i])
-        k += 1
-
-
-@compile_exactly
-def _add_four(rows: Ints, weights: Doubles, begin: int, sums: Doubles) -> None:
-    """Four rows in their order, while a sum is in its register."""
-    n = sums.size
-    a, b, c, d = (
-        point_at(rows[0], begin, n),
-        point_at(rows[1], begin, n),
-        point_at(rows[2], begin, n),
-        point_at(rows[3], begin, n),
-    )
-    p, q, r, s = weights[0], weights[1], weights[2], weights[3]
-    for i in range(n):
-        total = sums[i] + p * np.float64(a[i])
-        total += q * np.float64(b[i])
-        total += r * np.float64(c[i])
-        sums[i] = total + s * np.float64(d[i])
-
-
-@compile_exactly
-def _add_eight(rows: Ints, weights: Doubles, begin: int, sums: Doubles) -> None:
-    """Eight rows likewise."""
-    n = sums.size
-    a, b, c, d = (
-        point_at(rows[0], begin, n),
-        point_at(rows[1], begin, n),
-        point_at(rows[2], begin, n),
-        point_at(rows[3], begin, n),
-    )
-    e, f, g, h = (
-        point_at(rows[4], begin, n),
-        point_at(rows[5], begin, n),
-        point_at(rows[6], begin, n),
-        point_at(rows[7], begin, n),
-    )
-    p, q, r, s = weights[0], weights[1], weights[2], weights[3]
-    t, u, v, w = weights[4], weights[5], weights[6], weights[7]
-    for i in range(n):
-        total = sums[i] + p * np.float64(a[i])
-        total += q * np.float64(b[i])
-        total += r * np.float64(c[i])
-        total += s * np.float64(d[i])
-        total += t * np.float64(e[i])
-        total += u * np.float64(f[i])
-        total += v * np.float64(g[i])
-        sums[i] = total + w * np.float64(h[i])

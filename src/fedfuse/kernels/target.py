@@ -25,6 +25,7 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 # are taken STEP numbers at a time, 12 sums together.
 _WIDE = binding.get_host_cpu_features().get("avx512f", False)
 LANES, STEP = (32, 16) if _WIDE else (16, 8)
+SUMS = 128 if _WIDE else 32  # sums of float64 that are held in registers: half of AVX-512's, half of AVX2's, of NEON's
 
 # Sums may be taken in another order and a product rounded with its sum; NaN and infinity stay what they are.
 _FAST = {"contract", "reassoc", "nsz", "arcp"}

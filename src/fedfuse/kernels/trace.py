@@ -6,80 +6,28 @@ import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-Shape: TypeAlias = tuple[int, ...]
-
-
-class Uncovered(Exception):
-    """Something the kernels do not do, in a few words."""
-
-
-@dataclass(frozen=True, slots=True)
-class Conv:
-    """A convolution with a square kernel."""
-
-    name: str
-    outputs: int
-    kernel: int
-    stride: int
-    padding: int
-    bias: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A fully connected layer."""
-
-    name: str
-    outputs: int
-    bias: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """A batch norm with weights, biases and running statistics."""
-
-    name: str
-    eps: float
-    momentum: float
-
-
-@dataclass(frozen=True, slots=True)
-class Activation:
-    """An elementwise function; `slope` is a leaky ReLU's below zero, and 0 a plain one's."""
-
-    kind: Literal["relu", "tanh"]
-    slope: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PoolLayer:
-    """The largest or the mean value of square windows."""
-
-    kind: Literal["max", "mean"]
-    kernel: int
-    stride: int
-    padding: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Dropout:
-    """Values set to zero with probability p, the others scaled up."""
-
-    p: float
-
-
-@dataclass(frozen=True, slots=True)
-class Flatten:
-    """An image as a row of numbers."""
-
-
-Layer: TypeAlias = Conv | Linear | Norm | Activation | PoolLayer | Dropout | Flatten
+from fedfuse.kernels.description import (
+    Activation,
+    Conv,
+    Dropout,
+    Flatten,
+    Layer,
+    Linear,
+    MeanFieldLinear,
+    Norm,
+    PoolLayer,
+    Shape,
+    Uncovered,
+    shape_after,
+)
+from fedfuse.models.bayes import BayesLinear, MeanField
 
 
 def chain_of(module: nn.Module, shape: Shape) -> tuple[Layer, ...]:
@@ -107,13 +55,37 @@ def chain_of(module: nn.Module, shape: Shape) -> tuple[Layer, ...]:
 def _graph(module: nn.Module) -> fx.Graph:
     """The steps of a forward, taken on a copy: it is the user's own code, and may leave something in the network."""
     tried = copy.deepcopy(module)
+    more = len(signature(tried.forward).parameters) > 1  # what else it may be told keeps its defaults
     try:
-        graph = fx.Tracer().trace(tried)
+        graph = _LayerTracer().trace(_AskedPlainly(tried) if more else tried)
     except Exception as why:  # it may raise anything, too
         raise Uncovered(f"a forward that cannot be traced ({type(why).__name__})") from why
     if _attributes(tried) != _attributes(module):
         raise Uncovered("a forward that changes the network's attributes")
+    for node in graph.nodes if more else ():
+        if node.op == "call_module":
+            node.target = str(node.target).removeprefix("asked.")
     return graph
+
+
+class _LayerTracer(fx.Tracer):
+    """Bayesian layers are steps of their own, as torch's layers are."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether its forward is left alone."""
+        return isinstance(m, MeanField) or super().is_leaf_module(m, module_qualified_name)
+
+
+class _AskedPlainly(nn.Module):
+    """A network that is given rows and nothing else."""
+
+    def __init__(self, asked: nn.Module) -> None:
+        super().__init__()
+        self.asked = asked
+
+    def forward(self, x: Tensor) -> Any:
+        """Whatever it answers."""
+        return self.asked(x)
 
 
 def _attributes(module: nn.Module) -> list[dict[str, object]]:
@@ -221,6 +193,13 @@ def _linear(name: str, m: Any, shape: Shape) -> Found:
     return Linear(name, m.out_features, m.bias is not None)
 
 
+def _mean_field(name: str, m: Any, shape: Shape) -> Found:
+    if m.bounds is not None or m.bias_log_variance is not None:
+        return Uncovered(f"BayesLinear {name!r} with {'clamped log-variances' if m.bounds else 'Gaussian biases'}")
+    plain = _linear(name, m, shape)
+    return MeanFieldLinear(name, plain.outputs, plain.bias, m.noise) if isinstance(plain, Linear) else plain
+
+
 def _norm(name: str, m: Any, shape: Shape) -> Found:
     axes = 3 if isinstance(m, nn.BatchNorm2d) else 1
     if (
@@ -280,6 +259,7 @@ def _flatten(start: Any, end: Any, shape: Shape) -> Found:
 _MODULES: Mapping[type[nn.Module], Callable[[str, Any, Shape], Found]] = {
     nn.Conv2d: _conv,
     nn.Linear: _linear,
+    BayesLinear: _mean_field,
     nn.BatchNorm1d: _norm,
     nn.BatchNorm2d: _norm,
     nn.ReLU: lambda *_: _relu(0.0),
@@ -373,26 +353,3 @@ _METHODS: Mapping[str, Callable[[_FunctionCall], Found]] = {
     "flatten": _call_flatten,
     "contiguous": lambda _: None,
 }
-
-
-def shape_after(layer: Layer, shape: Shape) -> Shape:
-    """The shape of one example after a layer.
-
-    Example:
-        >>> shape_after(PoolLayer("max", 2, 2), (6, 24, 24))
-        (6, 12, 12)
-    """
-    match layer:
-        case Conv(outputs=outputs, kernel=k, stride=s, padding=p):
-            after: Shape = (outputs, *((side + 2 * p - k) // s + 1 for side in shape[1:]))
-        case PoolLayer(kernel=k, stride=s, padding=p):
-            after = (shape[0], *((side + 2 * p - k) // s + 1 for side in shape[1:]))
-        case Linear(outputs=outputs):
-            after = (outputs,)
-        case Flatten():
-            after = (int(torch.Size(shape).numel()),)
-        case _:
-            return shape
-    if min(after) < 1:
-        raise Uncovered(f"{type(layer).__name__} that leaves no pixel of {shape}")
-    return after

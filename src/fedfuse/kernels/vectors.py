@@ -1,4 +1,4 @@
-"""The two inner loops, written in vector instructions: a register tile of broadcasts, and one of inner products.
+"""Three inner loops in vector instructions: a register tile of broadcasts, one of inner products, and weighted sums.
 
 Loops in plain numba reach a third of what these do, for the compiler keeps sums in memory. Vectors here are as long as
 the arithmetic wants; LLVM cuts them into the registers that the machine has.
@@ -15,9 +15,11 @@ from numba.extending import intrinsic
 
 from fedfuse.kernels.target import LANES, STEP
 
-_FLOAT, _INT, _INDEX = ir.FloatType(), ir.IntType(64), ir.IntType(32)
+_FLOAT, _DOUBLE, _INT, _INDEX = ir.FloatType(), ir.DoubleType(), ir.IntType(64), ir.IntType(32)
 _FAST = ("contract", "reassoc", "nsz")  # one rounding for a product and its sum; NaN and infinity stay what they are
 _I = types.int64
+_DOUBLES = STEP // 2  # numbers of float64 in a register
+_CACHE_LINE = 64
 
 
 def _vector(width: int) -> ir.VectorType:
@@ -39,7 +41,7 @@ def _store(build: Any, value: Any, pointer: Any) -> None:
 
 def _spread(build: Any, value: Any, width: int) -> Any:
     """One number in every lane."""
-    nothing = ir.Constant(_vector(width), ir.Undefined)
+    nothing = ir.Constant(ir.VectorType(value.type, width), ir.Undefined)
     first = build.insert_element(nothing, value, ir.Constant(_INDEX, 0))
     return build.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(_INDEX, width), [0] * width))
 
@@ -156,3 +158,66 @@ def _add_up(build: Any, vector: Any) -> Any:
     kind = ir.FunctionType(_FLOAT, [_FLOAT, _vector(STEP)])
     add = build.module.declare_intrinsic(f"llvm.vector.reduce.fadd.v{STEP}f32", fnty=kind)
     return build.call(add, [ir.Constant(_FLOAT, 0.0), vector], fastmath=_FAST)
+
+
+def _sum_rows(context: Any, build: Any, kinds: Any, args: Any, place: Any, starts: Sequence[Any]) -> Any:
+    """Sums of rows times weights at a place, from these starts on; `args` begins with rows, weights and rows ahead."""
+    wide, one = ir.VectorType(_DOUBLE, _DOUBLES), ir.Constant(_INT, 1)
+    pointers = [_at(context, build, kinds[i], args[i], ir.Constant(_INT, 0)) for i in range(3)]
+    clients = build.extract_value(context.make_array(kinds[0])(context, build, args[0]).shape, 0)
+    row_at: Any = lambda pointer: build.gep(build.inttoptr(build.load(pointer), _FLOAT.as_pointer()), [place])
+
+    def add_row(at: list[Any], sums: list[Any]) -> list[Any]:
+        row, weight = row_at(at[0]), _spread(build, build.load(at[1]), _DOUBLES)
+        for line in range(0, 4 * _DOUBLES * len(sums), _CACHE_LINE):
+            _prefetch(build, build.gep(row_at(at[2]), [ir.Constant(_INT, line // 4)]))
+        numbers = [build.fpext(_load(build, _part(build, row, j), _DOUBLES), wide) for j in range(len(sums))]
+        # rounded one by one: a fused step would depend on the processor
+        return [build.fadd(s, build.fmul(weight, x)) for s, x in zip(sums, numbers, strict=True)]
+
+    return _loop(build, clients, (one, one, one), pointers, starts, add_row)
+
+
+def _part(build: Any, pointer: Any, j: int) -> Any:
+    """Where the j-th register of float64 begins."""
+    return build.gep(pointer, [ir.Constant(_INT, j * _DOUBLES)])
+
+
+def _prefetch(build: Any, pointer: Any) -> None:
+    """Have a cache line fetched that will be read soon."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, _INDEX, _INDEX, _INDEX])
+    fetch = build.module.declare_intrinsic("llvm.prefetch", [byte], fnty=kind)
+    build.call(fetch, [build.bitcast(pointer, byte), *(ir.Constant(_INDEX, word) for word in (0, 2, 1))])
+
+
+def make_row_sums(count: int) -> tuple[Any, Any]:
+    """Two ways to take so many sums over rows at once: divided into `out[at:]`, or on top of `sums[at:]`."""
+    wide, whole = ir.VectorType(_DOUBLE, _DOUBLES), count // _DOUBLES
+
+    @intrinsic
+    def divide(typing, rows, weights, ahead, begin, divisor, out, at):  # type: ignore[no-untyped-def] # noqa: ARG001
+        def generate(context: Any, build: Any, signature: Any, args: Any) -> Any:
+            zeros, place = [ir.Constant(wide, [0.0] * _DOUBLES)] * whole, build.add(args[3], args[6])
+            totals = _sum_rows(context, build, signature.args, args, place, zeros)
+            divisor, target = _spread(build, args[4], _DOUBLES), _at(context, build, signature.args[5], *args[5:7])
+            for j, total in enumerate(totals):
+                _store(build, build.fptrunc(build.fdiv(total, divisor), _vector(_DOUBLES)), _part(build, target, j))
+            return context.get_dummy_value()
+
+        return types.void(rows, weights, ahead, _I, types.float64, out, _I), generate
+
+    @intrinsic
+    def add(typing, rows, weights, ahead, begin, sums, at):  # type: ignore[no-untyped-def] # noqa: ARG001
+        def generate(context: Any, build: Any, signature: Any, args: Any) -> Any:
+            target = _at(context, build, signature.args[4], *args[4:6])
+            parts = [build.bitcast(_part(build, target, j), wide.as_pointer()) for j in range(whole)]
+            before, place = [build.load(part, align=8) for part in parts], build.add(args[3], args[5])
+            totals = _sum_rows(context, build, signature.args, args, place, before)
+            for part, total in zip(parts, totals, strict=True):
+                build.store(total, part, align=8)
+            return context.get_dummy_value()
+
+        return types.void(rows, weights, ahead, _I, sums, _I), generate
+
+    return divide, add

@@ -10,8 +10,9 @@ Sums of parts add to the sums of the whole, so the answer does not depend on how
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, TypeAlias
 
 import torch
@@ -26,6 +27,7 @@ Rule: TypeAlias = Literal["gcv", "evidence"]
 
 # A fixed grid, in units of the mean eigenvalue. A search that narrows down would follow the rounding of a flat minimum,
 # and the choice must not depend on how rows were split. Below the least one so would the solution itself.
+_ROWS = 16  # of an embedding that are fused together
 _GRID: tuple[float, ...] = tuple(10.0 ** (exponent / 10) for exponent in range(-60, 21))
 
 
@@ -199,12 +201,29 @@ def regression_mean(layers: Iterable[Tensor], moments: Iterable[Tensor], shares:
         >>> regression_mean(M, seen, [0.5, 0.5]).round(decimals=9).tolist()
         [[2.0, 4.0]]
     """
+    layers, shares, moments = list(layers), list(shares), iter(moments)
+    first = next(moments)
+    if first.ndim == 1:  # an embedding's, of which nothing else than its rows is large
+        return _mean_by_sizes(layers, [first, *moments], shares)
     plain = pull = total = torch.zeros((), dtype=torch.float64)
-    for f, M, A in zip(shares, layers, moments, strict=True):
+    for f, M, A in zip(shares, layers, chain([first], moments), strict=True):
         M, A = M.double(), A.double()
         plain, pull, total = plain + f * M, pull + f * times(M, A), total + f * A
     gap = pull - times(plain, total)
     return plain + solve_moments(total, gap)
+
+
+def _mean_by_sizes(layers: Sequence[Tensor], sizes: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """The same for diagonal moments, a few rows of M at a time: beside the layers, only the result is held whole."""
+    total = torch.stack([f * A.double() for f, A in zip(shares, sizes, strict=True)]).sum(0)
+    out = torch.empty(layers[0].shape, dtype=torch.float64)
+    for begin in range(0, len(out), _ROWS):
+        rows = slice(begin, begin + _ROWS)
+        weighed = [f * M[rows].double() for f, M in zip(shares, layers, strict=True)]
+        plain = torch.stack(weighed).sum(0)
+        pull = torch.stack([M * A.double() for M, A in zip(weighed, sizes, strict=True)]).sum(0)
+        out[rows] = plain + solve_moments(total, pull - plain * total)
+    return out
 
 
 def solve_moments(moments: Tensor, gap: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from fedfuse.core.seams import Batch, Free, Work
 from fedfuse.core.state import Local
 from fedfuse.errors import ConfigError
 from fedfuse.kernels import chain_for
+from fedfuse.kernels.description import VarianceLearning
 from fedfuse.tasks import Classification
 from fedfuse.training.optimizers import Stepper, log_variance_step, shape_gradients, stepper
 from fedfuse.training.pulls import pull_of
@@ -69,10 +70,7 @@ class TorchEpochs:
         shape_gradients(params[:weights], grads[:weights], settings)
         self._step(params[:weights], grads[:weights], local.lr)
         if weights < len(params):
-            # Time is counted in epochs: were it counted in steps, clients with few rows would leave variances near
-            # the narrow start, and a rule that weighs by precision would take them for the surest of all.
-            rate = settings.log_variance_lr / max(1, settings.steps_per_epoch(len(local.rows)))
-            rate *= local.lr / settings.optimizer.lr
+            rate = local.lr * _log_variance_rate(local)
             log_variance_step(params[weights:], grads[weights:], rate, local.all_examples)
         if not isinstance(project, Free):
             for name, value in zip(self._names, params, strict=True):
@@ -116,6 +114,9 @@ def compiled_epochs(local: Local, work: Work) -> Epochs | None:
         return None
     pull = pull_of(work.objective, local)
     classes = isinstance(local.task, Classification)
+    gaussian = any(role == "log_variance" for role in local.brief.spec.layout.roles.values())
+    if pull is not None and gaussian and (pull.mu or pull.linear):
+        pull = None  # log-variances would be pulled, too
     if pull is None or not classes or not isinstance(work.project, Free):
         if work.settings.kernel == "compiled":
             wrong = local.task if not classes else work.objective if pull is None else work.project
@@ -128,7 +129,20 @@ def compiled_epochs(local: Local, work: Work) -> Epochs | None:
     if chain is None:
         return None
     local.compiled = True
-    return CompiledEpochs(local, chain, chain.begin(local.module, work.settings, pull.mu, local.anchor, pull.linear))
+    learn = VarianceLearning(_log_variance_rate(local), local.all_examples, pull.kl, pull.priors) if gaussian else None
+    began = chain.begin(local.module, work.settings, pull.mu, local.anchor, pull.linear, learn)
+    return CompiledEpochs(local, chain, began)
+
+
+def _log_variance_rate(local: Local) -> float:
+    """The rate of log-variances for every unit of the weights' rate.
+
+    Time is counted in epochs: were it counted in steps, clients with few rows would leave variances near the narrow
+    start, and a rule that weighs by precision would take them for the surest of all.
+    """
+    settings = local.settings
+    steps = max(1, settings.steps_per_epoch(len(local.rows)))
+    return settings.log_variance_lr / steps / settings.optimizer.lr
 
 
 def _order(local: Local, epoch: int) -> Tensor:

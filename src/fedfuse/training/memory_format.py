@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedfuse.core.answers import logits_in
-from fedfuse.core.inputs import example_inputs
+from fedfuse.core.inputs import convolves_images, example_inputs
 from fedfuse.core.rng import seeded
 from fedfuse.core.spec import Spec
 from fedfuse.errors import FuseError
@@ -39,7 +39,7 @@ def suits_channels_last(spec: Spec, shape: tuple[int, ...], dtype: torch.dtype, 
         >>> suits_channels_last(Spec("lenet"), (1, 28, 28), torch.float32, "cpu")
         True
     """
-    images = len(shape) == 3 and any(isinstance(m, nn.Conv2d) for m in spec.skeleton().modules())
+    images = convolves_images(spec, shape)
     if spec.is_ours and spec.prototype is None:
         return images
     with seeded(0, "layout"), torch.enable_grad():

@@ -1,4 +1,7 @@
-"""Objectives that are the task's loss with pulls: μ/2 ‖w − w₀‖² and ⟨c, w⟩ have gradients that need no autograd."""
+"""Objectives that are the task's loss with pulls: their gradients are closed and need no autograd.
+
+The pulls are μ/2 ‖w − w₀‖², ⟨c, w⟩, and κ KL(q ‖ prior) of Gaussian weights.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,14 @@ class Pull:
     Attributes:
         mu: of μ/2 ‖w − w₀‖², w₀ being the weights the round began with.
         linear: c of ⟨c, w⟩, by parameter.
+        kl: κ of κ KL(q ‖ prior).
+        priors: mean and log-variance of the prior, by the name of the Gaussians' means.
     """
 
     mu: float = 0.0
     linear: Mapping[str, Tensor] = field(default_factory=dict)
+    kl: float = 0.0
+    priors: Mapping[str, tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
 
 
 @runtime_checkable

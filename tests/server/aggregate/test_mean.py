@@ -280,6 +280,16 @@ def test_a_thousand_updates_wait_in_files_and_need_two_models_of_memory() -> Non
     assert all(a[n].equal(b[n]) for n in a)
 
 
+def test_large_tensors_that_lie_transposed_are_summed_as_they_are() -> None:
+    """Laid flat they are copies that nobody holds: their addresses must not be kept."""
+    draw = torch.Generator().manual_seed(0)
+    sources = [{"w": torch.randn(900, 1000, generator=draw).t()} for _ in range(4)]
+    assert means.MIN_COMPILED < 4 * 900 * 1000
+    weights = [0.1, 0.2, 0.3, 0.4]
+    expected = weighted_mean([{"w": s["w"].contiguous()} for s in sources], weights, "w")
+    assert weighted_mean(sources, weights, "w").equal(expected)
+
+
 def test_normalized_walks_need_a_step_of_everybody() -> None:
     spec = Spec("mlp", {"inputs": 1, "hidden": [], "classes": 2})
     start = Single.of(spec.build(), spec)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
 import torch
@@ -118,7 +118,10 @@ class InputFactors(PlainEvidence):
 
     def __call__(self, local: Local) -> Params:
         """One pass forward over the rows with the trained weights."""
-        blocks = self.blocks(local.brief.spec)
+        return self.notes_of(local, self.blocks(local.brief.spec))
+
+    def notes_of(self, local: Local, blocks: Sequence[Block]) -> dict[str, Tensor]:
+        """What is sent of some layers; of few rows no more than how large their factors are."""
         inputs = input_factors(local.module, blocks, local.rows.x, self.batch, self.width)
         if too_few_rows(local, self.min_rows):
             inputs = {layer: even_out(A) for layer, A in inputs.items()}
@@ -131,19 +134,24 @@ class InputFactors(PlainEvidence):
 
     def passes(self, effort: Effort) -> float:
         """A pass forward, and the products of A: d² for d d′."""
+        return self.passes_for(effort, self.blocks(effort.spec))
+
+    def passes_for(self, effort: Effort, blocks: Sequence[Block]) -> float:
+        """The same for some layers."""
         costs = layer_costs(effort.spec, effort.shape)
         forms = {n: Form.of(t) for n, t in effort.spec.skeleton().state_dict().items()}
-        blocks = [b for b in self.blocks(effort.spec) if b.name in costs]
-        moments = sum(costs[b.name].positions * b.groups * b.sizes(forms)[0] ** 2 for b in blocks)
+        known = [b for b in blocks if b.name in costs]
+        moments = sum(costs[b.name].positions * b.groups * b.sizes(forms)[0] ** 2 for b in known)
         return 1 + moments / max(1, sum(cost.products for cost in costs.values()))
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
         """A triangle per layer, and a row of ones."""
+        return self.forms_of_notes(brief, self.blocks(brief.spec))
+
+    def forms_of_notes(self, brief: Brief, blocks: Sequence[Block]) -> dict[str, Form]:
+        """What the notes of some layers look like."""
         forms = forms_of(brief.params)
-        wanted: dict[str, Form] = {}
-        for block in self.blocks(brief.spec):
-            wanted |= self._packing.forms(block, forms)
-        return wanted
+        return {name: form for block in blocks for name, form in self._packing.forms(block, forms).items()}
 
     def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Input factors are positive semi-definite with a bounded trace; output factors are the identity."""
@@ -165,10 +173,16 @@ class InputFactors(PlainEvidence):
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterInputs(InputFactors):
-    """What modules with a low-rank adapter read: the moments of the inputs of its factor A, and nothing else."""
+class AdapterInputs(PlainEvidence):
+    """What modules with a low-rank adapter read: the moments of the inputs of its factor A, and nothing else.
 
+    Attributes:
+        of: how moments are taken and sent.
+    """
+
+    of: InputFactors = field(default_factory=InputFactors)
     name: ClassVar[str] = INPUTS
+    weighs: ClassVar[bool] = True
     reveals: ClassVar[str] = (
         "second moments of the inputs of every layer that has an adapter, averaged over the client's rows"
     )
@@ -176,23 +190,23 @@ class AdapterInputs(InputFactors):
     def blocks(self, spec: Spec) -> Sequence[Block]:
         """The factors A."""
         firsts = {pair.a for pair in pairs_in(spec.layout.roles)}
-        return [block for block in mixing_blocks(spec, self.layers) if block.weight in firsts]
+        return [block for block in self.of.blocks(spec) if block.weight in firsts]
 
     def __call__(self, local: Local) -> Params:
         """One pass forward over the rows with the trained weights."""
-        return _input_sides(InputFactors.__call__(self, local))
+        return _input_sides(self.of.notes_of(local, self.blocks(local.brief.spec)))
+
+    def passes(self, effort: Effort) -> float:
+        """A pass forward, and the products of A."""
+        return self.of.passes_for(effort, self.blocks(effort.spec))
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
         """A triangle per adapted layer."""
-        return _input_sides(InputFactors.expects(self, brief))
+        return _input_sides(self.of.forms_of_notes(brief, self.blocks(brief.spec)))
 
     def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
         """Moments are positive semi-definite with a bounded trace."""
         return next((flaw for path in _paths(notes) if (flaw := find_flaw(notes, path))), None)
-
-    def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature
-        """Says nothing about the posterior."""
-        return None
 
     def influence(self, notes: Params) -> Mapping[str, float]:
         """The mean eigenvalue of every layer's moments: whoever's inputs are larger says more of what may be lost."""

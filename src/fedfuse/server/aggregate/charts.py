@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedfuse.core.large_pages import use_large_pages
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Diag
@@ -280,7 +281,7 @@ class MeanIn(ServerPart):
         means, rhos = ([piece_of(*where, 0, count) for where in side] for side in _places(sources, name, logs))
         if not all(is_plain(piece, count) for piece in (*means, *rhos)):
             return None
-        mean, uncertainty = torch.empty(count), torch.empty(count)
+        mean, uncertainty = (use_large_pages(torch.empty(count)) for _ in range(2))
         if not _sum_compiled(chart, (means, rhos), weights, mean, uncertainty) or bool(mean.sum().isnan()):
             return None
         return mean, chart.log(uncertainty)

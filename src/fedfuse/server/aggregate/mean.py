@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedfuse.core.large_pages import use_large_pages
 from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Params
 from fedfuse.core.seams import ServerPart
@@ -32,6 +34,7 @@ from fedfuse.wire.sums import SummedParams
 BLOCK = 1 << 18
 _MIN_THREADED = 1 << 16  # elements that are not worth a second thread
 MIN_COMPILED = 1 << 21  # elements of all clients that are worth loading compiled code, which takes a while
+MIN_COMPILED_FILES = 1 << 31  # of which each is read from a file, which takes longer than its sum
 
 ALL_LAWS = frozenset({"order", "one", "agree", "scale", "pure", "dtype", "finite", "repeat"})
 
@@ -54,7 +57,7 @@ def weighted_mean(
 def mean_by_examples(cohort: Cohort, name: str) -> Tensor:
     """The mean of one tensor, every client weighing as its examples: what `mean_of` gives of it, to the last bit."""
     sources = [u.posterior.mean for u in cohort]
-    weights, total = _exact_weights(cohort.num_examples, sources)
+    weights, total = exact_weights(cohort.num_examples, sources)
     return weighted_mean(sources, weights, name, total)
 
 
@@ -73,7 +76,7 @@ def mean_of(cohort: Cohort, weights: Sequence[float] | Tensor | None = None) -> 
     divided once, at the end, so the result does not depend on who stands first; rounded shares n_k / n would.
     """
     sources = [u.posterior.mean for u in cohort]
-    shares, total = _exact_weights(cohort.num_examples if weights is None else weights, sources)
+    shares, total = exact_weights(cohort.num_examples if weights is None else weights, sources)
     means: dict[str, Tensor] = {}
     for run in _runs(sources):
         means |= _run_mean(sources, shares, run, total)
@@ -102,16 +105,16 @@ def _as_summed(sources: Sequence[Params], weights: Sequence[float] | Tensor) -> 
     return [source for source, _ in found], [weight for _, weight in found]
 
 
-def _exact_weights(weights: Sequence[float] | Tensor, sources: Sequence[Params]) -> tuple[Tensor, float]:
+def exact_weights(weights: Sequence[float] | Tensor, sources: Sequence[Params]) -> tuple[Tensor, float]:
     """The weights and what to divide by; whole numbers without their common factor, so that one client counts 1."""
     given = torch.as_tensor(weights, dtype=torch.float64)
     if any(isinstance(source, SummedParams) for source in sources):  # a sum is times its weight already: keep it whole
-        return given, math.fsum(map(float, given))
+        return given, math.fsum(given.tolist())
     if len(given) == 1:  # its weights come back bit for bit, whatever the number of examples
         return torch.ones_like(given), 1.0
     if given.equal(given.round()):
-        given = given / reduce(math.gcd, map(int, given))
-    return given, math.fsum(map(float, given))  # exactly rounded, so the same in every order
+        given = given / reduce(math.gcd, map(int, given.tolist()))
+    return given, math.fsum(given.tolist())  # exactly rounded, so the same in every order
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,30 +269,43 @@ def _plan(sources: Sequence[Params], what: _Sum) -> tuple[Callable[[Blocks], Non
     """Who takes the sums, and in which blocks; every way gives the same bits."""
     count, first = what.target.ends[-1], what.target.tensors[0]
     narrow = first.dtype == torch.float32 and first.device.type == "cpu"
-    add = _add
-    if narrow and count * len(sources) >= MIN_COMPILED and not why_not():
-        if all(_is_resident(source, what) for source in sources):
-            # nothing is fetched and no sum is kept, so blocks serve only to share the work among threads
-            share = -(-count // max(1, torch.get_num_threads()))
-            return _ResidentSum.of(sources, what), _blocks(count, max(BLOCK, share))
-        add = _add_compiled
+    many = count * len(sources)
+    addresses = _addresses(sources, what.name, count) if narrow and many >= MIN_COMPILED else None
+    worth = many >= (MIN_COMPILED if addresses is not None or _is_loaded() else MIN_COMPILED_FILES)
+    compiled = narrow and worth and not why_not()
+    if compiled and addresses is not None:
+        # nothing is fetched and no sum is kept, so blocks serve only to share the work among threads
+        share = -(-count // max(1, torch.get_num_threads()))
+        return _ResidentSum(addresses, np.array(what.weights), what), _blocks(count, max(BLOCK, share))
     # so that sums and pieces weigh little beside the model
     size = max(1, min(BLOCK >> 1, max(BLOCK >> 6, count // 10), count))
     # a sum is written once for four pieces; small models would need more memory for the pieces than for themselves
-    together = 4 if count >= 4 * BLOCK else 1
+    together = 4 if compiled and count >= 4 * BLOCK else 1
+    add = _add_compiled if compiled else _add
     return partial(_sum_blocks, sources, what, add, together), _blocks(count, size)
 
 
-def _is_resident(source: Params, what: _Sum) -> bool:
-    """Whether a run of float32, as long as the target, lies in memory as one; addresses forgive nothing."""
-    if isinstance(source, LazyParams) and not source.resident:
-        return False
-    return is_plain(piece_of(source, what.name, 0, what.target.ends[-1]), what.target.ends[-1])
+def _is_loaded() -> bool:
+    """Whether the compiled sums are in this process already."""
+    return "fedfuse.kernels.mean" in sys.modules
+
+
+def _addresses(sources: Sequence[Params], name: str, count: int) -> npt.NDArray[np.int64] | None:
+    """Where runs of so many float32 lie that the sources themselves hold in memory; None if one does not."""
+    found = np.empty(len(sources), np.int64)
+    for k, source in enumerate(sources):
+        # laying anything else flat would make a copy, which nobody holds while it is summed
+        held = source.resident if isinstance(source, LazyParams) else source[name].is_contiguous()
+        run = piece_of(source, name, 0, count) if held else None
+        if run is None or not is_plain(run, count):
+            return None
+        found[k] = run.data_ptr()
+    return found
 
 
 def is_plain(run: Tensor, count: int) -> bool:
     """Whether these are so many numbers of float32, side by side in this machine's memory."""
-    return run.dtype == torch.float32 and run.device.type == "cpu" and run.is_contiguous() and len(run) == count
+    return run.dtype == torch.float32 and run.is_cpu and run.is_contiguous() and run.numel() == count
 
 
 def _blocks(count: int, size: int) -> Blocks:
@@ -303,11 +319,6 @@ class _ResidentSum:
     addresses: npt.NDArray[np.int64]  # of what the sources hold while the mean is taken
     weights: npt.NDArray[np.float64]
     what: _Sum
-
-    @classmethod
-    def of(cls, sources: Sequence[Params], what: _Sum) -> _ResidentSum:
-        runs = (piece_of(source, what.name, 0, what.target.ends[-1]) for source in sources)
-        return cls(np.fromiter((run.data_ptr() for run in runs), np.int64), np.array(what.weights), what)
 
     def __call__(self, blocks: Blocks) -> None:
         """Sum these blocks, straight into the tensors."""
@@ -344,7 +355,8 @@ def _add(block: Tensor, pieces: Sequence[Tensor], weights: list[float]) -> None:
     """Add Σ weight · piece, each product rounded before its sum: a fused step would depend on the processor."""
     wide = torch.empty_like(block)  # float64 before the product: a float32 one would round it twice
     for piece, weight in zip(pieces, weights, strict=True):
-        block.add_(wide.copy_(piece).mul_(weight))
+        wide.copy_(piece)
+        block.add_(wide if weight == 1.0 else wide.mul_(weight))  # clients that weigh alike need no product
 
 
 def _add_compiled(block: Tensor, pieces: Sequence[Tensor], weights: list[float]) -> None:
@@ -360,5 +372,6 @@ def _add_compiled(block: Tensor, pieces: Sequence[Tensor], weights: list[float])
 
 def _empty_like(source: Params, name: str) -> Tensor:
     if isinstance(source, LazyParams):
-        return torch.empty(source.forms[name].shape, dtype=source.forms[name].dtype)
-    return torch.empty_like(source[name], memory_format=torch.contiguous_format, requires_grad=False)
+        return use_large_pages(torch.empty(source.forms[name].shape, dtype=source.forms[name].dtype))
+    new = torch.empty_like(source[name], memory_format=torch.contiguous_format, requires_grad=False)
+    return use_large_pages(new)

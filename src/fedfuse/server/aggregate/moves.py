@@ -32,10 +32,10 @@ def sources_of(cohort: Cohort) -> list[Params]:
     return [update.posterior.mean for update in cohort]
 
 
-def blocks_of(params: Params, name: str) -> Iterator[tuple[int, int]]:
+def blocks_of(params: Params, name: str, length: int = BLOCK) -> Iterator[tuple[int, int]]:
     """Where the blocks of a tensor laid flat begin and end."""
     size = math.prod(forms_of(params)[name].shape)
-    return ((begin, min(begin + BLOCK, size)) for begin in range(0, size, BLOCK))
+    return ((begin, min(begin + length, size)) for begin in range(0, size, length))
 
 
 def move_block(sources: Sequence[Params], start: Params | None, name: str, begin: int, end: int) -> Tensor:

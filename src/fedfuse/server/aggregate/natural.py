@@ -23,6 +23,7 @@ from fedfuse.linalg.kron import Solver, natural_mean
 from fedfuse.nets.blocks import Block, Factors, blocks_of
 from fedfuse.nets.factors import Packing, mean_factor
 from fedfuse.server.aggregate.mean import ALL_LAWS, mean_by_examples
+from fedfuse.wire.codec import forms_of
 
 Damping: TypeAlias = float | Literal["evidence"]
 Balance: TypeAlias = Split | Literal["evidence"]
@@ -211,8 +212,9 @@ def informed_blocks(cohort: Cohort) -> Iterator[Block]:
 
 def split_solutions(cohort: Cohort, block: Block, found: Sequence[Tensor]) -> dict[str, Tensor]:
     """The tensors of a layer whose matrices, one per group, were found."""
-    like = cohort.updates[0].posterior.mean
-    return block.split(torch.stack(list(found)), {n: like[n] for n in block.tensors})
+    forms = forms_of(cohort.updates[0].posterior.mean)
+    whole = torch.stack(list(found)) if len(found) > 1 else found[0][None]  # a stack of one would be a copy
+    return block.split(whole, {name: forms[name].blank() for name in block.tensors})
 
 
 def with_the_rest_averaged(cohort: Cohort, state: ServerState, mean: Mapping[str, Tensor]) -> ServerState:

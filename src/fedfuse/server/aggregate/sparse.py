@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedfuse.core.messages import ClientUpdate, Cohort, Form
@@ -16,17 +17,19 @@ from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.seams import Aggregator, Result, ServerPart
 from fedfuse.core.state import Bench, ServerState
+from fedfuse.linalg.select import kth_largest
+from fedfuse.server.aggregate.mean import exact_weights
 from fedfuse.server.aggregate.moves import (
     BASE_LAWS,
     TaskArithmetic,
     blocks_of,
     fuse_weights,
-    move_block,
     sources_of,
 )
 from fedfuse.wire.codec import LazyParams, forms_of, piece_of
 
-_TILE = 1 << 16  # elements whose lots are drawn together, so that any piece of a tensor can be asked for
+_LOTS = 1 << 16  # elements whose lots are drawn together, so that any piece of a tensor can be asked for
+_TILE = 1 << 15  # elements of all clients that are fused together, which stay in cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,37 +52,62 @@ class TrimElectMerge(ServerPart):
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
         """Trim, elect, merge."""
-        start, sources, shares = state.single.posterior.mean, sources_of(cohort), cohort.weights[:, None]
+        start, sources = state.single.posterior.mean, sources_of(cohort)
+        shares = exact_weights(cohort.num_examples, sources)[0][:, None]
         mean = fuse_weights(cohort, lambda name: self._merge(sources, start, shares, name))
         return state.fused(mean, spec=cohort.updates[0].spec)
 
     def _merge(self, sources: Sequence[Params], start: Params, shares: Tensor, name: str) -> Tensor:
-        limits = torch.stack([_limit(source, start, name, self.density) for source in sources])[:, None]
+        limits = [_limit(source, start, name, self.density) for source in sources]
         form = forms_of(sources[0])[name]
         out = torch.empty(math.prod(form.shape), dtype=form.dtype)
-        for begin, end in blocks_of(sources[0], name):
-            moves = move_block(sources, start, name, begin, end)
-            moves = shares * torch.where(moves.abs().to(limits.dtype) >= limits, moves, 0.0)
-            agree = moves.sign() == moves.sum(0).sign()
-            agree &= moves != 0
-            voters = (agree * shares).sum(0)
-            move = (moves * agree).sum(0) / torch.where(voters == 0, 1.0, voters)
-            out[begin:end] = piece_of(start, name, begin, end).double() + self.scale * move
+        for begin, end in blocks_of(sources[0], name, _TILE):
+            base = piece_of(start, name, begin, end)
+            pairs = zip(sources, limits, strict=True)
+            moves = torch.stack([_trim(_subtract(piece_of(s, name, begin, end), base), limit) for s, limit in pairs])
+            out[begin:end] = base.double() + self.scale * _elect(moves, shares)
         return out.view(form.shape)
 
 
-def _limit(source: Params, start: Params, name: str, density: float) -> Tensor:
+def _trim(move: Tensor, limit: float) -> Tensor:
+    """The move without what is smaller than a limit, in one pass: `hardshrink` drops what is not larger than its own.
+
+    Example:
+        >>> _trim(torch.tensor([-3.0, 2.0, 1.0]), 2.0)
+        tensor([-3.,  2.,  0.])
+    """
+    below = torch.nextafter(torch.tensor(limit, dtype=move.dtype), torch.zeros((), dtype=move.dtype))
+    return F.hardshrink(move, float(below))
+
+
+def _elect(moves: Tensor, shares: Tensor) -> Tensor:
+    """The mean of those moves, clients × elements, whose sign is that of their sum; zero where the sum is."""
+    total = _add_up(moves, shares)
+    agree = moves.sign().mul_(total.sign().to(moves.dtype)).clamp_(min=0)
+    voters = _add_up(agree, shares)
+    return _add_up(agree.mul_(moves), shares).div_(voters.clamp_(min=torch.finfo(voters.dtype).tiny))
+
+
+def _add_up(rows: Tensor, shares: Tensor) -> Tensor:
+    """Σ_k s_k x_k in float64; clients that weigh alike need no product."""
+    even = bool((shares == 1.0).all())
+    return rows.sum(0, dtype=torch.float64) if even else (rows * shares).sum(0)
+
+
+def _subtract(piece: Tensor, base: Tensor) -> Tensor:
+    """A move in float32 at least; of two numbers of float32 that is their exact difference, rounded once."""
+    wide = torch.promote_types(piece.dtype, torch.float32)
+    return piece.to(wide) - base.to(wide)
+
+
+def _limit(source: Params, start: Params, name: str, density: float) -> float:
     """The least |δ| that stays: the k-th largest of a tensor, with k the density's share of it, at least one."""
-    size = math.prod(forms_of(source)[name].shape)
-    wide = torch.float64 if forms_of(source)[name].dtype == torch.float64 else torch.float32
-    sizes = torch.empty(size, dtype=wide)
+    form = forms_of(source)[name]
+    size = math.prod(form.shape)
+    sizes = torch.empty(size, dtype=torch.promote_types(form.dtype, torch.float32))
     for begin, end in blocks_of(source, name):
-        sizes[begin:end] = move_block([source], start, name, begin, end)[0].abs_()
-    if not size:
-        return torch.zeros((), dtype=wide)
-    place = size - max(1, round(density * size))
-    sizes.numpy().partition(place)  # in place: torch's own would copy the tensor and its places
-    return sizes[place].clone()
+        sizes[begin:end] = _subtract(piece_of(source, name, begin, end), piece_of(start, name, begin, end)).abs_()
+    return float(kth_largest(sizes, max(1, round(density * size)))) if size else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +174,9 @@ class DropAndRescale(ServerPart):
 
 def _lots(stream: Callable[[int], torch.Generator], begin: int, end: int) -> Tensor:
     """Numbers from [0, 1) for the elements [begin, end), the same whichever pieces are asked for."""
-    first, last = begin // _TILE, -(-end // _TILE)
-    lots = [torch.rand(_TILE, generator=stream(tile)) for tile in range(first, last)]
-    return torch.cat(lots)[begin - first * _TILE : end - first * _TILE] if lots else torch.empty(0)
+    first, last = begin // _LOTS, -(-end // _LOTS)
+    lots = [torch.rand(_LOTS, generator=stream(tile)) for tile in range(first, last)]
+    return torch.cat(lots)[begin - first * _LOTS : end - first * _LOTS] if lots else torch.empty(0)
 
 
 def _widen(params: Params) -> LazyParams:
