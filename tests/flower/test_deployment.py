@@ -16,7 +16,9 @@ import psutil
 import pytest
 from credentials import write_keys
 from deployment import HOST, Deployment, descendants, ours
+from safetensors.torch import load_file, save_file
 
+from fedfuse.core.spec import Spec
 from fedfuse.data import load
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.experiment.config import Experiment
@@ -63,15 +65,15 @@ app._registered_funcs["train.default"] = lambda message, context: spoil(message,
 '''
 
 
-def experiment(rounds: int, **server: Any) -> Experiment:
+def experiment(rounds: int, adapters: dict[str, Any] | None = None, **server: Any) -> Experiment:
     return Experiment(
         name="deployed",
         rounds=rounds,
         seeds=(2,),
         data={"clients": 3, "test_limit": 60},
-        model={"name": "mlp", "hidden": [8]},
+        model={"name": "mlp", "hidden": [8]} | ({} if adapters is None else {"adapters": adapters}),
         local={"batch_size": 16, "optimizer": {"lr": 0.1}},
-        methods=[{"name": "fedavg"}],
+        methods=[{"name": "fedavg" if adapters is None else "flora"}],
         server=server,
     )
 
@@ -115,7 +117,7 @@ class Run:
 
     @property
     def model(self) -> Path:
-        return self.out / "models" / "fedavg-2.safetensors"
+        return self.out / "models" / f"{self.what.methods[0].name}-2.safetensors"
 
     def until(self, true: Callable[[], object]) -> Run:
         ends = time.monotonic() + PATIENCE
@@ -157,6 +159,15 @@ def test_a_deployment_gives_the_bytes_of_one_process(healthy: Run, rows: dict[st
     assert [list(line["clients"]) for line in done.lines] == [["east", "north", "south"]] * 2
     assert {site: told["num_examples"] for site, told in done.lines[0]["clients"].items()} == SITES
     assert weights(done.model) == here(done.what, rows, tmp_path)
+
+
+def test_adapters_of_a_base_that_every_node_has(federation: Deployment, rows: dict[str, Path], tmp_path: Path) -> None:
+    base = tmp_path / "base.safetensors"
+    save_file(Spec("mlp", {"inputs": 64, "hidden": [8], "classes": 10}).build().state_dict(), base)
+    what = experiment(2, adapters={"rank": 2, "base": str(base)})
+    done = Run(federation, tmp_path, what).start().finished()
+    assert weights(done.model) == here(what, rows, tmp_path)
+    assert all("lora" in name or "merged" in name for name in load_file(done.model))
 
 
 def test_a_second_run_on_the_same_superlink_and_what_the_door_refuses(federation: Deployment, tmp_path: Path) -> None:

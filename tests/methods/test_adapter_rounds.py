@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fedfuse
@@ -20,7 +22,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError
-from fedfuse.models.adapted import AdaptedLayer, adapt, adapted_spec
+from fedfuse.models.adapted import AdaptedLayer, adapt, adapted_spec, fill_base
 from fedfuse.server.loop import Record, RunPlan, run
 from fedfuse.wire.files import load_answering
 from fedfuse.wire.messages import brief_size
@@ -239,3 +241,101 @@ def test_other_methods_say_that_they_would_fuse_factors_apart() -> None:
         records("fedavg", 1)
     assert brief_size(ServerState(0, begin(SPEC)).brief(())) < 4096
     assert math.isfinite(records("fedit", 1)[0].state.facts["adapter_error"])
+
+
+def run_file(out: Path, adapters: dict[str, Any], **more: Any) -> dict[str, Tensor]:
+    """The last weights of a run of an experiment's file over adapters."""
+    train, test = rows(0, 90), rows(1, 60)
+    told = {
+        "rounds": 2,
+        "seeds": [0],
+        "data": {"source": "given", "clients": 3, "partition": {"kind": "iid"}},
+        "model": {"name": "mlp", "hidden": [8], "adapters": adapters},
+        "local": {"epochs": 1, "batch_size": 16},
+        "methods": [{"name": "flora"}],
+    }
+    fedfuse.run(told, data=(train.x, train.y, test.x, test.y), out=out, progress=False, **more)
+    return dict(load_file(out / "models" / "flora-0.safetensors"))
+
+
+def base_file(path: Path, seed: int = 3) -> Path:
+    with seeded(seed, "elsewhere"):
+        save_file(Spec("mlp", {"inputs": 6, "hidden": [8], "classes": 3}).build().state_dict(), path)
+    return path
+
+
+def test_adapters_begin_at_a_file_that_never_travels(tmp_path: Path) -> None:
+    base = base_file(tmp_path / "base.safetensors")
+    of = Spec("mlp", {"inputs": 6, "hidden": [8], "classes": 3})
+    plain, spec = of.build(), adapted_spec(of, {"rank": 2, "base": str(base)})
+    plain.load_state_dict(load_file(base))
+    x = rows(5, 7).x
+    torch.testing.assert_close(spec.build()(x), plain(x))
+    assert all("lora" in name for name in spec.shapes())
+    drawn, loaded = run_file(tmp_path / "a", {"rank": 2}), run_file(tmp_path / "b", {"rank": 2, "base": str(base)})
+    assert drawn.keys() == loaded.keys()
+    assert not any("base_layer" in name for name in loaded)
+    assert any(not drawn[name].equal(loaded[name]) for name in drawn)
+
+
+def test_a_folder_is_a_base_too_and_its_tied_tensors_may_be_left_out(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    base_file(tmp_path / "base" / "model.safetensors")
+    network = Spec("mlp", {"inputs": 6, "hidden": [8], "classes": 3}).build()
+    fill_base(network, tmp_path / "base")
+    assert all(network.state_dict()[n].equal(t) for n, t in load_file(tmp_path / "base" / "model.safetensors").items())
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+    save_file({"embed.weight": torch.ones(5, 3)}, tmp_path / "tied.safetensors")
+    tied = Tied()
+    fill_base(tied, tmp_path / "tied.safetensors")
+    assert tied.head.weight.equal(torch.ones(5, 3))
+
+
+@pytest.mark.slow
+def test_workers_read_the_same_base(tmp_path: Path) -> None:
+    told = {"rank": 2, "base": str(base_file(tmp_path / "base.safetensors"))}
+    alone, shared = run_file(tmp_path / "a", told), run_file(tmp_path / "b", told, workers=2)
+    assert alone.keys() == shared.keys()
+    assert all(alone[name].equal(shared[name]) for name in alone)
+
+
+def test_a_base_that_does_not_fit_is_refused_by_its_tensor(tmp_path: Path) -> None:
+    of = Spec("mlp", {"inputs": 6, "hidden": [9], "classes": 3})
+    base = base_file(tmp_path / "base.safetensors")
+    with pytest.raises(ConfigError, match=r"'classifier\.weight' is 3×8 and in the network 3×9; name the checkpoint"):
+        adapted_spec(of, {"base": str(base)}).build()
+    with pytest.raises(ConfigError, match="has no 'fc2"):
+        adapted_spec(Spec("mlp", {"inputs": 6, "hidden": [8, 4], "classes": 3}), {"base": str(base)}).build()
+    with pytest.raises(ConfigError, match="has a tensor that the network has not, 'fc1"):
+        adapted_spec(Spec("mlp", {"inputs": 6, "hidden": [], "classes": 3}), {"base": str(base)}).build()
+    with pytest.raises(ConfigError, match="there is no file or folder"):
+        adapted_spec(of, {"base": str(tmp_path / "nowhere")})
+    (tmp_path / "torn.safetensors").write_bytes(b"torn")
+    with pytest.raises(ConfigError, match=r"torn.safetensors cannot be read: .*name a safetensors file or folder"):
+        adapted_spec(of, {"base": str(tmp_path / "torn.safetensors")})
+
+
+def test_a_base_that_was_changed_since_is_refused(tmp_path: Path) -> None:
+    of = Spec("mlp", {"inputs": 6, "hidden": [8], "classes": 3})
+    spec = adapted_spec(of, {"base": str(base_file(tmp_path / "base.safetensors"))})
+    os.utime(base_file(tmp_path / "base.safetensors", seed=4), ns=(1, 1))  # clocks of files are coarse
+    with pytest.raises(ConfigError, match=r"are other ones .* than the experiment began with"):
+        Spec.from_json(spec.to_json()).build()
+
+
+def test_a_base_that_is_not_here_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
+    """A spec may come from somebody else, and name a pipe that would be waited for."""
+    of = Spec("mlp", {"inputs": 6, "hidden": [4], "classes": 3})
+    spec = adapted_spec(of, {"base": str(base_file(tmp_path / "base.safetensors"))})
+    (tmp_path / "base.safetensors").unlink()
+    with pytest.raises(ConfigError, match="are not here; put the same file or folder"):
+        spec.build()
+    os.mkfifo(tmp_path / "base.safetensors")
+    with pytest.raises(ConfigError, match="are not here"):
+        spec.build()

@@ -69,8 +69,27 @@ def test_ties_weighs_votes_and_means_by_examples() -> None:
 def test_ties_of_moves_in_blocks_is_ties_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     given = models(3)
     whole = fused("ties", given)
-    monkeypatch.setattr("fedfuse.server.aggregate.moves.BLOCK", 7)
+    monkeypatch.setattr("fedfuse.server.aggregate.sparse._TILE", 7)
     assert fused("ties", given).equal(whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("examples", [[1, 1, 1], [5, 1, 2]])
+def test_ties_of_a_long_tensor_is_the_formula(dtype: torch.dtype, examples: list[int]) -> None:
+    """So long that limits are found by a sample, in every precision: to a rounding of the result."""
+    draw = torch.Generator().manual_seed(1)
+    base = torch.randn(70_001, generator=draw).to(dtype)
+    given = [base + 0.1 * torch.randn(70_001, generator=draw).to(dtype) for _ in range(3)]
+    found = fedfuse.fuse([{"w": t} for t in given], "ties", start={"w": base}, num_examples=examples).state_dict()["w"]
+    moves = torch.stack([t.double() - base.double() for t in given])
+    sizes = moves.to(torch.promote_types(dtype, torch.float32)).abs()
+    limits = sizes.sort(dim=1, descending=True).values[:, round(0.2 * 70_001) - 1 :][:, :1]
+    shares = torch.tensor(examples).double()[:, None]
+    kept = shares * moves * (sizes >= limits)
+    agree = (kept.sign() == kept.sum(0).sign()) & (kept != 0)
+    merged = (kept * agree).sum(0) / (agree * shares).sum(0).clamp(min=1e-300)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), base.double() + merged, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
 
 
 def test_dare_drops_by_lot_and_keeps_the_expected_move() -> None:

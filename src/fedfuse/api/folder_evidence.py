@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fedfuse.core.recipe import Recipe
 from fedfuse.errors import ConfigError
-from fedfuse.server.door.files import fingerprint
 from fedfuse.wire.adapters import is_adapter, read_adapter
 from fedfuse.wire.codec import LazyParams, Malformed, Packet, read
+from fedfuse.wire.digest import fingerprint
 from fedfuse.wire.folders import EVIDENCE, read_folder
 from fedfuse.wire.messages import NOTE
 

@@ -34,6 +34,7 @@ from fedfuse.api.sums import (
 )
 from fedfuse.api.update import Update, check_supported, prepared_start, start_of
 from fedfuse.core.about import About, Contribution, versions
+from fedfuse.core.before import AsChosen
 from fedfuse.core.bounds import Bounds
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Answering, Model, Single
@@ -41,7 +42,6 @@ from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import AsChosen
 from fedfuse.core.settings import validate_settings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState

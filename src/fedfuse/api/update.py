@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedfuse.api.runs import recipe as make_recipe
 from fedfuse.core.about import About, check_class_names, versions
+from fedfuse.core.before import NothingBefore
 from fedfuse.core.description import describe
 from fedfuse.core.forms import ArrayForm, RowForm
 from fedfuse.core.messages import Brief
@@ -20,17 +21,17 @@ from fedfuse.core.posterior import Posterior
 from fedfuse.core.privacy import Release, release_of
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import ClientsOnly, NothingBefore, Work
+from fedfuse.core.seams import ClientsOnly, Work
 from fedfuse.core.settings import LocalSettings, validate_settings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import EXAMPLES, Bench, ServerState, tell_examples, with_kind
 from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.door.differences import first_difference
-from fedfuse.server.door.files import fingerprint
 from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Task, task_header, task_named
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read, write
+from fedfuse.wire.digest import fingerprint
 from fedfuse.wire.folders import is_folder, open_weights
 from fedfuse.wire.messages import NOTE, encode_brief, receive_brief, tell_memory
 

@@ -280,6 +280,10 @@ def _run(
     page: bool,
     log: list[str] | None = None,
 ) -> None:
+    if workers != 0:
+        from fedfuse.engines.starting import start_early
+
+        start_early()  # workers' server imports torch while we do
     from fedfuse.experiment.jobs import jobs_of, memo_folder
 
     jobs, store = jobs_of(file, sets, out, resume), memo_folder() if memo else None

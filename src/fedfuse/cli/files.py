@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fedfuse.cli import console
-from fedfuse.cli.fused import Account, evidence_files, numbers_of_examples, save, say_fused
+from fedfuse.cli.fused import Account, evidence_files, numbers_of_examples, read_agreed, save, say_fused
 from fedfuse.cli.options import (
     Json,
     MaybeMethod,
@@ -19,6 +19,7 @@ from fedfuse.cli.options import (
     split_words,
     typer,
 )
+from fedfuse.core.lazy import without_collecting
 from fedfuse.errors import ConfigError
 
 if TYPE_CHECKING:  # it brings torch, which a person who asks for help need not wait for
@@ -364,11 +365,11 @@ def fuse(
     UPDATES are files that `update` wrote, plain safetensors, or checkpoint folders as `save_pretrained` writes them,
     with evidence in them where a method reads some (`fedfuse evidence`); of folders a folder is made.
     """
-    from fedfuse.federation.agreement import read_federation
-    from fedfuse.federation.fusion import fuse_files
+    with without_collecting():
+        from fedfuse.federation.fusion import fuse_files
 
     updates = updates or []
-    agreed = None if federation is None else read_federation(federation, trusted=model or [])
+    agreed = read_agreed(federation, model or [])
     with console.err.status(f"fusing {len(updates)} updates"):
         fused = fuse_files(
             updates,

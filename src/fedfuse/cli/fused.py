@@ -11,6 +11,16 @@ from fedfuse.errors import ConfigError
 
 if TYPE_CHECKING:  # it brings torch, which a person who asks for help need not wait for
     from fedfuse.api import Fused, Update
+    from fedfuse.federation.agreement import FederationFolder
+
+
+def read_agreed(folder: Path | None, trusted: list[str]) -> FederationFolder | None:
+    """What the sites agreed on, if they did; it brings experiments and their data, which a merge does not wait for."""
+    if folder is None:
+        return None
+    from fedfuse.federation.agreement import read_federation
+
+    return read_federation(folder, trusted=trusted)
 
 
 def save(fused: Fused | Update, output: Path, shard_size: str, dtype: str | None) -> None:

@@ -122,6 +122,16 @@ def as_read(spec: Spec, x: Tensor) -> Tensor:
     return x if shape == tuple(x.shape[1:]) else x.reshape(len(x), *shape)
 
 
+def convolves_images(spec: Spec, shape: tuple[int, ...]) -> bool:
+    """Whether inputs of this shape are images, and the network has convolutions for them.
+
+    Example:
+        >>> convolves_images(Spec("lenet"), (1, 28, 28)), convolves_images(Spec("mlp"), (784,))
+        (True, False)
+    """
+    return len(shape) == 3 and any(isinstance(part, nn.Conv2d) for part in spec.skeleton().modules())
+
+
 def example_inputs(spec: Spec, shape: tuple[int, ...], count: int, dtype: torch.dtype | None = None) -> Tensor:
     """Inputs of this shape that are the same for everybody: uniform noise, or zeros and ones as whole numbers.
 

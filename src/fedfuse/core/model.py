@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.inputs import as_read
+from fedfuse.core.inputs import as_read, convolves_images
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.spec import Spec
 
@@ -63,7 +63,12 @@ class Single:
 
     def logits(self, x: Tensor) -> Tensor:
         """The network's output at the posterior's mean."""
-        return self.spec.forward(self.posterior.mean, as_read(self.spec, x))
+        x, mean = as_read(self.spec, x), self.posterior.mean
+        if self.spec.is_ours and self.spec.prototype is None and convolves_images(self.spec, tuple(x.shape[1:])):
+            # with a pixel's channels side by side convolutions and pooling are more than twice as fast
+            # (a copy says so in its strides, where one channel may be read either way)
+            mean = {n: t.clone(memory_format=torch.channels_last) if t.ndim == 4 else t for n, t in mean.items()}
+        return self.spec.forward(mean, x)
 
     def to(self, device: str) -> Single:
         """The same network with its weights elsewhere."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import json
 import pkgutil
@@ -139,10 +140,19 @@ def find_method(name: str) -> Method:
         ...
         fedfuse.errors.ConfigError: there is no method 'fedavgg'; did you mean 'fedavg'? ...
     """
-    known = all_methods()
+    _import_file_of(name)
+    known = _METHODS if name in _METHODS else all_methods()
     if name not in known:
         raise unknown_method(name, known)
     return known[name]
+
+
+def _import_file_of(name: str) -> None:
+    """Import the file of ours that has a method's name, if there is one: one method need not wait for all others."""
+    if name in _METHODS or not name.isidentifier() or entry_points(group="fedfuse.methods"):
+        return
+    if importlib.util.find_spec(f"fedfuse.methods.{name}") is not None:
+        importlib.import_module(f"fedfuse.methods.{name}")
 
 
 def load_method(name: str) -> Method:

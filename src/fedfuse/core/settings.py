@@ -196,7 +196,7 @@ class LocalSettings(Settings):
     optimizer: Optimizer = Optimizer()
     decay: Decay | None = None
     round_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    log_variance_lr: NonNegativeFloat = 0.5
+    log_variance_lr: NonNegativeFloat = 0.25
     l1: NonNegativeFloat = 0.0
     clip: PositiveFloat | None = None
     augment: Any = None

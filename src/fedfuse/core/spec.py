@@ -60,6 +60,7 @@ class Spec:
     prototype: nn.Module | None = field(default=None, repr=False)
     description: Layout | None = field(default=None, repr=False)
     output: Output | None = None
+    _text: str = field(init=False, repr=False, compare=False, default="")  # made once: specs are keys of many tables
 
     def __post_init__(self) -> None:
         try:
@@ -68,6 +69,7 @@ class Spec:
             raise ConfigError(f"model {self.factory!r}: options must be plain data ({why})") from why
         object.__setattr__(self, "options", plain)
         validate_output(self.output)
+        object.__setattr__(self, "_text", json.dumps(self.to_json(), sort_keys=True))
 
     def __hash__(self) -> int:
         return hash(self.to_text())
@@ -186,7 +188,7 @@ class Spec:
 
     def to_text(self) -> str:
         """Canonical text, equal for equal specs."""
-        return json.dumps(self.to_json(), sort_keys=True)
+        return self._text
 
     @classmethod
     def from_description(cls, data: object, layout: Layout) -> Spec:

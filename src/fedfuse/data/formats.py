@@ -157,6 +157,8 @@ def split_from_arrays(
     arrays: Mapping[str, object], inputs: str, labels: str, where: object, task: Task = CLASSIFICATION
 ) -> ArraySplit:
     """Rows from an array of inputs and one of targets; all labels are 0 where there are none."""
+    if inputs not in arrays:
+        raise ConfigError(f"{where} holds no {inputs}, expected {inputs} and {labels}; add it")
     x = _as_images(arrays[inputs], where)
     y = _as_targets(arrays[labels], where, task) if labels in arrays else np.zeros(len(x), dtype=np.int64)
     if len(x) != len(y):

@@ -28,8 +28,8 @@ from fedfuse.experiment.config import LocalConfig, MethodConfig, NameWithOptions
 from fedfuse.experiment.keys import assign
 from fedfuse.experiment.prepare import spec_with
 from fedfuse.experiment.toml import to_toml
-from fedfuse.server.door.files import fingerprint
 from fedfuse.tasks import LanguageModel, Task, task_header, task_named
+from fedfuse.wire.digest import fingerprint
 from fedfuse.wire.files import save_model
 
 FILE, START = "federation.toml", "w0.safetensors"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedfuse.api import Fused, fuse
 from fedfuse.api import recipe as recipe_of
@@ -13,10 +13,12 @@ from fedfuse.api.checkpoints import default_method
 from fedfuse.core.about import names_text
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.spec import Spec
-from fedfuse.data import load
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.keys import assign
-from fedfuse.federation.agreement import FederationFolder
+
+if TYPE_CHECKING:  # it brings experiments and their data, which nobody waits for who merges checkpoints
+    from fedfuse.core.rows import Rows
+    from fedfuse.federation.agreement import FederationFolder
 
 
 def fuse_files(
@@ -73,11 +75,17 @@ def fuse_files(
         num_examples=num_examples or None,
         start=federation.start if start is None and federation is not None else start,
         model=[Spec(name) for name in models] or None,
-        server_rows=None if server_data is None else load(server_data).train,
-        unlabelled=None if unlabelled is None else load(unlabelled).train.x,
+        server_rows=None if server_data is None else _rows_of(server_data),
+        unlabelled=None if unlabelled is None else _rows_of(unlabelled).x,
         **told,
     )
     return _as_agreed(federation, fused)
+
+
+def _rows_of(source: str) -> Rows:
+    from fedfuse.data import load
+
+    return load(source).train
 
 
 def read_options(sets: Sequence[str]) -> dict[str, Any]:

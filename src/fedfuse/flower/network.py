@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 from torch import nn
 
+from fedfuse.core.before import ModelPreparation
 from fedfuse.core.model import Single
 from fedfuse.core.rng import seeded
-from fedfuse.core.seams import ModelPreparation
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.tasks import CLASSIFICATION, Task
@@ -50,7 +50,7 @@ def own_network(
         ConfigError: if the server means another network.
 
     Example:
-        >>> from fedfuse.core.seams import AsChosen
+        >>> from fedfuse.core.before import AsChosen
         >>> own_network(nn.Linear(2, 2), Spec("os:getcwd"), AsChosen(), 2)
         Traceback (most recent call last):
         ...

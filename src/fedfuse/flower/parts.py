@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, TypeAlias
 
+from fedfuse.core.before import AsChosen, NothingBefore
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import all_methods, find_method
-from fedfuse.core.seams import AsChosen, ClientsOnly, Free, NothingBefore, OwnRows, TaskLoss
+from fedfuse.core.seams import ClientsOnly, Free, OwnRows, TaskLoss
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.layerwise import MatchedLayers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import PositiveInt
 
-from fedfuse.client.evidence.inputs import AdapterInputs
+from fedfuse.client.evidence.inputs import AdapterInputs, InputFactors
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.errors import RecipeError
@@ -37,7 +37,7 @@ def flexlora(rank: PositiveInt | None = None, moments: bool = False, min_rows: P
         raise RecipeError("flexlora: min_rows is about moments of inputs and there are none; set moments too")
     if not moments:
         return Recipe(aggregate=AdapterMean(rank))
-    return Recipe(evidence=(AdapterInputs(min_rows=min_rows),), aggregate=AdapterMean(rank, moments=True))
+    return Recipe(evidence=(AdapterInputs(InputFactors(min_rows=min_rows)),), aggregate=AdapterMean(rank, moments=True))
 
 
 @method("fedit", paper="arXiv:2305.05644", family="adapters")

@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
+from fedfuse.core.before import AsChosen
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
-from fedfuse.core.seams import AsChosen
 from fedfuse.methods._closed_form import USUAL, HeadFit
 from fedfuse.server.features import RandomFeatures
 

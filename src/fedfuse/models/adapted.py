@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
@@ -23,7 +25,11 @@ from fedfuse.core.settings import Settings, validate_settings
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.tasks import CLASSIFICATION, Task
+from fedfuse.wire.codec import LazyParams, Malformed
+from fedfuse.wire.digest import fingerprint
+from fedfuse.wire.folders import open_weights
 
+_FITTING = "name the checkpoint of this network, with its options and its classes"
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -176,8 +182,12 @@ def build_adapted(
     targets: Sequence[str] = (),
     seed: int = 0,
     merges: bool = False,
+    base: str = "",
+    digest: str = "",
 ) -> nn.Module:
-    """The model factory "adapted": a network built from the spec in `of` by its seed, at rest, with adapters.
+    """The model factory "adapted": a network built from the spec in `of`, at rest, with adapters.
+
+    Its weights are drawn by the seed, or read from the file or folder `base`, if they are those of that digest.
 
     Example:
         >>> of = {"factory": "mlp", "options": {"inputs": 4, "hidden": [3]}}
@@ -186,8 +196,61 @@ def build_adapted(
     """
     spec = Spec.from_json(of, trusted=Spec("adapted", {"of": of}).factories)  # trust was checked with the whole spec
     with seeded(seed, "base"):
-        base = spec.build()
-    return adapt(base, rank, alpha, targets, merges)
+        network = spec.build()
+    if base and not any(t.is_meta for t in network.state_dict().values()):
+        fill_base(network, Path(base), digest)
+    return adapt(network, rank, alpha, targets, merges)
+
+
+def fill_base(network: nn.Module, base: Path, digest: str = "") -> None:
+    """Give a network the weights of a file or checkpoint folder; a tensor tied to another may be left out there.
+
+    Raises:
+        ConfigError: if it cannot be read, is not the one of that digest, or does not fit, naming the tensor.
+    """
+    if (found := digest_of_base(base)) != digest and digest:
+        raise ConfigError(
+            f"the base weights {base} are other ones ({found}) than the experiment began with ({digest}); "
+            "put the same file or folder at that place everywhere"
+        )
+    tensors, own = _open_base(base), network.state_dict()
+    tied = {t.data_ptr() for name, t in own.items() if name in tensors}
+    lacking = [name for name, t in own.items() if name not in tensors and t.data_ptr() not in tied]
+    if odd := [*lacking, *(name for name in tensors if name not in own)]:
+        where = "has no" if odd[0] in lacking else "has a tensor that the network has not,"
+        raise ConfigError(f"the base weights {base} do not fit the network: the file {where} {odd[0]!r}; {_FITTING}")
+    for name, form in tensors.forms.items():
+        if form.shape != tuple(own[name].shape):
+            there, here = ("×".join(map(str, shape)) or "a scalar" for shape in (form.shape, own[name].shape))
+            raise ConfigError(
+                f"the base weights {base} do not fit the network: {name!r} is {there} and in the network {here}; "
+                f"{_FITTING}"
+            )
+        own[name].copy_(tensors[name])
+
+
+def digest_of_base(base: Path) -> str:
+    """A short name for base weights, equal for equal weights.
+
+    Raises:
+        ConfigError: if there is no such file or folder; a pipe or a device is none, whoever named it.
+    """
+    if not (base.is_file() or base.is_dir()):
+        raise ConfigError(f"the base weights {base} are not here; put the same file or folder at that place everywhere")
+    files = sorted(base.glob("*.safetensors")) if base.is_dir() else [base]
+    return _digest(base, tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
+
+
+@lru_cache(maxsize=4)
+def _digest(base: Path, stamp: tuple[tuple[str, int, int], ...]) -> str:  # noqa: ARG001 - read again if that changes
+    return fingerprint(_open_base(base))
+
+
+def _open_base(base: Path) -> LazyParams:
+    try:
+        return open_weights(base).tensors
+    except Malformed as why:
+        raise ConfigError(f"the base weights {base} cannot be read: {why}; name a safetensors file or folder") from why
 
 
 class AdapterSettings(Settings):
@@ -198,12 +261,14 @@ class AdapterSettings(Settings):
         alpha: an adapter counts α / rank; by default once.
         targets: the layers, by name or its end; by default all linear ones.
         seed: what the network that rests is drawn by, where its factory draws: the same for everybody.
+        base: a safetensors file or checkpoint folder with the weights that rest, at the same place for everybody.
     """
 
     rank: PositiveInt = 4
     alpha: PositiveFloat | None = None
     targets: tuple[str, ...] = ()
     seed: int = 0
+    base: str = ""
 
 
 def adapted_spec(of: Spec, given: object) -> Spec:
@@ -219,7 +284,12 @@ def adapted_spec(of: Spec, given: object) -> Spec:
     if not isinstance(given, Mapping):
         raise ConfigError(f"model.adapters is {given!r:.60}, expected a table such as {{ rank = 4 }}")
     chosen = validate_settings(AdapterSettings, given, "model.adapters")
-    return Spec("adapted", {"of": of.to_json(), **chosen.model_dump(mode="json")})
+    if not chosen.base:
+        return Spec("adapted", {"of": of.to_json(), **chosen.model_dump(mode="json", exclude={"base"})})
+    if not Path(chosen.base).exists():
+        raise ConfigError(f"model.adapters.base: there is no file or folder {chosen.base}")
+    digest = digest_of_base(Path(chosen.base))
+    return Spec("adapted", {"of": of.to_json(), **chosen.model_dump(mode="json"), "digest": digest})
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,8 +119,9 @@ def test_the_nearest_turn_solves_procrustes_problem() -> None:
     torch.testing.assert_close(drawn_turn(5, keeps_mean=True) @ ones, ones)
 
 
+@pytest.mark.parametrize("by", ["weights", "activations"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_turned_stream_with_permuted_units_answers_alike_and_comes_back(name: str) -> None:
+def test_a_turned_stream_with_permuted_units_answers_alike_and_comes_back(name: str, by: str) -> None:
     net, x = network(name)
     state = {n: t.clone() for n, t in net.state_dict().items()}
     spec, shape = Spec.of(net), tuple(x.shape[1:])
@@ -134,9 +135,11 @@ def test_a_turned_stream_with_permuted_units_answers_alike_and_comes_back(name: 
     turned = move_units(turned, {g: torch.randperm(g.size, generator=draw) for g in groups})
     torch.testing.assert_close(answers(net, turned, x), answers(net, state, x), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(turned[stream.norms[0].scale], state[stream.norms[0].scale])
-    fused = fedfuse.fuse([state, turned], "fedavg", align=ALIGN, model=net, unlabelled=x).state_dict()
+    align = {"name": "weights", "stream": by}
+    fused = fedfuse.fuse([state, turned], "fedavg", align=align, model=net, unlabelled=x).state_dict()
+    room = 1e-5 if by == "weights" else 1e-4  # activations are in single precision
     for n, t in fused.items():
-        torch.testing.assert_close(t, state[n], rtol=1e-5, atol=1e-5, msg=n)
+        torch.testing.assert_close(t, state[n], rtol=room, atol=room, msg=n)
     plain = fedfuse.fuse([state, turned], "fedavg", align="weights", model=net, unlabelled=x).state_dict()
     assert not all(torch.allclose(plain[n], state[n], atol=1e-3) for n in state), "orders alone do not undo a turn"
 
@@ -174,3 +177,26 @@ def test_evidence_and_scales_of_zero_are_refused() -> None:
     state = net.state_dict() | {"norm.weight": torch.zeros(6)}
     with pytest.raises(ConfigError, match=r"'norm.weight' has a zero"):
         fedfuse.fuse([state, net.state_dict()], "fedavg", align=ALIGN, model=net)
+
+
+def test_a_stream_is_turned_by_weights_or_by_activations() -> None:
+    net, x = network("gated")
+    with pytest.raises(ConfigError, match="stream"):
+        fedfuse.fuse([net.state_dict()] * 2, "fedavg", align={"name": "weights", "stream": "sums"}, model=net)
+    fused = fedfuse.fuse(
+        [net.state_dict()] * 2, "fedavg", align={"name": "activations", "stream": "activations"}, model=net
+    )
+    torch.testing.assert_close(answers(net, fused.state_dict(), x), answers(net, net.state_dict(), x))
+
+
+def test_a_permuted_stream_of_bert_comes_back_where_it_cannot_be_turned() -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    net = tiny.bert("ForSequenceClassification", num_labels=3)
+    groups = channel_groups(Spec.of(net), (7,))
+    assert 8 in {g.size for g in groups}
+    draw = torch.Generator().manual_seed(1)
+    moved = move_units(net.state_dict(), {g: torch.randperm(g.size, generator=draw) for g in groups})
+    fused = fedfuse.fuse([net.state_dict(), moved], "fedavg", align="weights", model=net, unlabelled=TOKENS)
+    for n, t in fused.state_dict().items():
+        torch.testing.assert_close(t, net.state_dict()[n], msg=n)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -14,15 +14,17 @@ from fedfuse.core.messages import Cohort
 from fedfuse.core.state import Bench
 from fedfuse.nets.inputs import input_form
 from fedfuse.server.aggregate.mean import mean_of
-from fedfuse.server.align.activations import ByActivations
+from fedfuse.server.align.activations import ByActivations, probes
 from fedfuse.server.align.graph import ByGraph
 from fedfuse.server.align.nets import Moves, Net, check_alike, move_update
-from fedfuse.server.align.stream import streams_of, turn_onto
+from fedfuse.server.align.stream import Gain, gain_of_activations, gain_of_weights, streams_of, turn_onto
 from fedfuse.server.align.transport import ByTransport
 from fedfuse.server.align.weights import ByWeights
 
 Reference = Literal["first", "largest", "mean"]
+TurnedBy = Literal["weights", "activations"]
 
+_PROBES = 256  # inputs on which streams are compared
 _MAX_MEANS = 10  # how often a mean is found anew at most; clients seldom move after the third
 
 
@@ -55,8 +57,9 @@ class AlignUnits:
         by: how units are matched.
         reference: whose places: those of the "first" client, of the "largest" (most units, then most examples), or
             of the "mean" of the aligned clients, found anew until nobody moves.
-        stream: whether residual streams of transformers are also turned onto the reference's, by orthogonal maps:
-            first by what tokens, pixels and outputs tell, and by all weights once units are in order.
+        stream: whether residual streams of transformers are also turned onto the reference's, by orthogonal maps. By
+            "weights": first by what tokens, pixels and outputs tell, and by all weights once units are in order. By
+            "activations": by what layers add to the stream on the server's rows, or on noise without any.
 
     Example:
         >>> AlignUnits(ByWeights()).reference
@@ -65,7 +68,7 @@ class AlignUnits:
 
     by: Matching
     reference: Reference = "first"
-    stream: bool = False
+    stream: TurnedBy | None = None
 
     @property
     def needs(self) -> frozenset[str]:
@@ -88,23 +91,27 @@ class AlignUnits:
         shape = input_form(bench, cohort.updates[0].spec).shape
         nets = [Net.of(update, shape) for update in cohort]
         check_alike(nets, self.by.any_width and not self.stream)
-        if self.stream:
-            cohort, nets = self._turn(cohort, nets, shape, anchored=True)
+        if self.stream == "weights":
+            cohort, nets = self._turn(cohort, nets, shape, lambda net, _: gain_of_weights(net, anchored=True))
+        elif self.stream == "activations":
+            x = probes(nets[0], bench, "auto", _PROBES)
+            cohort, nets = self._turn(cohort, nets, shape, lambda net, onto: gain_of_activations(net, onto, x))
         aligned, moves = self.align(cohort, nets, bench)
-        if self.stream:
-            aligned, _ = self._turn(aligned, [Net.of(update, shape) for update in aligned], shape, anchored=False)
+        if self.stream == "weights":
+            again = [Net.of(update, shape) for update in aligned]
+            aligned, _ = self._turn(aligned, again, shape, lambda net, _: gain_of_weights(net, anchored=False))
         facts = {"aligned": repr(self.by), "moved": _moved_shares(cohort, nets, moves)}
         left_out = _left_out(nets, moves)
         return aligned, facts | ({"not_aligned": left_out} if left_out else {})
 
     def _turn(
-        self, cohort: Cohort, nets: Sequence[Net], shape: tuple[int, ...], anchored: bool
+        self, cohort: Cohort, nets: Sequence[Net], shape: tuple[int, ...], gain: Callable[[Net, Net], Gain]
     ) -> tuple[Cohort, list[Net]]:
         """The cohort with its streams turned onto those of the reference, which stays as it is."""
         first = self._first_reference(cohort, nets)
         streams = streams_of(nets[first], shape_read(nets[first].spec, shape))
         updates = [
-            update if i == first else turn_onto(update, net, nets[first], streams, anchored)
+            update if i == first else turn_onto(update, net, nets[first], streams, gain(net, nets[first]))
             for i, (update, net) in enumerate(zip(cohort, nets, strict=True))
         ]
         turned = Cohort(tuple(updates))
