@@ -278,6 +278,14 @@ def methods_table() -> str:
     return "\n".join(lines)
 
 
+def test_every_test_that_the_threat_model_names_exists() -> None:
+    """A promise whose test was renamed or lost is found here."""
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "docs/threat-model.md").read_text(encoding="utf-8"))
+    assert len(named) > 40
+    for path, name in named:
+        assert f"def {name}" in (ROOT / path).read_text(encoding="utf-8"), (path, name)
+
+
 def test_readmes_table_is_what_the_methods_say_of_themselves() -> None:
     written = between((ROOT / "README.md").read_text(encoding="utf-8"), "methods")
     assert written == methods_table(), "write it anew: make catalogue"

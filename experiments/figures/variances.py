@@ -52,7 +52,7 @@ class Federation:
     start: ServerState
 
     @classmethod
-    def of(cls, log_variance_lr: float = 0.5) -> Federation:
+    def of(cls, log_variance_lr: float = 0.25) -> Federation:
         """Everybody in place, before the first round."""
         digits, spec = load("digits"), Spec("mlp", {"inputs": 64, "hidden": [64, 32], "classes": 10})
         parts = partition(digits.train.y, Dirichlet(alpha=0.5), 6, 0).clients

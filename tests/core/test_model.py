@@ -163,3 +163,12 @@ def test_parts_of_a_model() -> None:
     assert outputs(members[0]) == 3
     convolution = nn.Conv2d(1, 2, 3)
     assert outputs(Single.of(convolution, Spec.of(convolution))) is None
+
+
+def test_a_network_of_ours_answers_alike_however_its_channels_lie() -> None:
+    """Weights are laid out for speed; what is said differs by rounding alone."""
+    for spec, shape in ((Spec("lenet"), (1, 28, 28)), (Spec("lenet", {"channels": 3, "size": 32}), (3, 32, 32))):
+        x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0))
+        module = spec.build().eval()
+        with torch.no_grad():
+            torch.testing.assert_close(Single.of(module, spec).logits(x), module(x), rtol=1e-5, atol=1e-5)

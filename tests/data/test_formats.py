@@ -143,6 +143,8 @@ def test_missing_arrays_are_named():
     del arrays["x_test"], arrays["y_test"]
     with pytest.raises(ConfigError, match="mine holds no x_test and no y_test"):
         formats.splits_from_arrays(arrays, "mine")
+    with pytest.raises(ConfigError, match="mine holds no x, expected x and y"):  # renamed by a flipped bit
+        formats.split_from_arrays({"y": arrays["y_train"]}, "x", "y", "mine")
 
 
 def test_an_npz_with_pickles_is_refused_and_nothing_runs(tmp_path):

