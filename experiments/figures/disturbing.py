@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,19 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import Decay, LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
-from fedfuse.data import load
+from fedfuse.data import Dataset, load
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.experiment.figures import figure
 from fedfuse.nets.combine import Combine, TopLogit
 from fedfuse.nets.mixture import Mixture
+from fedfuse.report.stored import StoredResult, Values, digest_of, write_result
 from fedfuse.server.aggregate.ensemble import members_of
 from fedfuse.server.door.admit import admit_all
 from fedfuse.server.judge import log_probabilities
+from fedfuse.tasks.metrics import auroc
 
-SEEDS = range(24)
+GROUP = 24  # seeds that a panel shows, and of which the luckiest and the unluckiest are stored
+GROUPS = 5
 ACTIVATIONS = {"relu": "ReLU", "leaky_relu": "leaky ReLU", "tanh": "tanh"}
 SEEN = (0, 1, 2, 5, 9)
 
@@ -103,26 +106,15 @@ def accuracy(model: Single | Mixture, rows: Rows) -> float:
     return float((log_probabilities(model, rows.x).argmax(-1) == rows.y).double().mean())
 
 
-def auroc(positive: Tensor, negative: Tensor) -> float:
-    """The chance that a positive scores above a negative, ties counting half: the area under the ROC curve.
-
-    Example:
-        >>> auroc(torch.tensor([3.0, 2.0]), torch.tensor([1.0, 2.0]))
-        0.875
-    """
-    low, high = negative.sort().values, positive.contiguous()
-    below = torch.searchsorted(low, high)
-    up_to = torch.searchsorted(low, high, right=True)
-    return float((below + up_to).double().mean() / (2 * len(low)))
-
-
 @figure("ams-toy", paper="AMS, Figure 1")
 def draw_toy(folder: Path) -> list[Path]:
     """One neuron on the left, one on the right: whether adding their logits helps, by activation and by seed."""
     sides = (band(300, -2.0, 0.5, seed=1), band(300, -0.5, 2.0, seed=2))
     halves = (band(150, -2.0, 0.5, seed=3), band(150, -0.5, 2.0, seed=4))
     test = Rows(torch.cat([h.x for h in halves]), torch.cat([h.y for h in halves]))
-    outcomes = {name: [toy(seed, test, sides, name) for seed in SEEDS] for name in ACTIVATIONS}
+    tried = {name: [toy(seed, test, sides, name) for seed in range(GROUPS * GROUP)] for name in ACTIVATIONS}
+    outcomes = {name: pairs[:GROUP] for name, pairs in tried.items()}
+    numbers = store("ams-toy", {name: luck(pairs) for name, pairs in tried.items()}, folder)
     plt = _pyplot()
     figure, axes = plt.subplots(3, 4, figsize=(13.2, 10.2), layout="constrained")
     figure.suptitle(_WORDS, x=0.01, ha="left", fontsize=10, color=_INK, linespacing=1.5)
@@ -134,7 +126,21 @@ def draw_toy(folder: Path) -> list[Path]:
         axes[1:], success_and_failure(outcomes["leaky_relu"]), ("success", "failure"), strict=True
     ):
         _draw_maps(row, pair, test, word)
-    return [_saved(figure, folder / "ams-toy.png")]
+    return [_saved(figure, folder / "ams-toy.png"), numbers]
+
+
+def luck(pairs: Sequence[Pair]) -> dict[str, dict[str, dict[int, float]]]:
+    """What adding the logits gives in the luckiest and the unluckiest seed of every group."""
+    groups = [[pair.added for pair in pairs[start : start + GROUP]] for start in range(0, len(pairs), GROUP)]
+    return {
+        f"logits added, {word} seed": {"accuracy": {at: pick(group) for at, group in enumerate(groups)}}
+        for word, pick in {"luckiest": max, "unluckiest": min}.items()
+    }
+
+
+def store(name: str, cells: Mapping[str, Mapping[str, Mapping[str, Values]]], folder: Path) -> Path:
+    """Write a figure's numbers beside it, as `fedfuse reproduce NAME --store` reads them."""
+    return write_result(StoredResult(name, "cpu", digest_of(Path(__file__)), cells), folder)
 
 
 def success_and_failure(pairs: Sequence[Pair]) -> tuple[Pair, Pair]:
@@ -148,19 +154,27 @@ def success_and_failure(pairs: Sequence[Pair]) -> tuple[Pair, Pair]:
 def draw_confidence(folder: Path) -> list[Path]:
     """A network is surer of digits it has seen: exp(max logit) of an MLP that was trained on 0, 1, 2, 5 and 9."""
     data = load("mnist")
+    seen = torch.isin(data.test.y, torch.tensor(SEEN))
+    sure = [confidence_of(data, seed) for seed in range(GROUPS)]
+    areas = {seed: auroc(each[~seen], each[seen]) for seed, each in enumerate(sure)}
+    numbers = store("ams-confidence", {"mnist": {"largest logit": {"auroc": areas}}}, folder)
+    plt = _pyplot()
+    figure, axis = plt.subplots(figsize=(9.2, 4.8), layout="constrained")
+    _draw_labels(axis, sure[0], data.test.y)
+    axis.set_title(
+        f"Trained on 0, 1, 2, 5 and 9: how sure a network is of every digit (AUROC {areas[0]:.3f})", loc="left"
+    )
+    return [_saved(figure, folder / "ams-confidence.png"), numbers]
+
+
+def confidence_of(data: Dataset, seed: int) -> Tensor:
+    """The largest logit for every test row, of a network that was trained on five digits."""
     known = torch.isin(data.train.y, torch.tensor(SEEN)).nonzero()[:, 0]
     rows = Rows(data.train.x[known], data.train.y[known])
     spec = Spec("mlp", {"inputs": rows.x[0].numel(), "hidden": [100, 100]})
-    model = trained(spec, rows, TABLE_1, seed=0, client="site")
+    model = trained(spec, rows, TABLE_1, seed, client="site")
     with torch.no_grad():
-        confidence = torch.cat([model.logits(x) for x in data.test.x.split(1000)]).amax(-1)
-    seen = torch.isin(data.test.y, torch.tensor(SEEN))
-    plt = _pyplot()
-    figure, axis = plt.subplots(figsize=(9.2, 4.8), layout="constrained")
-    _draw_labels(axis, confidence, data.test.y)
-    area = auroc(confidence[seen], confidence[~seen])
-    axis.set_title(f"Trained on 0, 1, 2, 5 and 9: how sure a network is of every digit (AUROC {area:.3f})", loc="left")
-    return [_saved(figure, folder / "ams-confidence.png")]
+        return torch.cat([model.logits(x) for x in data.test.x.split(1000)]).amax(-1)
 
 
 def _pyplot() -> Any:

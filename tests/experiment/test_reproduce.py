@@ -8,7 +8,8 @@ import pytest
 
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.figures import PaperFigure, all_figures
-from fedfuse.experiment.reproduce import catalogue, experiments_folder, find
+from fedfuse.experiment.reproduce import catalogue, experiments_folder, find, store_result
+from fedfuse.report.stored import StoredResult, read_result, write_result
 
 
 @pytest.fixture
@@ -43,6 +44,19 @@ def test_a_picture_needs_no_scale(shelf: Path) -> None:
         found = find(name, "cpu")
         assert isinstance(found, PaperFigure)
         assert found == picture
+
+
+def test_numbers_of_a_figure_are_stored_as_those_of_a_table_are(
+    shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = PaperFigure("x-toy", "X", lambda folder: [folder])
+    monkeypatch.setattr("fedfuse.experiment.figures._FIGURES", {"x-toy": toy})
+    with pytest.raises(ConfigError, match="no numbers of the figure x-toy in .*; fedfuse reproduce x-toy draws it"):
+        store_result("x-toy", "cpu", tmp_path)
+    drawn = StoredResult("x-toy", "cpu", "d", {"all": {"added": {"accuracy": {0: 0.9}}}})
+    write_result(drawn, tmp_path)
+    assert read_result(store_result("x-toy", "cpu", tmp_path)) == drawn
+    assert (shelf / "results" / "x-toy.cpu.json").is_file()
 
 
 def test_the_folder_beside_the_source_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
 
 from fedfuse.core.rows import Rows
 from fedfuse.data import load
+from fedfuse.experiment.claims import load_claims
 from fedfuse.experiment.figures import all_figures, experiments_folder, load_figures
 from fedfuse.nets.combine import TopLogit
+from fedfuse.report.claims import judge_claim
+from fedfuse.report.stored import read_result
 
 FIGURES = experiments_folder() / "figures"
 disturbing: Any = load_figures(FIGURES / "disturbing.py")
 accuracy = disturbing.accuracy
-auroc = disturbing.auroc
 band = disturbing.band
 toy = disturbing.toy
 
@@ -70,23 +71,28 @@ def test_success_and_failure_are_alike_alone(pair: disturbing.Pair) -> None:
     assert disturbing.success_and_failure([unlike, served, hurt]) == (served, hurt)
 
 
-def test_the_area_under_the_curve() -> None:
-    draw = torch.Generator().manual_seed(0)
-    seen, unseen = torch.randint(0, 9, (70,), generator=draw) + 2.0, torch.randint(0, 9, (50,), generator=draw) + 0.0
-    expected = roc_auc_score([1] * 70 + [0] * 50, torch.cat([seen, unseen]).numpy())
-    assert auroc(seen, unseen) == pytest.approx(expected)
-    assert auroc(seen + 99, unseen) == 1.0
+def test_luck_is_the_best_and_the_worst_of_each_group(pair: disturbing.Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disturbing, "GROUP", 2)
+    pairs = [replace(pair, added=added) for added in (0.9, 0.7, 0.6, 0.8)]
+    lucky, unlucky = disturbing.luck(pairs).values()
+    assert lucky == {"accuracy": {0: 0.9, 1: 0.8}}
+    assert unlucky == {"accuracy": {0: 0.7, 1: 0.6}}
 
 
 def test_both_pictures_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disturbing, "SEEDS", (1, 9))
+    monkeypatch.setattr(disturbing, "GROUP", 2)
+    monkeypatch.setattr(disturbing, "GROUPS", 1)
     monkeypatch.setattr(disturbing, "ADAM", disturbing.ADAM.model_copy(update={"epochs": 60}))
     digits = load("digits", train_limit=400)
     wide = replace(digits, train=Rows(digits.train.x, digits.train.y), test=Rows(digits.test.x, digits.test.y))
     monkeypatch.setattr(disturbing, "load", lambda _: wide)
+    claims = load_claims()
     for name in ("ams-toy", "ams-confidence"):
         picture = all_figures()[name]
         assert picture.summary.endswith(".")
-        (path,) = picture.draw(tmp_path / "figures")
+        path, numbers = picture.draw(tmp_path / "figures")
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         assert path.stat().st_size > 10_000
+        assert any(
+            claim.picture == name and judge_claim(claim, {name: read_result(numbers)}).effect for claim in claims
+        )

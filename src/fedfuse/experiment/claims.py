@@ -55,12 +55,12 @@ class ClaimConfig(Settings):
     @model_validator(mode="after")
     def _check_comparison(self) -> ClaimConfig:
         """A claim is tested by a whole comparison, or says why it cannot be."""
-        if self.untestable or self.picture:
-            if self.file or self.first:
-                raise ValueError("a claim with `untestable` or `picture` has no `file` and no `first`; leave them out")
+        if self.untestable:
+            if self.file or self.picture or self.first:
+                raise ValueError("a claim with `untestable` has no `file`, `picture` or `first`; leave them out")
             return self
-        if not self.file or not self.first:
-            raise ValueError("it needs `file` and `first`, or `picture`, or `untestable` with the reason")
+        if bool(self.file) == bool(self.picture) or not self.first:
+            raise ValueError("it needs `file` or `picture`, and `first`; or `untestable` with the reason")
         if self.score not in STORED_COLUMNS:
             near = suggest(self.score, STORED_COLUMNS)
             raise ValueError(f"score is {self.score!r}{near} expected one of {', '.join(STORED_COLUMNS)}")

@@ -15,7 +15,7 @@ from fedfuse.experiment.figures import PaperFigure, all_figures, experiments_fol
 from fedfuse.experiment.folder import RunFolder
 from fedfuse.experiment.jobs import Job, jobs_of, run_jobs
 from fedfuse.experiment.watch import Callback
-from fedfuse.report.stored import Pair, collect_result, write_result
+from fedfuse.report.stored import Pair, collect_result, read_result, result_path, write_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def store_result(name: str, scale: Scale, folder: Path, partial: bool = False) -
     """
     file = find(name, scale)
     if not isinstance(file, Path):
-        raise ConfigError(f"{name} is a picture and has no result to store; name an experiment file")
+        return _store_numbers(name, folder)
     jobs = jobs_of(file, out=folder)
     done = {job.experiment.name: _finished_pairs(job) for job in jobs.each}
     asked = {job.experiment.name: len(job.experiment.methods) * len(job.experiment.seeds) for job in jobs.each}
@@ -97,6 +97,14 @@ def store_result(name: str, scale: Scale, folder: Path, partial: bool = False) -
         )
     result = collect_result(name, scale, file_digests(scale)[name], folder, unfinished)
     return write_result(result, results_folder())
+
+
+def _store_numbers(name: str, folder: Path) -> Path:
+    """Store the numbers that a figure wrote beside its picture."""
+    path = result_path(name, "cpu", folder)
+    if not path.is_file():
+        raise ConfigError(f"there are no numbers of the figure {name} in {folder}; fedfuse reproduce {name} draws it")
+    return write_result(read_result(path), results_folder())
 
 
 def _finished_pairs(job: Job) -> set[Pair]:

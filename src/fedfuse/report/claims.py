@@ -49,7 +49,7 @@ class Claim:
         cells: patterns of the experiments it is about.
         beside: a pattern of the one experiment where the second are read; by default the same one.
         untestable: why no small file can test it.
-        picture: the figure that shows it, where no number is stored.
+        picture: the figure that shows it and stores its numbers, where there is no experiment file.
         note: what a reader should know of the comparison.
         scale: the smallest at which there is such a file.
     """
@@ -73,6 +73,11 @@ class Claim:
     picture: str = ""
     note: str = ""
     scale: str = "cpu"
+
+    @property
+    def source(self) -> str:
+        """The name of the stored result that tests it: of an experiment file, or of a figure."""
+        return self.file or self.picture
 
     @property
     def column(self) -> Column:
@@ -133,10 +138,10 @@ def judge_claim(claim: Claim, results: Mapping[str, StoredResult], digests: Mapp
     """
     if claim.untestable:
         return Finding(claim, "not testable at this scale")
-    result = results.get(claim.file)
+    result = results.get(claim.source)
     if result is None:
-        return Finding(claim, "not run", missing=(claim.file,) if claim.file else ())
-    older = digests is not None and digests.get(claim.file, result.digest) != result.digest
+        return Finding(claim, "not run", missing=(claim.source,))
+    older = digests is not None and digests.get(claim.source, result.digest) != result.digest
     cases = list(_cases(claim, result))
     found = {name: values for name, values in cases if values}
     missing = tuple(name for name, values in cases if not values)

@@ -18,6 +18,7 @@ STORED = (
     "accuracy",
     "nll",
     "ece",
+    "auroc",
     "client_accuracy_weighted",
     "client_accuracy_worst10",
     "bytes_up",
