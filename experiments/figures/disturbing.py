@@ -133,7 +133,7 @@ def luck(pairs: Sequence[Pair]) -> dict[str, dict[str, dict[int, float]]]:
     """What adding the logits gives in the luckiest and the unluckiest seed of every group."""
     groups = [[pair.added for pair in pairs[start : start + GROUP]] for start in range(0, len(pairs), GROUP)]
     return {
-        f"logits added, {word} seed": {"accuracy": {at: pick(group) for at, group in enumerate(groups)}}
+        f"logits added, {word} seed": {"accuracy": {at: round(pick(group), 4) for at, group in enumerate(groups)}}
         for word, pick in {"luckiest": max, "unluckiest": min}.items()
     }
 
@@ -156,7 +156,7 @@ def draw_confidence(folder: Path) -> list[Path]:
     data = load("mnist")
     seen = torch.isin(data.test.y, torch.tensor(SEEN))
     sure = [confidence_of(data, seed) for seed in range(GROUPS)]
-    areas = {seed: auroc(each[~seen], each[seen]) for seed, each in enumerate(sure)}
+    areas = {seed: round(auroc(each[~seen], each[seen]), 4) for seed, each in enumerate(sure)}
     numbers = store("ams-confidence", {"mnist": {"largest logit": {"auroc": areas}}}, folder)
     plt = _pyplot()
     figure, axis = plt.subplots(figsize=(9.2, 4.8), layout="constrained")
