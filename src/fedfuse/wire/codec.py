@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fedfuse.core.files import write_atomically
+from fedfuse.core.large_pages import use_large_pages
 from fedfuse.core.messages import Form
 from fedfuse.core.params import Params
 from fedfuse.errors import ConfigError, FuseError
@@ -216,7 +217,7 @@ def read(path: Path, limits: Limits | None = None) -> Packet:
     forms, offsets = contents.forms, contents.offsets
 
     def fetch(name: str, begin: int, end: int) -> Tensor:
-        out = torch.empty(end - begin, dtype=forms[name].dtype)
+        out = use_large_pages(torch.empty(end - begin, dtype=forms[name].dtype))
         try:
             whole = fill(path, start + offsets[name] + begin * out.itemsize, memoryview(_bytes_of(out)))
         except OSError as why:
