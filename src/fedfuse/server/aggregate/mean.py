@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import accumulate
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -99,14 +99,19 @@ def _as_summed(sources: Sequence[Params], weights: Sequence[float] | Tensor) -> 
     """The sources with sums of several sites in the place of those sites' rounded means, and what each is times."""
     given = torch.as_tensor(weights, dtype=torch.float64).tolist()
     pairs = zip(sources, given, strict=True)
-    found = [(s.totals, w / s.weight) if isinstance(s, SummedParams) else (s, w) for s, w in pairs]
+    found = [(s.totals, w / s.weight) if _is_sum(s) else (s, w) for s, w in pairs]
     return [source for source, _ in found], [weight for _, weight in found]
+
+
+def _is_sum(source: Params) -> TypeGuard[SummedParams]:
+    """Whether these are sums of several sites; nothing derives from them, and asking so takes a tenth of the time."""
+    return type(source) is SummedParams
 
 
 def exact_weights(weights: Sequence[float] | Tensor, sources: Sequence[Params]) -> tuple[Tensor, float]:
     """The weights and what to divide by; whole numbers without their common factor, so that one client counts 1."""
     given = torch.as_tensor(weights, dtype=torch.float64)
-    if any(isinstance(source, SummedParams) for source in sources):  # a sum is times its weight already: keep it whole
+    if any(map(_is_sum, sources)):  # a sum is times its weight already: keep it whole
         return given, math.fsum(given.tolist())
     if len(given) == 1:  # its weights come back bit for bit, whatever the number of examples
         return torch.ones_like(given), 1.0
@@ -148,7 +153,7 @@ def _runs(sources: Sequence[Params]) -> list[tuple[str, ...]]:
     """
     lazy = [s for s in sources if isinstance(s, LazyParams)]
     # a run is read by the first client's offsets, so everybody's table must be the very same
-    whole = len(lazy) == len(sources) and not any(isinstance(s, SummedParams) for s in lazy)
+    whole = len(lazy) == len(sources) and not any(map(_is_sum, sources))
     same = whole and all((s.offsets, s.forms) == (lazy[0].offsets, lazy[0].forms) for s in lazy)
     return lazy[0].runs() if same else [(name,) for name in sources[0]]
 
