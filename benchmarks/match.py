@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy import optimize
 
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
@@ -132,7 +133,7 @@ def measured(cases: dict[str, Callable[[], object]], repeats: int) -> dict[str, 
 def assigning() -> Iterator[list[float]]:
     """The seconds of every assignment solved meanwhile."""
     seconds: list[float] = []
-    solve = assign.linear_sum_assignment
+    solve = optimize.linear_sum_assignment  # which is imported anew for every matching
 
     def timed(*args: Any, **options: Any) -> Any:
         began = time.process_time()
@@ -141,11 +142,11 @@ def assigning() -> Iterator[list[float]]:
         finally:
             seconds.append(time.process_time() - began)
 
-    assign.linear_sum_assignment = timed
+    optimize.linear_sum_assignment = timed
     try:
         yield seconds
     finally:
-        assign.linear_sum_assignment = solve
+        optimize.linear_sum_assignment = solve
 
 
 def by_width(width: int) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,13 +41,13 @@ def fused(name: str, who: tuple[Cohort, ServerState]) -> dict[str, torch.Tensor]
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Every tensor goes to compiled code; the list says for each whether it could be done there."""
     answers: list[bool] = []
-    real = charts._sum_compiled
+    real = charts._fill_compiled
 
     def noted(*args: object) -> bool:
         answers.append(real(*args))  # type: ignore[arg-type]
         return answers[-1]
 
-    monkeypatch.setattr(charts, "_sum_compiled", noted)
+    monkeypatch.setattr(charts, "_fill_compiled", noted)
     monkeypatch.setattr(charts, "MIN_COMPILED", 0)
     return answers
 
@@ -85,3 +86,60 @@ def test_an_exponential_out_of_reach_is_left_to_torch(
     assert not all(compiled)
     monkeypatch.setattr(charts, "MIN_COMPILED", math.inf)
     assert all(torch.allclose(found[n], t, rtol=2e-6, atol=2e-6) for n, t in fused(name, who).items())
+
+
+def closed_form(name: str, m: np.ndarray, rho: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and log-variance in float64, by the formulas of `server.aggregate.charts`."""
+    v, w = np.exp(rho), weights[:, None]
+    mean = (w * m).sum(0)
+    match name:
+        case "LOGS":
+            return mean, (w * rho).sum(0)
+        case "VARIANCES":
+            return mean, np.log((w * v).sum(0))
+        case "DEVIATIONS":
+            return mean, 2 * np.log((w * np.sqrt(v)).sum(0))
+        case "PRECISIONS":
+            return (w * m / v).sum(0) / (w / v).sum(0), -np.log((w / v).sum(0))
+        case _:
+            return mean, np.log((w * (v + (m - mean) ** 2)).sum(0))
+
+
+@pytest.mark.parametrize("name", ["LOGS", "VARIANCES", "DEVIATIONS", "PRECISIONS", "MOMENTS"])
+@pytest.mark.parametrize("clients", [1, 10, 23])
+def test_any_number_of_clients_and_weights_is_fused_by_the_formulas(name: str, clients: int) -> None:
+    from fedfuse.kernels import charts as kernel
+
+    draw = np.random.default_rng(clients)
+    for count in (kernel.LEAST, kernel.LEAST + 1, 9001):
+        m = draw.normal(size=(clients, count + 3)).astype(np.float32)
+        rho = draw.uniform(-40, 40, count + 3).astype(np.float32) + draw.normal(size=(clients, count + 3))
+        rho = rho.astype(np.float32)
+        rows = tuple(np.array([row.ctypes.data for row in side], np.int64) for side in (m, rho))
+        weights = draw.dirichlet(np.full(clients, 2.0))
+        mean, logs = np.zeros((2, count), np.float32)
+        assert kernel.fuse(getattr(kernel, name), rows, (weights, weights), 3, mean, logs)
+        expected = closed_form(name, m[:, 3:].astype(float), rho[:, 3:].astype(float), weights)
+        np.testing.assert_allclose(mean, expected[0], rtol=3e-7, atol=1e-6)
+        np.testing.assert_allclose(logs, expected[1], rtol=3e-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("odd", [60.0, -60.0, 3e6, -3e6, np.inf, -np.inf, np.nan])
+def test_whatever_has_no_exponential_here_is_told(odd: float) -> None:
+    from fedfuse.kernels import charts as kernel
+
+    m, rho = np.zeros((2, 100), np.float32)
+    rho[77] = odd
+    rows = tuple(np.array([row.ctypes.data], np.int64) for row in (m, rho))
+    out, one = np.zeros((2, 100), np.float32), np.ones(1)
+    assert not kernel.fuse(kernel.VARIANCES, rows, (one, one), 0, *out)
+
+
+def test_logarithms_are_right_to_two_units() -> None:
+    from fedfuse.kernels.exponential import log
+
+    numbers = np.exp(np.random.default_rng(0).uniform(-80, 80, 3000)).astype(np.float32)
+    numbers[:1000] = np.random.default_rng(1).uniform(0.5, 2.0, 1000)
+    found = np.array([log(x) for x in numbers])
+    exact = np.log(numbers.astype(np.float64))
+    assert (np.abs(found - exact) <= 2 * np.spacing(np.abs(exact).astype(np.float32))).all()

@@ -24,7 +24,7 @@ from fedfuse.experiment.execute import execute
 from fedfuse.experiment.ledger import Ledger
 from fedfuse.experiment.prepare import Setting, prepare
 from fedfuse.models.bayes import Bayesian, BayesianLayers
-from fedfuse.server.aggregate.mean import NormalizedMean
+from fedfuse.server.aggregate.normalized import NormalizedMean
 from fedfuse.server.loop import Record, run
 from fedfuse.wire.files import load_model
 

@@ -253,7 +253,7 @@ def test_limits_come_before_parsing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with pytest.raises(Malformed, match="50 tensors are more than the 49 allowed"):
         decode(many, Limits(tensors=49))
     assert len(decode(many, Limits(tensors=50)).tensors) == 50
-    monkeypatch.setattr(codec, "_parse", lambda *_: pytest.fail("it was read although it is too long"))
+    monkeypatch.setattr(codec, "parse", lambda *_: pytest.fail("it was read although it is too long"))
     with pytest.raises(Malformed, match="more than the 100 that fit here"):
         decode(many, Limits(bytes=100))
     (tmp_path / "sparse").touch()

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-_LEAST = 1 << 22  # bytes: two large pages of the usual size
+_LEAST = 1 << 21  # bytes: a large page of the usual size
 _ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux's
 
 

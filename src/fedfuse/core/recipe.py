@@ -67,7 +67,7 @@ class Recipe:
     weights back, and every update stands at the model of the brief.
 
     Example:
-        >>> from fedfuse.server.aggregate.mean import NormalizedMean
+        >>> from fedfuse.server.aggregate.normalized import NormalizedMean
         >>> Recipe(name="nova", aggregate=NormalizedMean()).result
         'single'
     """

@@ -15,7 +15,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.layerwise import MatchedLayers
 from fedfuse.server.aggregate.matched import MatchedUnits
-from fedfuse.server.aggregate.mean import NormalizedMean
+from fedfuse.server.aggregate.normalized import NormalizedMean
 from fedfuse.server.steps.prune import Prune
 
 Clients: TypeAlias = Literal["plain", "fedfuse"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
-from fedfuse.server.aggregate.mean import NormalizedMean
+from fedfuse.server.aggregate.normalized import NormalizedMean
 
 
 @method("fednova", paper="arXiv:2007.07481")

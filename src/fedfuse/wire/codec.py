@@ -10,56 +10,31 @@ from __future__ import annotations
 import json
 import math
 import os
-import reprlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedfuse.core.files import write_atomically
+from fedfuse.core.large_pages import use_large_pages
 from fedfuse.core.messages import Form
 from fedfuse.core.params import Params
-from fedfuse.errors import ConfigError, FuseError
+from fedfuse.errors import ConfigError
 from fedfuse.wire.reading import fill
+from fedfuse.wire.table import DTYPES as DTYPES
+from fedfuse.wire.table import Limits as Limits
+from fedfuse.wire.table import Malformed as Malformed
+from fedfuse.wire.table import check_size, parse
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ENTRY = frozenset({"dtype", "shape", "data_offsets"})
 
 with warnings.catch_warnings():  # torch says once per process that such memory is read-only; we know
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
-
-
-_LEVELS = 32  # that a header may nest
-
-
-class Malformed(FuseError):
-    """Bytes that are not what they claim to be."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a reader is ready to accept, checked before allocation."""
-
-    bytes: int = 16 * 2**30
-    header: int = 16 * 2**20
-    tensors: int = 100_000
 
 
 class LazyParams(Mapping[str, Tensor]):
@@ -68,9 +43,10 @@ class LazyParams(Mapping[str, Tensor]):
     `piece` fetches a run of a tensor's elements, so that a reader can walk through a tensor larger than its memory.
     `offsets` tells, where it is known, at which byte of the message each tensor begins: a piece may go on beyond its
     tensor's end into those of the same dtype that follow it. Pieces of what is `resident` are views, of any length.
+    `fill` reads a run that begins at an element into memory that is there already, where that saves a copy.
     """
 
-    __slots__ = ("_fetch", "forms", "offsets", "resident")
+    __slots__ = ("_fetch", "_fill", "forms", "offsets", "resident")
 
     def __init__(
         self,
@@ -78,10 +54,11 @@ class LazyParams(Mapping[str, Tensor]):
         fetch: Callable[[str, int, int], Tensor],
         offsets: Mapping[str, int] | None = None,
         resident: bool = False,
+        fill: Callable[[str, int, Tensor], None] | None = None,
     ) -> None:
         self.forms, self.resident = forms, resident
         self.offsets = offsets or {}
-        self._fetch = fetch
+        self._fetch, self._fill = fetch, fill
 
     def __getitem__(self, name: str) -> Tensor:
         form = self.forms[name]
@@ -90,6 +67,13 @@ class LazyParams(Mapping[str, Tensor]):
     def piece(self, name: str, begin: int, end: int) -> Tensor:
         """Elements [begin, end) of a tensor laid flat, counted from its first."""
         return self._fetch(name, begin, end)
+
+    def piece_in(self, room: Tensor, name: str, begin: int, end: int) -> Tensor:
+        """The same, in a room if it is read from a file, and fits: one room serves many pieces."""
+        if self._fill is None or room.dtype != self.forms[name].dtype or len(room) < end - begin:
+            return self._fetch(name, begin, end)
+        self._fill(name, begin, piece := room[: end - begin])
+        return piece
 
     def runs(self) -> list[tuple[str, ...]]:
         """Names in groups whose tensors lie one behind the other in one dtype: each can be read as one long piece."""
@@ -124,8 +108,11 @@ class LazyParams(Mapping[str, Tensor]):
         old = {rename(n): n for n in self.forms if keep(n)}
         forms = {new: self.forms[name] for new, name in old.items()}
         offsets = {new: self.offsets[name] for new, name in old.items() if name in self.offsets}
-        renamed = lambda new, begin, end: self._fetch(old[new], begin, end)
-        return LazyParams(forms, self._fetch if rename is str else renamed, offsets, self.resident)
+        fetch, fill = self._fetch, self._fill
+        renamed = lambda new, begin, end: fetch(old[new], begin, end)
+        filled = None if fill is None else lambda new, begin, room: fill(old[new], begin, room)
+        both = (fetch, fill) if rename is str else (renamed, filled)
+        return LazyParams(forms, both[0], offsets, self.resident, both[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +122,6 @@ class Packet:
     header: Mapping[str, Any]
     tensors: LazyParams
     size: int
-
-
-class _Contents(NamedTuple):
-    """A message's table of contents, found good for a body of that length."""
-
-    table: Mapping[str, Any]
-    body: int
-    forms: Mapping[str, Form]
-    offsets: Mapping[str, int]
-
-
-_last: _Contents | None = None  # replies of one round share their table: it is checked once, and kept once
 
 
 def encode(tensors: Params, header: Mapping[str, Any]) -> bytes:
@@ -183,8 +158,8 @@ def decode(data: bytes, limits: Limits | None = None) -> Packet:
         Malformed: with the reason, before anything is allocated.
     """
     limits = limits or Limits()
-    _check_size(len(data), limits)
-    contents, header, start = _parse(lambda begin, length: data[begin : begin + length], len(data), limits)
+    check_size(len(data), limits)
+    contents, header, start = parse(lambda begin, length: data[begin : begin + length], len(data), limits)
     forms, offsets = contents.forms, contents.offsets
 
     def fetch(name: str, begin: int, end: int) -> Tensor:
@@ -206,31 +181,42 @@ def read(path: Path, limits: Limits | None = None) -> Packet:
     limits = limits or Limits()
     try:
         size = path.stat().st_size
-        _check_size(size, limits)
+        check_size(size, limits)
         with path.open("rb") as file:
             # pread moves no file position, and only the header is read: a tensor waits until somebody asks
-            contents, header, start = _parse(lambda begin, length: os.pread(file.fileno(), length, begin), size, limits)
+            contents, header, start = parse(lambda begin, length: os.pread(file.fileno(), length, begin), size, limits)
     except OSError as why:
         raise Malformed(f"cannot read {path}: {why.strerror or why}") from why
 
     forms, offsets = contents.forms, contents.offsets
 
-    def fetch(name: str, begin: int, end: int) -> Tensor:
-        out = torch.empty(end - begin, dtype=forms[name].dtype)
+    def read_into(name: str, begin: int, room: Tensor) -> None:
         try:
-            whole = fill(path, start + offsets[name] + begin * out.itemsize, memoryview(_bytes_of(out)))
+            whole = fill(path, start + offsets[name] + begin * room.itemsize, memoryview(_bytes_of(room)))
         except OSError as why:
             raise Malformed(f"cannot read {path}: {why.strerror or why}") from why
         if not whole:
             raise Malformed(f"{path.name} changed while it was read")
+
+    def fetch(name: str, begin: int, end: int) -> Tensor:
+        read_into(name, begin, out := use_large_pages(torch.empty(end - begin, dtype=forms[name].dtype)))
         return out
 
-    return Packet(header, LazyParams(forms, fetch, offsets), size)
+    return Packet(header, LazyParams(forms, fetch, offsets, fill=read_into), size)
 
 
 def piece_of(params: Params, name: str, begin: int, end: int) -> Tensor:
     """Elements [begin, end) of a tensor laid flat, wherever it lives."""
     return params.piece(name, begin, end) if isinstance(params, LazyParams) else params[name].reshape(-1)[begin:end]
+
+
+def piece_in(room: Tensor, params: Params, name: str, begin: int, end: int) -> Tensor:
+    """The same, in a room if it is read from a file, and fits."""
+    return (
+        params.piece_in(room, name, begin, end)
+        if isinstance(params, LazyParams)
+        else piece_of(params, name, begin, end)
+    )
 
 
 def as_lazy(params: Params) -> LazyParams:
@@ -258,11 +244,6 @@ def encoded_size(tensors: Params, header: Mapping[str, Any]) -> int:
         True
     """
     return len(_head(tensors, header)[0]) + forms_size(forms_of(tensors))
-
-
-def _check_size(size: int, limits: Limits) -> None:
-    if size > limits.bytes:
-        raise Malformed(f"{size:,} bytes are more than the {limits.bytes:,} that fit here")
 
 
 def _head(
@@ -298,97 +279,3 @@ def _bytes_of(tensor: Tensor) -> Any:
     if flat.stride() != (1,):  # `contiguous` leaves a single number's odd stride, and a view as bytes does not
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8).numpy()
-
-
-def _parse(piece: Callable[[int, int], bytes], size: int, limits: Limits) -> tuple[_Contents, Mapping[str, Any], int]:
-    if size < 8:
-        raise Malformed(f"only {size} bytes, too short for any message")
-    length = int.from_bytes(piece(0, 8), "little")
-    if length > min(limits.header, size - 8):
-        raise Malformed(
-            f"it claims a header of {length:,} bytes; it has {size:,} in all and {limits.header:,} are allowed"
-        )
-    if length % 8:  # tensors would begin between numbers, where no view of them can be made
-        raise Malformed("its header is not padded to eight bytes")
-    table = _table(piece(8, length))
-    meta = table.pop("__metadata__", {})
-    if len(table) > limits.tensors:
-        raise Malformed(f"{len(table):,} tensors are more than the {limits.tensors:,} allowed")
-    return _contents(table, size - 8 - length), _header(meta), 8 + length
-
-
-def _contents(table: Mapping[str, Any], body: int) -> _Contents:
-    global _last
-    known = _last  # read once: another thread may be reading another message
-    # names in their order too: dictionaries are equal in any order, and a run of tensors is not
-    if known is None or (known.body, list(known.table), known.table) != (body, list(table), table):
-        forms = {name: _form(name, entry) for name, entry in table.items()}
-        offsets = {name: entry["data_offsets"][0] for name, entry in table.items()}
-        _check_cover([entry["data_offsets"] for entry in table.values()], body)
-        _last = known = _Contents(table, body, forms, offsets)
-    return known
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON lets the last of two equal names win; another reader might take the first and see another message."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise Malformed("a name stands twice in its header")
-    return found
-
-
-def _table(text: str | bytes) -> dict[str, Any]:
-    try:
-        table = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as why:
-        raise Malformed("its header is not JSON; expected a safetensors file") from why
-    if not isinstance(table, dict):
-        raise Malformed("its header is not a table; expected a safetensors file")
-    return table
-
-
-def _header(meta: object) -> Mapping[str, Any]:
-    text = meta.get("fedfuse", "{}") if isinstance(meta, dict) else None
-    if not isinstance(text, str):
-        raise Malformed("its metadata are not text")
-    header = _table(text)
-    if text.count("{") + text.count("[") > _LEVELS and _too_deep(header):  # fewer brackets cannot nest as far
-        raise Malformed("its header is nested too deeply")
-    return header
-
-
-def _too_deep(value: object, levels: int = _LEVELS) -> bool:
-    """Whether a header nests so far that printing or comparing it could exhaust the stack."""
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels == 0 or any(_too_deep(part, levels - 1) for part in inside)
-
-
-def _form(name: str, entry: object) -> Form:
-    if not isinstance(entry, dict) or entry.keys() != _ENTRY:
-        raise Malformed(f"tensor {name[:80]!r} is not described by dtype, shape and offsets")
-    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    dtype = DTYPES.get(kind) if isinstance(kind, str) else None
-    if dtype is None:
-        raise Malformed(f"tensor {name[:80]!r} has the dtype {reprlib.repr(kind)}, which is not read here")
-    lists = isinstance(shape, list) and isinstance(offsets, list) and len(shape) <= 8 and len(offsets) == 2
-    if not lists or not _naturals([*shape, *offsets]):
-        raise Malformed(f"tensor {name[:80]!r} has an impossible shape or place")
-    begin, end = offsets  # Python's integers do not overflow, so a product of huge sides is simply unequal
-    if end - begin != math.prod(shape) * dtype.itemsize or begin % dtype.itemsize:
-        raise Malformed(f"tensor {name[:80]!r} claims {end - begin} bytes for the shape {shape}")
-    return Form(tuple(shape), dtype)
-
-
-def _naturals(numbers: list[Any]) -> bool:
-    return {*map(type, numbers)} == {int} and 0 <= min(numbers) <= max(numbers) < 2**48  # bool is another type
-
-
-def _check_cover(offsets: list[list[int]], body: int) -> None:
-    """The tensors must fill the data exactly: no gap, no overlap, nothing beyond."""
-    at = 0
-    for begin, end in sorted(offsets):
-        if begin != at:
-            raise Malformed("its tensors overlap or leave gaps")
-        at = end
-    if at != body:
-        raise Malformed(f"its tensors claim {at:,} bytes and {body:,} came")

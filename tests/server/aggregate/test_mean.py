@@ -23,7 +23,8 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
 from fedfuse.server.aggregate import mean as means
-from fedfuse.server.aggregate.mean import Mean, NormalizedMean, largest, mean_of, weighted_mean
+from fedfuse.server.aggregate.mean import Mean, largest, mean_of, weighted_mean
+from fedfuse.server.aggregate.normalized import NormalizedMean
 from fedfuse.server.door.admit import Admission, Rules, admit_all
 from fedfuse.wire.codec import LazyParams, decode, encode, read, write
 from fedfuse.wire.messages import encode_reply
@@ -116,6 +117,30 @@ def test_every_way_a_client_can_be_stored_gives_the_same_bytes(
         assert len({t.untyped_storage().data_ptr() for t in got.values()}) == len(got), "each tensor has its own memory"
     mixed = cohort_of([in_bytes(states[0]), dict(states[1]), reordered(states[2])], num_examples, spec)
     assert all(mean_of(mixed)[n].equal(expected[n]) for n in expected or {})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("clients", [3, 12, 14])
+@pytest.mark.parametrize("odd", ["none", "in memory", "in half precision", "under other names"])
+def test_files_are_read_into_few_rooms_and_summed_as_ever(
+    tmp_path: object, clients: int, odd: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With so many that all pieces lie side by side or not, and with one that has no use for a room."""
+    monkeypatch.setattr(means, "BLOCK", 1 << 10)
+    monkeypatch.setattr(means, "MIN_COMPILED", 0 if compiled else 1 << 60)
+    monkeypatch.setattr(means, "MIN_COMPILED_FILES", 0)
+    store, draw = in_file(tmp_path), torch.Generator().manual_seed(0)
+    values = [torch.randn(3 << 12, generator=draw) for _ in range(clients)]
+    if odd == "in half precision":
+        values[1] = values[1].half()
+    states = [{"x" if odd == "under other names" else "w": v} for v in values]
+    sources = [store(state) for state in states]
+    if odd == "in memory":
+        sources[1] = states[1]
+    elif odd == "under other names":
+        sources = [source.part(lambda _: True, lambda _: "w") for source in sources]  # type: ignore[attr-defined]
+    weights = [float(k + 1) for k in range(clients)]
+    assert weighted_mean(sources, weights, "w").equal(exact(values, weights))
 
 
 @pytest.mark.parametrize("odd", ["wide", "strided", "fetched wide", "fetched strided"])

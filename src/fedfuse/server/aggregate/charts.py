@@ -73,7 +73,7 @@ class Chart:
         log: uncertainty ↦ ρ, taken in the precision of what came.
         power: the second coordinate is weighed by w^power.
         centered: take coordinates around the first mean, so that squares of means lose no digits.
-        compiled: what compiled code calls these coordinates, and the power of v in the second.
+        compiled: what compiled code calls these coordinates, if it knows them.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Chart:
     log: Callable[[Tensor], Tensor]
     power: int = 1
     centered: bool = False
-    compiled: tuple[str, float] | None = None
+    compiled: str = ""
 
     @property
     def shrinks(self) -> bool:
@@ -151,12 +151,12 @@ def _log_reciprocal(b: Tensor) -> Tensor:
     return -b.log()
 
 
-EAA = Chart("EAA", _to_variance, _identity_pair, torch.log, compiled=("VARIANCES", 1.0))
-GAA = Chart("GAA", _to_variance, _identity_pair, torch.log, power=2, compiled=("VARIANCES", 1.0))
-AALV = Chart("AALV", _identity_pair, _identity_pair, _identity, compiled=("LOGS", 0.0))
-WB = Chart("WB", _to_deviation, _identity_pair, _log_square, compiled=("VARIANCES", 0.5))
-RKLB = Chart("RKLB", _to_natural, _from_natural, _log_reciprocal, compiled=("PRECISIONS", -1.0))
-FKLB = Chart("FKLB", _to_moments, _from_moments, torch.log, centered=True, compiled=("MOMENTS", 1.0))
+EAA = Chart("EAA", _to_variance, _identity_pair, torch.log, compiled="VARIANCES")
+GAA = Chart("GAA", _to_variance, _identity_pair, torch.log, power=2, compiled="VARIANCES")
+AALV = Chart("AALV", _identity_pair, _identity_pair, _identity, compiled="LOGS")
+WB = Chart("WB", _to_deviation, _identity_pair, _log_square, compiled="DEVIATIONS")
+RKLB = Chart("RKLB", _to_natural, _from_natural, _log_reciprocal, compiled="PRECISIONS")
+FKLB = Chart("FKLB", _to_moments, _from_moments, torch.log, centered=True, compiled="MOMENTS")
 
 CHARTS = {chart.name: chart for chart in (EAA, GAA, AALV, WB, RKLB, FKLB)}
 
@@ -274,17 +274,15 @@ class MeanIn(ServerPart):
         """
         count = math.prod(forms_of(sources[0])[name].shape)
         chart = self.chart
-        if not isinstance(chart, Chart) or chart.compiled is None or logs[0].damping is not None:
+        if not isinstance(chart, Chart) or not chart.compiled or logs[0].damping is not None:
             return None
         if 2 * count * len(sources) < MIN_COMPILED or why_not():
             return None
         means, rhos = ([piece_of(*where, 0, count) for where in side] for side in _places(sources, name, logs))
         if not all(is_plain(piece, count) for piece in (*means, *rhos)):
             return None
-        mean, uncertainty = (use_large_pages(torch.empty(count)) for _ in range(2))
-        if not _sum_compiled(chart, (means, rhos), weights, mean, uncertainty) or bool(mean.sum().isnan()):
-            return None
-        return mean, chart.log(uncertainty)
+        fused = use_large_pages(torch.empty(count)), use_large_pages(torch.empty(count))
+        return fused if _fill_compiled(chart, (means, rhos), weights, fused) else None
 
 
 def _places(sources: Sequence[Params], name: str, logs: Sequence[_LogVariances]) -> tuple[Where, Where]:
@@ -292,28 +290,29 @@ def _places(sources: Sequence[Params], name: str, logs: Sequence[_LogVariances])
     return [(source, name) for source in sources], [(log.params, log.name) for log in logs]
 
 
-def _sum_compiled(
-    chart: Chart, pieces: tuple[list[Tensor], list[Tensor]], weights: Sequence[float], mean: Tensor, uncertainty: Tensor
+def _fill_compiled(
+    chart: Chart, pieces: tuple[list[Tensor], list[Tensor]], weights: Sequence[float], target: Pair
 ) -> bool:
-    """Fill mean and uncertainty, a share of them by each thread; whether all numbers were in reach."""
+    """Fill mean and log-variance, a share of them by each thread; whether all numbers were in reach."""
     from fedfuse.kernels import charts
 
-    kind, power = chart.compiled or ("", 0.0)
+    count = len(target[0])
+    if count < charts.LEAST:
+        return False
     means, rhos = (np.array([t.data_ptr() for t in side], np.int64) for side in pieces)
     firsts = np.array(weights)
-    count, threads = len(mean), torch.get_num_threads()
-    step = max(BLOCK, -(-count // threads))
+    both = firsts, firsts**chart.power
+    shares = min(torch.get_num_threads(), max(1, count // BLOCK))
+    step = -(-count // shares)
 
     def fill(begin: int) -> bool:
-        target = (t[begin : begin + step].numpy() for t in (mean, uncertainty))
-        shares = firsts, firsts**chart.power
-        return bool(charts.sum_coordinates(getattr(charts, kind), power, (means, rhos), shares, begin, *target))
+        mean, logs = (t[begin : begin + step].numpy() for t in target)
+        return bool(charts.fuse(getattr(charts, chart.compiled), (means, rhos), both, begin, mean, logs))
 
-    starts = range(0, count, step)
-    if len(starts) == 1:
+    if shares == 1:
         return fill(0)
-    with ThreadPoolExecutor(threads) as pool:
-        return all(list(pool.map(fill, starts)))
+    with ThreadPoolExecutor(shares) as pool:
+        return all(list(pool.map(fill, range(0, count, step))))
 
 
 def deviations(cohort: Cohort, fused: Params) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, get_
 import torch
 from torch import Tensor
 
+from fedfuse.core.large_pages import use_large_pages
 from fedfuse.core.messages import Cohort, Form
 from fedfuse.core.params import Layer, Params
 from fedfuse.core.seams import ServerPart
@@ -219,7 +220,8 @@ class NonGaussianMean(ServerPart):
 
 def _sum_powers(vector: Tensor, begin: float) -> Sequence[float]:
     """Sums of powers by compiled code where a vector is long enough for it, else by torch."""
-    if len(vector) < _LONG or why_not() or not is_plain(vector, len(vector)):
+    count = vector.numel()
+    if count < _LONG or why_not() or not is_plain(vector, count):
         return power_sums(vector, begin)
     from fedfuse.kernels import powers
 
@@ -298,9 +300,10 @@ class _Stack:
         of which are short (`benchmarks/swa.py`).
         """
         sizes = [math.prod(self.forms[n].shape) for n in self.run]
-        means = torch.empty(sum(sizes), dtype=self.forms[self.run[0]].dtype)
-        runs = [piece_of(source, self.run[0], 0, len(means)) for source in self.cached] if self.is_kept else []
-        if runs and len(means) >= _LONG and not why_not() and all(is_plain(run, len(means)) for run in runs):
+        count = sum(sizes)
+        means = use_large_pages(torch.empty(count, dtype=self.forms[self.run[0]].dtype))
+        runs = [piece_of(source, self.run[0], 0, count) for source in self.cached] if self.is_kept else []
+        if runs and count >= _LONG and not why_not() and all(is_plain(run, count) for run in runs):
             sum_runs(runs, weights, means)
         else:
             self._fill_by_blocks(means, weights)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import accumulate
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -21,18 +21,16 @@ from fedfuse.core.large_pages import use_large_pages
 from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Params
 from fedfuse.core.seams import ServerPart
-from fedfuse.core.settings import effective_steps
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.core.threads import one_thread
-from fedfuse.errors import ConfigError
 from fedfuse.kernels import why_not
-from fedfuse.server.training import training_of
-from fedfuse.wire.codec import LazyParams, forms_of, piece_of
+from fedfuse.wire.codec import LazyParams, forms_of, piece_in, piece_of
 from fedfuse.wire.sums import SummedParams
 
 # Elements per block: long enough that memory is read in long runs, short enough that the float64 sums stay in cache.
 BLOCK = 1 << 18
 _MIN_THREADED = 1 << 16  # elements that are not worth a second thread
+_TOGETHER = 12  # pieces of files that are fetched side by side: as many as compiled code sums in registers
 MIN_COMPILED = 1 << 21  # elements of all clients that are worth loading compiled code, which takes a while
 MIN_COMPILED_FILES = 1 << 31  # of which each is read from a file, which takes longer than its sum
 
@@ -101,14 +99,19 @@ def _as_summed(sources: Sequence[Params], weights: Sequence[float] | Tensor) -> 
     """The sources with sums of several sites in the place of those sites' rounded means, and what each is times."""
     given = torch.as_tensor(weights, dtype=torch.float64).tolist()
     pairs = zip(sources, given, strict=True)
-    found = [(s.totals, w / s.weight) if isinstance(s, SummedParams) else (s, w) for s, w in pairs]
+    found = [(s.totals, w / s.weight) if _is_sum(s) else (s, w) for s, w in pairs]
     return [source for source, _ in found], [weight for _, weight in found]
+
+
+def _is_sum(source: Params) -> TypeGuard[SummedParams]:
+    """Whether these are sums of several sites; nothing derives from them, and asking so takes a tenth of the time."""
+    return type(source) is SummedParams
 
 
 def exact_weights(weights: Sequence[float] | Tensor, sources: Sequence[Params]) -> tuple[Tensor, float]:
     """The weights and what to divide by; whole numbers without their common factor, so that one client counts 1."""
     given = torch.as_tensor(weights, dtype=torch.float64)
-    if any(isinstance(source, SummedParams) for source in sources):  # a sum is times its weight already: keep it whole
+    if any(map(_is_sum, sources)):  # a sum is times its weight already: keep it whole
         return given, math.fsum(given.tolist())
     if len(given) == 1:  # its weights come back bit for bit, whatever the number of examples
         return torch.ones_like(given), 1.0
@@ -142,63 +145,6 @@ class Mean(ServerPart):
         return state.fused(mean_of(cohort, weights), spec=cohort.updates[0].spec)
 
 
-@dataclass(frozen=True, slots=True)
-class NormalizedMean(ServerPart):
-    """FedNova: average the clients' walks per gradient, then go as far as they went on average.
-
-    w = w₀ − τ_eff Σ_k f_k (w₀ − w_k)/a_k with a_k = `effective_steps`(τ_k, ρ_k) and τ_eff = Σ_k f_k a_k
-    (Wang et al. 2020). With equal a_k this is FedAvg. Each client says which momentum ρ_k it trained with, and at
-    which rate: where rates differ, a_k is measured in steps of the first client's rate.
-
-    Attributes:
-        momentum: ρ of the clients' SGD, to be taken instead of what they say; their rates are then taken to agree.
-    """
-
-    momentum: float | None = None
-    only_sums: ClassVar[bool] = True
-    tensorwise: ClassVar[bool] = True
-    laws: ClassVar[frozenset[str]] = frozenset({"order", "one", "scale", "pure", "dtype", "finite", "repeat"})
-
-    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
-        """Mean of normalized walks, as one weighted mean of the start and the clients."""
-        steps = torch.tensor(self._effective_steps(cohort, state.round), dtype=torch.float64)
-        reach = float((cohort.weights * steps).sum())
-        shares = cohort.weights * reach / steps
-        roles = state.single.spec.layout.roles
-        start, sources = state.single.posterior.mean, [u.posterior.mean for u in cohort]
-        # w₀ − Σ s_k (w₀ − w_k) = (1 − Σ s_k) w₀ + Σ s_k w_k: one pass over the clients, no copy of their differences
-        shares_with_start = torch.cat([1 - shares.sum().reshape(1), shares])
-        mean = {
-            # statistics are no walk: they are averaged as they are
-            n: mean_by_examples(cohort, n)
-            if roles.get(n) in ("statistic", "counter")
-            else weighted_mean([start, *sources], shares_with_start, n)
-            for n in cohort.names
-        }
-        return state.fused(mean, spec=cohort.updates[0].spec).noting(effective_steps=reach)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The start, and how clients trained unless that was given."""
-        return frozenset({"start"} if self.momentum is not None else {"start", "training"})
-
-    def _effective_steps(self, cohort: Cohort, round_: int) -> list[float]:
-        """a_k of every client, none of them 0."""
-        if idle := [u.client for u in cohort if not u.steps]:
-            raise ConfigError(
-                f"{idle[0]} took no local step and FedNova divides by them; leave it out, or fuse by another method"
-            )
-        if self.momentum is not None:
-            return [effective_steps(u.steps, self.momentum) for u in cohort]
-        settings = [training_of(u, "FedNova") for u in cohort]
-        first = settings[0].rate(round_, 0)
-        return [
-            effective_steps(u.steps, t.optimizer.own_momentum)
-            * (t.rate(round_, 0) / first)  # exactly 1 where rates agree
-            for u, t in zip(cohort, settings, strict=True)
-        ]
-
-
 def _runs(sources: Sequence[Params]) -> list[tuple[str, ...]]:
     """Groups of names whose tensors lie one behind the other, in one dtype, in every source.
 
@@ -207,7 +153,7 @@ def _runs(sources: Sequence[Params]) -> list[tuple[str, ...]]:
     """
     lazy = [s for s in sources if isinstance(s, LazyParams)]
     # a run is read by the first client's offsets, so everybody's table must be the very same
-    whole = len(lazy) == len(sources) and not any(isinstance(s, SummedParams) for s in lazy)
+    whole = len(lazy) == len(sources) and not any(map(_is_sum, sources))
     same = whole and all((s.offsets, s.forms) == (lazy[0].offsets, lazy[0].forms) for s in lazy)
     return lazy[0].runs() if same else [(name,) for name in sources[0]]
 
@@ -277,12 +223,13 @@ def _plan(sources: Sequence[Params], what: _Sum) -> tuple[Callable[[Blocks], Non
         # nothing is fetched and no sum is kept, so blocks serve only to share the work among threads
         share = -(-count // max(1, torch.get_num_threads()))
         return _ResidentSum(addresses, np.array(what.weights), what), _blocks(count, max(BLOCK, share))
+    # a sum is written once for some pieces; small models would need more memory for the pieces than for themselves
+    together = min(len(sources), _TOGETHER) if compiled and count >= 4 * BLOCK else 1
     # so that sums and pieces weigh little beside the model
-    size = max(1, min(BLOCK >> 1, max(BLOCK >> 6, count // 10), count))
-    # a sum is written once for four pieces; small models would need more memory for the pieces than for themselves
-    together = 4 if compiled and count >= 4 * BLOCK else 1
-    add = _add_compiled if compiled else _add
-    return partial(_sum_blocks, sources, what, add, together), _blocks(count, size)
+    blocks = _blocks(count, max(1, min(BLOCK >> 1, max(BLOCK >> 6, count // (10 * together)), count)))
+    if compiled and together == len(sources):
+        return partial(_sum_together, sources, what), blocks
+    return partial(_sum_blocks, sources, what, _add_compiled if compiled else _add, together), blocks
 
 
 def _is_loaded() -> bool:
@@ -312,6 +259,10 @@ def _blocks(count: int, size: int) -> Blocks:
     return [(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
 
+def _longest(blocks: Blocks) -> int:
+    return max((end - begin for begin, end in blocks), default=0)
+
+
 @dataclass(frozen=True, slots=True)
 class _ResidentSum:
     """Sums of runs that lie whole in memory, by compiled code that reads each number once."""
@@ -337,14 +288,37 @@ def sum_runs(runs: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> N
     weighted_sums(addresses, np.array(weights, np.float64), 1.0, 0, out.numpy())
 
 
+def _sum_together(sources: Sequence[Params], what: _Sum, blocks: Blocks) -> None:
+    """Sum these blocks straight into the tensors, by compiled code, all clients' pieces of a block side by side."""
+    from fedfuse.kernels.mean import weighted_sums
+
+    rooms, weights = _rooms(sources, len(sources), what, blocks), np.array(what.weights)
+    for begin, end in blocks:
+        pieces = [piece_in(room, s, what.name, begin, end) for room, s in zip(rooms, sources, strict=True)]
+        if not all(is_plain(piece, end - begin) for piece in pieces):
+            _sum_blocks(sources, what, _add, 1, [(begin, end)])
+            continue
+        addresses = np.array([piece.data_ptr() for piece in pieces], np.int64)
+        for at, target in what.target.slices(begin, end):
+            weighted_sums(addresses, weights, what.total, at - begin, target.numpy())
+
+
+def _rooms(sources: Sequence[Params], count: int, what: _Sum, blocks: Blocks) -> list[Tensor]:
+    """Room for pieces of files, if there are any; the same memory for all blocks stays in cache."""
+    waiting = any(isinstance(source, LazyParams) and not source.resident for source in sources)
+    size = _longest(blocks) if waiting else 0
+    return [torch.empty(size, dtype=what.target.tensors[0].dtype) for _ in range(count)]
+
+
 def _sum_blocks(sources: Sequence[Params], what: _Sum, add: _Add, together: int, blocks: Blocks) -> None:
     """Sum these blocks over clients in float64; a few clients' pieces of a block are fetched at a time."""
-    size = max((end - begin for begin, end in blocks), default=0)
-    sums = torch.empty(size, dtype=torch.float64, device=what.target.tensors[0].device)
+    rooms = _rooms(sources, together, what, blocks)
+    sums = torch.empty(_longest(blocks), dtype=torch.float64, device=what.target.tensors[0].device)
     for begin, end in blocks:
-        block = sums[: end - begin].zero_()  # the same memory for all blocks: it stays in cache
+        block = sums[: end - begin].zero_()
         for k in range(0, len(sources), together):
-            pieces = [piece_of(source, what.name, begin, end) for source in sources[k : k + together]]
+            some = zip(rooms, sources[k : k + together], strict=False)
+            pieces = [piece_in(room, source, what.name, begin, end) for room, source in some]
             add(block, pieces, what.weights[k : k + together])
         block = block if what.total == 1.0 else block.div_(what.total)
         for at, piece in what.target.slices(begin, end):
