@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
@@ -16,6 +17,7 @@ from fedfuse.engines.pool import Pool
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.estimate import Pace, TimeInWorker, estimate_seconds
 from fedfuse.experiment.prepare import prepare
+from fedfuse.server.steps import synthesize
 from fedfuse.server.steps.distill import Distill
 from fedfuse.server.steps.distillation_inputs import ServerInputs
 from fedfuse.server.steps.synthesize import Generate, Impressions
@@ -48,6 +50,26 @@ def test_one_training_serves_every_rule_of_one_round(tiny: Tiny) -> None:
 def test_a_long_step_of_the_server_dominates(tiny: Tiny) -> None:
     found = estimate_seconds(prepare(tiny("fedavg", "dense", rounds=1)), time_round=steady)
     assert found["dense"] > 100 * found["fedavg"]
+
+
+def test_the_server_takes_torchs_steps_and_the_generators_own_time(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(synthesize, "_seconds_per_image", lambda *_: 0.5)
+    short = {"name": "dense", "epochs": 2, "steps": 3, "batch": 8}
+    prepared = prepare(tiny("fedavg", rounds=1, methods=[{"name": "fedavg"}, short], data={"clients": 3}))
+
+    def by_kernel(work: Work, _: Brief, __: Rows) -> float:
+        return work.settings.epochs * (10.0 if work.settings.kernel == "torch" else 1.0)
+
+    _, dense = estimate_seconds(prepared, time_round=by_kernel).values()
+    batch = prepared.local.batch_size
+    passes = 2 * 3 * 8 * 4 + 8 * (1 + 2)
+    assert dense == pytest.approx(2 * 3 * 8 * 0.5 + passes * 10 / batch + len(prepared.dataset.test) / 3 / batch)
+
+
+def test_a_generator_is_tried() -> None:
+    bench = Bench(population=5, classes=2, inputs=InputForm((1, 8, 8)))
+    assert Distill(Generate(batch=8, steps=2, width=4, latent=4), epochs=4).seconds(bench) > 0
+    assert Distill(Impressions(count=100, steps=7), epochs=3).seconds(bench) == 0
 
 
 def test_who_does_not_train_is_not_asked_for_epochs(tiny: Tiny) -> None:

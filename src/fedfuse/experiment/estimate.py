@@ -35,6 +35,7 @@ class Pace:
 
     Attributes:
         step: seconds a step takes.
+        served: seconds a step takes the server, which torch does; the clients' own may be compiled.
         rest: seconds a round takes beside its steps, evidence included.
         batch: rows in a step.
     """
@@ -42,6 +43,7 @@ class Pace:
     step: float
     rest: float
     batch: int
+    served: float = 0.0
 
     def round_seconds(self, rows: int, local: LocalSettings, evidence: bool) -> float:
         """Seconds a client's round takes; evidence looks at every row, so it grows with them.
@@ -98,19 +100,19 @@ def estimate_seconds(
     """
     experiment, at_a_time = prepared.experiment, max(1, count_cores() if workers is None else workers)
     setting = prepared.setting(experiment.seeds[0])
-    paces: dict[str, Pace] = {}
+    paces: dict[tuple[str, bool], Pace] = {}
     counted: set[str] = set()
     found: dict[str, float] = {}
     for label, recipe in prepared.recipes.items():
         work = recipe.work(prepared.local)
         key = work.key or label
-        if key not in paces:
-            paces[key] = _measure(recipe, prepared, setting, time_round)
-        trained = key in counted and experiment.rounds == 1
+        alike = key, bool(_passes(recipe, setting))
+        if alike not in paces:
+            paces[alike] = _measure(recipe, prepared, setting, time_round)
+        pace, trained = paces[alike], key in counted and experiment.rounds == 1
         counted.add(key)
-        each = (0.0 if trained else _training(paces[key], recipe, prepared, setting) / at_a_time) + _serving(
-            paces[key], recipe, prepared, setting
-        )
+        training = 0.0 if trained else _training(pace, recipe, prepared, setting) / at_a_time
+        each = training + _serving(pace, recipe, prepared, setting)
         found[label] = each * experiment.rounds * len(experiment.seeds)
     return found
 
@@ -125,24 +127,42 @@ def _training(pace: Pace, recipe: Recipe, prepared: PreparedExperiment, setting:
 
 def _serving(pace: Pace, recipe: Recipe, prepared: PreparedExperiment, setting: Setting) -> float:
     """Seconds of the server's in a round: its long steps, and the scores, which are a third of a step per row."""
+    with one_thread():
+        other = sum(part.seconds(setting.bench) for part in (recipe.aggregate, *recipe.steps))
+    passes = _passes(recipe, setting)
+    return other + (passes * pace.served + len(prepared.dataset.test) / 3 * pace.step) / pace.batch
+
+
+def _passes(recipe: Recipe, setting: Setting) -> float:
+    """Examples that the server's long steps pass through a network in a round."""
     clients = min(setting.plan.per_round or setting.bench.population, setting.bench.population)
-    passes = sum(part.passes(clients, setting.bench) for part in (recipe.aggregate, *recipe.steps))
-    return (passes + len(prepared.dataset.test) / 3) * pace.step / pace.batch
+    return sum(part.passes(clients, setting.bench) for part in (recipe.aggregate, *recipe.steps))
 
 
 def _measure(recipe: Recipe, prepared: PreparedExperiment, setting: Setting, time_round: TimeRound) -> Pace:
-    """Time two rounds of one client on one batch; their difference is the steps'."""
+    """How fast a client is on one batch, and the server where it has long steps of its own."""
     batch = min(prepared.local.batch_size, max(setting.population.sizes().values(), default=1))
     rows = _some_batch(prepared, batch)
     bench = setting.bench
     brief = recipe.prepare_models(setting.start, bench).brief(recipe.publishes, bench.classes, bench.task)
+    step, rest = _step_and_rest(recipe, brief, rows, prepared.local, time_round)
+    if prepared.local.kernel == "torch" or not _passes(recipe, setting):
+        return Pace(step, rest, len(rows), step)
+    plain = prepared.local.model_copy(update={"kernel": "torch"})
+    return Pace(step, rest, len(rows), _step_and_rest(recipe, brief, rows, plain, time_round)[0])
+
+
+def _step_and_rest(
+    recipe: Recipe, brief: Brief, rows: Rows, local: LocalSettings, time_round: TimeRound
+) -> tuple[float, float]:
+    """Time two rounds of one client on one batch; their difference is the steps'."""
     # the first is not counted: it loads compiled code and fills caches, once for all rounds
-    works = (recipe.work(_for_epochs(prepared.local, epochs)) for epochs in (1, 1, _STEPS))
+    works = (recipe.work(_for_epochs(local, epochs)) for epochs in (1, 1, _STEPS))
     _, short, long = (time_round(work, brief, rows) for work in works)
     if not recipe.trains:  # nobody takes a step: both were evidence alone
-        return Pace(min(short, long), min(short, long), len(rows))
+        return min(short, long), min(short, long)
     step = max(long - short, 0.0) / (_STEPS - 1)
-    return Pace(step or short, max(short - step, 0.0), len(rows))
+    return step or short, max(short - step, 0.0)
 
 
 def _some_batch(prepared: PreparedExperiment, batch: int) -> Rows:
