@@ -123,6 +123,7 @@ def test_a_buffer_takes_what_rows_take_in_the_same_memory() -> None:
     fewer = buffer.take(whole, torch.tensor([7, 2]))
     assert torch.equal(fewer.x, whole.x[[7, 2]])
     assert fewer.x.data_ptr() == first.x.data_ptr()
+    buffer.clear()
     more = buffer.take(whole, torch.arange(8))
     assert torch.equal(more.x, whole.x)
     assert buffer.take(Rows(mine.x.double(), mine.y), index).x.dtype == torch.float64

@@ -111,10 +111,14 @@ class RowBuffer:
     def take(self, rows: Rows, index: Tensor) -> Rows:
         """The rows at these positions, in this order."""
         if self._x.dtype != rows.x.dtype or self._x.shape[1:] != rows.x.shape[1:] or len(self._x) < len(index):
-            self._x = torch.empty(0)  # before there is another
+            self.clear()  # before there is more
             self._x = torch.empty((len(index), *rows.x.shape[1:]), dtype=rows.x.dtype)
         x = torch.index_select(rows.x, 0, index, out=self._x[: len(index)])
         return Rows(x, rows.y.index_select(0, index))
+
+    def clear(self) -> None:
+        """Let others have the memory."""
+        self._x = torch.empty(0)
 
 
 def _give_back_memory() -> None:

@@ -115,7 +115,8 @@ class PackedQuestion(NamedTuple):
     batch: int
 
     def unpack(self) -> Inputs:
-        """The rows mapped."""
+        """The rows mapped; the memory that clients' rows had serves the answers."""
+        _ROWS.clear()
         return _Question(self.ask, self.model, self.rows.rows().x, self.batch)
 
 
