@@ -39,7 +39,7 @@ docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "open build/site/index.html"
 
-BENCHES := "train.py --quick" "mean.py --small" fedlpa.py bayes.py match.py swa.py scale.py door.py flower.py fuse_files.py \
+BENCHES := "train.py --quick" "whole_run.py --turns 1" "mean.py --small" fedlpa.py bayes.py match.py swa.py scale.py door.py flower.py fuse_files.py \
 	influence.py merge.py mixture.py moments.py prune.py stream.py
 
 bench: $(VENV)/.dev

@@ -1,6 +1,6 @@
 """Write the tables of docs/performance.md from what benchmarks measured; a table without numbers stays as it is.
 
-for name in train mean fedlpa bayes match swa; do
+for name in train whole_run mean fedlpa bayes match swa; do
     python benchmarks/$name.py --json benchmarks/results/$name.json
 done
 python benchmarks/merge.py --mergekit peers/bin --json benchmarks/results/merge.json
@@ -38,6 +38,12 @@ def training(data: dict[str, Any]) -> str:
     ours = ["plain loop", '`kernel = "torch"`', '`"auto"`', "which is", "FedProx / SCAFFOLD"]
     heads = ["samples/s per core", "Flower", "pfl-research", *ours]
     return f"{table(heads, rows)}\n\nBatches of {data['batch']}. {where(data)}"
+
+
+def whole_runs(data: dict[str, Any]) -> str:
+    """A run from the command to its page."""
+    row = [f"{data['workers']} workers", f"{data['seconds']:.1f}", f"{data['peak_mib']:.0f}"]
+    return f"{table(['three LeNet rounds', 'seconds', 'peak MiB'], [row])}\n\n{where(data)}"
 
 
 def means(data: dict[str, Any]) -> str:
@@ -122,6 +128,7 @@ def merges(data: dict[str, Any]) -> str:
 
 TABLES = {
     "train": training,
+    "whole_run": whole_runs,
     "mean": means,
     "fedlpa": solves,
     "bayes": bayesian,

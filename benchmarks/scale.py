@@ -30,6 +30,8 @@ from typing import Any
 import numpy as np
 import psutil
 
+from fedfuse.experiment.watch import Callback
+
 ROUNDS, EARLY = 20, 5
 
 
@@ -48,8 +50,8 @@ class Row:
     whole_seconds: float
 
 
-@dataclass(slots=True)
-class Meter:
+@dataclass
+class Meter(Callback):
     """A run's watcher that looks at the clock and at memory after every round."""
 
     began: float = 0.0
@@ -67,9 +69,9 @@ class Meter:
         del client, remembered
         self.trained += seconds
 
-    def round_done(self, label: str, seed: int, round_: int, accuracy: float | None) -> None:
+    def round_done(self, label: str, seed: int, round_: int, scores: Mapping[str, Any]) -> None:
         """Note when the round ended, and how much memory it took."""
-        del label, seed, round_, accuracy
+        del label, seed, round_, scores
         self.ended = time.perf_counter()
         self.peaks.append(sum(peak_and_forget(p) for p in family()))
 

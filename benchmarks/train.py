@@ -1,11 +1,12 @@
-"""How fast ten clients train for one epoch: both kernels of ours against a plain DataLoader loop and peers.
+"""How fast clients train for one epoch: both kernels of ours against a plain DataLoader loop and peers.
 
 The plain loop is what most people write (DataLoader, zero_grad, backward, torch.optim.SGD). Flower, where it is
 installed, is the same loop between its records, and its aggregation, without its transport. pfl-research trains
 user-written networks in an environment of its own (`--pfl peers/bin/python`, see requirements-peers.txt) right after
 the others. All ways are measured in turns, so that a busy machine is unfair to none, and medians of ratios within a
-turn are shown. "Per core" is processor time of one client after another in this process, where neighbours hardly
-matter; "pool" is time on the clock with worker processes, against the better of one and two threads for the plain loop.
+turn are shown. "Per core" is processor time of two of ten clients, one after the other in this process, where
+neighbours hardly matter; "pool" is time on the clock of all ten with worker processes, against the better of one and
+two threads for the plain loop.
 `--json FILE` writes the numbers with machine and date; `--quick` takes a tenth of the images;
 `python benchmarks/performance.py` makes the page's tables.
 """
@@ -45,6 +46,7 @@ from machine import here
 from networks import own_lenet, own_mlp, plain_lenet
 
 LR, MOMENTUM, BATCH = 0.01, 0.9, 64
+CLIENTS, FEW = 10, 2  # of the federation, and of those that one core trains
 PEERS = ("flower", "pfl")
 Speeds = dict[str, list[float]]
 
@@ -82,7 +84,7 @@ def images(count: int, shape: tuple[int, int, int]) -> Rows:
 
 
 def plain(spec: Spec, start: Params, population: Population, threads: int) -> None:
-    """Ten clients, one after another, as a textbook trains them."""
+    """Clients, one after another, as a textbook trains them."""
     torch.set_num_threads(threads)
     for client in population.clients:
         train_plainly(spec, start, population.rows_of(client))
@@ -124,8 +126,10 @@ def has_flower() -> bool:
 def pfl_speeds(python: Path, case: Case, few: Population, turns: int) -> list[float]:
     """Samples per second of processor time by pfl-research, in a process of that environment."""
     with tempfile.TemporaryDirectory() as folder:
-        for name, tensor in (("x", few.rows.x), ("y", few.rows.y.long())):
-            tensor.contiguous().numpy().tofile(Path(folder) / name)
+        for client in few.clients:
+            rows = few.rows_of(client)
+            for name, tensor in (("x", rows.x), ("y", rows.y.long())):
+                tensor.contiguous().numpy().tofile(Path(folder) / f"{client}.{name}")
         script = Path(__file__).with_name("train_pfl.py")
         settings = ["--batch", str(BATCH), "--lr", str(LR), "--momentum", str(MOMENTUM), "--rounds", str(turns)]
         command = [str(python), str(script), case.own, folder, *settings]
@@ -170,7 +174,7 @@ def ratio(one: list[float], other: list[float]) -> float:
 def better_threads(spec: Spec, start: Params, few: Population) -> int:
     """How many threads serve the plain loop best."""
     ways = {str(n): partial(plain, spec, start, few, n) for n in (1, 2)}
-    one, two = in_turns(ways, len(few.rows), turns=3).values()
+    one, two = in_turns(ways, sum(few.sizes().values()), turns=3).values()
     return 1 if ratio(one, two) > 1 else 2
 
 
@@ -195,7 +199,7 @@ def per_core(case: Case, few: Population, turns: int) -> Speeds:
     if covered(spec, few.rows_of(few.clients[0]), "auto"):
         ways["fedprox"] = partial(ours, brief, alone, replace(work("auto"), objective=Proximal(0.01)))
         ways["scaffold"] = partial(ours, pulled, alone, replace(work("auto"), objective=Controlled()))
-    return in_turns(ways, len(few.rows), turns, time.process_time)
+    return in_turns(ways, sum(few.sizes().values()), turns, time.process_time)
 
 
 def in_pool(case: Case, population: Population, few: Population, pool: Pool, turns: int) -> dict[str, Any]:
@@ -219,7 +223,8 @@ def in_pool(case: Case, population: Population, few: Population, pool: Pool, tur
 def measure(name: str, most: int, pool: Pool | None, turns: int, pfl: Path | None) -> dict[str, Any]:
     case = CASES[name]
     rows = images(max(640, int(most * case.part)), case.shape)
-    few = shared(rows.take(range(max(640, len(rows) // 10))))
+    everybody = shared(rows)
+    few = Population(rows, {client: everybody.index[client] for client in everybody.clients[:FEW]})
     speeds = per_core(case, few, turns)
     if pfl is not None and case.own:
         speeds["pfl"] = pfl_speeds(pfl, case, few, turns)
@@ -231,11 +236,11 @@ def measure(name: str, most: int, pool: Pool | None, turns: int, pfl: Path | Non
         "over_torch": ratio(speeds["auto"], speeds["torch"]),
         "over_fedavg": {way: ratio(speeds[way], speeds["auto"]) for way in ("fedprox", "scaffold") if way in speeds},
     }
-    return result | (in_pool(case, shared(rows), few, pool, max(1, turns // 2)) if pool else {})
+    return result | (in_pool(case, everybody, few, pool, max(1, turns // 2)) if pool else {})
 
 
 def shared(rows: Rows) -> Population:
-    return Population(rows, {f"client-{i}": torch.arange(i, len(rows), 10) for i in range(10)})
+    return Population(rows, {f"client-{i}": torch.arange(i, len(rows), CLIENTS) for i in range(CLIENTS)})
 
 
 def show(result: dict[str, Any]) -> None:

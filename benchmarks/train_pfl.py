@@ -1,4 +1,4 @@
-"""One round of ten clients by pfl-research, timed: what `train.py --pfl PYTHON` runs in that environment.
+"""Rounds of a few clients by pfl-research, timed: what `train.py --pfl PYTHON` runs in that environment.
 
 It needs pfl and torch and nothing of ours. The first round, which also evaluates, warms up and is not counted. Printed
 is a list of samples per second of processor time, in one process and thread, for each round after it.
@@ -44,8 +44,7 @@ def round_seconds(network: str, rows: Path, rounds: int, batch: int, lr: float, 
     from pfl.metrics import Metrics
     from pfl.model.pytorch import PyTorchModel
 
-    x, y = read_rows(rows)
-    users = {k: [x[k::10], y[k::10]] for k in range(10)}
+    users = read_rows(rows)
     data = FederatedDataset(
         lambda user: Dataset(users[user], user_id=str(user)),
         get_user_sampler("minimize_reuse", list(users)),
@@ -64,7 +63,7 @@ def round_seconds(network: str, rows: Path, rounds: int, batch: int, lr: float, 
     )
     never = 10**9  # evaluations on the way are nobody else's
     FederatedAveraging().run(
-        NNAlgorithmParams(rounds + 1, evaluation_frequency=never, train_cohort_size=10, val_cohort_size=0),
+        NNAlgorithmParams(rounds + 1, evaluation_frequency=never, train_cohort_size=len(users), val_cohort_size=0),
         SimulatedBackend(training_data=data, val_data=data),
         model,
         NNTrainHyperParams(local_batch_size=batch, local_num_epochs=1, local_learning_rate=lr),
@@ -74,16 +73,19 @@ def round_seconds(network: str, rows: Path, rounds: int, batch: int, lr: float, 
     return [after - before for before, after in pairwise(ends)]
 
 
-def read_rows(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images and labels from `x` and `y`, plain numbers."""
-    x, y = np.fromfile(folder / "x", np.float32), np.fromfile(folder / "y", np.int64)
-    return torch.from_numpy(x).view(len(y), 1, 28, 28), torch.from_numpy(y)
+def read_rows(folder: Path) -> dict[str, list[torch.Tensor]]:
+    """Each client's images and labels from `CLIENT.x` and `CLIENT.y`, plain numbers."""
+    users = {}
+    for path in sorted(folder.glob("*.y")):
+        x, y = np.fromfile(path.with_suffix(".x"), np.float32), np.fromfile(path, np.int64)
+        users[path.stem] = [torch.from_numpy(x).view(len(y), 1, 28, 28), torch.from_numpy(y)]
+    return users
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("network", choices=list(OWN))
-    parser.add_argument("rows", type=Path, help="a folder with the files x (float32) and y (int64)")
+    parser.add_argument("rows", type=Path, help="a folder with files CLIENT.x (float32) and CLIENT.y (int64)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=0.01)
@@ -91,7 +93,8 @@ def main() -> None:
     said = parser.parse_args()
     torch.set_num_threads(1)
     seconds = round_seconds(said.network, said.rows, said.rounds, said.batch, said.lr, said.momentum)
-    print(json.dumps([len(read_rows(said.rows)[1]) / second for second in seconds]))
+    samples = sum(len(y) for _, y in read_rows(said.rows).values())
+    print(json.dumps([samples / second for second in seconds]))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 
 from fedfuse.core.rows import Rows
 from fedfuse.engines import shared_rows as shared_rows_module
-from fedfuse.engines.shared_rows import MappedRows, RowFiles
+from fedfuse.engines.shared_rows import MappedRows, RowBuffer, RowFiles
 from fedfuse.errors import ConfigError
 
 
@@ -111,3 +111,20 @@ def test_small_rows_and_rows_that_only_are_shared_stay_where_they_are() -> None:
     row_files.add(Rows(large, torch.zeros(6_000)))
     row_files.clear()
     assert (small.data_ptr(), large.data_ptr()) == before
+
+
+def test_a_buffer_takes_what_rows_take_in_the_same_memory() -> None:
+    buffer, mine = RowBuffer(), rows(8)
+    whole = Rows(mine.x.contiguous(), mine.y)
+    index = torch.tensor([5, 1, 6])
+    first = buffer.take(whole, index)
+    assert torch.equal(first.x, whole.x[index])
+    assert torch.equal(first.y, whole.y[index])
+    fewer = buffer.take(whole, torch.tensor([7, 2]))
+    assert torch.equal(fewer.x, whole.x[[7, 2]])
+    assert fewer.x.data_ptr() == first.x.data_ptr()
+    buffer.clear()
+    more = buffer.take(whole, torch.arange(8))
+    assert torch.equal(more.x, whole.x)
+    assert buffer.take(Rows(mine.x.double(), mine.y), index).x.dtype == torch.float64
+    assert buffer.take(Rows(torch.rand(8, 5), mine.y), torch.tensor([], dtype=torch.int64)).x.shape == (0, 5)

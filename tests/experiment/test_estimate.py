@@ -7,13 +7,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from fedfuse.core.inputs import InputForm
+from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.state import Bench
-from fedfuse.experiment import estimate
+from fedfuse.engines.pool import Pool
 from fedfuse.experiment.config import Experiment
-from fedfuse.experiment.estimate import Pace, estimate_seconds
+from fedfuse.experiment.estimate import Pace, TimeInWorker, estimate_seconds
 from fedfuse.experiment.prepare import prepare
+from fedfuse.server.steps import synthesize
 from fedfuse.server.steps.distill import Distill
 from fedfuse.server.steps.distillation_inputs import ServerInputs
 from fedfuse.server.steps.synthesize import Generate, Impressions
@@ -21,46 +25,68 @@ from fedfuse.server.steps.synthesize import Generate, Impressions
 Tiny = Callable[..., Experiment]
 
 
-@pytest.fixture
-def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
+def steady(work: Work, _: Brief, __: Rows) -> float:
     """Every step takes a second, every round another, whatever this machine does."""
-    monkeypatch.setattr(estimate, "_seconds", lambda recipe, brief, rows, local, epochs, clock: 1.0 + epochs)
+    return 1.0 + work.settings.epochs
 
 
-@pytest.mark.usefixtures("_steady")
 def test_training_is_scaled_by_rows_epochs_rounds_and_seeds(tiny: Tiny) -> None:
     local = {"batch_size": 10, "epochs": 3}
     data = {"clients": 3, "train_limit": 90, "test_limit": 30}
     prepared = prepare(tiny("fedavg", rounds=2, seeds=[0, 1], local=local, data=data))
     sizes = prepared.setting(0).population.sizes().values()
     training = sum(3 * -(-n // 10) * 1.0 + 1.0 for n in sizes)
-    assert estimate_seconds(prepared) == {"fedavg": pytest.approx(4 * (training + 30 / 3 / 10))}
-    assert estimate_seconds(prepared, workers=2)["fedavg"] == pytest.approx(4 * (training / 2 + 1))
+    assert estimate_seconds(prepared, time_round=steady) == {"fedavg": pytest.approx(4 * (training + 30 / 3 / 10))}
+    assert estimate_seconds(prepared, 2, steady)["fedavg"] == pytest.approx(4 * (training / 2 + 1))
 
 
-@pytest.mark.usefixtures("_steady")
 def test_one_training_serves_every_rule_of_one_round(tiny: Tiny) -> None:
-    once = estimate_seconds(prepare(tiny("fedavg", "fednova", rounds=1)))
+    once = estimate_seconds(prepare(tiny("fedavg", "fednova", rounds=1)), time_round=steady)
     assert once["fednova"] < once["fedavg"]
-    twice = estimate_seconds(prepare(tiny("fedavg", "fednova", rounds=2)))
+    twice = estimate_seconds(prepare(tiny("fedavg", "fednova", rounds=2)), time_round=steady)
     assert twice["fednova"] == twice["fedavg"]
 
 
-@pytest.mark.usefixtures("_steady")
 def test_a_long_step_of_the_server_dominates(tiny: Tiny) -> None:
-    found = estimate_seconds(prepare(tiny("fedavg", "dense", rounds=1)))
+    found = estimate_seconds(prepare(tiny("fedavg", "dense", rounds=1)), time_round=steady)
     assert found["dense"] > 100 * found["fedavg"]
 
 
-@pytest.mark.usefixtures("_steady")
+def test_the_server_takes_torchs_steps_and_the_generators_own_time(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(synthesize, "_seconds_per_image", lambda *_: 0.5)
+    short = {"name": "dense", "epochs": 2, "steps": 3, "batch": 8}
+    prepared = prepare(tiny("fedavg", rounds=1, methods=[{"name": "fedavg"}, short], data={"clients": 3}))
+
+    def by_kernel(work: Work, _: Brief, __: Rows) -> float:
+        return work.settings.epochs * (10.0 if work.settings.kernel == "torch" else 1.0)
+
+    _, dense = estimate_seconds(prepared, time_round=by_kernel).values()
+    batch = prepared.local.batch_size
+    passes = 2 * 3 * 8 * 4 + 8 * (1 + 2)
+    assert dense == pytest.approx(2 * 3 * 8 * 0.5 + passes * 10 / batch + len(prepared.dataset.test) / 3 / batch)
+
+
+def test_a_generator_is_tried() -> None:
+    bench = Bench(population=5, classes=2, inputs=InputForm((1, 8, 8)))
+    assert Distill(Generate(batch=8, steps=2, width=4, latent=4), epochs=4).seconds(bench) > 0
+    assert Distill(Impressions(count=100, steps=7), epochs=3).seconds(bench) == 0
+
+
 def test_who_does_not_train_is_not_asked_for_epochs(tiny: Tiny) -> None:
     local, data = {"batch_size": 10, "epochs": 50}, {"clients": 3, "train_limit": 90, "test_limit": 30}
-    found = estimate_seconds(prepare(tiny("ridge", rounds=1, local=local, data=data)))
+    found = estimate_seconds(prepare(tiny("ridge", rounds=1, local=local, data=data)), time_round=steady)
     assert found["ridge"] == pytest.approx(2.0 * 90 / 10 + 30 / 3 * 2.0 / 10, rel=0.4)  # a pass, and scores
 
 
 def test_a_real_step_is_timed(tiny: Tiny) -> None:
     found = estimate_seconds(prepare(tiny("fedavg", "fedlpa")))
+    assert all(0 < seconds < 600 for seconds in found.values())
+
+
+def test_a_worker_that_will_train_is_timed(tiny: Tiny) -> None:
+    with Pool(1) as pool:
+        found = estimate_seconds(prepare(tiny("fedavg", "fedlpa")), 1, TimeInWorker(pool))
+        assert pool.is_awake
     assert all(0 < seconds < 600 for seconds in found.values())
 
 

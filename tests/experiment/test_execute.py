@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -191,6 +193,31 @@ def test_the_number_of_threads_does_not_matter(tiny: Tiny, tmp_path: Path) -> No
     finally:
         torch.set_num_threads(1)
     assert outcome(tmp_path / "one") == outcome(tmp_path / "two")
+
+
+ALONE = """
+import sys
+from pathlib import Path
+from fedfuse.experiment.config import Experiment
+from fedfuse.experiment.execute import execute
+
+told = []
+done = execute(Experiment.model_validate_json(sys.argv[1]), Path(sys.argv[2]), workers=1, announce=told.append)
+print(bool(told), all(f["facts"].get("compiled") for f in done.rows[-1]["clients"].values()), "numba" in sys.modules)
+"""
+
+
+def test_the_process_that_does_not_train_loads_no_compiler(tiny: Tiny, tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    command = [
+        sys.executable,
+        "-c",
+        ALONE,
+        tiny("fedavg", "fednova").model_dump_json(exclude_none=True),
+        tmp_path / "run",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "True True False\n", done.stderr
 
 
 def test_a_lost_quorum_ends_the_run_and_leaves_what_was_done(tiny: Tiny, tmp_path: Path) -> None:

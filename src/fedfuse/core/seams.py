@@ -139,6 +139,10 @@ class ServerPart:
         """About how many examples it passes through a network in a round of so many clients, for `--check`."""
         return 0.0
 
+    def seconds(self, bench: Bench) -> float:  # noqa: ARG002 - the seam's signature
+        """Seconds of long work in a round that are not those passes', by a short trial on this machine."""
+        return 0.0
+
     def remark(self, asked: int, bench: Bench) -> str:  # noqa: ARG002 - the seam's signature
         """What a user should know before training when so many clients are asked a round, if anything."""
         return ""
@@ -231,6 +235,9 @@ class Maker(Protocol):
         """See `ServerPart`."""
 
     def passes(self, clients: int, bench: Bench) -> float:
+        """See `ServerPart`."""
+
+    def seconds(self, bench: Bench) -> float:
         """See `ServerPart`."""
 
     def remark(self, asked: int, bench: Bench) -> str:

@@ -27,6 +27,8 @@ T = TypeVar("T")
 OnClient: TypeAlias = Callable[[str, float, bool], None]  # client, seconds, whether nothing was trained
 FindTraining: TypeAlias = Callable[[str], bytes | None]  # a client's reply without evidence, if its training is known
 
+_BLOCK = 1024  # rows that are copied and hashed at a time
+
 _log = logging.getLogger(__name__)
 
 
@@ -72,8 +74,12 @@ class Population:
     def fingerprint(self, client: str) -> bytes:
         """A digest of one client's rows, made at its first use."""
         if client not in self._fingerprints:
-            rows = self.rows_of(client)
-            self._fingerprints[client] = hashlib.sha256(encode({"x": rows.x, "y": rows.y}, {})).digest()
+            digest = hashlib.sha256()
+            for part in torch.as_tensor(self.index[client]).split(_BLOCK):
+                with one_thread():
+                    rows = self.rows.take(part)
+                digest.update(encode({"x": rows.x, "y": rows.y}, {}))
+            self._fingerprints[client] = digest.digest()
         return self._fingerprints[client]
 
 

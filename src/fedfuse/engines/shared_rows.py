@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 import os
 import shutil
@@ -84,11 +86,45 @@ class RowFiles:
         """
         if rows.x.nbytes >= _LARGE and rows.x.is_cpu and rows.x.is_contiguous():
             rows.x.set_(self.add(rows).rows().x)  # type: ignore[call-overload]
+            _give_back_memory()
 
     def clear(self) -> None:
         """Remove everything."""
         while self._entries:
             self._entries.popitem()[1].close()
+
+
+class RowBuffer:
+    """Memory for one client's rows after another: new memory for each would leave holes that nothing else fits.
+
+    What it gave before is overwritten, so nobody may hold on to it.
+
+    Example:
+        >>> buffer, rows = RowBuffer(), Rows(torch.arange(6.0).view(3, 2), torch.arange(3))
+        >>> buffer.take(rows, torch.tensor([2, 0])).x.tolist()
+        [[4.0, 5.0], [0.0, 1.0]]
+    """
+
+    def __init__(self) -> None:
+        self._x = torch.empty(0)
+
+    def take(self, rows: Rows, index: Tensor) -> Rows:
+        """The rows at these positions, in this order."""
+        if self._x.dtype != rows.x.dtype or self._x.shape[1:] != rows.x.shape[1:] or len(self._x) < len(index):
+            self.clear()  # before there is more
+            self._x = torch.empty((len(index), *rows.x.shape[1:]), dtype=rows.x.dtype)
+        x = torch.index_select(rows.x, 0, index, out=self._x[: len(index)])
+        return Rows(x, rows.y.index_select(0, index))
+
+    def clear(self) -> None:
+        """Let others have the memory."""
+        self._x = torch.empty(0)
+
+
+def _give_back_memory() -> None:
+    """Let the system have what was freed; the C library would keep it for later. Where it cannot, nothing happens."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _write(rows: Rows) -> _RowFilePair:

@@ -28,12 +28,13 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
 from fedfuse.engines.local import ClientResult, answer
-from fedfuse.engines.shared_rows import MappedRows
+from fedfuse.engines.shared_rows import MappedRows, RowBuffer
 from fedfuse.errors import ConfigError, FuseError, RecipeError, error_text
 from fedfuse.wire.codec import encode
 from fedfuse.wire.messages import receive_brief
 
 READY = b"ready"
+_ROWS = RowBuffer()  # of the client in training
 USERS_FAULT: Mapping[str, type[FuseError]] = {"ConfigError": ConfigError, "RecipeError": RecipeError}
 
 
@@ -101,7 +102,7 @@ class _Round:
 
     def answer(self, task: bytes) -> ClientResult:
         client, index, memory, known = ForkingPickler.loads(task)
-        rows = self.rows.take(torch.from_numpy(index))
+        rows = _ROWS.take(self.rows, torch.from_numpy(index))
         return answer(self.work, self.brief, client, rows, memory, seed=self.seed, trained=known)
 
 
@@ -114,7 +115,8 @@ class PackedQuestion(NamedTuple):
     batch: int
 
     def unpack(self) -> Inputs:
-        """The rows mapped."""
+        """The rows mapped; the memory that clients' rows had serves the answers."""
+        _ROWS.clear()
         return _Question(self.ask, self.model, self.rows.rows().x, self.batch)
 
 

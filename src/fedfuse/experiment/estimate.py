@@ -6,6 +6,9 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
 
 from fedfuse.core.messages import Brief
 from fedfuse.core.recipe import Recipe
@@ -14,10 +17,13 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.threads import one_thread
-from fedfuse.engines.pool import count_cores
+from fedfuse.engines.local import Population
+from fedfuse.engines.pool import Pool, count_cores
 from fedfuse.experiment.prepare import PreparedExperiment, Setting
 from fedfuse.experiment.rehearse import some_rows, without_remarks
 from fedfuse.training.round import client_round
+
+TimeRound: TypeAlias = Callable[[Work, Brief, Rows], float]  # seconds that one client's round takes
 
 _WHO = "estimate"
 _STEPS = 3  # of the longer of two timed rounds
@@ -29,6 +35,7 @@ class Pace:
 
     Attributes:
         step: seconds a step takes.
+        served: seconds a step takes the server, which torch does; the clients' own may be compiled.
         rest: seconds a round takes beside its steps, evidence included.
         batch: rows in a step.
     """
@@ -36,6 +43,7 @@ class Pace:
     step: float
     rest: float
     batch: int
+    served: float = 0.0
 
     def round_seconds(self, rows: int, local: LocalSettings, evidence: bool) -> float:
         """Seconds a client's round takes; evidence looks at every row, so it grows with them.
@@ -49,8 +57,34 @@ class Pace:
         return steps * self.step + self.rest * (max(1.0, rows / self.batch) if evidence else 1.0)
 
 
+def time_here(work: Work, brief: Brief, rows: Rows) -> float:
+    """The seconds of a round in this process."""
+    with one_thread(), without_remarks(), seeded(0, _WHO):
+        begin = time.perf_counter()
+        client_round(work, brief.to(_WHO), _WHO, rows)
+        return time.perf_counter() - begin
+
+
+@dataclass(frozen=True, slots=True)
+class TimeInWorker:
+    """The seconds of a round in a worker, which will train and so has to load what training needs; we need not."""
+
+    pool: Pool
+
+    def __call__(self, work: Work, brief: Brief, rows: Rows) -> float:
+        """Time one round."""
+        if work.evidence:  # what it remarks about rows of nobody would be heard
+            return time_here(work, brief, rows)
+        taken: list[float] = []
+        alone = Population(rows, {_WHO: torch.arange(len(rows))})
+        engine = self.pool.engine(alone, on_client=lambda _, seconds, __: taken.append(seconds))
+        for _ in engine.exchange(brief, work, (_WHO,)):
+            pass
+        return taken[0]
+
+
 def estimate_seconds(
-    prepared: PreparedExperiment, workers: int | None = 1, clock: Callable[[], float] = time.perf_counter
+    prepared: PreparedExperiment, workers: int | None = 1, time_round: TimeRound = time_here
 ) -> dict[str, float]:
     """Seconds each method will take over all rounds and seeds, by label.
 
@@ -62,23 +96,23 @@ def estimate_seconds(
     Args:
         prepared: the experiment.
         workers: processes that train at a time; None for one per core.
-        clock: tells the time, in seconds.
+        time_round: does one client's round and tells its seconds.
     """
     experiment, at_a_time = prepared.experiment, max(1, count_cores() if workers is None else workers)
     setting = prepared.setting(experiment.seeds[0])
-    paces: dict[str, Pace] = {}
+    paces: dict[tuple[str, bool], Pace] = {}
     counted: set[str] = set()
     found: dict[str, float] = {}
     for label, recipe in prepared.recipes.items():
         work = recipe.work(prepared.local)
         key = work.key or label
-        if key not in paces:
-            paces[key] = _measure(recipe, prepared, setting, clock)
-        trained = key in counted and experiment.rounds == 1
+        alike = key, bool(_passes(recipe, setting))
+        if alike not in paces:
+            paces[alike] = _measure(recipe, prepared, setting, time_round)
+        pace, trained = paces[alike], key in counted and experiment.rounds == 1
         counted.add(key)
-        each = (0.0 if trained else _training(paces[key], recipe, prepared, setting) / at_a_time) + _serving(
-            paces[key], recipe, prepared, setting
-        )
+        training = 0.0 if trained else _training(pace, recipe, prepared, setting) / at_a_time
+        each = training + _serving(pace, recipe, prepared, setting)
         found[label] = each * experiment.rounds * len(experiment.seeds)
     return found
 
@@ -93,23 +127,42 @@ def _training(pace: Pace, recipe: Recipe, prepared: PreparedExperiment, setting:
 
 def _serving(pace: Pace, recipe: Recipe, prepared: PreparedExperiment, setting: Setting) -> float:
     """Seconds of the server's in a round: its long steps, and the scores, which are a third of a step per row."""
+    with one_thread():
+        other = sum(part.seconds(setting.bench) for part in (recipe.aggregate, *recipe.steps))
+    passes = _passes(recipe, setting)
+    return other + (passes * pace.served + len(prepared.dataset.test) / 3 * pace.step) / pace.batch
+
+
+def _passes(recipe: Recipe, setting: Setting) -> float:
+    """Examples that the server's long steps pass through a network in a round."""
     clients = min(setting.plan.per_round or setting.bench.population, setting.bench.population)
-    passes = sum(part.passes(clients, setting.bench) for part in (recipe.aggregate, *recipe.steps))
-    return (passes + len(prepared.dataset.test) / 3) * pace.step / pace.batch
+    return sum(part.passes(clients, setting.bench) for part in (recipe.aggregate, *recipe.steps))
 
 
-def _measure(recipe: Recipe, prepared: PreparedExperiment, setting: Setting, clock: Callable[[], float]) -> Pace:
-    """Time two rounds of one client on one batch; their difference is the steps'."""
+def _measure(recipe: Recipe, prepared: PreparedExperiment, setting: Setting, time_round: TimeRound) -> Pace:
+    """How fast a client is on one batch, and the server where it has long steps of its own."""
     batch = min(prepared.local.batch_size, max(setting.population.sizes().values(), default=1))
     rows = _some_batch(prepared, batch)
     bench = setting.bench
     brief = recipe.prepare_models(setting.start, bench).brief(recipe.publishes, bench.classes, bench.task)
+    step, rest = _step_and_rest(recipe, brief, rows, prepared.local, time_round)
+    if prepared.local.kernel == "torch" or not _passes(recipe, setting):
+        return Pace(step, rest, len(rows), step)
+    plain = prepared.local.model_copy(update={"kernel": "torch"})
+    return Pace(step, rest, len(rows), _step_and_rest(recipe, brief, rows, plain, time_round)[0])
+
+
+def _step_and_rest(
+    recipe: Recipe, brief: Brief, rows: Rows, local: LocalSettings, time_round: TimeRound
+) -> tuple[float, float]:
+    """Time two rounds of one client on one batch; their difference is the steps'."""
     # the first is not counted: it loads compiled code and fills caches, once for all rounds
-    _, short, long = (_seconds(recipe, brief, rows, prepared.local, epochs, clock) for epochs in (1, 1, _STEPS))
+    works = (recipe.work(_for_epochs(local, epochs)) for epochs in (1, 1, _STEPS))
+    _, short, long = (time_round(work, brief, rows) for work in works)
     if not recipe.trains:  # nobody takes a step: both were evidence alone
-        return Pace(min(short, long), min(short, long), len(rows))
+        return min(short, long), min(short, long)
     step = max(long - short, 0.0) / (_STEPS - 1)
-    return Pace(step or short, max(short - step, 0.0), len(rows))
+    return step or short, max(short - step, 0.0)
 
 
 def _some_batch(prepared: PreparedExperiment, batch: int) -> Rows:
@@ -117,12 +170,5 @@ def _some_batch(prepared: PreparedExperiment, batch: int) -> Rows:
     return rows.take([i % len(rows) for i in range(batch)])
 
 
-def _seconds(
-    recipe: Recipe, brief: Brief, rows: Rows, local: LocalSettings, epochs: int, clock: Callable[[], float]
-) -> float:
-    settings = local.model_copy(update={"epochs": epochs, "max_steps": None, "drop_last": False})
-    work: Work = recipe.work(settings)
-    with one_thread(), without_remarks(), seeded(0, _WHO):
-        begin = clock()
-        client_round(work, brief.to(_WHO), _WHO, rows)
-        return clock() - begin
+def _for_epochs(local: LocalSettings, epochs: int) -> LocalSettings:
+    return local.model_copy(update={"epochs": epochs, "max_steps": None, "drop_last": False})

@@ -22,7 +22,7 @@ from fedfuse.engines.starting import start_early
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.environment import environment
-from fedfuse.experiment.estimate import estimate_seconds
+from fedfuse.experiment.estimate import TimeInWorker, estimate_seconds
 from fedfuse.experiment.folder import RunFolder
 from fedfuse.experiment.given import GivenObjects
 from fedfuse.experiment.ledger import write_json
@@ -123,9 +123,10 @@ def execute(
         folder.open(experiment, resume)
         with one_thread(), Pool(workers) as pool:
             if announce is not None:
-                announce(estimate_seconds(prepared, pool.workers))
+                announce(estimate_seconds(prepared, pool.workers, TimeInWorker(pool)))
             if given is None:  # rows of our own; others' stay where they are
-                pool.move_rows(prepared.dataset.train)
+                for rows in (prepared.dataset.test, prepared.dataset.train):
+                    pool.move_rows(rows)
             return _run(folder, prepared, None, _LocalBackend(pool, store), watch or Callback())
 
 

@@ -42,7 +42,10 @@ def rehearse(recipe: Recipe, brief: Brief, rows: Rows, local: LocalSettings, rou
     Raises:
         ConfigError: naming the network, the method and what went wrong.
     """
-    step = local.model_copy(update={"epochs": 1, "max_steps": 1, "batch_size": _ROWS, "drop_last": False})
+    trial: dict[str, object] = {"epochs": 1, "max_steps": 1, "batch_size": _ROWS, "drop_last": False}
+    if local.kernel == "auto":  # loading compiled code for one step takes longer, and memory that stays
+        trial["kernel"] = "torch"
+    step = local.model_copy(update=trial)
     networks = {variant.spec: variant for variant in (brief.to(client) for client in ("", *brief.own))}
     for variant in networks.values():
         for round_, now in _distinct_rounds(recipe, variant, rounds):

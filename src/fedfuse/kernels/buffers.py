@@ -34,17 +34,14 @@ class Images:
     height: int
     width: int
     border: int = 0
+    form: Four = field(init=False)  # height, width, border, channels
     data: Floats = field(init=False)
     grads: Floats = field(init=False)
 
     def __post_init__(self) -> None:
+        self.form = self.height, self.width, self.border, self.channels
         size = blocks_of(self.batch) * (self.height + 2 * self.border) * self._line
         self.data, self.grads = np.zeros(size, np.float32), np.zeros(size, np.float32)
-
-    @property
-    def form(self) -> Four:
-        """Height, width, border, channels."""
-        return self.height, self.width, self.border, self.channels
 
     @property
     def _line(self) -> int:
@@ -71,26 +68,20 @@ class Table:
 
     batch: int
     columns: int
+    features: int = field(init=False)  # numbers of one example, the filling too
+    form: Two = field(init=False)  # columns, and the length of a row
     data: Floats = field(init=False)
     grads: Floats = field(init=False)
 
     def __post_init__(self) -> None:
-        size = self.batch * pad_to_lanes(self.columns)
+        self.features = pad_to_lanes(self.columns)
+        self.form = self.columns, self.features
+        size = self.batch * self.features
         self.data, self.grads = np.zeros(size, np.float32), np.zeros(size, np.float32)
-
-    @property
-    def form(self) -> Two:
-        """Columns, and the length of a row."""
-        return self.columns, pad_to_lanes(self.columns)
-
-    @property
-    def features(self) -> int:
-        """Numbers of one example, the filling too."""
-        return pad_to_lanes(self.columns)
 
     def runs(self, other: Table, count: int) -> Runs:  # noqa: ARG002 - both lie alike
         """This table and another of its size as one run of numbers; see `pointwise`."""
-        return (1, 1, count * pad_to_lanes(self.columns), 0, 0, 0, 0, 0, 0)
+        return (1, 1, count * self.features, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from fedfuse.kernels.convolve import pixel
 from fedfuse.kernels.target import LANES, Floats, Ints, compile_kernel
 from fedfuse.kernels.tiles import Four
+
+_TOGETHER = 16  # lanes, which are a multiple of it
 
 
 @compile_kernel
@@ -12,27 +16,47 @@ def rows_in(count: int, x: Floats, order: Ints, begin: int, features: int, lengt
     """table[i] = x[order[begin + i]], whose rows are `features` long."""
     for i in range(count):
         a, b = order[begin + i] * features, i * length
+        source, target = x[a : a + features], table[b : b + features]
         for f in range(features):
-            table[b + f] = x[a + f]
+            target[f] = source[f]
 
 
 @compile_kernel
 def images_in(count: int, x: Floats, order: Ints, begin: int, images: Floats, form: Four) -> None:
     """images[block, …, lane] = x[order[begin + i]], whose rows are [row][column][channel]; lanes without are zero."""
-    height, width, _, channels = form
-    line = width * channels
     for block in range((count + LANES - 1) // LANES):
-        for lane in range(LANES):
-            i = block * LANES + lane
-            for h in range(height):
-                b = pixel(form, block, h, 0) + lane
-                if i < count:
-                    a = order[begin + i] * height * line + h * line
-                    for v in range(line):
-                        images[b + v * LANES] = x[a + v]
-                else:
-                    for v in range(line):
-                        images[b + v * LANES] = 0
+        first = block * LANES
+        for lane in range(0, LANES, _TOGETHER):
+            if first + lane + _TOGETHER <= count:
+                rows = order[begin + first + lane : begin + first + lane + _TOGETHER]
+                _lanes_in(x, rows, images, form, block, lane)
+            else:
+                for one in range(lane, lane + _TOGETHER):
+                    row = order[begin + first + one] if first + one < count else -1
+                    _lane_in(x, row, images, form, block, one)
+
+
+@compile_kernel
+def _lanes_in(x: Floats, rows: Ints, images: Floats, form: Four, block: int, lane: int) -> None:
+    """Fill so many lanes at once: what misses the cache is waited for together."""
+    height, line = form[0], form[1] * form[3]
+    size = height * line
+    for h in range(height):
+        b = pixel(form, block, h, 0) + lane
+        for v in range(line):
+            target = images[b + v * LANES : b + v * LANES + _TOGETHER]
+            for i in range(_TOGETHER):
+                target[i] = x[np.uint64(rows[i] * size + h * line + v)]  # unsigned: no index counts from the end
+
+
+@compile_kernel
+def _lane_in(x: Floats, row: int, images: Floats, form: Four, block: int, lane: int) -> None:
+    """Fill one lane, with zeros where there is no row."""
+    height, line = form[0], form[1] * form[3]
+    for h in range(height):
+        a, b = (row * height + h) * line, pixel(form, block, h, 0) + lane
+        for v in range(line):
+            images[b + v * LANES] = x[a + v] if row >= 0 else np.float32(0)
 
 
 @compile_kernel

@@ -151,6 +151,10 @@ class Distill(ServerPart):
         """Those that make the inputs, and those that the student learns from."""
         return sum(self.input_source.workload(self.epochs, clients, bench))
 
+    def seconds(self, bench: Bench) -> float:
+        """Those of making the inputs beside the networks' answers."""
+        return self.input_source.seconds(self.epochs, bench)
+
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """The state with the student in the place of its teachers."""
         if not isinstance(state.model, Answering):

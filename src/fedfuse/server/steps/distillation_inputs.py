@@ -35,6 +35,10 @@ class DistillationInputs(Protocol):
         """About how many examples pass a network to make the inputs, and how many pass the student in all epochs."""
         ...
 
+    def seconds(self, epochs: int, bench: Bench) -> float:
+        """About how long making the inputs takes beside that, by a short trial on this machine."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ServerInputs:
@@ -52,6 +56,10 @@ class ServerInputs:
         """Nothing is made; the student sees all of them in every epoch."""
         return 0.0, float(epochs * len(bench.need_rows("distillation")))
 
+    def seconds(self, epochs: int, bench: Bench) -> float:  # noqa: ARG002
+        """None: they are there."""
+        return 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class UnlabelledInputs:
@@ -68,6 +76,10 @@ class UnlabelledInputs:
     def workload(self, epochs: int, members: int, bench: Bench) -> tuple[float, float]:  # noqa: ARG002
         """Nothing is made; the student sees all of them in every epoch."""
         return 0.0, float(epochs * len(bench.need_unlabelled("distillation")))
+
+    def seconds(self, epochs: int, bench: Bench) -> float:  # noqa: ARG002
+        """None: they are there."""
+        return 0.0
 
 
 def server_inputs(

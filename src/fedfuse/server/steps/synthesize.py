@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,6 +100,10 @@ class Impressions:
         """Every input takes its steps through its own network, or through all; the student sees all in every epoch."""
         networks = 1 if self.of == "members" else members
         return float(self.count * self.steps * networks), float(epochs * self.count)
+
+    def seconds(self, epochs: int, bench: Bench) -> float:  # noqa: ARG002
+        """None to speak of: numbers are moved by themselves."""
+        return 0.0
 
     def _make_impressions(self, teacher: Teacher, form: InputForm, answers: Tensor, draw: torch.Generator) -> Tensor:
         free = torch.randn(len(answers), *form.shape, generator=draw).to(answers.device).requires_grad_()
@@ -218,6 +223,12 @@ class Generate:
         """A batch is made in every epoch, through all networks and the student; the pool grows by it."""
         return float(epochs * self.steps * self.batch * (members + 1)), self.batch * epochs * (epochs + 1) / 2
 
+    def seconds(self, epochs: int, bench: Bench) -> float:
+        """Those of the generator, which is far larger than most networks it serves."""
+        if bench.inputs is None:
+            return 0.0
+        return epochs * self.steps * self.batch * _seconds_per_image(bench.inputs, self.latent, self.width)
+
     def loss(self, teacher: Tensor, student: Tensor, labels: Tensor, gap: Tensor) -> Tensor:
         """The three terms, from both networks' logits of a batch."""
         differ = (teacher.argmax(-1) != student.argmax(-1)).to(teacher)
@@ -251,6 +262,17 @@ def generator(form: InputForm, latent: int, width: int) -> nn.Module:
         nn.LeakyReLU(0.2),
         nn.Conv2d(width, channels, 3, padding=1),
     )
+
+
+def _seconds_per_image(form: InputForm, latent: int, width: int, images: int = 8) -> float:
+    """What an image takes a generator, there and back."""
+    net, v = generator(form, latent, width), torch.zeros(images, latent).requires_grad_()
+    taken = []
+    for _ in range(2):  # the first fills caches
+        began = time.perf_counter()
+        torch.autograd.grad(net(v).sum(), [*net.parameters(), v])
+        taken.append(time.perf_counter() - began)
+    return min(taken) / images
 
 
 def initialize_generator(net: nn.Module, draw: torch.Generator) -> nn.Module:
