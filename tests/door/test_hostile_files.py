@@ -58,21 +58,37 @@ HEADERS: dict[str, Callable[[Header], Header]] = {
 }
 
 
-@pytest.mark.parametrize("method", ["fedavg", "ensemble", "fedov", "pfnm"])
+@pytest.mark.parametrize("method", ["fedavg", "ensemble", "fedov", "pfnm", "ridge", "pvi"])
 @pytest.mark.parametrize("place", [0])
 def test_whatever_one_header_says_the_others_are_fused(method: str, place: int, tmp_path: Path) -> None:
+    """Before `ridge` and `pvi` too, whose start follows from what updates say: from what most say."""
     paths = honest(tmp_path, method)
+    torch.manual_seed(0)
+    begun = {"start": SPEC.build().state_dict()} if method == "pvi" else {}
     good = paths[place].read_bytes()
     packet = decode(good)
     for name, change in HEADERS.items():
         paths[place].write_bytes(encode(dict(packet.tensors), change(dict(packet.header))))
         try:
-            fused = fedfuse.fuse(paths, method)
+            fused = fedfuse.fuse(paths, method, **begun)
         except FuseError as why:
             pytest.fail(f"{name}: {why}")
         assert [r["client"] for r in fused.refused] in ([f"site-{place}"], []), name
         if fused.refused == ():
             assert name in ("nothing", "no spec", "a layout that is none"), name
+
+
+def test_tensors_of_other_names_in_the_first_file_do_not_say_what_all_began_with(tmp_path: Path) -> None:
+    paths = honest(tmp_path, "pvi")
+    torch.manual_seed(0)
+    start, packet = SPEC.build().state_dict(), decode(paths[0].read_bytes())
+    for tensors in (
+        {},
+        {f"a.{n}": t for n, t in packet.tensors.items()},
+        {n: t.long() for n, t in packet.tensors.items()},
+    ):
+        paths[0].write_bytes(encode(tensors, packet.header))
+        assert [r["client"] for r in fedfuse.fuse(paths, "pvi", start=start).refused] == ["site-0"]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "ensemble"])
