@@ -111,6 +111,41 @@ def test_a_module_beside_received_files_is_not_imported(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+RUN = """
+name = "beside"
+rounds = 1
+[data]
+source = "digits"
+clients = 2
+[model]
+name = "mlp"
+hidden = [4]
+[local]
+epochs = 1
+batch_size = 64
+[[methods]]
+name = "fedavg"
+"""
+
+
+def test_nothing_beside_an_experiment_stands_before_what_is_installed(tmp_path: Path) -> None:
+    """Workers are forked off a server that Python starts with the current folder in front: its `json.py` was run."""
+    (place := tmp_path / "place").mkdir()
+    (command := tmp_path / "fedfuse").write_text(
+        "from fedfuse.cli import main\nif __name__ == '__main__':\n    main()\n"
+    )
+    (place / "run.toml").write_text(RUN)
+    for name in ("json", "torch", "numpy", "PIL", "sitecustomize"):
+        (place / f"{name}.py").write_text("from pathlib import Path\nPath('ran').touch()\nraise ImportError\n")
+    home = os.environ | {"PYTHONPATH": str(Path(fedfuse.__file__).parents[1])}
+    shell = [sys.executable, str(command), "run", "run.toml", "--check"]
+    done = subprocess.run(shell, cwd=place, capture_output=True, text=True, check=False, env=home)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run(shell[:-1], cwd=place, capture_output=True, text=True, check=False, env=home)
+    assert done.returncode == 0, done.stderr
+    assert not (place / "ran").exists()
+
+
 def test_a_data_source_of_pythons_own_is_refused_unrun(tmp_path: Path) -> None:
     with pytest.raises(FuseError, match="a part of Python itself"):
         load("os:system", options={"command": f"touch {tmp_path / 'ran'}"})
