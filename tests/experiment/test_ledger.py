@@ -74,6 +74,27 @@ def test_what_is_no_line_is_passed_over(ledger: Ledger) -> None:
     assert ledger.lines() == [line(1)]
 
 
+@given(st.integers(0, 10_000), st.integers(0, 7))
+def test_a_flipped_bit_of_a_line_is_seen(at: int, bit: int) -> None:
+    """A digit of an accuracy that changed on disk was reported as it stood there."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as home:
+        ledger = Ledger(Path(home) / "ledger.jsonl")
+        told = line(1, accuracy=0.875, refused=[{"client": "a"}], clients={"a": {"steps": 3}})
+        ledger.append(told)
+        data = bytearray(ledger.path.read_bytes())
+        data[at % len(data)] ^= 1 << bit
+        ledger.path.write_bytes(bytes(data))
+        assert all({key: found[key] for key in told} == told for found in ledger.lines())
+
+
+def test_lines_of_an_older_ledger_have_no_checksum(ledger: Ledger) -> None:
+    ledger.path.write_text(json.dumps(line(1)) + "\n")
+    ledger.append(line(2))
+    assert [found["round"] for found in ledger.lines()] == [1, 2]
+
+
 def test_a_full_disk_is_one_sentence(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")

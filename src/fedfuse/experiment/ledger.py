@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfuse.core.files import write_atomically
+from fedfuse.core.sealed import open_line, seal_line
 from fedfuse.errors import ConfigError
 
 FLAT = (
@@ -37,13 +38,13 @@ FLAT = (
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """A file of JSON lines, appended and flushed; a line cut by a crash is ignored."""
+    """A file of JSON lines, each with its checksum, appended and flushed; one that was cut or damaged is ignored."""
 
     path: Path
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Write one line and make sure it is on disk."""
-        text = json.dumps(plain(line), separators=(",", ":")) + "\n"
+        text = seal_line(plain(line)) + "\n"
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(text)
@@ -63,7 +64,7 @@ class Ledger:
         found: dict[tuple[object, ...], dict[str, Any]] = {}
         for text in self._read().decode(errors="replace").splitlines():
             try:
-                line = json.loads(text)
+                line = open_line(text)
             except ValueError:
                 continue
             if isinstance(line, dict) and {"label", "seed", "round"} <= line.keys():
@@ -87,7 +88,7 @@ class Ledger:
         kept = [line for line in self.lines() if wanted(line)]
         with write_atomically(self.path) as file:
             for line in kept:
-                file.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
+                file.write((seal_line(line) + "\n").encode())
 
 
 def write_results(path: Path, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
