@@ -360,7 +360,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     yield "|---|---:|---|" + "---:|" * len(guards)
     for method, lever in dict.fromkeys((row.method, row.lever) for row in rows):
         same = [row for row in rows if (row.method, row.lever) == (method, lever)]
-        honest = statistics.mean(row.honest for row in same if row.guard == guards[0])
+        honest = statistics.mean(row.honest for row in same if row.guard == same[0].guard)
         first = f"`{method}` | {100 * honest:.1f}" if lever == "examples" else " | "
         yield f"| {first} | {lever} | {' | '.join(_cell([r.lost for r in same if r.guard == g]) for g in guards)} |"
 

@@ -83,3 +83,29 @@ def test_the_command_has_a_word_for_what_becomes_of_who_says_too_much(tmp_path: 
 def test_without_bounds_nobody_is_compared() -> None:
     fused = fedfuse.fuse(sites(1e6), start=START, bounds={"over": "off"})
     assert (fused.clipped, fused.refused) == ((), ())
+
+
+@pytest.mark.parametrize("method", ["flora", "flexlora"])
+@pytest.mark.parametrize("factors", [(2.0, 2.0), (10.0, 10.0), (1.9, 1.9), (30.0, 1.0)])
+def test_the_product_of_an_adapters_factors_is_bounded_and_not_only_each(
+    factors: tuple[float, float], method: str
+) -> None:
+    """Twice the median of each factor was four times the median of what is fused."""
+
+    def adapter(seed: int, a: float = 1.0, b: float = 1.0) -> dict[str, Tensor]:
+        draw = torch.Generator().manual_seed(seed)
+        A, B = torch.randn(4, 16, generator=draw), torch.randn(12, 4, generator=draw)
+        return {"fc.lora_A.weight": a * A, "fc.lora_B.weight": b * B}
+
+    def product(params: dict[str, Tensor]) -> Tensor:
+        return params["fc.lora_B.weight"] @ params["fc.lora_A.weight"]
+
+    honest = [adapter(seed) for seed in range(9)]
+    alone = fedfuse.fuse(honest, "flora")
+    assert (alone.refused, alone.clipped) == ((), ())
+    fused = fedfuse.fuse([*honest, adapter(9, *factors)], "flora")
+    assert "product of fc" in {entry["field"] for entry in fused.clipped}
+    mine = 10 * (product(fused.state_dict()) - 0.9 * product(alone.state_dict()))
+    usual = torch.tensor([float(product(each).norm()) for each in honest]).median()
+    assert float(mine.norm()) <= 2.1 * float(usual)
+    assert fedfuse.fuse([*honest, adapter(9, *factors)], method).refused == ()

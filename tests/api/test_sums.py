@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fedfuse
 from fedfuse.core.rows import Rows
 from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.wire.codec import decode, encode
 
 torch.manual_seed(0)
 NET = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
@@ -99,7 +100,8 @@ def test_small_sites_are_added_to_the_sum_of_many(files: dict[str, Path], tmp_pa
     before = fused([large]).save(tmp_path / "before.safetensors")
     after = fused(list(files.values()), into=before)
     assert not after.refused
-    assert_equal(after, fused([large, *files.values()]), 1e-12)
+    counts = [6000.0, *(decode(path.read_bytes()).header["num_examples"] for path in files.values())]
+    assert_equal(after, fused([large, *files.values()], num_examples=counts), 1e-12)
     assert after.partial().num_examples == after.facts["rows"]
 
 
@@ -119,3 +121,18 @@ def test_methods_that_read_more_than_sums_say_so(files: dict[str, Path], tmp_pat
 def test_only_sums_is_what_secure_aggregation_needs() -> None:
     found = {name: fedfuse.recipe(name).only_sums for name in ("fedavg", "fednova", "ridge", "fedlpa", "ensemble")}
     assert found == {"fedavg": True, "fednova": True, "ridge": True, "fedlpa": False, "ensemble": False}
+
+
+def test_sums_of_far_more_rows_than_others_have_need_somebody_to_vouch(files: dict[str, Path], tmp_path: Path) -> None:
+    """Sums of a million times the rows, each as it should be beside the others, were the whole solution."""
+    paths = [*files.values(), tmp_path / "fifth.safetensors"]
+    packet = decode(paths[0].read_bytes())
+    for factor, refused in ((2.0, []), (1e6, ["fifth"])):
+        count = packet.header["num_examples"] * factor
+        paths[-1].write_bytes(
+            encode({n: t * factor for n, t in packet.tensors.items()}, {**packet.header, "num_examples": count})
+        )
+        assert [r["client"] for r in fused(list(paths)).refused] == refused
+        assert not fused(list(paths)).clipped, "what is let in is the sum of rows and nothing else"
+        numbers = [decode(path.read_bytes()).header["num_examples"] for path in paths]
+        assert not fused(list(paths), num_examples=numbers).refused

@@ -145,12 +145,47 @@ def test_a_mean_that_is_not_its_sum_is_refused() -> None:
 
 
 def test_examples_are_bounded_per_site() -> None:
-    (whole,) = regions(UPDATES, ())
-    small = [replace(u, client=f"late-{k}") for k, u in enumerate(UPDATES[:5])]
-    assert not fused([whole, *small], bounds=None).refused
-    one = altered(whole, sums={**decode(whole.payload).header["sums"], "sites": 1})
-    told = fused([one, *small], bounds=None)
-    assert told.clipped or told.refused
+    four = regions(UPDATES, (2, 4, 6))
+    assert not fused(four, bounds={"few": 3.0}).clipped, "compared as wholes, the last would be the largest"
+    lying = altered(four[0], num_examples=1000.0)
+    told = fused([lying, *four[1:]], bounds={"few": 3.0}, quorum=0.5)
+    assert [(r["client"], r["field"]) for r in told.refused] == [("region-0", "num_examples")]
+
+
+def claimed(sites: int, client: str = "site-6") -> fedfuse.Update:
+    """One site's own weights as a sum of so many, each with as many examples as it has."""
+    packet = decode(UPDATES[6].payload)
+    count = packet.header["num_examples"] * sites
+    weights = {n: t for n, t in packet.tensors.items() if not n.startswith("~")}
+    sums = {f"~sum/{n}": t.double() * count for n, t in weights.items() if t.is_floating_point()}
+    told = {"num_examples": count, "sums": {"sites": sites, "by": "examples", "weight": count}}
+    return replace(UPDATES[6], client=client, payload=encode({**weights, **sums}, {**packet.header, **told}))
+
+
+@pytest.mark.parametrize("sites", [9, 1000, 10**9])
+def test_among_single_sites_nobody_is_many_by_its_own_word(sites: int) -> None:
+    """One header entry, a billion sites, took the whole mean."""
+    alone = fused(UPDATES[:6], bounds=None).state_dict()["0.weight"]
+    told = fused([*UPDATES[:6], claimed(sites)], bounds=None)
+    assert {entry["client"] for entry in (*told.refused, *told.clipped)} >= {"site-6"}
+    honest = fused(UPDATES, bounds=None).state_dict()["0.weight"]
+    assert (told.state_dict()["0.weight"] - alone).norm() <= 2 * (honest - alone).norm()
+    for method in (fedfuse.recipe("fedavg", uniform=True), fedfuse.recipe("task_arithmetic", average=False)):
+        moved = fused([*UPDATES[:6], claimed(sites)], method, bounds=None).state_dict()["0.weight"]
+        assert float(moved.abs().max()) < 10
+
+
+def test_who_is_vouched_for_may_be_many() -> None:
+    given = [u.num_examples for u in UPDATES[:6]] + [9 * UPDATES[6].num_examples]
+    vouched = fused([*UPDATES[:6], claimed(9)], bounds={"ratio": 100.0}, num_examples=given)
+    assert not vouched.refused
+    assert "sites" not in {entry["field"] for entry in vouched.clipped}
+
+
+def test_among_regions_nobody_claims_far_more_sites_than_others() -> None:
+    tree = [replace(r, client=f"r{k}") for k, r in enumerate(regions(UPDATES[:6], (2, 4)))]
+    told = fused([*tree, claimed(10**6, "r3")], bounds={"few": 100.0})
+    assert [(r["client"], r["field"]) for r in told.refused] == [("r3", "sites")]
 
 
 def test_what_was_weakened_is_no_sum() -> None:

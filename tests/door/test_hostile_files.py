@@ -58,21 +58,37 @@ HEADERS: dict[str, Callable[[Header], Header]] = {
 }
 
 
-@pytest.mark.parametrize("method", ["fedavg", "ensemble", "fedov", "pfnm"])
+@pytest.mark.parametrize("method", ["fedavg", "ensemble", "fedov", "pfnm", "ridge", "pvi"])
 @pytest.mark.parametrize("place", [0])
 def test_whatever_one_header_says_the_others_are_fused(method: str, place: int, tmp_path: Path) -> None:
+    """Before `ridge` and `pvi` too, whose start follows from what updates say: from what most say."""
     paths = honest(tmp_path, method)
+    torch.manual_seed(0)
+    begun = {"start": SPEC.build().state_dict()} if method == "pvi" else {}
     good = paths[place].read_bytes()
     packet = decode(good)
     for name, change in HEADERS.items():
         paths[place].write_bytes(encode(dict(packet.tensors), change(dict(packet.header))))
         try:
-            fused = fedfuse.fuse(paths, method)
+            fused = fedfuse.fuse(paths, method, **begun)
         except FuseError as why:
             pytest.fail(f"{name}: {why}")
         assert [r["client"] for r in fused.refused] in ([f"site-{place}"], []), name
         if fused.refused == ():
             assert name in ("nothing", "no spec", "a layout that is none"), name
+
+
+def test_tensors_of_other_names_in_the_first_file_do_not_say_what_all_began_with(tmp_path: Path) -> None:
+    paths = honest(tmp_path, "pvi")
+    torch.manual_seed(0)
+    start, packet = SPEC.build().state_dict(), decode(paths[0].read_bytes())
+    for tensors in (
+        {},
+        {f"a.{n}": t for n, t in packet.tensors.items()},
+        {n: t.long() for n, t in packet.tensors.items()},
+    ):
+        paths[0].write_bytes(encode(tensors, packet.header))
+        assert [r["client"] for r in fedfuse.fuse(paths, "pvi", start=start).refused] == ["site-0"]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "ensemble"])
@@ -93,6 +109,41 @@ def test_a_module_beside_received_files_is_not_imported(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=home)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "ran").exists()
+
+
+RUN = """
+name = "beside"
+rounds = 1
+[data]
+source = "digits"
+clients = 2
+[model]
+name = "mlp"
+hidden = [4]
+[local]
+epochs = 1
+batch_size = 64
+[[methods]]
+name = "fedavg"
+"""
+
+
+def test_nothing_beside_an_experiment_stands_before_what_is_installed(tmp_path: Path) -> None:
+    """Workers are forked off a server that Python starts with the current folder in front: its `json.py` was run."""
+    (place := tmp_path / "place").mkdir()
+    (command := tmp_path / "fedfuse").write_text(
+        "from fedfuse.cli import main\nif __name__ == '__main__':\n    main()\n"
+    )
+    (place / "run.toml").write_text(RUN)
+    for name in ("json", "torch", "numpy", "PIL", "sitecustomize"):
+        (place / f"{name}.py").write_text("from pathlib import Path\nPath('ran').touch()\nraise ImportError\n")
+    home = os.environ | {"PYTHONPATH": str(Path(fedfuse.__file__).parents[1])}
+    shell = [sys.executable, str(command), "run", "run.toml", "--check"]
+    done = subprocess.run(shell, cwd=place, capture_output=True, text=True, check=False, env=home)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run(shell[:-1], cwd=place, capture_output=True, text=True, check=False, env=home)
+    assert done.returncode == 0, done.stderr
+    assert not (place / "ran").exists()
 
 
 def test_a_data_source_of_pythons_own_is_refused_unrun(tmp_path: Path) -> None:

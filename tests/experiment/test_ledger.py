@@ -61,7 +61,7 @@ def test_a_line_cut_anywhere_neither_hurts_nor_swallows_the_next(cut: int) -> No
         size = ledger.path.stat().st_size
         os.truncate(ledger.path, max(whole, size - 1 - cut))
         assert [found["round"] for found in ledger.lines()][:1] == [1]
-        ledger.drop_partial_line()
+        ledger.mend()
         ledger.append(line(3))
         assert [found["round"] for found in ledger.lines()] == [1, 3]
         assert all(json.loads(text) for text in ledger.path.read_text().splitlines())
@@ -69,9 +69,39 @@ def test_a_line_cut_anywhere_neither_hurts_nor_swallows_the_next(cut: int) -> No
 
 def test_what_is_no_line_is_passed_over(ledger: Ledger) -> None:
     assert ledger.lines() == []
-    ledger.drop_partial_line()
+    ledger.mend()
     ledger.path.write_bytes(b'3\n{"label": "x"}\n\xff\xfe\n[]\n' + json.dumps(line(1)).encode() + b"\n")
     assert ledger.lines() == [line(1)]
+
+
+@given(st.integers(0, 10_000), st.integers(0, 7))
+def test_a_flipped_bit_of_a_line_is_seen(at: int, bit: int) -> None:
+    """A digit of an accuracy that changed on disk was reported as it stood there."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as home:
+        ledger = Ledger(Path(home) / "ledger.jsonl")
+        told = line(1, accuracy=0.875, refused=[{"client": "a"}], clients={"a": {"steps": 3}})
+        ledger.append(told)
+        data = bytearray(ledger.path.read_bytes())
+        data[at % len(data)] ^= 1 << bit
+        ledger.path.write_bytes(bytes(data))
+        assert all({key: found[key] for key in told} == told for found in ledger.lines())
+
+
+def test_a_resumed_ledger_has_no_damaged_lines(ledger: Ledger) -> None:
+    for round_ in (1, 2, 3):
+        ledger.append(line(round_, accuracy=0.5))
+    ledger.path.write_text(ledger.path.read_text().replace('"round":2,"accuracy":0.5', '"round":2,"accuracy":0.7'))
+    ledger.mend()
+    assert [found["round"] for found in ledger.lines()] == [1, 3]
+    assert ledger.path.read_text().count("\n") == 2
+
+
+def test_lines_of_an_older_ledger_have_no_checksum(ledger: Ledger) -> None:
+    ledger.path.write_text(json.dumps(line(1)) + "\n")
+    ledger.append(line(2))
+    assert [found["round"] for found in ledger.lines()] == [1, 2]
 
 
 def test_a_full_disk_is_one_sentence(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +135,6 @@ def test_a_ledger_that_is_a_directory_is_one_sentence(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl")
     assert ledger.lines() == []
     ledger.path.mkdir()
-    for use in (ledger.lines, ledger.drop_partial_line, lambda: ledger.append({"label": "a"})):
+    for use in (ledger.lines, ledger.mend, lambda: ledger.append({"label": "a"})):
         with pytest.raises(ConfigError, match="ledger.jsonl.*: Is a directory"):
             use()

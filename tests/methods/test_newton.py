@@ -26,6 +26,7 @@ from fedfuse.server.door.admit import admit_all
 from fedfuse.server.round import fuse_round
 from fedfuse.tasks import BINARY, CLASSIFICATION, REGRESSION, Task
 from fedfuse.training.round import client_round
+from fedfuse.wire.codec import decode, encode
 
 FEATURES = 4
 DRAW = torch.Generator().manual_seed(3)
@@ -202,3 +203,32 @@ def test_from_files_in_double_precision() -> None:
         module.load_state_dict(fused.state_dict())
     expected = pooled("bernoulli").params
     assert torch.cat([module.weight.flatten(), module.bias]).tolist() == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("note", "factor", "field"),
+    [
+        ("gradient", 1e6, "newton/gradient"),
+        ("hessian", 1e6, "newton/hessian"),
+        ("loss", 1e6, "newton/loss"),
+        ("fit", 1e6, "newton/fit"),
+        ("gradient", 1e12, "newton/gradient"),
+        ("loss", -1.0, "newton/loss"),
+    ],
+)
+def test_who_multiplies_its_sums_is_weakened_or_refused(note: str, factor: float, field: str) -> None:
+    """A gradient times a hundred was the whole step: nothing of Newton's sums was compared with the others'."""
+    spec = Spec("mlp", {"inputs": FEATURES, "hidden": [], "classes": 3})
+    recipe = fedfuse.recipe("newton", ridge=1.0, first="local" if note == "fit" else "sums")
+    brief = ServerState(0, Single.of(spec.build(), spec)).brief(recipe.publishes, 3, CLASSIFICATION)
+    sent = {}
+    for place, own in enumerate(torch.arange(400).chunk(8)):
+        rows = Rows(X[own], TARGETS["multinomial"][own])
+        sent[f"s{place}"] = client_round(recipe.work(LocalSettings()), brief, f"s{place}", rows).payload
+    honest = admit_all([Envelope(c, p) for c, p in sent.items()], brief, recipe.evidence, list(sent), trains=False)
+    assert (honest.refused, honest.clipped) == ([], [])
+    packet = decode(sent["s0"])
+    name = f"~newton/{note}"
+    sent["s0"] = encode({**packet.tensors, name: packet.tensors[name] * factor}, packet.header)
+    seen = admit_all([Envelope(c, p) for c, p in sent.items()], brief, recipe.evidence, list(sent), trains=False)
+    assert {(r["client"], r["field"]) for r in (*seen.refused, *seen.clipped)} == {("s0", field)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,10 +49,10 @@ from fedfuse.nets.head import logit_variance
 from fedfuse.server.door.admit import Admission, Rules
 from fedfuse.server.door.files import Gathered, built_start, check_enough, gather
 from fedfuse.server.door.names import CommonNames
-from fedfuse.server.door.opened import Item
+from fedfuse.server.door.opened import Item, find_typical
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
 from fedfuse.tasks import CLASSIFICATION, Task, task_header, task_named
-from fedfuse.wire.codec import Malformed, decode, forms_size, read
+from fedfuse.wire.codec import forms_size
 from fedfuse.wire.files import save_model
 from fedfuse.wire.folders import parse_dtype, parse_size
 
@@ -207,7 +206,7 @@ def fuse(
     recipe = _recipe_behind_filters(recipe, align, guard)
     folders, kept = check_folders(updates, start, recipe, evidence), _read_kept(recipe, into, remove)
     quorum = (1.0 if folders else 0.5) if quorum is None else quorum
-    items = name_items([*kept, *updates], num_examples, folders)
+    items = _vouch_for(kept, name_items([*kept, *updates], num_examples, folders))
     begin = _begin(recipe, None if folders.stand_at_base and "start" not in recipe.needs else start, items)
     bench = Bench(rows=_rows(server_rows), unlabelled=unlabelled, population=len(items), seed=seed)
     recipe.check(1, bench)
@@ -273,6 +272,12 @@ def _read_kept(recipe: Recipe, into: str | Path | None, remove: Sequence[str | P
     return take_out(kept_updates(Path(into)), [str(site) for site in remove], Path(into))
 
 
+def _vouch_for(kept: Sequence[Update], items: Sequence[Item]) -> list[Item]:
+    """The items, with the sums that come first because a fused file kept them: those were believed when it was made."""
+    own = [i if i.num_examples else replace(i, num_examples=u.num_examples) for i, u in zip(items, kept, strict=False)]
+    return [*own, *items[len(kept) :]]
+
+
 def _begin(recipe: Recipe, start: str | Path | Mapping[str, Tensor] | None, items: Sequence[Item]) -> Params | None:
     """The weights sites started from, where they were passed, or where they follow from the network of the updates."""
     begin: Params | None = None if start is None else start_of(start)[1]
@@ -288,11 +293,10 @@ def _prepared_weights(recipe: Recipe, begin: Params, items: Sequence[Item]) -> P
     prepare = recipe.prepare_model
     if not isinstance(prepare, PreparesWeights):
         return begin
-    for payload in (item.payload for item in items):
-        with contextlib.suppress(Malformed):  # the door refuses it by name
-            trained = (decode(payload) if isinstance(payload, bytes) else read(payload)).tensors
-            return begin if begin.keys() <= trained.keys() else prepare.weights_from(begin, trained)
-    return begin
+    if (typical := find_typical(items)) is None:
+        return begin
+    trained = typical.packet.tensors
+    return begin if begin.keys() <= trained.keys() else prepare.weights_from(begin, trained)
 
 
 @runtime_checkable

@@ -24,6 +24,9 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY"
 # glibc would give large pieces back to the system at once: a third of an evaluation is fetching them again
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 26), "MALLOC_TRIM_THRESHOLD_": str(1 << 26)}
 
+# they are started by `python -c`, which looks for modules in the current folder first: a json.py there would be run
+_NOTHING_FROM_HERE = {"PYTHONSAFEPATH": "1"}
+
 
 def process_context() -> ForkServerContext | SpawnContext:
     """How processes start: forked off one that has imported torch, where the system can."""
@@ -48,8 +51,8 @@ def start_early() -> None:
 
 @contextmanager
 def start_conditions() -> Iterator[None]:
-    """Processes started within have one thread each, and look for our main module only if it is a file."""
-    with _environment(_ONE_THREAD | _KEEP_MEMORY), main_if_a_file():
+    """Processes started within have one thread, find modules where we do, and look for a main one that is a file."""
+    with _environment(_ONE_THREAD | _KEEP_MEMORY | _NOTHING_FROM_HERE), main_if_a_file():
         yield
 
 

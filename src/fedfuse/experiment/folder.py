@@ -83,7 +83,7 @@ class RunFolder:
 
     def _remove_partial_files(self) -> None:
         """Remove what a killed run wrote by half."""
-        self.ledger.drop_partial_line()
+        self.ledger.mend()
         for path in self.path.rglob(".*"):
             if _PARTIAL_FILE.fullmatch(path.name):
                 path.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfuse.core.files import write_atomically
+from fedfuse.core.sealed import open_line, seal_line
 from fedfuse.errors import ConfigError
 
 FLAT = (
@@ -37,13 +38,13 @@ FLAT = (
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """A file of JSON lines, appended and flushed; a line cut by a crash is ignored."""
+    """A file of JSON lines, each with its checksum, appended and flushed; one that was cut or damaged is ignored."""
 
     path: Path
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Write one line and make sure it is on disk."""
-        text = json.dumps(plain(line), separators=(",", ":")) + "\n"
+        text = seal_line(plain(line)) + "\n"
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(text)
@@ -52,21 +53,19 @@ class Ledger:
         except OSError as why:
             raise ConfigError(f"cannot write {self.path}: {why.strerror or why}; free some space and --resume") from why
 
-    def drop_partial_line(self) -> None:
-        """Remove a line that a crash left unfinished, so that the next one starts on a new line."""
+    def mend(self) -> None:
+        """Remove a line that a crash left unfinished, so that the next one starts on a new line, and damaged ones."""
         data = self._read()
         if (whole := data.rfind(b"\n") + 1) < len(data):
             os.truncate(self.path, whole)
+        if any(_open(text) is None for text in data[:whole].decode(errors="replace").splitlines()):
+            self.keep(lambda _: True)
 
     def lines(self) -> list[dict[str, Any]]:
         """Every whole line; the last one for a label, seed and round wins."""
         found: dict[tuple[object, ...], dict[str, Any]] = {}
         for text in self._read().decode(errors="replace").splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(line, dict) and {"label", "seed", "round"} <= line.keys():
+            if (line := _open(text)) is not None:
                 found[line["label"], line["seed"], line["round"]] = line
         return list(found.values())
 
@@ -87,7 +86,16 @@ class Ledger:
         kept = [line for line in self.lines() if wanted(line)]
         with write_atomically(self.path) as file:
             for line in kept:
-                file.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
+                file.write((seal_line(line) + "\n").encode())
+
+
+def _open(text: str) -> dict[str, Any] | None:
+    """A line as it was written, None where it was not."""
+    try:
+        line = open_line(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and {"label", "seed", "round"} <= line.keys() else None
 
 
 def write_results(path: Path, name: str, lines: Iterable[Mapping[str, Any]]) -> None:

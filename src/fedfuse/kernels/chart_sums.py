@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 
 from fedfuse.kernels.exponential import all_seen, exp_lanes, fuse_lanes, nothing_seen
 from fedfuse.kernels.target import STEP
-from fedfuse.kernels.vectors import _at, _load, _loop, _prefetch, _spread
+from fedfuse.kernels.vectors import build_loop, element_at, load_vector, prefetch, spread
 
 Kind = Literal["variance", "precision", "moments"]
 WIDTH = 2 * STEP  # Gaussians that are fused at a time
@@ -30,7 +30,7 @@ def make_chart_sums(kind: Kind, power: float) -> Any:
     @intrinsic
     def add(typing, means, logs, weights, origin, begin, first, second, at):  # type: ignore[no-untyped-def] # noqa: ARG001
         def generate(context: Any, build: Any, signature: Any, args: Any) -> Any:
-            array: Any = lambda i, offset: _at(context, build, signature.args[i], args[i], offset)
+            array: Any = lambda i, offset: element_at(context, build, signature.args[i], args[i], offset)
             place, one = build.add(args[4], args[7]), ir.Constant(_INT, 1)
             lists = [array(i, ir.Constant(_INT, 0)) for i in range(3)]
             clients = build.extract_value(context.make_array(signature.args[0])(context, build, args[0]).shape, 0)
@@ -40,20 +40,20 @@ def make_chart_sums(kind: Kind, power: float) -> Any:
 
             def add_client(lists: list[Any], held: list[Any]) -> list[Any]:
                 mean, log = (_row(build, build.load(pointer), place) for pointer in lists[:2])
-                weight = _spread(build, build.load(lists[2]), STEP // 2)
+                weight = spread(build, build.load(lists[2]), STEP // 2)
                 *totals, seen = held
                 pairs = []
                 for j in range(2):
                     if kind != "variance":
                         for row in (mean, log):
-                            _prefetch(build, build.gep(row, [ir.Constant(_INT, _AHEAD + j * STEP)]))
+                            prefetch(build, build.gep(row, [ir.Constant(_INT, _AHEAD + j * STEP)]))
                     e, seen = exp_lanes(build, _lanes(build, log, j), power, seen)
                     pairs.append(_coordinates(build, kind, mean, j, e, centers))
                 terms = [half for side in zip(*pairs, strict=True) for lanes in side for half in _halves(build, lanes)]
                 return [*(_add_product(build, weight, t, s) for t, s in zip(terms, totals, strict=True)), seen]
 
             before = [build.load(target, align=8) for target in targets]
-            *after, seen = _loop(build, clients, (one, one, one), lists, [*before, nothing_seen()], add_client)
+            *after, seen = build_loop(build, clients, (one, one, one), lists, [*before, nothing_seen()], add_client)
             for total, target in zip(after, targets, strict=True):
                 build.store(total, target, align=8)
             return all_seen(build, seen)
@@ -80,7 +80,7 @@ def _row(build: Any, address: Any, place: Any) -> Any:
 
 def _lanes(build: Any, row: Any, j: int) -> Any:
     """The j-th vector of a row."""
-    return _load(build, build.gep(row, [ir.Constant(_INT, j * STEP)]), STEP)
+    return load_vector(build, build.gep(row, [ir.Constant(_INT, j * STEP)]), STEP)
 
 
 def _register(build: Any, sums: Any, j: int) -> Any:

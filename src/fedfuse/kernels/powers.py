@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from fedfuse.kernels.mean import Doubles
 from fedfuse.kernels.target import Floats, compile_exactly
-from fedfuse.kernels.vectors import _at, _loop, _spread
+from fedfuse.kernels.vectors import build_loop, element_at, spread
 
 _LANES, _TURNS = 8, 2  # numbers in a vector, and vectors whose sums are apart: additions need not wait for each other
 _STEP = _LANES * _TURNS
@@ -30,8 +30,8 @@ def _add_powers(typing, numbers, begin, lanes):  # type: ignore[no-untyped-def] 
         zero, index = ir.Constant(ir.IntType(64), 0), ir.IntType(64)
         size = build.extract_value(context.make_array(signature.args[0])(context, build, args[0]).shape, 0)
         turns = build.sdiv(size, ir.Constant(index, _STEP))
-        start = _at(context, build, signature.args[0], args[0], zero)
-        begin, target = _spread(build, args[1], _LANES), _at(context, build, signature.args[2], args[2], zero)
+        start = element_at(context, build, signature.args[0], args[0], zero)
+        begin, target = spread(build, args[1], _LANES), element_at(context, build, signature.args[2], args[2], zero)
         parts = [build.gep(target, [ir.Constant(index, j * _LANES)]) for j in range(4 * _TURNS)]
         places = [build.bitcast(part, _WIDE.as_pointer()) for part in parts]
 
@@ -47,7 +47,7 @@ def _add_powers(typing, numbers, begin, lanes):  # type: ignore[no-untyped-def] 
             return news
 
         starts = [build.load(place, align=8) for place in places]
-        sums = _loop(build, turns, [ir.Constant(index, _STEP)], [start], starts, add_step)
+        sums = build_loop(build, turns, [ir.Constant(index, _STEP)], [start], starts, add_step)
         for place, total in zip(places, sums, strict=True):
             build.store(total, place, align=8)
         return context.get_dummy_value()

@@ -26,12 +26,13 @@ def _vector(width: int) -> ir.VectorType:
     return ir.VectorType(_FLOAT, width)
 
 
-def _at(context: Any, build: Any, kind: Any, array: Any, offset: Any) -> Any:
+def element_at(context: Any, build: Any, kind: Any, array: Any, offset: Any) -> Any:
     """A pointer to an element of an array."""
     return build.gep(context.make_array(kind)(context, build, array).data, [offset])
 
 
-def _load(build: Any, pointer: Any, width: int) -> Any:
+def load_vector(build: Any, pointer: Any, width: int) -> Any:
+    """So many numbers that stand at a pointer."""
     return build.load(build.bitcast(pointer, _vector(width).as_pointer()), align=4)
 
 
@@ -39,7 +40,7 @@ def _store(build: Any, value: Any, pointer: Any) -> None:
     build.store(value, build.bitcast(pointer, value.type.as_pointer()), align=4)
 
 
-def _spread(build: Any, value: Any, width: int) -> Any:
+def spread(build: Any, value: Any, width: int) -> Any:
     """One number in every lane."""
     nothing = ir.Constant(ir.VectorType(value.type, width), ir.Undefined)
     first = build.insert_element(nothing, value, ir.Constant(_INDEX, 0))
@@ -53,7 +54,9 @@ def _multiply_add(build: Any, a: Any, b: Any, total: Any) -> Any:
 Body = Callable[[list[Any], list[Any]], list[Any]]
 
 
-def _loop(build: Any, count: Any, steps: Sequence[Any], starts: Sequence[Any], sums: Sequence[Any], body: Body) -> Any:
+def build_loop(
+    build: Any, count: Any, steps: Sequence[Any], starts: Sequence[Any], sums: Sequence[Any], body: Body
+) -> Any:
     """Run `body(pointers, sums)` `count` times, moving each pointer by its step; gives the sums back."""
     before, head = build.block, build.append_basic_block()
     inside, after = build.append_basic_block(), build.append_basic_block()
@@ -92,23 +95,23 @@ def make_tile(outputs: int, width: int = LANES) -> Any:
     @intrinsic
     def tile(typing, counts, x, xs, w, ws, b, bs, z, zs):  # type: ignore[no-untyped-def] # noqa: ARG001
         def generate(context: Any, build: Any, signature: Any, args: Any) -> Any:
-            array: Any = lambda index, offset: _at(context, build, signature.args[index], args[index], offset)
+            array: Any = lambda index, offset: element_at(context, build, signature.args[index], args[index], offset)
             ahead: Any = lambda pointer, stride, j: build.gep(pointer, [build.mul(stride, ir.Constant(_INT, j))])
             n1, n2, n3 = _numbers(build, args[0], 3)
             xo, x1, x2, x3 = _numbers(build, args[2], 4)
             wo, w1, w2, w3, wj = _numbers(build, args[4], 5)
             (bo, bj), (zo, zj) = _numbers(build, args[6], 2), _numbers(build, args[8], 2)
             bias, out, starts = array(5, bo), array(7, zo), [array(1, xo), array(3, wo)]
-            sums = [_spread(build, build.load(ahead(bias, bj, j)), width) for j in range(outputs)]
+            sums = [spread(build, build.load(ahead(bias, bj, j)), width) for j in range(outputs)]
 
             def innermost(at: list[Any], sums: list[Any]) -> list[Any]:
-                row = _load(build, at[0], width)
-                weights = [_spread(build, build.load(ahead(at[1], wj, j)), width) for j in range(outputs)]
+                row = load_vector(build, at[0], width)
+                weights = [spread(build, build.load(ahead(at[1], wj, j)), width) for j in range(outputs)]
                 return [_multiply_add(build, weights[j], row, sums[j]) for j in range(outputs)]
 
-            inner: Any = lambda at, sums: _loop(build, n3, (x3, w3), at, sums, innermost)
-            middle: Any = lambda at, sums: _loop(build, n2, (x2, w2), at, sums, inner)
-            for j, total in enumerate(_loop(build, n1, (x1, w1), starts, sums, middle)):
+            inner: Any = lambda at, sums: build_loop(build, n3, (x3, w3), at, sums, innermost)
+            middle: Any = lambda at, sums: build_loop(build, n2, (x2, w2), at, sums, inner)
+            for j, total in enumerate(build_loop(build, n1, (x1, w1), starts, sums, middle)):
                 _store(build, total, ahead(out, zj, j))
             return context.get_dummy_value()
 
@@ -123,7 +126,7 @@ def make_products(lefts: int, rights: int) -> Any:
     @intrinsic
     def products(typing, counts, x, xs, d, ds, g, gs):  # type: ignore[no-untyped-def] # noqa: ARG001
         def generate(context: Any, build: Any, signature: Any, args: Any) -> Any:
-            array: Any = lambda index, offset: _at(context, build, signature.args[index], args[index], offset)
+            array: Any = lambda index, offset: element_at(context, build, signature.args[index], args[index], offset)
             ahead: Any = lambda pointer, stride, j: build.gep(pointer, [build.mul(stride, ir.Constant(_INT, j))])
             n1, n2 = _numbers(build, args[0], 2)
             (xo, x1, x2, xj), (do, d1, d2, di) = _numbers(build, args[2], 4), _numbers(build, args[4], 4)
@@ -134,16 +137,16 @@ def make_products(lefts: int, rights: int) -> Any:
             def pixel(at: list[Any], sums: list[Any]) -> list[Any]:
                 for lane in range(0, LANES, STEP):
                     here = [build.gep(pointer, [ir.Constant(_INT, lane)]) for pointer in at]
-                    right = [_load(build, ahead(here[0], xj, j), STEP) for j in range(rights)]
+                    right = [load_vector(build, ahead(here[0], xj, j), STEP) for j in range(rights)]
                     news = []
                     for i in range(lefts):  # one at a time: with all of them, registers would run out
-                        left, own = _load(build, ahead(here[1], di, i), STEP), sums[i * rights : (i + 1) * rights]
+                        left, own = load_vector(build, ahead(here[1], di, i), STEP), sums[i * rights : (i + 1) * rights]
                         news += [_multiply_add(build, left, b, s) for b, s in zip(right, own, strict=True)]
                     sums = news
                 return sums
 
-            row: Any = lambda at, sums: _loop(build, n2, (x2, d2), at, sums, pixel)
-            for index, total in enumerate(_loop(build, n1, (x1, d1), starts, sums, row)):
+            row: Any = lambda at, sums: build_loop(build, n2, (x2, d2), at, sums, pixel)
+            for index, total in enumerate(build_loop(build, n1, (x1, d1), starts, sums, row)):
                 target = ahead(ahead(out, gi, index // rights), gj, index % rights)
                 build.store(build.fadd(build.load(target), _add_up(build, total)), target)
             return context.get_dummy_value()
@@ -163,19 +166,19 @@ def _add_up(build: Any, vector: Any) -> Any:
 def _sum_rows(context: Any, build: Any, kinds: Any, args: Any, place: Any, starts: Sequence[Any]) -> Any:
     """Sums of rows times weights at a place, from these starts on; `args` begins with rows, weights and rows ahead."""
     wide, one = ir.VectorType(_DOUBLE, _DOUBLES), ir.Constant(_INT, 1)
-    pointers = [_at(context, build, kinds[i], args[i], ir.Constant(_INT, 0)) for i in range(3)]
+    pointers = [element_at(context, build, kinds[i], args[i], ir.Constant(_INT, 0)) for i in range(3)]
     clients = build.extract_value(context.make_array(kinds[0])(context, build, args[0]).shape, 0)
     row_at: Any = lambda pointer: build.gep(build.inttoptr(build.load(pointer), _FLOAT.as_pointer()), [place])
 
     def add_row(at: list[Any], sums: list[Any]) -> list[Any]:
-        row, weight = row_at(at[0]), _spread(build, build.load(at[1]), _DOUBLES)
+        row, weight = row_at(at[0]), spread(build, build.load(at[1]), _DOUBLES)
         for line in range(0, 4 * _DOUBLES * len(sums), _CACHE_LINE):
-            _prefetch(build, build.gep(row_at(at[2]), [ir.Constant(_INT, line // 4)]))
-        numbers = [build.fpext(_load(build, _part(build, row, j), _DOUBLES), wide) for j in range(len(sums))]
+            prefetch(build, build.gep(row_at(at[2]), [ir.Constant(_INT, line // 4)]))
+        numbers = [build.fpext(load_vector(build, _part(build, row, j), _DOUBLES), wide) for j in range(len(sums))]
         # rounded one by one: a fused step would depend on the processor
         return [build.fadd(s, build.fmul(weight, x)) for s, x in zip(sums, numbers, strict=True)]
 
-    return _loop(build, clients, (one, one, one), pointers, starts, add_row)
+    return build_loop(build, clients, (one, one, one), pointers, starts, add_row)
 
 
 def _part(build: Any, pointer: Any, j: int) -> Any:
@@ -183,7 +186,7 @@ def _part(build: Any, pointer: Any, j: int) -> Any:
     return build.gep(pointer, [ir.Constant(_INT, j * _DOUBLES)])
 
 
-def _prefetch(build: Any, pointer: Any) -> None:
+def prefetch(build: Any, pointer: Any) -> None:
     """Have a cache line fetched that will be read soon."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, _INDEX, _INDEX, _INDEX])
@@ -200,7 +203,10 @@ def make_row_sums(count: int) -> tuple[Any, Any]:
         def generate(context: Any, build: Any, signature: Any, args: Any) -> Any:
             zeros, place = [ir.Constant(wide, [0.0] * _DOUBLES)] * whole, build.add(args[3], args[6])
             totals = _sum_rows(context, build, signature.args, args, place, zeros)
-            divisor, target = _spread(build, args[4], _DOUBLES), _at(context, build, signature.args[5], *args[5:7])
+            divisor, target = (
+                spread(build, args[4], _DOUBLES),
+                element_at(context, build, signature.args[5], *args[5:7]),
+            )
             for j, total in enumerate(totals):
                 _store(build, build.fptrunc(build.fdiv(total, divisor), _vector(_DOUBLES)), _part(build, target, j))
             return context.get_dummy_value()
@@ -210,7 +216,7 @@ def make_row_sums(count: int) -> tuple[Any, Any]:
     @intrinsic
     def add(typing, rows, weights, ahead, begin, sums, at):  # type: ignore[no-untyped-def] # noqa: ARG001
         def generate(context: Any, build: Any, signature: Any, args: Any) -> Any:
-            target = _at(context, build, signature.args[4], *args[4:6])
+            target = element_at(context, build, signature.args[4], *args[4:6])
             parts = [build.bitcast(_part(build, target, j), wide.as_pointer()) for j in range(whole)]
             before, place = [build.load(part, align=8) for part in parts], build.add(args[3], args[5])
             totals = _sum_rows(context, build, signature.args, args, place, before)

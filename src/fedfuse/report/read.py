@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedfuse.core.sealed import open_line
 from fedfuse.errors import ConfigError
 
 Row = Mapping[str, Any]
@@ -160,7 +161,7 @@ def _read_ledger(path: Path) -> tuple[Row, ...]:
         row = _parse(line)
         if row is None:
             raise ConfigError(
-                f"{path} line {at} is no ledger line, expected a JSON object with method, seed and round: "
+                f"{path} line {at} is no ledger line or damaged, expected a JSON object with method, seed and round: "
                 "remove that line, then continue the run with --resume"
             )
         rows[row["label"], row["seed"], row["round"]] = row  # a line written again after a resume replaces the first
@@ -177,7 +178,7 @@ def _is_partial(line: str) -> bool:
 def _parse(line: str) -> Row | None:
     """The line as a row that has its label, seed and round, or None."""
     try:
-        row = json.loads(line)
+        row = open_line(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict):

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
 from fedfuse.linalg.psd import pack
 from fedfuse.linalg.ridge import Sums
-from fedfuse.nets.head import sums_in
+from fedfuse.nets.head import moment_notes, sums_in
 from fedfuse.server.door.admit import admit_all
 from fedfuse.training.round import client_round
 
@@ -142,3 +143,22 @@ def test_a_file_says_how_private_it_is() -> None:
 def test_layers_are_not_refitted_half_privately() -> None:
     with pytest.raises(RecipeError, match="without noise"):
         find_method("refit").recipe(epsilon=1.0, layers=True)
+
+
+@pytest.mark.parametrize("clip", [0.5, 3.0])
+@pytest.mark.parametrize("count", [1, 60])
+def test_sums_longer_than_any_clipped_rows_with_noise_are_refused(count: int, clip: float) -> None:
+    """Noise hides that sums are not of rows, so a table times a million passed; how long it can be is known still."""
+    told = PrivateMoments(1.0, clip=clip)
+    for seed in range(20):
+        exact = sums_of(rows(count, seed).x, rows(count, seed).y, clip)
+        noised = add_noise(exact, told.sigma, clip, "noised", torch.Generator().manual_seed(seed))
+        assert told.check(moment_notes(noised), count) is None
+    far = 1e6 * clip
+    table = replace(noised, cross=torch.cat([noised.cross[:-1] + far, noised.cross[-1:]]))
+    gram = noised.gram.clone()
+    gram[0, 0] += far * clip
+    for lie, field in ((table, "moments/cross"), (replace(noised, gram=gram), "moments/gram")):
+        flaw = told.check(moment_notes(lie), count)
+        assert flaw is not None
+        assert flaw.field == field

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +82,26 @@ def test_files_without_names_are_taken_at_their_word_with_a_sentence() -> None:
     assert fused.refused == ()
     assert fused.remarks == ("old does not name the classes: their order is taken to be benign, malignant, normal",)
     assert fedfuse.fuse([plain, plain]).remarks == ()
+
+
+def test_what_one_file_of_many_says_alone_is_not_the_fused_models_word() -> None:
+    """One file among silent ones named the classes of all, and said how everybody's rows are scaled."""
+    rows = torch.randn(9, 4), torch.arange(9) % 3
+    plain = [fedfuse.local_update(SPEC, rows, client=f"s{k}", start=START, epochs=1) for k in range(4)]
+    bare = [replace(u, payload=encode((p := decode(u.payload)).tensors, _without(p.header, "inputs"))) for u in plain]
+    packet = decode(bare[0].payload)
+    form = PictureForm(height=2, width=2, channels=1, mean=(0.5,), std=(1e-3,))
+    told = {"class_names": ["x", "y", "z"], "inputs": form.model_dump(mode="json")}
+    fused = fedfuse.fuse([replace(bare[0], payload=encode(packet.tensors, {**packet.header, **told})), *bare[1:]])
+    assert (fused.about.class_names, fused.about.inputs) == ((), None)
+    assert [remark.split(" alone")[0] for remark in fused.remarks] == [
+        "the names of classes: told by s0",
+        "the form of inputs: told by s0",
+    ]
+
+
+def _without(header: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {k: v for k, v in header.items() if k != key}
 
 
 def test_other_forms_of_rows_are_refused_by_name() -> None:

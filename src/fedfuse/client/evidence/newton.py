@@ -74,12 +74,24 @@ class CurvatureSums(CurvatureEvidence):
         return self.first == "local" and brief.round == 0
 
     def check(self, notes: Params, num_examples: float) -> Flaw | None:
-        """A Hessian of real rows has no negative eigenvalue, and there are as many rows as the client says."""
+        """A Hessian of real rows has no negative eigenvalue, a loss is not negative, and rows are as many as said."""
         if float(notes["newton/count"]) != num_examples:
             return Flaw("newton/count", float(notes["newton/count"]), f"the num_examples {num_examples:g}")
+        if self.family != "poisson" and (loss := float(notes["newton/loss"])) < 0:
+            return Flaw("newton/loss", loss, "a sum of losses ≥ 0")
         if not is_psd(hessian_in(notes)):
             return Flaw("newton/hessian", "not positive semi-definite", "a matrix without negative eigenvalues")
         return None
+
+    def influence(self, notes: Params) -> Mapping[str, float]:
+        """The length of the gradient, the mean eigenvalue of the Hessian and the loss per row; the length of a fit."""
+        rows, gradient = max(float(notes["newton/count"]), 1.0), notes["newton/gradient"]
+        told = {
+            "newton/gradient": float(gradient.norm()) / rows,
+            "newton/hessian": float(hessian_in(notes).trace()) / (gradient.numel() * rows),
+            "newton/loss": abs(float(notes["newton/loss"])) / rows,
+        }
+        return told | ({"newton/fit": float(notes["newton/fit"].norm())} if "newton/fit" in notes else {})
 
 
 def layer_features(local: Local, width: int) -> Tensor:

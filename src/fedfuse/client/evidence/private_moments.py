@@ -26,6 +26,7 @@ Counts: TypeAlias = Literal["noised", "public"]
 
 _SQUARED_SENSITIVITY: dict[Counts, float] = {"noised": 6.0, "public": 4.5}
 _SLACK = 1e-6
+_FAR = 8.0  # deviations by which a noise's length exceeds its usual one with a probability below 1e-14
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +98,27 @@ class PrivateMoments(PlainEvidence):
         return self.of.expects(brief)
 
     def check(self, notes: Params, num_examples: float) -> Flaw | None:
-        """What noise leaves true: the number of rows, and counts that add up to it."""
+        """What noise leaves true: the number of rows, counts that add up to it, and how long sums of short rows can be.
+
+        n rows of length up to `clip` have ‖Σφφᵀ‖ ≤ n clip² and ‖Σφtᵀ‖ ≤ n clip; noise is hardly longer than √entries.
+        """
         sums = sums_in(notes)
         counts = sums.cross[-1]
         if sums.count != num_examples:
             return Flaw(f"{KIND}/gram", f"a count of {sums.count:g}", f"the num_examples {num_examples:g}")
         if bool((counts < 0).any()) or abs(float(counts.sum()) - num_examples) > _SLACK * num_examples:
             return Flaw(f"{KIND}/cross", "other class counts", f"counts ≥ 0 that sum to {num_examples:g}")
+        inner, table = sums.gram[:-1, :-1], sums.cross[:-1]
+        noise = {
+            "gram": math.sqrt(len(inner) * (len(inner) + 1)) + _FAR * math.sqrt(2),
+            "cross": math.sqrt(table.numel()) + _FAR,
+        }
+        for what, part, unit in (("gram", inner, self.clip**2), ("cross", table, self.clip)):
+            most = unit * (num_examples + self.sigma * noise[what])
+            if (length := float(part.norm())) > most * (1 + _SLACK):
+                return Flaw(
+                    f"{KIND}/{what}", f"{length:.4g} long", f"at most {most:.4g}, for rows clipped to {self.clip:g}"
+                )
         return None
 
     def influence(self, notes: Params) -> Mapping[str, float]:

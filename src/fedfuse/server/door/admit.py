@@ -232,9 +232,9 @@ def admit_all(
 
 
 def _claims(rules: Rules, training: LocalSettings | None, doubtful: AbstractSet[str], trains: bool) -> Claims:
-    """What is known of examples and steps; sums weigh as what they are."""
+    """What is known of examples and steps; sums are taken as they are, or not at all."""
     told = training if rules.told_steps and trains else None
-    return Claims(told, doubtful if trains else frozenset(), rules.examples_ratio)
+    return Claims(told, doubtful, rules.examples_ratio, exact=not trains)
 
 
 def _starts(brief: Brief, clients: Iterable[str]) -> dict[str, Params]:

@@ -24,7 +24,8 @@ for at most the median: a large client is no liar, and a small one that moved fa
 
 | beside `levers` | where it acts |
 |---|---|
-| number of examples (of a sum of sites: per site), where it is the client's own word | every weighted mean |
+| number of examples (of a sum of sites: per site), where it is the client's own word | every weighted mean, every sum |
+| number of sites in a sum (`regions`) | every mean of regions |
 | steps, both ways | FedNova; local steps follow from examples and settings where the server gave those |
 """
 
@@ -47,6 +48,7 @@ from fedfuse.core.threads import one_thread
 from fedfuse.errors import Refused
 from fedfuse.server.brought import moves_by_precision
 from fedfuse.server.door.levers import MOVE, Lever, owners_of
+from fedfuse.server.door.regions import believe_sites
 
 _ROOM_FOR_STEPS = 2.0  # a client that counts its batches otherwise than we do is no liar
 _AT_BOUND = 1 - 1e-6  # whoever was weakened to a bound stands at it, up to rounding
@@ -69,11 +71,17 @@ class Claims:
         told: how clients were told to train, where they were: it fixes the steps for any number of examples.
         own_word: whose number of examples is nobody's word but their own.
         ratio: a number of examples above this multiple of the median is refused; of few clients, `Bounds.few` times.
+        exact: below that it counts as it is: weakened sums would no longer be the sums of anybody's rows.
     """
 
     told: LocalSettings | None = None
     own_word: AbstractSet[str] = frozenset()
     ratio: float = 10.0
+    exact: bool = False
+
+    def ratio_among(self, count: int, bounds: Bounds) -> float:
+        """The multiple of the median that so many clients may claim; of two, nobody is the odd one."""
+        return self.ratio if count >= FEW else bounds.few if count > 2 else math.inf
 
 
 def keep_within_bounds(
@@ -94,7 +102,9 @@ def keep_within_bounds(
     """
     if bounds.over == "off":
         return Bounded(list(updates))
-    found, usual = Bounded([]), _Usual.of(updates, claims, bounds)
+    believed = believe_sites(updates, claims.own_word, claims.ratio_among(len(updates), bounds))
+    found = Bounded([], *([why.facts() for why in each] for each in (believed.refused, believed.clipped)))
+    updates, usual = believed.updates, _Usual.of(believed.updates, claims, bounds)
     fair = [u for u in updates if not _exceeds_claims(u, usual, claims, found)]
     limits = {spec: _limits([u for u in fair if u.spec == spec], levers, bounds) for spec in {u.spec for u in fair}}
     for update in fair:
@@ -160,7 +170,7 @@ class _Usual(NamedTuple):
         if not updates:
             return cls(0.0, 0.0, math.inf)
         examples = statistics.median(u.examples_per_site for u in updates)
-        ratio = claims.ratio if len(updates) >= FEW else bounds.few if len(updates) > 2 else math.inf
+        ratio = claims.ratio_among(len(updates), bounds)
         return cls(examples, statistics.median(u.steps for u in updates), ratio)
 
 
@@ -189,7 +199,7 @@ def _cap_examples(
     updates: Sequence[ClientUpdate], claims: Claims, bounds: Bounds, clipped: list[dict[str, str]]
 ) -> list[ClientUpdate]:
     """The updates with numbers of examples that nobody vouches for cut to their bounds: median and share."""
-    if len(updates) < 3:  # of two, one always has half
+    if len(updates) < 3 or claims.exact:  # of two, one always has half
         return list(updates)
     counts = {u.client: (u.num_examples, u.sites) for u in updates}
     usual = bounds.limit([u.examples_per_site for u in updates]) if len(updates) >= FEW else math.inf

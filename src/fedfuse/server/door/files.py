@@ -24,7 +24,7 @@ from fedfuse.server.door.admit import Admission, Rules, admit_all
 from fedfuse.server.door.differences import first_difference, shorten
 from fedfuse.server.door.forms import widen_alike
 from fedfuse.server.door.names import CommonNames, agree_on_names, find_odd_numbers, put_in_order
-from fedfuse.server.door.opened import SHARED, Item, OpenedItem, open_all
+from fedfuse.server.door.opened import SHARED, Item, OpenedItem, find_typical, open_all
 from fedfuse.tasks import CLASSIFICATION, task_named
 from fedfuse.wire.codec import Packet, forms_of
 from fedfuse.wire.digest import fingerprint
@@ -116,21 +116,20 @@ def _without_start(opened: OpenedItem) -> OpenedItem:
 
 
 def built_start(items: Sequence[Item]) -> Params | None:
-    """The weights that updates without any stand at, where those follow from the network they name.
+    """The weights that updates without any stand at, where those follow from the network that most of them name.
 
     A network of ours that is drawn from a seed among its options, such as random features, need not be passed along.
     """
-    for header in (o.packet.header for o in open_all(items, None)[0]):
-        declared = header.get("spec")
-        if any(":" in name for name in Spec.factories_in(declared)) or declared is None:
-            return None
-        spec = Spec.from_json(declared)
-        if sum(math.prod(shape) for shape, _ in spec.shapes().values()) > _MOST_BUILT:
-            return None
-        with seeded(0, "start"):
-            begin = dict(spec.build().state_dict())
-        return begin if fingerprint(begin) == header.get("start") else None
-    return None
+    typical = find_typical(items)
+    declared = None if typical is None else typical.packet.header.get("spec")
+    if typical is None or declared is None or any(":" in name for name in Spec.factories_in(declared)):
+        return None
+    spec = Spec.from_json(declared)
+    if sum(math.prod(shape) for shape, _ in spec.shapes().values()) > _MOST_BUILT:
+        return None
+    with seeded(0, "start"):
+        begin = dict(spec.build().state_dict())
+    return begin if fingerprint(begin) == typical.packet.header.get("start") else None
 
 
 def _fitting(opened: Sequence[OpenedItem], recipe: Recipe, refused: list[Refused]) -> list[OpenedItem]:

@@ -3,6 +3,7 @@
 | lever | where it acts |
 |---|---|
 | the move of a layer, and of its running statistics | every mean of weights; without a start, the layer's own length |
+| the product of a low-rank adapter's factors, each of which is a layer of its own | means of adapters |
 | the move per step | FedNova, SCAFFOLD |
 | mean variance and mean precision of Bayesian layers | barycenters and products of posteriors |
 | what each kind of evidence names by `influence` | whatever reads that evidence |
@@ -24,6 +25,8 @@ from torch import Tensor
 from fedfuse.core.messages import Brief, ClientUpdate
 from fedfuse.core.params import Layout, Params
 from fedfuse.core.seams import Evidence
+from fedfuse.linalg.lowrank import norm_of
+from fedfuse.nets.adapters import Pair, pairs_in
 from fedfuse.server.door.values import lengths_of
 from fedfuse.wire.codec import LazyParams, forms_of, piece_of
 
@@ -105,6 +108,9 @@ def _weight_levers(mean: Params, brief: Brief, anchored: bool, lengths: Lengths)
         expected = max(_together(lengths.begun, names), 1.0) if start and not group.endswith(_STATISTICS) else 0.0
         shorten = partial(_scale_weights, frozenset(names), start)
         yield f"{MOVE if anchored else 'length of '}{group}", Lever(_together(lengths.moves, names), shorten, expected)
+    for pair in pairs_in(mean):
+        length = _product(mean, pair)
+        yield f"product of {pair.module}", Lever(length, partial(_shorten_product, pair, length))
     means = {log: name for name, log in layout.log_variances.items()}
     for name in layout.with_role("log_variance"):
         if name in mean:
@@ -117,6 +123,17 @@ def _weight_levers(mean: Params, brief: Brief, anchored: bool, lengths: Lengths)
         for name in layout.with_role("counter"):
             if name in mean and mean[name].numel():
                 yield f"count of {name}", Lever(float(mean[name].max()), partial(_scale_weights, {name}, None))
+
+
+def _product(mean: Params, pair: Pair) -> float:
+    """‖B A‖ of an adapter."""
+    return norm_of(*(mean[name].double().flatten(1) for name in (pair.b, pair.a)))
+
+
+def _shorten_product(pair: Pair, length: float, update: ClientUpdate, factor: float) -> ClientUpdate:
+    """An adapter whose product is so many times as long as it was: less where its factors have been shortened since."""
+    now = _product(update.posterior.mean, pair)
+    return update if now <= factor * length else _scale_weights({pair.b}, None, update, factor * length / now)
 
 
 def _mean_exp(values: Tensor) -> float:

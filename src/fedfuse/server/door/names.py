@@ -1,4 +1,7 @@
-"""What sites say of their classes and inputs: most decide, the others are mapped where that is exact, or refused."""
+"""What sites say of their classes and inputs: most decide, the others are mapped where that is exact, or refused.
+
+What fewer than half say is not heard: a fused model's names, and how its rows are scaled, are no one client's word.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +37,26 @@ class CommonNames:
         inputs: the form of rows, if any file tells.
         orders: for a site whose classes stand in another order, at which of its outputs each class stands.
         silent: sites whose files do not name their classes while others do.
+        unheard: what fewer than half of the files tell, and which files: nobody's word is everybody's.
     """
 
     class_names: tuple[str, ...] = ()
     inputs: RowForm | None = None
     orders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     silent: tuple[str, ...] = ()
+    unheard: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """What a reader should know before trusting the classes."""
-        if not self.silent:
-            return ()
-        who, are = ", ".join(self.silent), "does" if len(self.silent) == 1 else "do"
-        return (f"{who} {are} not name the classes: their order is taken to be {names_text(self.class_names)}",)
+        found = [
+            f"{what}: told by {', '.join(who)} alone, by fewer than half of the files, so not by the fused model"
+            for what, who in self.unheard.items()
+        ]
+        if self.silent:
+            who, are = ", ".join(self.silent), "does" if len(self.silent) == 1 else "do"
+            found += [f"{who} {are} not name the classes: their order is taken to be {names_text(self.class_names)}"]
+        return tuple(found)
 
 
 def agree_on_names(
@@ -69,8 +78,10 @@ def agree_on_names(
     Raises:
         QuorumLost: if there is no majority.
     """
-    told = _read_all(headers, refused)
+    told, unheard = _read_all(headers, refused), dict[str, tuple[str, ...]]()
     classes = {client: about.class_names for client, about in told.items() if about.class_names}
+    if classes and 2 * len(classes) < len(told):
+        unheard["the names of classes"], classes = tuple(classes), {}
     most = _majority({c: frozenset(n) for c, n in classes.items()}, "classes", lambda s: names_text(sorted(s)))
     if most is not None:
         odd = {c: names for c, names in classes.items() if frozenset(names) != most}
@@ -78,10 +89,10 @@ def agree_on_names(
         told = {c: about for c, about in told.items() if c not in odd}
     names = _common_order([n for c, n in classes.items() if c in told])
     orders = _orders({c: n for c, n in classes.items() if c in told}, names, recipe, refused)
-    told = {c: about for c, about in told.items() if c in orders or about.class_names in ((), names)}
-    inputs = _agree_on_inputs(told, recipe, refused)
+    told = {c: about for c, about in told.items() if c in orders or not names or about.class_names in ((), names)}
+    inputs = _agree_on_inputs(told, recipe, refused, unheard)
     silent = tuple(c for c, about in told.items() if names and not about.class_names)
-    return CommonNames(names, inputs, orders, silent), told
+    return CommonNames(names, inputs, orders, silent, unheard), told
 
 
 def put_in_order(cohort: Cohort, names: CommonNames) -> tuple[Cohort, list[Refused]]:
@@ -200,9 +211,14 @@ def _orders(
     return {}
 
 
-def _agree_on_inputs(told: dict[str, About], recipe: Recipe, refused: list[Refused]) -> RowForm | None:
-    """The form of rows that most tell, the others taken out."""
+def _agree_on_inputs(
+    told: dict[str, About], recipe: Recipe, refused: list[Refused], unheard: dict[str, tuple[str, ...]]
+) -> RowForm | None:
+    """The form of rows that most tell, the others taken out; none where fewer than half tell any."""
     said = {client: about.inputs for client, about in told.items() if about.inputs is not None}
+    if said and 2 * len(said) < len(told):
+        unheard["the form of inputs"] = tuple(said)
+        return None
     keys = {client: form_key(form, recipe.mixes_networks) for client, form in said.items()}
     most = _majority(keys, "inputs", lambda key: str(next(said[c] for c in keys if keys[c] == key)))
     common = next((said[client] for client in said if keys[client] == most), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,3 +92,12 @@ def open_all(items: Sequence[Item], standing: Params | None) -> tuple[list[Opene
         except Malformed as why:
             refused.append(Refused(item.client, "file", f"damaged: {why}", "a safetensors file"))
     return opened, refused
+
+
+def find_typical(items: Sequence[Item]) -> OpenedItem | None:
+    """One of those that share what most have, whichever came first; None where nothing can be read."""
+    opened, _ = open_all(items, None)
+    signatures = [o.signature for o in opened]
+    if not opened:
+        return None
+    return opened[signatures.index(Counter(signatures).most_common(1)[0][0])]
