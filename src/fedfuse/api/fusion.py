@@ -279,7 +279,7 @@ def _begin(recipe: Recipe, start: str | Path | Mapping[str, Tensor] | None, item
     if begin is None and not recipe.trains:
         begin = built_start(items)
     if begin is None and "start" in recipe.needs:
-        raise RecipeError(f"method {recipe.name!r} needs the weights the sites started from; pass `start`")
+        raise RecipeError(f"method {recipe.name!r} needs the weights the sites started from; pass `start` (--base)")
     return begin if begin is None else _prepared_weights(recipe, begin, items)
 
 
