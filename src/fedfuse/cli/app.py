@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import shlex
 import sys
@@ -373,6 +375,7 @@ def _import_path(path: list[str], arguments: list[str], here: str) -> list[str]:
 def main() -> None:
     """Run the command line; what we raise on purpose is one sentence and an exit code."""
     _use_one_thread()
+    atexit.register(gc.freeze)  # or the end looks for garbage among a million objects of torch, for half a second
     sys.path[:] = _import_path(sys.path, sys.argv[1:], str(Path.cwd()))
     try:
         with stop_cleanly():
