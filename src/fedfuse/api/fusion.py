@@ -205,10 +205,11 @@ def fuse(
         {'w': tensor([0.7500])}
     """
     recipe = _recipe_behind_filters(recipe, align, guard)
-    folders, kept = check_folders(updates, start, recipe, evidence), _read_kept(recipe, into, remove)
+    folders, kept = check_folders(updates, start, recipe, evidence, model), _read_kept(recipe, into, remove)
     quorum = (1.0 if folders else 0.5) if quorum is None else quorum
     items = name_items([*kept, *updates], num_examples, folders)
-    begin = _begin(recipe, None if folders.stand_at_base and "start" not in recipe.needs else start, items)
+    stands = folders.stand_at_base and "start" not in recipe.needs
+    begin = folders.as_fused(_begin(recipe, None if stands else start, items))
     bench = Bench(rows=_rows(server_rows), unlabelled=unlabelled, population=len(items), seed=seed)
     recipe.check(1, bench)
     came = gather(items, recipe, begin, _networks(recipe, model, seed), _rules(quorum, bounds))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fedfuse.cli import agree, console, files, flower, listing, models, reproduction, results
 from fedfuse.cli.options import Json, Log, Sets, Workers
-from fedfuse.cli.stopping import stop_cleanly, stop_code
+from fedfuse.cli.stopping import interruption, stop_cleanly, stop_code
 from fedfuse.errors import ClientsDropped, ConfigError, FuseError
 from fedfuse.experiment.watch import Watcher
 
@@ -386,6 +386,8 @@ def main() -> None:
     except OSError as why:
         console.complain(f"{why.filename or 'a file'} cannot be used: {why.strerror or why}")
         raise SystemExit(ConfigError.exit_code) from None
-    except KeyboardInterrupt as why:
+    except (KeyboardInterrupt, SystemExit) as end:
+        if (stopped := interruption(end)) is None:
+            raise
         console.complain("stopped")
-        raise SystemExit(stop_code(why)) from None
+        raise SystemExit(stop_code(stopped)) from None
