@@ -64,6 +64,10 @@ class Folders:
         """Whether these are adapters, read as whole models."""
         return bool(self.sources) and self.carried not in self.sources
 
+    def take_start(self, recipe: Recipe) -> bool:
+        """Whether what they started from is read beside them: adapters at their base need it for rules around it."""
+        return "start" in recipe.needs or not self.stand_at_base
+
     def output(self, params: Params, dtype: torch.dtype | None = None) -> LazyParams:
         """What is written of fused weights, in another dtype if one is named."""
         tensors = with_dtype(as_lazy(params), dtype or self.dtype)

@@ -208,8 +208,7 @@ def fuse(
     folders, kept = check_folders(updates, start, recipe, evidence, model), _read_kept(recipe, into, remove)
     quorum = (1.0 if folders else 0.5) if quorum is None else quorum
     items = name_items([*kept, *updates], num_examples, folders)
-    stands = folders.stand_at_base and "start" not in recipe.needs
-    begin = folders.as_fused(_begin(recipe, None if stands else start, items))
+    begin = folders.as_fused(_begin(recipe, start if folders.take_start(recipe) else None, items))
     bench = Bench(rows=_rows(server_rows), unlabelled=unlabelled, population=len(items), seed=seed)
     recipe.check(1, bench)
     came = gather(items, recipe, begin, _networks(recipe, model, seed), _rules(quorum, bounds))
