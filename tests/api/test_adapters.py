@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -189,7 +190,7 @@ def test_other_targets_other_bases_and_broken_factors_are_refused_by_tensor(thre
     with pytest.raises(ConfigError, match="lora_magnitude_vector' is no factor of a plain LoRA"):
         fedfuse.fuse([three[0], odd], "flora")
     file.unlink()
-    with pytest.raises(ConfigError, match="adapter_model.safetensors is missing; save the adapter with safe_serial"):
+    with pytest.raises(ConfigError, match="odd has no adapter_model.safetensors; expected a folder"):
         fedfuse.fuse([three[0], odd], "flora")
     base = base_folder(tmp_path)
     save_file({"fc.query.weight": torch.zeros(6, 5), "fc.key.weight": torch.zeros(4, 4)}, base / "model.safetensors")
@@ -199,6 +200,73 @@ def test_other_targets_other_bases_and_broken_factors_are_refused_by_tensor(thre
         fedfuse.fuse(three, "fedavg", start=base)
     with pytest.raises(ConfigError, match="is an adapter and .*base a whole model"):
         fedfuse.fuse([three[0], base], "flora")
+
+
+def test_an_adapter_in_shards_is_the_adapter_and_one_in_pickles_is_refused_with_a_command(
+    three: list[Path], tmp_path: Path
+) -> None:
+    whole = fedfuse.fuse(three, "flora").state_dict()
+    file = three[1] / "adapter_model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    homes = {name: f"adapter_model-{1 + k % 2:05d}-of-00002.safetensors" for k, name in enumerate(sorted(tensors))}
+    for shard in set(homes.values()):
+        save_file({n: t for n, t in tensors.items() if homes[n] == shard}, three[1] / shard, {"format": "pt"})
+    for index in ("model.safetensors.index.json", "adapter_model.safetensors.index.json"):
+        (three[1] / index).write_text(json.dumps({"weight_map": homes}))
+        assert all(t.equal(whole[n]) for n, t in fedfuse.fuse(three, "flora").state_dict().items())
+    (three[1] / shard).unlink()
+    with pytest.raises(ConfigError, match=f"{shard} is missing, which adapter_model.safetensors.index.json names for"):
+        fedfuse.fuse(three, "flora")
+    pickled = adapter(tmp_path, "pickled", 3)
+    torch.save(load_file(pickled / "adapter_model.safetensors"), pickled / "adapter_model.bin")
+    (pickled / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="adapter_model.bin is a pickle") as told:
+        fedfuse.fuse([three[0], pickled], "flora")
+    subprocess.run([sys.executable, "-c", str(told.value).partition('-c "')[2].rstrip('"')], check=True)
+    fedfuse.fuse([three[0], pickled], "flora")
+
+
+def test_a_rank_that_is_not_the_configs_is_refused(three: list[Path], tmp_path: Path) -> None:
+    odd = adapter(tmp_path, "odd", 4, rank=2)
+    told = json.loads((odd / "adapter_config.json").read_text())
+    (odd / "adapter_config.json").write_text(json.dumps(told | {"r": 7}))
+    with pytest.raises(ConfigError, match=r"lora_A.weight' has rank 2 and adapter_config.json says 7"):
+        fedfuse.fuse([three[0], odd], "flora")
+
+
+def test_an_adapter_is_not_merged_into_another_base_than_it_names(three: list[Path], tmp_path: Path) -> None:
+    bases = [tmp_path / "base", tmp_path / "other"]
+    for seed, folder in enumerate(bases):
+        folder.mkdir()
+        weights = {f"{module}.weight": draw(seed)(*shape) for module, shape in SHAPES.items()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_text("{}")
+    for folder in three:
+        told = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps(told | {"base_model_name_or_path": str(bases[0])}))
+    fedfuse.fuse(three, "fedavg", start=bases[0])
+    with pytest.raises(ConfigError, match="a/adapter_config.json: base_model_name_or_path is '.*base', whose weights"):
+        fedfuse.fuse(three, "fedavg", start=bases[1])
+
+
+def test_a_network_that_renames_its_layers_takes_adapters_into_its_files(tmp_path: Path) -> None:
+    """Files of a ViT have older names than its modules, which adapters are named by."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    base = tiny.save(tiny.vit(), tmp_path / "base")
+    network, merged = transformers.AutoModelForImageClassification, []
+    for k in range(2):
+        config = peft.LoraConfig(r=2 + k, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"])
+        adapted = peft.get_peft_model(network.from_pretrained(base), config)
+        for name, tensor in adapted.named_parameters():
+            tensor.data += 0.1 * torch.randn_like(tensor) * ("lora" in name or "modules_to_save" in name)
+        adapted.save_pretrained(tmp_path / f"lora-{k}")
+        merged.append(adapted.merge_and_unload().state_dict())
+    fedfuse.fuse([tmp_path / "lora-0", tmp_path / "lora-1"], "fedavg", start=base).save(tmp_path / "out")
+    found = network.from_pretrained(tmp_path / "out").state_dict()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, (merged[0][name] + merged[1][name]) / 2)
 
 
 def test_factors_of_matrices_of_low_rank_are_exact() -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import tiny_checkpoints as tiny
 from fedfuse import cli
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # another package's
@@ -92,6 +94,55 @@ def test_a_rule_around_a_base_by_the_command_line(tmp_path: Path, monkeypatch: p
     assert loaded.lm_head.weight is loaded.transformer.wte.weight  # tied again
     a, b = (m.state_dict()["transformer.wte.weight"] for m in made[1:])
     torch.testing.assert_close(loaded.lm_head.weight, ((a + b) / 2).bfloat16())
+
+
+SHUFFLED = {  # what makes a block's hidden units, and what reads them, along which axis each
+    "bert": (("intermediate.dense.weight", 0), ("intermediate.dense.bias", 0), ("0.output.dense.weight", 1)),
+    "gpt2": (("mlp.c_fc.weight", 1), ("mlp.c_fc.bias", 0), ("mlp.c_proj.weight", 0)),
+    "vit": (("mlp.fc1.weight", 0), ("mlp.fc1.bias", 0), ("mlp.fc2.weight", 1)),
+}
+
+
+@pytest.mark.parametrize("kind", SHUFFLED)
+def test_folders_are_aligned_by_their_own_networks(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy with its units shuffled comes back exactly, whatever files call its layers, alone and before a rule."""
+    monkeypatch.chdir(tmp_path)
+    (made,) = models(kind, tmp_path, 1)
+    order, state = torch.randperm(len(made.state_dict()[name_of(made, SHUFFLED[kind][1][0])])), made.state_dict()
+    for end, axis in SHUFFLED[kind]:
+        name = name_of(made, end)
+        state[name] = state[name].index_select(axis, order)
+    moved = MAKE[kind]().eval()
+    moved.load_state_dict(state)
+    moved.save_pretrained(tmp_path / "moved")
+    for line in ("", "--method ties --base m0"):
+        assert typed(f"fedfuse fuse m0 moved --align weights {line} -o merged{len(line)}", monkeypatch) == 0
+        found = type(made).from_pretrained(tmp_path / f"merged{len(line)}").state_dict()
+        assert all(found[n].equal(t) for n, t in made.state_dict().items())
+
+
+def name_of(network: Any, end: str) -> str:
+    return next(name for name in network.state_dict() if name.endswith(end))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "vit"])
+def test_a_rule_around_a_base_by_evidence(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With λ = 1 the mean of moves in a metric is the mean in that metric, also of tied and renamed tensors."""
+    monkeypatch.chdir(tiny.write_rows(tmp_path))
+    rows = "pictures.npz" if kind == "vit" else "texts.jsonl"
+    for seed in range(3):
+        torch.manual_seed(seed)
+        tiny.save(getattr(tiny, kind)(), tmp_path / f"m{seed}")
+        assert typed(f"fedfuse evidence m{seed} --data {rows} --method regmean --set min_rows=1", monkeypatch) == 0
+    assert typed("fedfuse fuse m1 m2 --method regmean -o plain", monkeypatch) == 0
+    line = "--method task_arithmetic --set metric=regmean --set average=true --set scale=1 --base m0"
+    assert typed(f"fedfuse fuse m1 m2 {line} -o moved", monkeypatch) == 0
+    assert typed("fedfuse fuse m1 m2 --method ties --set metric=regmean --base m0 -o trimmed", monkeypatch) == 0
+    plain, moved = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "moved"))
+    assert plain.keys() == moved.keys()
+    for name, tensor in plain.items():
+        torch.testing.assert_close(moved[name], tensor)
+    type(getattr(tiny, kind)()).from_pretrained(tmp_path / "trimmed")
 
 
 def test_what_cannot_be_merged_is_told_in_one_sentence(

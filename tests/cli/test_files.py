@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import safetensors.torch
 import torch
 from tests.conftest import Fedfuse
 
+from fedfuse import cli
 from fedfuse.data import load
 from fedfuse.wire.codec import read, write
 
@@ -250,3 +252,25 @@ def test_memory_is_that_of_the_result_however_many_files(tmp_path: Path, num_exa
     plain = peak_of("fuse", *tmp_path.glob("small-*"), "-o", tmp_path / "small", *num_examples)
     large = peak_of("fuse", *tmp_path.glob("?.safetensors"), "-o", tmp_path / "large", *num_examples)
     assert large - plain < 1.5 * size
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
+def test_a_merge_that_is_stopped_says_so_and_leaves_nothing(
+    number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for seed in range(2):
+        (tmp_path / f"m{seed}").mkdir()
+        safetensors.torch.save_file({"w": torch.full((4,), float(seed))}, tmp_path / f"m{seed}" / "model.safetensors")
+
+    def stop(*_: object, **__: object) -> None:
+        assert [path for path in tmp_path.iterdir() if path.name.startswith(".out.")]  # in the middle of it
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr("fedfuse.wire.folders.write", stop)
+    monkeypatch.setattr(sys, "argv", ["fedfuse", "fuse", "m0", "m1", "-o", "out"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == code
+    assert "stopped" in capfd.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m0", "m1"]

@@ -119,9 +119,9 @@ def test_dare_rounds_half_precision_once() -> None:
     assert float(found.float().mean()) == pytest.approx(1.0078125, abs=1e-3)
 
 
-def test_dare_hands_over_to_rules_for_weights_only() -> None:
-    with pytest.raises(ConfigError, match="'dare': then is 'fedlpa', which is more than a rule for weights"):
-        fedfuse.recipe("dare", then="fedlpa")
+def test_dare_hands_over_to_rules_that_fuse() -> None:
+    with pytest.raises(ConfigError, match="'dare': then is 'fedprox', which is more than a rule that fuses"):
+        fedfuse.recipe("dare", then="fedprox")
     with pytest.raises(ConfigError, match="did you mean 'ties'"):
         fedfuse.recipe("dare", then="tiess")
 

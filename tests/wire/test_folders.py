@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,14 @@ def test_pickles_are_refused_with_a_command_that_converts_them(tmp_path: Path, t
     exec(compile(command, "the command", "exec"), {})
     assert all(load_file(old / "model.safetensors")[n].equal(t) for n, t in weights(3).items())
     assert fedfuse.fuse([two[0], old]).refused == ()
+
+
+def test_a_file_that_is_a_pickle_is_refused_with_the_command_too(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.bin")
+    with pytest.raises(ConfigError, match="a.bin is a pickle, which could run any code") as told:
+        fedfuse.fuse([tmp_path / "a.bin", tmp_path / "a.bin"])
+    subprocess.run([sys.executable, "-c", str(told.value).partition('-c "')[2].rstrip('"')], check=True)
+    assert fedfuse.fuse([tmp_path / "a.safetensors"] * 2).state_dict()["w"].tolist() == [1.0, 1.0]
 
 
 def test_an_empty_folder_and_a_damaged_file_say_what_they_are(tmp_path: Path, two: list[Path]) -> None:

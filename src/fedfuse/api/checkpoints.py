@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from fedfuse.api.folder_evidence import homes_in_folder, reads_evidence, with_evidence
+from fedfuse.api.folder_evidence import digest_of, homes_in_folder, reads_evidence, with_evidence
 from fedfuse.core.about import About
 from fedfuse.core.model import Model
 from fedfuse.core.params import Params
@@ -20,11 +21,21 @@ from fedfuse.server.door.admit import Admission
 from fedfuse.server.parts import PartedRound
 from fedfuse.server.round import refuse_adapters
 from fedfuse.server.sound import fuse_admitted
-from fedfuse.wire.adapters import is_adapter, merge_into, read_adapter, read_adapters, write_adapter
+from fedfuse.wire.adapters import CONFIG, is_adapter, merge_into, read_adapter, read_adapters, write_adapter
 from fedfuse.wire.codec import LazyParams, Packet, as_lazy, forms_of, forms_size
 from fedfuse.wire.companions import carry_over, check_alike
-from fedfuse.wire.folders import folder_of, is_folder, new_folder, read_folder, with_dtype, write_tensors
+from fedfuse.wire.folders import (
+    INDEX,
+    SINGLE,
+    folder_of,
+    is_folder,
+    new_folder,
+    read_folder,
+    with_dtype,
+    write_tensors,
+)
 from fedfuse.wire.messages import VERSION, tell_memory
+from fedfuse.wire.network_names import homes_of_network, under_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +47,14 @@ class Folders:
         packets: what is read instead of them: with evidence, adapters in common factors or merged into their base.
         carried: whose config and tokenizer the result gets.
         dtype: of the result, where that is not the dtype it is fused in.
-        names: what the tensors of folders are called where they are fused, if that is otherwise.
+        homes: what folders call the tensors that are fused, by the names of their network, if that is otherwise.
     """
 
     sources: tuple[Path, ...] = ()
     packets: Mapping[Path, Packet] = field(default_factory=dict)
     carried: Path | None = None
     dtype: torch.dtype | None = None
-    names: Mapping[str, str] | None = None
+    homes: Mapping[str, str] | None = None
 
     def __bool__(self) -> bool:
         return bool(self.sources)
@@ -53,17 +64,30 @@ class Folders:
         """Whether these are adapters, read as whole models."""
         return bool(self.sources) and self.carried not in self.sources
 
+    def take_start(self, recipe: Recipe) -> bool:
+        """Whether what they started from is read beside them: adapters at their base need it for rules around it."""
+        return "start" in recipe.needs or not self.stand_at_base
+
     def output(self, params: Params, dtype: torch.dtype | None = None) -> LazyParams:
         """What is written of fused weights, in another dtype if one is named."""
         tensors = with_dtype(as_lazy(params), dtype or self.dtype)
-        if self.names is None:
+        if self.homes is None:
             return tensors
-        known = {fused: name for name, fused in self.names.items()}
+        first = {home: name for name, home in reversed(list(self.homes.items()))}  # one name of those that are tied
+        known = {name: home for home, name in first.items()}
         return tensors.part(known.__contains__, known.__getitem__)
+
+    def as_fused(self, start: Params | None) -> Params | None:
+        """What the folders started from, under the names that their tensors are fused by."""
+        return start if start is None or self.homes is None else under_names(as_lazy(start), self.homes)
 
 
 def check_folders(
-    updates: Sequence[Any], start: object, recipe: Recipe, evidence: Sequence[str | Path] | None = None
+    updates: Sequence[Any],
+    start: object,
+    recipe: Recipe,
+    evidence: Sequence[str | Path] | None = None,
+    model: object = None,
 ) -> Folders:
     """The folders among what is to be fused, if there are any: then all are, and they agree.
 
@@ -72,6 +96,7 @@ def check_folders(
         start: what they started from, if that is known.
         recipe: what will fuse them; where it reads evidence, each folder brings its own.
         evidence: files of it, in the order of folders, where it is not in them.
+        model: the network that they are of, or a list of it, if it will be run.
 
     Raises:
         ConfigError: naming who is not, or the file in which they differ and what to do.
@@ -81,12 +106,23 @@ def check_folders(
         why = f"method {recipe.name!r} reads none" if folders else "these are no folders, whose updates bring their own"
         raise ConfigError(f"evidence files go with checkpoint folders, and {why}; leave them out")
     if not folders or not reads_evidence(recipe):
-        return folders
+        return _name_as_network(folders, model[0] if isinstance(model, list) and len(model) == 1 else model)
     read = {folder: folders.packets.get(folder) or read_folder(folder) for folder in folders.sources}
     joined = with_evidence(read, recipe, None if evidence is None else [Path(file) for file in evidence])
     first = folders.sources[0]
-    homes = homes_in_folder(joined[first].header, read[first].tensors)
-    return replace(folders, packets=joined, names={home: name for name, home in reversed(homes.items())})
+    return replace(folders, packets=joined, homes=homes_in_folder(joined[first].header, read[first].tensors))
+
+
+def _name_as_network(folders: Folders, network: object) -> Folders:
+    """The folders with their tensors under the names of a network that will be run, where files call them otherwise."""
+    if not folders or not isinstance(network, nn.Module):
+        return folders
+    read = {folder: folders.packets.get(folder) or read_folder(folder) for folder in folders.sources}
+    homes = homes_of_network(network, read[folders.sources[0]].tensors)
+    if all(name == home for name, home in homes.items()):
+        return folders
+    packets = {path: replace(packet, tensors=under_names(packet.tensors, homes)) for path, packet in read.items()}
+    return replace(folders, packets=packets, homes=homes)
 
 
 def _agreeing_folders(updates: Sequence[Any], start: object) -> Folders:
@@ -119,12 +155,27 @@ def default_method(updates: Sequence[Path], start: Path | None) -> str | None:
 def _merge_into_base(packets: Mapping[Path, Packet], base: Path) -> Folders:
     """Adapters as whole models: their base with each of them merged into it, tensor by tensor as they are read."""
     tensors = read_folder(base).tensors
+    for path in packets:
+        _check_base(path, base)
     dtypes = {form.dtype for form in tensors.forms.values() if form.dtype.is_floating_point}
     whole = {
         path: Packet({}, merge_into(packet.tensors, read_adapter(path).config, tensors, base), packet.size)
         for path, packet in packets.items()
     }
     return Folders(tuple(packets), whole, base, dtypes.pop() if len(dtypes) == 1 else None)
+
+
+def _check_base(adapter: Path, base: Path) -> None:
+    """Refuse another base than the adapter names, where that one lies here too: shapes alone would not tell."""
+    named = read_adapter(adapter).config.get("base_model_name_or_path")
+    known = Path(named) if isinstance(named, str) and named else base
+    if not (known / SINGLE).is_file() and not (known / INDEX).is_file():
+        return  # a name of elsewhere
+    if not known.samefile(base) and digest_of(known) != digest_of(base):
+        raise ConfigError(
+            f"{adapter / CONFIG}: base_model_name_or_path is {named!r}, whose weights are not those of {base}; merge "
+            "the adapter into the base that it was trained on"
+        )
 
 
 def fuse_at_once(

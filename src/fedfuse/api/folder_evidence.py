@@ -55,7 +55,8 @@ def with_evidence(
 
 
 def _open_evidence(folder: Path, file: Path, recipe: Recipe) -> Packet:
-    how = f"write it by: fedfuse evidence {folder} --data … --method {recipe.name}"
+    how = f"write it by: fedfuse evidence {folder}{' --base …' * is_adapter(folder)} --data … --method {recipe.name}"
+    how += " and the --set that `fuse` has" if recipe.label not in ("", recipe.name) else ""
     if not file.is_file():
         raise ConfigError(f"method {recipe.name!r} reads evidence and {folder} brings none ({file} is missing); {how}")
     try:

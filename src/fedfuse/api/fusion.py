@@ -204,10 +204,10 @@ def fuse(
         {'w': tensor([0.7500])}
     """
     recipe = _recipe_behind_filters(recipe, align, guard)
-    folders, kept = check_folders(updates, start, recipe, evidence), _read_kept(recipe, into, remove)
+    folders, kept = check_folders(updates, start, recipe, evidence, model), _read_kept(recipe, into, remove)
     quorum = (1.0 if folders else 0.5) if quorum is None else quorum
     items = _vouch_for(kept, name_items([*kept, *updates], num_examples, folders))
-    begin = _begin(recipe, None if folders.stand_at_base and "start" not in recipe.needs else start, items)
+    begin = folders.as_fused(_begin(recipe, start if folders.take_start(recipe) else None, items))
     bench = Bench(rows=_rows(server_rows), unlabelled=unlabelled, population=len(items), seed=seed)
     recipe.check(1, bench)
     came = gather(items, recipe, begin, _networks(recipe, model, seed), _rules(quorum, bounds))
@@ -284,7 +284,7 @@ def _begin(recipe: Recipe, start: str | Path | Mapping[str, Tensor] | None, item
     if begin is None and not recipe.trains:
         begin = built_start(items)
     if begin is None and "start" in recipe.needs:
-        raise RecipeError(f"method {recipe.name!r} needs the weights the sites started from; pass `start`")
+        raise RecipeError(f"method {recipe.name!r} needs the weights the sites started from; pass `start` (--base)")
     return begin if begin is None else _prepared_weights(recipe, begin, items)
 
 

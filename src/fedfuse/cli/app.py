@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import shlex
 import sys
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fedfuse.cli import agree, console, files, flower, listing, models, reproduction, results
 from fedfuse.cli.options import Json, Log, Sets, Workers
-from fedfuse.cli.stopping import stop_cleanly, stop_code
+from fedfuse.cli.stopping import interruption, stop_cleanly, stop_code
 from fedfuse.errors import ClientsDropped, ConfigError, FuseError
 from fedfuse.experiment.watch import Watcher
 
@@ -373,6 +375,7 @@ def _import_path(path: list[str], arguments: list[str], here: str) -> list[str]:
 def main() -> None:
     """Run the command line; what we raise on purpose is one sentence and an exit code."""
     _use_one_thread()
+    atexit.register(gc.freeze)  # or the end looks for garbage among a million objects of torch, for half a second
     sys.path[:] = _import_path(sys.path, sys.argv[1:], str(Path.cwd()))
     try:
         with stop_cleanly():
@@ -383,6 +386,8 @@ def main() -> None:
     except OSError as why:
         console.complain(f"{why.filename or 'a file'} cannot be used: {why.strerror or why}")
         raise SystemExit(ConfigError.exit_code) from None
-    except KeyboardInterrupt as why:
+    except (KeyboardInterrupt, SystemExit) as end:
+        if (stopped := interruption(end)) is None:
+            raise
         console.complain("stopped")
-        raise SystemExit(stop_code(why)) from None
+        raise SystemExit(stop_code(stopped)) from None

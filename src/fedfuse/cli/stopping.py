@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_TYPERS = 130  # the exit code that typer makes of any interruption
+
 
 class Terminated(KeyboardInterrupt):
     """Somebody ended the process by a signal; it stops as by Ctrl-C and leaves nothing behind."""
@@ -19,6 +21,14 @@ class Terminated(KeyboardInterrupt):
 def stop_code(why: KeyboardInterrupt) -> int:
     """The exit code of a command that was stopped: 1 after Ctrl-C, a shell's own for any other signal."""
     return why.exit_code if isinstance(why, Terminated) else 1
+
+
+def interruption(end: BaseException) -> KeyboardInterrupt | None:
+    """What stopped a command, where it was stopped and has not said so: typer makes an exit of its own of it."""
+    found: BaseException | None = end if not isinstance(end, SystemExit) or end.code == _TYPERS else None
+    while found is not None and not isinstance(found, KeyboardInterrupt):
+        found = found.__context__
+    return found
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from torch import nn
@@ -10,6 +9,7 @@ from torch import nn
 from fedfuse.core.params import Layout
 from fedfuse.errors import ConfigError
 from fedfuse.wire.codec import LazyParams
+from fedfuse.wire.network_names import names_in_files
 
 
 def names_in_folder(folder: Path, module: nn.Module, tensors: LazyParams) -> dict[str, str]:
@@ -18,7 +18,7 @@ def names_in_folder(folder: Path, module: nn.Module, tensors: LazyParams) -> dic
     Raises:
         ConfigError: naming a tensor that one has and the other has not.
     """
-    names = {name: home for name, home in _names_in_files(module).items() if home in tensors}
+    names = {name: home for name, home in names_in_files(module).items() if home in tensors}
     layout = Layout.of(module)
     further = {n for tied in layout.tied if any(n in names for n in tied) for n in tied}
     odd = [n for n in layout.roles if n not in names and n not in further]
@@ -27,14 +27,3 @@ def names_in_folder(folder: Path, module: nn.Module, tensors: LazyParams) -> dic
         where = "is not in the folder" if odd[0] in layout.roles else "is not in the network that was opened"
         raise ConfigError(f"{folder}: {odd[0]!r} {where}; save the network anew by save_pretrained of this version")
     return names
-
-
-def _names_in_files(module: nn.Module) -> Mapping[str, str]:
-    """What the library would write each tensor as, where that is one tensor again."""
-    state = module.state_dict()
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # a version that renames nothing
-        return {name: name for name in state}
-    found = {name: list(revert_weight_conversion(module, {name: tensor})) for name, tensor in state.items()}
-    return {name: homes[0] for name, homes in found.items() if len(homes) == 1}

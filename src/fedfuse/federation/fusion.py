@@ -15,8 +15,13 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.keys import assign
+from fedfuse.wire.adapters import is_adapter
+from fedfuse.wire.folders import folder_of, is_folder
+from fedfuse.wire.network_names import build_network
 
 if TYPE_CHECKING:  # it brings experiments and their data, which nobody waits for who merges checkpoints
+    from torch import nn
+
     from fedfuse.core.rows import Rows
     from fedfuse.federation.agreement import FederationFolder
 
@@ -74,12 +79,29 @@ def fuse_files(
         chosen_recipe(method or default_method(updates, start), options, federation),
         num_examples=num_examples or None,
         start=federation.start if start is None and federation is not None else start,
-        model=[Spec(name) for name in models] or None,
+        model=[Spec(name) for name in models] or _network_in(updates, start, align),
         server_rows=None if server_data is None else _rows_of(server_data),
         unlabelled=None if unlabelled is None else _rows_of(unlabelled).x,
         **told,
     )
     return _as_agreed(federation, fused)
+
+
+def _network_in(updates: Sequence[Path], start: Path | None, align: str | None) -> list[nn.Module] | None:
+    """The network that checkpoint folders hold, where units are to be aligned and nobody named one; None elsewhere."""
+    if align is None or not updates or not all(map(is_folder, updates)):
+        return None
+    first = folder_of(updates[0])
+    home = first if not is_adapter(first) else start
+    if home is None:
+        return None
+    try:
+        network = build_network(folder_of(home))
+    except ImportError as why:
+        raise ConfigError(
+            f"to align units of {home} its network is run; pip install 'fedfuse[transformers]', or name it (--model)"
+        ) from why
+    return None if network is None else [network]
 
 
 def _rows_of(source: str) -> Rows:

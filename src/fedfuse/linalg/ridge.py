@@ -181,7 +181,12 @@ def solve_ridge(sums: Sums, penalty: float) -> Tensor:
     return solve(add_diagonal(sums.gram, penalty), sums.cross, what="the sums of features")
 
 
-def regression_mean(layers: Iterable[Tensor], moments: Iterable[Tensor], shares: Iterable[float]) -> Tensor:
+def regression_mean(
+    layers: Iterable[Tensor],
+    moments: Iterable[Tensor],
+    shares: Iterable[float],
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
     """The layer whose answers are nearest to everybody's on their own inputs: argmin Σ f_k ‖(M − M_k) X_k‖².
 
     With A_k = X_k X_kᵀ it is the regression M = (Σ f_k M_k A_k)(Σ f_k A_k)⁻¹ of all layers' answers on all inputs.
@@ -191,9 +196,10 @@ def regression_mean(layers: Iterable[Tensor], moments: Iterable[Tensor], shares:
         layers: each client's M_k, (out × in).
         moments: each client's symmetric A_k, (in × in), or the vector of a diagonal one.
         shares: each client's f_k; they sum to 1.
+        dtype: what the matrix is rounded to, once.
 
     Returns:
-        The matrix, float64.
+        The matrix.
 
     Example:
         >>> M = [torch.tensor([[0.0, 0.0]]), torch.tensor([[4.0, 4.0]])]
@@ -204,19 +210,28 @@ def regression_mean(layers: Iterable[Tensor], moments: Iterable[Tensor], shares:
     layers, shares, moments = list(layers), list(shares), iter(moments)
     first = next(moments)
     if first.ndim == 1:  # an embedding's, of which nothing else than its rows is large
-        return _mean_by_sizes(layers, [first, *moments], shares)
-    plain = pull = total = torch.zeros((), dtype=torch.float64)
-    for f, M, A in zip(shares, layers, chain([first], moments), strict=True):
-        M, A = M.double(), A.double()
-        plain, pull, total = plain + f * M, pull + f * times(M, A), total + f * A
-    gap = pull - times(plain, total)
-    return plain + solve_moments(total, gap)
+        return _mean_by_sizes(layers, [first, *moments], shares, dtype)
+    rest = chain([first], moments)
+    del first  # or it would be held while the others are read
+    width = layers[0].shape[-1]
+    plain, pull = (torch.zeros(layers[0].shape, dtype=torch.float64) for _ in range(2))
+    total = torch.zeros(width, width, dtype=torch.float64)
+    for f, M in zip(shares, layers, strict=True):
+        A, M = next(rest).double(), M.double()
+        plain += f * M
+        pull += f * times(M, A)
+        total += f * A
+        del A  # before the next is made
+    gap = pull.sub_(times(plain, total))
+    return plain.add_(solve_moments(total, gap)).to(dtype)
 
 
-def _mean_by_sizes(layers: Sequence[Tensor], sizes: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+def _mean_by_sizes(
+    layers: Sequence[Tensor], sizes: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype
+) -> Tensor:
     """The same for diagonal moments, a few rows of M at a time: beside the layers, only the result is held whole."""
     total = torch.stack([f * A.double() for f, A in zip(shares, sizes, strict=True)]).sum(0)
-    out = torch.empty(layers[0].shape, dtype=torch.float64)
+    out = torch.empty_like(layers[0], dtype=dtype)  # laid as they are: an embedding's rows are columns here
     for begin in range(0, len(out), _ROWS):
         rows = slice(begin, begin + _ROWS)
         weighed = [f * M[rows].double() for f, M in zip(shares, layers, strict=True)]
@@ -240,7 +255,7 @@ def solve_moments(moments: Tensor, gap: Tensor) -> Tensor:
     if A.ndim == 1:
         return gap * reciprocal(A)
     scale = reciprocal(A.diagonal().clamp(min=0).sqrt())
-    even = A * scale * scale[:, None]
+    even = (A * scale).mul_(scale[:, None])
     even.diagonal().copy_(torch.ones_like(scale))
     return (gap * scale) @ inverse(even) * scale
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.registry import find_method, method
-from fedfuse.errors import ConfigError
+from fedfuse.core.registry import method
+from fedfuse.methods._metrics import rule_named
 from fedfuse.server.aggregate.sparse import DropAndRescale
 
 
@@ -22,14 +22,8 @@ def dare(
 
     Args:
         drop: the probability with which a coordinate is dropped.
-        then: the method that fuses what is left; one that reads weights alone, such as ties or fedavg.
+        then: the method that fuses what is left, such as ties or fedavg; or one that reads evidence, such as regmean.
         options: of that method.
     """
-    inner = find_method(then).recipe(**(options or {}))
-    plain = Recipe(aggregate=inner.aggregate, name=inner.name, label=inner.label) if not inner.evidence else None
-    if plain != inner:
-        raise ConfigError(
-            f"method 'dare': then is {then!r}, which is more than a rule for weights; expected one such as "
-            "task_arithmetic, ties, fedavg, slerp, model_stock or iso"
-        )
-    return Recipe(aggregate=DropAndRescale(drop, inner.aggregate))
+    inner = rule_named("dare", "then", then, options)
+    return Recipe(aggregate=DropAndRescale(drop, inner.aggregate), evidence=inner.evidence)

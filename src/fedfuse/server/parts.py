@@ -113,7 +113,7 @@ def _part_of(update: ClientUpdate, spec: Spec, part: Collection[str]) -> ClientU
 
 
 def _only(params: Params, part: Collection[str]) -> Params:
-    return params.part(lambda n: n in part) if isinstance(params, LazyParams) else {n: params[n] for n in part}
+    return params.only(part) if isinstance(params, LazyParams) else {n: params[n] for n in part}
 
 
 def merge_facts(into: dict[str, Any], facts: Mapping[str, Any]) -> None:

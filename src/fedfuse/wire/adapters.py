@@ -20,10 +20,12 @@ from torch import Tensor
 
 from fedfuse.core.messages import Form
 from fedfuse.errors import ConfigError
-from fedfuse.wire.codec import LazyParams, Malformed, Packet, read, write
-from fedfuse.wire.folders import read_json
+from fedfuse.wire.codec import LazyParams, Packet, write
+from fedfuse.wire.folders import INDEX as MODEL_INDEX
+from fedfuse.wire.folders import read_files, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+INDEX = "adapter_model.safetensors.index.json"
 PREFIX = "base_model.model."
 _A, _B = ("lora_A", "lora_embedding_A"), ("lora_B", "lora_embedding_B")
 
@@ -48,11 +50,19 @@ class Adapter:
     config: Mapping[str, Any]
     tensors: LazyParams
 
+    def rank(self, module: str) -> int | None:
+        """The rank that the config says a module's factors have, if it says one."""
+        told = self._own("rank_pattern", module, self.config.get("r"))
+        return told if isinstance(told, int) else None
+
+    def _own(self, patterns: str, module: str, usual: Any) -> Any:
+        """What the config says of a module by a pattern of its name, else of all."""
+        found = (self.config.get(patterns) or {}).items()
+        return next((value for key, value in found if re.fullmatch(rf"(.*\.)?({key})", module)), usual)
+
     def scale(self, module: str, rank: int) -> float:
         """The factor s of a module's product: α/r, or α/√r for rsLoRA."""
-        patterns = self.config.get("alpha_pattern") or {}
-        own = next((v for key, v in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", module)), None)
-        alpha = float(self.config.get("lora_alpha", 8) if own is None else own)
+        alpha = float(self._own("alpha_pattern", module, self.config.get("lora_alpha", 8)))
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
 
@@ -73,12 +83,7 @@ def read_adapter(folder: Path) -> Adapter:
     began = config.get("init_lora_weights")
     if isinstance(began, str) and began.startswith(_CHANGES_BASE):
         raise _refusal(folder, "init_lora_weights", began, "one that leaves the base as it was; see peft's conversion")
-    if not (folder / WEIGHTS).is_file():
-        raise ConfigError(f"{folder / WEIGHTS} is missing; save the adapter with safe_serialization=True")
-    try:
-        adapter = Adapter(folder, config, read(folder / WEIGHTS).tensors)
-    except Malformed as why:
-        raise ConfigError(f"{folder / WEIGHTS} is damaged: {why}; fetch the folder again") from why
+    adapter = Adapter(folder, config, read_files(folder, WEIGHTS, (INDEX, MODEL_INDEX)).tensors)
     _check_factors(adapter)
     return adapter
 
@@ -103,6 +108,11 @@ def _check_factors(adapter: Adapter) -> None:
         if ranks[0] != ranks[1] or ranks[0] < 1:
             raise ConfigError(
                 f"{adapter.folder / WEIGHTS}: {name!r} and {partner!r} are no two factors of one rank; fetch it again"
+            )
+        if (told := adapter.rank(module_of(name))) not in (None, ranks[0]):
+            raise ConfigError(
+                f"{adapter.folder / WEIGHTS}: {name!r} has rank {ranks[0]} and {CONFIG} says {told}, which its "
+                "scale is counted by; fetch both again"
             )
 
 
@@ -202,11 +212,11 @@ def merge_into(adapter: LazyParams, config: Mapping[str, Any], base: LazyParams,
     updates, whole = dict[str, tuple[Tensor, Tensor]](), dict[str, str]()
     for name in adapter:
         if _side(name) == "A":
-            target = f"{module_of(name)}.weight"
+            target = _home(f"{module_of(name)}.weight", base, folder)
             updates[target] = _factors_as_laid(name, adapter, bool(config.get("fan_in_fan_out")))
             _check_target(name, target, updates[target], base, folder)
         elif _side(name) is None:
-            whole[name.removeprefix(PREFIX)] = name
+            whole[_home(name.removeprefix(PREFIX), base, folder)] = name
     forms = dict(base.forms) | {target: adapter.forms[name] for target, name in whole.items()}
     forms |= {n: Form(base.forms[n].shape, torch.promote_types(base.forms[n].dtype, torch.float32)) for n in updates}
 
@@ -219,6 +229,15 @@ def merge_into(adapter: LazyParams, config: Mapping[str, Any], base: LazyParams,
         )
 
     return LazyParams(forms, fetch)
+
+
+def _home(name: str, base: LazyParams, folder: Path) -> str:
+    """What a base's file calls a tensor of its network, where that is otherwise."""
+    if name in base:
+        return name
+    from fedfuse.wire.network_names import names_by_config  # it loads `transformers`, if that is installed
+
+    return names_by_config(folder).get(name, name)
 
 
 def _factors_as_laid(name: str, adapter: LazyParams, transposed: bool) -> tuple[Tensor, Tensor]:

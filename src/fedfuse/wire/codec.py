@@ -11,7 +11,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,12 @@ class LazyParams(Mapping[str, Tensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self.forms
+
+    def only(self, names: Iterable[str]) -> LazyParams:
+        """The tensors of these names, found without looking at any other."""
+        forms = {name: self.forms[name] for name in names}
+        offsets = {name: self.offsets[name] for name in forms if name in self.offsets}
+        return LazyParams(forms, self._fetch, offsets, self.resident)
 
     def part(self, keep: Callable[[str], bool], rename: Callable[[str], str] = str) -> LazyParams:
         """The tensors whose names pass, under new names."""

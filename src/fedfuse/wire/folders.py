@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,12 @@ def open_weights(source: bytes | Path) -> Packet:
 
     Raises:
         Malformed: if a file is not what it claims to be.
-        ConfigError: if a folder is incomplete, naming the file and what to do.
+        ConfigError: if a folder is incomplete or a file a pickle, naming the file and what to do.
     """
     if isinstance(source, bytes):
         return decode(source)
+    if source.suffix in _PICKLES and _begins_as_pickle(source):
+        raise ConfigError(pickle_words(source, source.with_suffix(".safetensors").name))
     return read_folder(folder_of(source)) if is_folder(source) else read(source)
 
 
@@ -63,14 +65,28 @@ def read_folder(folder: Path) -> Packet:
     Raises:
         ConfigError: if a shard or a tensor is missing, or the weights are pickles.
     """
-    packets = {file: _read_shard(folder, file) for file in _shards(folder)}
+    packet = read_files(folder, SINGLE, (INDEX,))
+    tensors = packet.tensors
+    copies = _tied_copies(tensors) if read_config(folder).get("tie_word_embeddings") is True else frozenset()
+    return Packet({}, tensors.part(lambda name: name not in copies), packet.size)
+
+
+def read_files(folder: Path, single: str, indexes: Sequence[str]) -> Packet:
+    """The tensors of one file of a folder, or of the shards that one of these indexes names.
+
+    Raises:
+        ConfigError: if a shard or a tensor is missing, or the weights are pickles.
+    """
+    index = next((name for name in indexes if (folder / name).is_file()), None)
+    files = _shards(folder, single, index)
+    packets = {file: _read_shard(folder, file, index) for file in files}
     homes = {name: packet for packet in packets.values() for name in packet.tensors}
-    _check_index(folder, packets)
+    if index is not None and single not in packets:
+        _check_index(folder / index, packets)
     forms = {name: homes[name].tensors.forms[name] for name in sorted(homes)}
     offsets = next(iter(packets.values())).tensors.offsets if len(packets) == 1 else {}
     tensors = LazyParams(forms, lambda name, begin, end: homes[name].tensors.piece(name, begin, end), offsets)
-    copies = _tied_copies(tensors) if read_config(folder).get("tie_word_embeddings") is True else frozenset()
-    return Packet({}, tensors.part(lambda name: name not in copies), sum(p.size for p in packets.values()))
+    return Packet({}, tensors, sum(packet.size for packet in packets.values()))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -93,49 +109,57 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _shards(folder: Path) -> list[str]:
-    """The safetensors files that make up a folder's model."""
-    if (folder / SINGLE).is_file():
-        return [SINGLE]
-    if (folder / INDEX).is_file():
-        return sorted({str(file) for file in _weight_map(folder).values()})
+def _shards(folder: Path, single: str, index: str | None) -> list[str]:
+    """The safetensors files that make up a folder's model or adapter."""
+    if (folder / single).is_file():
+        return [single]
+    if index is not None:
+        return sorted({str(file) for file in _weight_map(folder / index).values()})
     found = sorted(path.name for path in folder.glob("*.safetensors") if path.name != EVIDENCE)
-    if len(found) == 1:
+    if len(found) == 1 and single == SINGLE:
         return found
     if pickles := sorted(path for path in folder.iterdir() if path.suffix in _PICKLES):
-        raise ConfigError(_pickle_words(pickles[0]))
+        raise ConfigError(pickle_words(pickles[0], single))
     if found:
-        raise ConfigError(f"{folder} has {len(found)} safetensors files and no {INDEX}; fetch the index too")
-    raise ConfigError(f"{folder} has no {SINGLE}; expected a folder that `save_pretrained` wrote")
+        raise ConfigError(f"{folder} has {len(found)} safetensors files and no {single}.index.json; fetch it too")
+    raise ConfigError(f"{folder} has no {single}; expected a folder that `save_pretrained` wrote")
 
 
-def _pickle_words(path: Path) -> str:
+def _begins_as_pickle(path: Path) -> bool:
+    """Whether a file is an archive as `torch.save` writes it, or a bare pickle."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4).startswith((b"PK\x03\x04", b"\x80"))
+
+
+def pickle_words(path: Path, name: str = SINGLE) -> str:
     """Why a pickle is not read, and the command that makes a safetensors file of it without running what is in it."""
     command = (
         "from torch import load; from safetensors.torch import save_file; "
         f"w = load({str(path)!r}, map_location='cpu', weights_only=True); "
         "save_file({n: t.clone().contiguous() for n, t in w.items()}, "
-        f"{str(path.with_name(SINGLE))!r}, {{'format': 'pt'}})"
+        f"{str(path.with_name(name))!r}, {{'format': 'pt'}})"
     )
     return f'{path} is a pickle, which could run any code; convert it, without running any: python -c "{command}"'
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    """Which file each tensor is in, as the index says; only files of the folder itself are looked at."""
-    found = read_json(folder / INDEX).get("weight_map")
+def _weight_map(index: Path) -> dict[str, str]:
+    """Which file each tensor is in, as the index says; only files of its own folder are looked at."""
+    found = read_json(index).get("weight_map")
     if not isinstance(found, dict) or not found:
-        raise ConfigError(f"{folder / INDEX} has no weight_map; fetch the folder again")
+        raise ConfigError(f"{index} has no weight_map; fetch the folder again")
     for name, file in found.items():
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
-            raise ConfigError(f"{folder / INDEX} says that {name!r} is in {file!r:.80}; expected a file of the folder")
+            raise ConfigError(f"{index} says that {name!r} is in {file!r:.80}; expected a file of the folder")
     return found
 
 
-def _read_shard(folder: Path, file: str) -> Packet:
-    if not (folder / file).is_file():
-        names = sorted(name for name, home in _weight_map(folder).items() if home == file)
+def _read_shard(folder: Path, file: str, index: str | None) -> Packet:
+    if index is not None and not (folder / file).is_file():
+        names = sorted(name for name, home in _weight_map(folder / index).items() if home == file)
         raise ConfigError(
-            f"{folder / file} is missing, which {INDEX} names for {names[0]!r} and {len(names) - 1} other tensors; "
+            f"{folder / file} is missing, which {index} names for {names[0]!r} and {len(names) - 1} other tensors; "
             "fetch the folder again"
         )
     try:
@@ -144,13 +168,11 @@ def _read_shard(folder: Path, file: str) -> Packet:
         raise ConfigError(f"{folder / file} is damaged: {why}; fetch the folder again") from why
 
 
-def _check_index(folder: Path, packets: Mapping[str, Packet]) -> None:
+def _check_index(index: Path, packets: Mapping[str, Packet]) -> None:
     """Every tensor stands where the index says, and nothing else does."""
-    if SINGLE in packets or not (folder / INDEX).is_file():
-        return
-    for name, file in _weight_map(folder).items():
+    for name, file in _weight_map(index).items():
         if name not in packets[file].tensors:
-            raise ConfigError(f"{folder / INDEX} says that {name!r} is in {file}, which has no such tensor; fetch both")
+            raise ConfigError(f"{index} says that {name!r} is in {file}, which has no such tensor; fetch both")
 
 
 def _tied_copies(tensors: LazyParams) -> frozenset[str]:

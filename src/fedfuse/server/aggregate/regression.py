@@ -71,11 +71,12 @@ class RegressionMean(ServerPart):
             [block.matrices(u.posterior.mean)[group] for u in cohort],
         )
         if not isinstance(self._factor(cohort.updates[0], block, group), BlockDiagonal):
-            return regression_mean(layers, (self._moments(u, block, group) for u in cohort), shares)
+            whole = (self._moments(u, block, group) for u in cohort)
+            return regression_mean(layers, whole, shares, layers[0].dtype)
         parts = []
         for columns, moments in blocks_of_all([self._factor(u, block, group) for u in cohort]):
             own = (shrink_moments(factor, self.alpha) for factor in moments)
-            parts.append(regression_mean([M[:, columns] for M in layers], own, shares))
+            parts.append(regression_mean([M[:, columns] for M in layers], own, shares, layers[0].dtype))
         return torch.cat(parts, 1)
 
     @staticmethod

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cache
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedfuse.core.messages import ClientUpdate, Cohort, Form
-from fedfuse.core.model import Single
+from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.params import Params
-from fedfuse.core.posterior import Posterior
-from fedfuse.core.seams import Aggregator, Result, ServerPart
+from fedfuse.core.seams import Aggregator, ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.linalg.select import kth_largest
 from fedfuse.server.aggregate.mean import exact_weights
 from fedfuse.server.aggregate.moves import (
     BASE_LAWS,
+    BeforeRule,
     TaskArithmetic,
     blocks_of,
     fuse_weights,
     sources_of,
+    widen,
 )
 from fedfuse.wire.codec import LazyParams, forms_of, piece_of
 
@@ -63,8 +64,7 @@ class TrimElectMerge(ServerPart):
         out = torch.empty(math.prod(form.shape), dtype=form.dtype)
         for begin, end in blocks_of(sources[0], name, _TILE):
             base = piece_of(start, name, begin, end)
-            pairs = zip(sources, limits, strict=True)
-            moves = torch.stack([_trim(_subtract(piece_of(s, name, begin, end), base), limit) for s, limit in pairs])
+            moves = _trimmed_moves(sources, limits, base, name, begin, end)
             out[begin:end] = base.double() + self.scale * _elect(moves, shares)
         return out.view(form.shape)
 
@@ -111,11 +111,63 @@ def _limit(source: Params, start: Params, name: str, density: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class DropAndRescale(ServerPart):
+class TrimAndElect(BeforeRule):
+    """TIES with another rule's mean in place of its own: trim and elect, then fuse.
+
+    Who was trimmed or outvoted in a coordinate stands there where TIES' own mean is, so that nobody's absence pulls at
+    it: of clients that know alike, the mean of such clients is that of TIES.
+
+    Attributes:
+        then: what fuses, such as a mean in the metric of the clients' factors.
+        density: the share of each tensor's coordinates that stays.
+    """
+
+    then: Aggregator
+    density: float = 0.2
+
+    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
+        """Trim, elect, and fuse."""
+        start, sources = widen(state.single.posterior.mean), [widen(source) for source in sources_of(cohort)]
+        shares = exact_weights(cohort.num_examples, sources)[0][:, None]
+        ruled = frozenset(cohort.updates[0].spec.layout.with_role("weight", "bias", "norm"))
+
+        @cache
+        def limits(name: str) -> list[float]:
+            return [_limit(source, start, name, self.density) for source in sources]
+
+        def elect(place: int, name: str, begin: int, end: int) -> Tensor:
+            base = piece_of(start, name, begin, end)
+            moves = _trimmed_moves(sources, limits(name), base, name, begin, end)
+            common = _elect(moves, shares)
+            agrees = moves[place].sign() * common.sign() > 0
+            return (base.double() + torch.where(agrees, moves[place].double(), common)).to(base.dtype)
+
+        def change(place: int, mean: LazyParams) -> LazyParams:
+            def fetch(name: str, begin: int, end: int) -> Tensor:
+                if name not in ruled:
+                    return mean.piece(name, begin, end)
+                tiles = [(b, min(b + _TILE, end)) for b in range(begin, end, _TILE)]
+                parts = [elect(place, name, *tile) for tile in tiles]
+                return torch.cat(parts) if parts else mean.piece(name, begin, end)
+
+            return LazyParams(mean.forms, fetch)
+
+        return self.fuse_changed(cohort, change, state, bench)
+
+
+def _trimmed_moves(
+    sources: Sequence[Params], limits: Sequence[float], base: Tensor, name: str, begin: int, end: int
+) -> Tensor:
+    """Elements [begin, end) of everybody's trimmed move, clients × elements."""
+    pairs = zip(sources, limits, strict=True)
+    return torch.stack([_trim(_subtract(piece_of(s, name, begin, end), base), limit) for s, limit in pairs])
+
+
+@dataclass(frozen=True, slots=True)
+class DropAndRescale(BeforeRule):
     """DARE (Yu et al. 2024): coordinates of δ_k are dropped with probability p, the rest divided by 1 − p; then a rule.
 
-    The expected move stays what it was. Lots are drawn by the run's seed, for each client and tensor apart. Half
-    precision is widened to float32 between dropping and the rule, so that a move is rounded once.
+    The expected move stays what it was. Lots are drawn by the run's seed, for each client and tensor apart.
 
     Attributes:
         drop: p.
@@ -126,38 +178,17 @@ class DropAndRescale(ServerPart):
     then: Aggregator = field(default_factory=TaskArithmetic)
 
     @property
-    def needs(self) -> frozenset[str]:
-        """The base, and what the inner rule needs."""
-        return self.then.needs | {"start"}
-
-    @property
-    def tensorwise(self) -> bool:
-        """As the inner rule."""
-        return self.then.tensorwise
-
-    @property
-    def result(self) -> Result | None:
-        """As the inner rule's."""
-        return self.then.result
-
-    @property
     def laws(self) -> frozenset[str]:
         """A client that is called otherwise draws other lots, and one client is thinned too."""
         return self.then.laws - {"order", "one", "agree"}
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
         """Thin every client's move, and fuse."""
-        start = state.single
-        wide = _widen(start.posterior.mean)
-        begin = replace(state, model=Single(start.spec, Posterior(wide)))
-        thin = Cohort(tuple(self._thin(update, wide, bench) for update in cohort))
-        after = self.then(thin, begin, bench)
-        forms = forms_of(cohort.updates[0].posterior.mean)
-        mean = {name: t.to(forms[name].dtype) for name, t in after.single.posterior.mean.items()}
-        return replace(after.fused(mean, spec=cohort.updates[0].spec), facts=after.facts)
+        wide = widen(state.single.posterior.mean)
+        updates = cohort.updates
+        return self.fuse_changed(cohort, lambda k, mean: self._thin(updates[k], mean, wide, bench), state, bench)
 
-    def _thin(self, update: ClientUpdate, start: Params, bench: Bench) -> ClientUpdate:
-        mean = _widen(update.posterior.mean)
+    def _thin(self, update: ClientUpdate, mean: LazyParams, start: Params, bench: Bench) -> LazyParams:
         ruled = frozenset(update.spec.layout.with_role("weight", "bias", "norm"))
 
         def fetch(name: str, begin: int, end: int) -> Tensor:
@@ -169,7 +200,7 @@ class DropAndRescale(ServerPart):
             move = (piece.double() - base.double()) / (1 - self.drop)
             return torch.where(stays, base.double() + move, base.double()).to(piece.dtype)
 
-        return replace(update, posterior=replace(update.posterior, mean=LazyParams(mean.forms, fetch)))
+        return LazyParams(mean.forms, fetch)
 
 
 def _lots(stream: Callable[[int], torch.Generator], begin: int, end: int) -> Tensor:
@@ -177,13 +208,3 @@ def _lots(stream: Callable[[int], torch.Generator], begin: int, end: int) -> Ten
     first, last = begin // _LOTS, -(-end // _LOTS)
     lots = [torch.rand(_LOTS, generator=stream(tile)) for tile in range(first, last)]
     return torch.cat(lots)[begin - first * _LOTS : end - first * _LOTS] if lots else torch.empty(0)
-
-
-def _widen(params: Params) -> LazyParams:
-    """The tensors with half precision widened to float32 as they are read."""
-
-    def wide(dtype: torch.dtype) -> torch.dtype:
-        return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-    forms = {name: Form(form.shape, wide(form.dtype)) for name, form in forms_of(params).items()}
-    return LazyParams(forms, lambda name, begin, end: piece_of(params, name, begin, end).to(forms[name].dtype))
