@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedfuse.errors import ConfigError
@@ -74,6 +74,7 @@ def test_what_is_no_line_is_passed_over(ledger: Ledger) -> None:
     assert ledger.lines() == [line(1)]
 
 
+@settings(deadline=None)  # it waits for the disk
 @given(st.integers(0, 10_000), st.integers(0, 7))
 def test_a_flipped_bit_of_a_line_is_seen(at: int, bit: int) -> None:
     """A digit of an accuracy that changed on disk was reported as it stood there."""

@@ -55,6 +55,8 @@ def with_norm() -> nn.Module:
 VARIANTS: tuple[tuple[str, dict[str, object]], ...] = (
     ("fedlpa", {"solver": "adam", "max_iters": 5}),
     ("refit", {"layers": True}),
+    ("ties", {"metric": "regmean"}),
+    ("task_arithmetic", {"metric": "fedlpa"}),
 )
 NETWORKS = {
     "plain": Spec("mlp", {"inputs": FEATURES, "hidden": [7], "classes": CLASSES}),
