@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from fedfuse.client import moments
 from fedfuse.client.moments import input_moments, output_moments
 
 CONVS = {
@@ -64,6 +65,30 @@ def test_patch_moments_equal_those_of_the_patches_laid_out(name: str) -> None:
     if conv.bias is not None:
         rows = torch.cat([rows, torch.ones(*rows.shape[:2], 1)], -1)
     assert torch.allclose(input_moments(conv, x, conv.bias is not None), rows.mT @ rows, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("wide", [1, 2, 3, 6])
+@pytest.mark.parametrize("kind", ["plain", "stride along", "dilation along", "grouped", "volume"])
+def test_windows_of_several_patches_give_the_same_moments(
+    kind: str, wide: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conv, side = {
+        "plain": (nn.Conv2d(3, 4, 3), (7, 8)),
+        "stride along": (nn.Conv2d(2, 4, (2, 3), stride=(1, 2)), (7, 13)),
+        "dilation along": (nn.Conv2d(2, 4, 3, dilation=(2, 2)), (7, 10)),
+        "grouped": (nn.Conv2d(4, 4, 3, groups=2), (7, 8)),
+        "volume": (nn.Conv3d(2, 3, (2, 2, 3), stride=(1, 2, 1)), (4, 5, 8)),
+    }[kind]
+    monkeypatch.setattr(moments, "_patches_per_window", lambda *_: wide)
+    x = draw(3, conv.in_channels, *side)
+    rows = patches(conv, x)
+    rows = torch.cat([rows, torch.ones(*rows.shape[:2], 1)], -1)
+    assert torch.allclose(input_moments(conv, x, one=True), rows.mT @ rows, rtol=1e-12, atol=1e-12)
+
+
+def test_a_window_is_as_wide_as_products_and_copies_are_fewest() -> None:
+    assert moments._patches_per_window(12, 5, 1, 1, 6) == 4  # 2 x 48 numbers with 48 each, where patches have 8 x 30
+    assert moments._patches_per_window(16, 3, 2, 1, 64) == 1  # patches that overlap little
 
 
 def test_channels_last_and_narrow_inputs_are_the_same_to_rounding() -> None:

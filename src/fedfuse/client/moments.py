@@ -175,68 +175,105 @@ def _patch_moments(conv: Convolution, x: Tensor) -> tuple[Tensor, Tensor, int]:
 
     Patches overlap. Along the first axis a patch is a stack of windows, and two windows that stand `lag` apart meet
     again in the next patch; so their product is taken once, and summed over the places where it counts. For a k × k
-    kernel that is k times less work than the product of whole patches.
+    kernel that is k times less work than the product of whole patches. Along the last axis a window is as wide as
+    several patches that overlap, and the products of each stand in its product, one beside the other.
     """
     size, step, gap = conv.kernel_size[0], conv.stride[0], conv.dilation[0]
-    reach = gap * (size - 1)
-    padded = _windows(conv, x, reach)
-    windows = padded[:, : padded.shape[1] - reach]
-    groups, height, width, columns = windows.shape
+    reach, channels = gap * (size - 1), conv.in_channels // conv.groups
+    padded, wide = _windows(conv, x, reach)
+    groups, columns, places, width = padded.shape
+    height = places - reach
     count = (height - reach - 1) // step + 1
     offsets, patches = torch.arange(size) * gap, torch.arange(count) * step
     meets = torch.zeros(size, height, dtype=torch.float64)  # which offset of some patch stands at which place
     meets.scatter_(1, offsets[:, None] + patches, 1.0)
     meets = meets.to(x.device)
 
+    windows = padded[:, :, :height].transpose(1, 2)
     below = _windows_below(padded, height, size, gap)
-    products = meets @ (windows @ below.mT).flatten(2).double()
-    products = products.view(groups, size, width, size, width)
+    products = (meets @ (windows.mT @ below).flatten(2).double()).view(groups, size, width, size, width)
+    total = (meets @ windows.sum(-2).double()).view(groups, size, width)
+    if wide > 1:
+        products, total = _sum_over_patches(conv, wide, products), _sum_over_patches(conv, wide, total)
+    width = products.shape[2]
     gram = products.new_zeros(size, size, groups, width, width)
     for offset in range(size):
         rest = products[:, offset, :, : size - offset].permute(2, 0, 1, 3)
         gram[offset, offset:] = rest
         gram[offset:, offset] = rest.mT
-    total = (meets @ windows.sum(-1).double()).transpose(0, 1)
-    return *_channel_major(conv, gram, total), count * columns
+    inner = width // channels
+    gram = gram.view(size, size, groups, inner, channels, inner, channels).permute(2, 4, 0, 3, 6, 1, 5)
+    total = total.view(groups, size, inner, channels).permute(0, 3, 1, 2)  # channels first, as a flattened weight
+    return gram.reshape(groups, size * width, -1), total.reshape(groups, -1), count * wide * columns
 
 
-def _channel_major(conv: Convolution, gram: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Moments from (offset, channel, rest) to (channel, offset, rest), as a flattened weight has them."""
-    size, groups, channels = conv.kernel_size[0], conv.groups, conv.in_channels // conv.groups
-    gram = gram.view(size, size, groups, channels, -1, channels, math.prod(conv.kernel_size[1:]))
-    width = channels * math.prod(conv.kernel_size)
-    total = total.reshape(size, groups, channels, -1).permute(1, 2, 0, 3)
-    return gram.permute(2, 3, 0, 4, 5, 1, 6).reshape(groups, width, width), total.reshape(groups, width)
+def _windows(conv: Convolution, x: Tensor, more: int) -> tuple[Tensor, int]:
+    """Windows along all axes but the first, and how many patches each is wide along the last.
+
+    They lie as (groups × examples·positions × places on the first axis × rest·channels), channels last as networks on
+    this library's engines have them, so that what is copied are runs. So many `more` places of zeros follow the last.
+    """
+    windows, wide, channels = _pad_input(conv, x).movedim(1, -1), 1, conv.in_channels // conv.groups
+    axes = list(zip(conv.kernel_size[1:], conv.stride[1:], conv.dilation[1:], strict=True))
+    for axis, (size, step, gap) in enumerate(axes, 2):
+        if axis == 1 + len(axes):
+            wide = _patches_per_window(windows.shape[axis], size, step, gap, channels)
+        windows = windows.unfold(axis, gap * (size - 1) + 1 + step * (wide - 1), step * wide)
+        windows = windows[..., ::gap] if wide == 1 else windows
+    rest = len(axes)
+    split = windows.unflatten(2 + rest, (conv.groups, channels))  # examples, places, outer, groups, channels, inner
+    outer, inner = range(2, 2 + rest), range(4 + rest, 4 + 2 * rest)
+    grouped = split.permute(2 + rest, 0, *outer, 1, *inner, 3 + rest)
+    places, axis = windows.shape[1], 2 + rest
+    found = grouped.new_empty(*grouped.shape[:axis], places + more, *grouped.shape[axis + 1 :])
+    found.narrow(axis, 0, places).copy_(grouped)
+    found.narrow(axis, places, more).zero_()
+    return found.view(conv.groups, -1, places + more, math.prod(grouped.shape[axis + 1 :])), wide
+
+
+def _patches_per_window(length: int, size: int, step: int, gap: int, channels: int) -> int:
+    """How many patches side by side a window takes in, so that products and copies are fewest.
+
+    A window of p patches has s = reach + 1 + step (p - 1) numbers per channel and its product s² of them, for p patches
+    that by themselves have `size`² each. Beside the products, each number costs about as much as eight of them to copy.
+    """
+    patches = (length - gap * (size - 1) - 1) // step + 1
+
+    def price(wide: int) -> int:
+        numbers = channels * (size if wide == 1 else gap * (size - 1) + 1 + step * (wide - 1))
+        return patches // wide * numbers * (numbers + 8)
+
+    return min((wide for wide in range(1, patches + 1) if patches % wide == 0), key=price)
+
+
+def _sum_over_patches(conv: Convolution, wide: int, moments: Tensor) -> Tensor:
+    """From windows of several patches to patches: entries (…, i + step·m, j + step·m, …) are summed over patches m.
+
+    Args:
+        conv: the convolution.
+        wide: how many patches a window takes in along the last axis.
+        moments: (groups × size × width) or (groups × size × width × size × width), contiguous.
+    """
+    size, step, gap = conv.kernel_size[-1], conv.stride[-1], conv.dilation[-1]
+    span, channels = gap * (size - 1) + 1 + step * (wide - 1), conv.in_channels // conv.groups
+    shape, strides, along, found = [len(moments)], [moments.stride(0)], 0, [len(moments)]
+    for axis in range(1, moments.ndim, 2):
+        height, width, run = moments.shape[axis], moments.shape[axis + 1], moments.stride(axis + 1)
+        shape += [height, width // (span * channels), size, channels]
+        strides += [moments.stride(axis), run * span * channels, run * gap * channels, run]
+        along += run * step * channels
+        found += [height, width // span * size]
+    return moments.as_strided([*shape, wide], [*strides, along]).sum(-1).view(found)
 
 
 def _windows_below(windows: Tensor, height: int, size: int, gap: int) -> Tensor:
-    """For each of the first places, its window and those below that a patch has, one under the other."""
-    groups, _, width, columns = windows.shape
+    """For each of the first places, its window and those below that a patch has, one after the other."""
+    groups, columns, _, width = windows.shape
+    far, near = windows.stride()[:2]
     if gap == 1:  # they follow each other as they lie
-        far, near = windows.stride()[:2]
-        return windows.as_strided((groups, height, size * width, columns), (far, near, columns, 1))
-    stacked = windows.unfold(1, gap * (size - 1) + 1, 1)[:, :height, ..., ::gap]
-    return stacked.permute(0, 1, 4, 2, 3).reshape(groups, height, size * width, columns)
-
-
-def _windows(conv: Convolution, x: Tensor, more: int) -> Tensor:
-    """Windows along all axes but the first: (groups × places on it × channels·rest × examples·positions).
-
-    So many `more` places of zeros follow the last.
-    """
-    windows = _pad_input(conv, x)
-    axes = zip(conv.kernel_size[1:], conv.stride[1:], conv.dilation[1:], strict=True)
-    for axis, (size, step, gap) in enumerate(axes, 3):
-        windows = windows.unfold(axis, gap * (size - 1) + 1, step)[..., ::gap]
-    rest = len(conv.kernel_size) - 1
-    outer, inner = range(4, 4 + rest), range(4 + rest, 4 + 2 * rest)
-    grouped: Tensor = windows.unflatten(1, (conv.groups, -1)).permute(1, 3, 2, *inner, 0, *outer)
-    height = conv.in_channels // conv.groups * math.prod(conv.kernel_size[1:])
-    places = grouped.shape[1]
-    found = grouped.new_empty(len(grouped), places + more, *grouped.shape[2:])
-    found[:, :places] = grouped
-    found[:, places:] = 0.0
-    return found.view(len(grouped), places + more, height, -1)
+        return windows.as_strided((groups, height, columns, size * width), (far, width, near, 1))
+    stacked = windows.as_strided((groups, height, columns, size, width), (far, width, near, gap * width, 1))
+    return stacked.flatten(3)
 
 
 def _pad_input(conv: Convolution, x: Tensor) -> Tensor:
