@@ -14,8 +14,8 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.kernels.chain import Chain
-from fedfuse.kernels.trace import chain_of
+from fedfuse.kernels.chain.network import Chain
+from fedfuse.kernels.chain.trace import chain_of
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode
 

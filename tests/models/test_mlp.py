@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from fedfuse.errors import ConfigError
-from fedfuse.kernels.trace import chain_of
+from fedfuse.kernels.chain.trace import chain_of
 from fedfuse.models import mlp
 
 

@@ -18,13 +18,22 @@ from torch import Tensor, nn
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError
-from fedfuse.kernels.choice import is_faster
+from fedfuse.kernels.chain.choice import is_faster
+from fedfuse.kernels.chain.description import (
+    Dropout,
+    Layer,
+    Linear,
+    MeanFieldLinear,
+    Norm,
+    Shape,
+    Uncovered,
+    shape_after,
+)
+from fedfuse.kernels.chain.trace import chain_of
 from fedfuse.kernels.code_cache import is_cold
-from fedfuse.kernels.description import Dropout, Layer, Linear, MeanFieldLinear, Norm, Shape, Uncovered, shape_after
-from fedfuse.kernels.trace import chain_of
 
 if TYPE_CHECKING:
-    from fedfuse.kernels.chain import Chain
+    from fedfuse.kernels.chain.network import Chain
 
 _log = logging.getLogger(__name__)
 _INSTALL = "pip install 'fedfuse[fast]'"
@@ -90,7 +99,7 @@ def chain_for(module: nn.Module, rows: Rows, settings: LocalSettings, live: Set[
         return None
     if is_cold():
         _log.info("compiling the kernels for this machine: some seconds, once")
-    from fedfuse.kernels.chain import Chain
+    from fedfuse.kernels.chain.network import Chain
 
     batch = min(settings.batch_size, 1 << (len(rows) - 1).bit_length())
     return _chain(Chain, layers, shape, batch)

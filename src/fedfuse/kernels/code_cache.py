@@ -14,7 +14,7 @@ from fedfuse.core.folders import cache_folder
 @cache
 def _digest() -> str:
     """Of all sources here: numba looks at a function's own file only, and would keep code of helpers that changed."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 

@@ -13,13 +13,13 @@ from fedfuse.core.seams import Batch, Free, Work
 from fedfuse.core.state import Local
 from fedfuse.errors import ConfigError
 from fedfuse.kernels import chain_for
-from fedfuse.kernels.description import VarianceLearning
+from fedfuse.kernels.chain.description import VarianceLearning
 from fedfuse.tasks import Classification
 from fedfuse.training.optimizers import Stepper, log_variance_step, shape_gradients, stepper
 from fedfuse.training.pulls import pull_of
 
 if TYPE_CHECKING:
-    from fedfuse.kernels.chain import Chain, Round
+    from fedfuse.kernels.chain.network import Chain, Round
 
 
 class Epochs(Protocol):

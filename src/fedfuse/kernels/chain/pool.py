@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fedfuse.kernels.convolve import pixel
+from fedfuse.kernels.chain.convolve import pixel
+from fedfuse.kernels.chain.tiles import Four, Three, fill
 from fedfuse.kernels.target import LANES, Floats, compile_kernel
-from fedfuse.kernels.tiles import Four, Three, fill
 
 Argmaxes = npt.NDArray[np.int32]
 

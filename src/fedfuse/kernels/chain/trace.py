@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fedfuse.kernels.description import (
+from fedfuse.kernels.chain.description import (
     Activation,
     Conv,
     Dropout,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedfuse.kernels.convolve import pixel
+from fedfuse.kernels.chain.convolve import pixel
+from fedfuse.kernels.chain.tiles import Four
 from fedfuse.kernels.target import LANES, Floats, Ints, compile_kernel
-from fedfuse.kernels.tiles import Four
 
 _TOGETHER = 16  # lanes, which are a multiple of it
 

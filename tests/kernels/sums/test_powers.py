@@ -19,7 +19,7 @@ pytest.importorskip("numba")
 @pytest.mark.parametrize("count", [1, 63, 64, 1000])
 @pytest.mark.parametrize("begin", [0.0, 0.375])
 def test_sums_of_powers_are_those_of_fractions(count: int, begin: float) -> None:
-    from fedfuse.kernels.powers import power_sums
+    from fedfuse.kernels.sums.powers import power_sums
 
     numbers = torch.randn(count, generator=torch.Generator().manual_seed(count))
     off = [Fraction(x) - Fraction(begin) for x in numbers.tolist()]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedfuse.kernels.chart_sums import WIDTH, make_chart_sums
 from fedfuse.kernels.exponential import REACH, log
-from fedfuse.kernels.mean import Doubles, point_at, weighted_sums
+from fedfuse.kernels.sums.chart_rows import WIDTH, make_chart_sums
+from fedfuse.kernels.sums.mean import Doubles, point_at, weighted_sums
 from fedfuse.kernels.target import Floats, Ints, compile_exactly
 
 LOGS, VARIANCES, DEVIATIONS, PRECISIONS, MOMENTS = range(5)  # what the second coordinate is

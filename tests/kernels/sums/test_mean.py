@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from fedfuse.kernels.mean import add_rows, weighted_sums
+from fedfuse.kernels.sums.mean import add_rows, weighted_sums
 from fedfuse.kernels.target import SUMS
 
 Rows = list[np.ndarray[tuple[int], np.dtype[np.float32]]]

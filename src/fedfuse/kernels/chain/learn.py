@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from fedfuse.kernels.chain.tiles import Two
 from fedfuse.kernels.target import Floats, Ints, compile_kernel
-from fedfuse.kernels.tiles import Two
 
 
 @compile_kernel

@@ -108,7 +108,7 @@ def closed_form(name: str, m: np.ndarray, rho: np.ndarray, weights: np.ndarray) 
 @pytest.mark.parametrize("name", ["LOGS", "VARIANCES", "DEVIATIONS", "PRECISIONS", "MOMENTS"])
 @pytest.mark.parametrize("clients", [1, 10, 23])
 def test_any_number_of_clients_and_weights_is_fused_by_the_formulas(name: str, clients: int) -> None:
-    from fedfuse.kernels import charts as kernel
+    from fedfuse.kernels.sums import charts as kernel
 
     draw = np.random.default_rng(clients)
     for count in (kernel.LEAST, kernel.LEAST + 1, 9001):
@@ -126,7 +126,7 @@ def test_any_number_of_clients_and_weights_is_fused_by_the_formulas(name: str, c
 
 @pytest.mark.parametrize("odd", [60.0, -60.0, 3e6, -3e6, np.inf, -np.inf, np.nan])
 def test_whatever_has_no_exponential_here_is_told(odd: float) -> None:
-    from fedfuse.kernels import charts as kernel
+    from fedfuse.kernels.sums import charts as kernel
 
     m, rho = np.zeros((2, 100), np.float32)
     rho[77] = odd

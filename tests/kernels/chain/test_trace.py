@@ -11,8 +11,8 @@ from plain_training import rows, seeded, step_error
 from torch import Tensor, nn
 
 from fedfuse.core.spec import Spec
-from fedfuse.kernels.description import Activation, Conv, Flatten, Linear, PoolLayer, Uncovered, shape_after
-from fedfuse.kernels.trace import chain_of
+from fedfuse.kernels.chain.description import Activation, Conv, Flatten, Linear, PoolLayer, Uncovered, shape_after
+from fedfuse.kernels.chain.trace import chain_of
 
 
 class Written(nn.Module):

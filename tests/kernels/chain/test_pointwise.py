@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from plain_training import by_chain, rows, seeded
 from torch import nn
 
-from fedfuse.kernels.pointwise import draw_mask, tanh
+from fedfuse.kernels.chain.pointwise import draw_mask, tanh
 from fedfuse.kernels.target import LANES, Floats
 
 

@@ -15,8 +15,8 @@ from plain_training import by_chain, by_torch, error, rows, seeded, step_error
 from torch import nn
 
 from fedfuse.core.settings import LocalSettings
-from fedfuse.kernels.chain import Chain
-from fedfuse.kernels.trace import chain_of
+from fedfuse.kernels.chain.network import Chain
+from fedfuse.kernels.chain.trace import chain_of
 
 IMAGE = (3, 9, 8)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedfuse.kernels.description import Conv, Layer, Linear, Shape, shape_after
+from fedfuse.kernels.chain.description import Conv, Layer, Linear, Shape, shape_after
 
 _PAIRS, _FEW_PAIRS = 1000, 128  # input times output channels of a convolution: for full lanes, and in any case
 _PRODUCTS = 13_000_000  # batch size times weights of linear layers

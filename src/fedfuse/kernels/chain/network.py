@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fedfuse.core.settings import LocalSettings
-from fedfuse.kernels import learn, move
-from fedfuse.kernels import posterior as kernel
-from fedfuse.kernels.buffers import FlatTensors, Images, Table
-from fedfuse.kernels.description import (
+from fedfuse.kernels.chain import learn, move
+from fedfuse.kernels.chain import posterior as kernel
+from fedfuse.kernels.chain.buffers import FlatTensors, Images, Table
+from fedfuse.kernels.chain.description import (
     Activation,
     Conv,
     Dropout,
@@ -28,7 +28,7 @@ from fedfuse.kernels.description import (
     VarianceLearning,
     shape_after,
 )
-from fedfuse.kernels.layers import (
+from fedfuse.kernels.chain.layers import (
     ConvOp,
     DropoutOp,
     FlattenOp,

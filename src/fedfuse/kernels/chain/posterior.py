@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from fedfuse.kernels.chain.tiles import Two
 from fedfuse.kernels.exponential import exp
 from fedfuse.kernels.target import Floats, compile_kernel
-from fedfuse.kernels.tiles import Two
 
 _TINY = np.float32(1e-16)  # keeps the square root differentiable where nothing varies
 _HALF, _ONE = np.float32(0.5), np.float32(1)

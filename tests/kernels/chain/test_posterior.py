@@ -15,7 +15,7 @@ from fedfuse.client.elbo import Elbo
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError
-from fedfuse.kernels import posterior
+from fedfuse.kernels.chain import posterior
 from fedfuse.models.bayes import bayesian
 
 IMAGE = (1, 12, 12)

@@ -10,11 +10,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedfuse.kernels import connect, convolve, move, normalize, pointwise, pool, posterior
-from fedfuse.kernels.buffers import Images, Table, blocks_of
-from fedfuse.kernels.pointwise import Runs
+from fedfuse.kernels.chain import connect, convolve, move, normalize, pointwise, pool, posterior
+from fedfuse.kernels.chain.buffers import Images, Table, blocks_of
+from fedfuse.kernels.chain.pointwise import Runs
+from fedfuse.kernels.chain.tiles import Three, Two
 from fedfuse.kernels.target import LANES, Floats
-from fedfuse.kernels.tiles import Three, Two
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from fedfuse.kernels.mean import Doubles
+from fedfuse.kernels.sums.mean import Doubles
 from fedfuse.kernels.target import Floats, compile_exactly
 from fedfuse.kernels.vectors import build_loop, element_at, spread
 

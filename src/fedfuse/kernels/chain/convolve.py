@@ -6,8 +6,8 @@ wide as the next convolution's padding.
 
 from __future__ import annotations
 
+from fedfuse.kernels.chain.tiles import LEFTS, RIGHTS, ROWS, Four, Three, Two, fill, products, share, tile, total
 from fedfuse.kernels.target import LANES, Floats, compile_kernel
-from fedfuse.kernels.tiles import LEFTS, RIGHTS, ROWS, Four, Three, Two, fill, products, share, tile, total
 
 _NEAR = 6144  # numbers of an output's gradient that are gone through while they are near (24 KiB)
 

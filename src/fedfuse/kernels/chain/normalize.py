@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedfuse.kernels.pointwise import Runs
+from fedfuse.kernels.chain.pointwise import Runs
+from fedfuse.kernels.chain.tiles import Two, fill, total
 from fedfuse.kernels.target import Floats, compile_kernel
-from fedfuse.kernels.tiles import Two, fill, total
 
 
 @compile_kernel

@@ -5,8 +5,8 @@ A form of tables is (columns, length of a row); weights have one row per output,
 
 from __future__ import annotations
 
+from fedfuse.kernels.chain.tiles import LEFTS, RIGHTS, ROWS, Two, fill, products, share, tile
 from fedfuse.kernels.target import LANES, Floats, compile_kernel
-from fedfuse.kernels.tiles import LEFTS, RIGHTS, ROWS, Two, fill, products, share, tile
 
 
 @compile_kernel

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfuse.kernels.pointwise import Runs
+from fedfuse.kernels.chain.pointwise import Runs
+from fedfuse.kernels.chain.tiles import Four, Two
 from fedfuse.kernels.target import LANES, Floats, pad_to_lanes
-from fedfuse.kernels.tiles import Four, Two
 
 
 def blocks_of(count: int) -> int:
