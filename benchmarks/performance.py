@@ -1,6 +1,6 @@
 """Write the tables of docs/performance.md from what benchmarks measured; a table without numbers stays as it is.
 
-for name in train whole_run mean fedlpa bayes match swa; do
+for name in train whole_run mean fedlpa bayes match swa; do  # mean and bayes with the threads that torch has
     python benchmarks/$name.py --json benchmarks/results/$name.json
 done
 python benchmarks/merge.py --mergekit peers/bin --json benchmarks/results/merge.json
@@ -85,7 +85,7 @@ def bayesian(data: dict[str, Any]) -> str:
         for row in data["rows"]
     ]
     heads = ["Bayesian layers", "ms", "times its reference", "wanted at most"]
-    return f"{table(heads, rows)}\n\nProcessor time. {where(data)}"
+    return f"{table(heads, rows)}\n\nProcessor time of one thread; of several, seconds on the clock. {where(data)}"
 
 
 def _limit(row: dict[str, Any]) -> str:
