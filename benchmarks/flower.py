@@ -28,6 +28,7 @@ import psutil
 import torch
 from torch import nn
 
+from fedfuse.experiment.watch import Callback
 from fedfuse.flower.version import need_flower
 
 need_flower()
@@ -197,16 +198,10 @@ def memory() -> list[Memory]:
 
 
 @dataclass
-class Clock:
+class Clock(Callback):
     """Told of rounds by either way of running."""
 
     ends: list[float] = field(default_factory=list)
-
-    def method_started(self, *_: Any) -> None:
-        """Nothing."""
-
-    def client_done(self, *_: Any) -> None:
-        """Nothing."""
 
     def round_done(self, *_: Any) -> None:
         """Note when it ended."""

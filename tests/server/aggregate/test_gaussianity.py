@@ -23,6 +23,7 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
+from fedfuse.kernels import why_not
 from fedfuse.linalg.divergence import renyi_to_gaussian
 from fedfuse.server.aggregate import gaussianity
 from fedfuse.server.aggregate.gaussianity import HigherOrder, Negentropy, NonGaussianMean, Renyi, Wasserstein
@@ -313,7 +314,17 @@ def test_each_clients_file_is_read_once_unless_a_layer_is_too_large_to_keep(
     assert all(once[n].equal(twice[n]) for n in once)
 
 
+@pytest.mark.skipif(bool(why_not()), reason="numba is not installed")
+def test_short_layers_are_the_same_bits_whoever_sums_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cohort, found = cohort_of(messages(states(LENET, clients=13)), LENET), []
+    for loaded in (True, False):  # compiled sums serve short layers only where they are in the process already
+        monkeypatch.setattr(gaussianity, "is_loaded", lambda loaded=loaded: loaded)
+        found.append(fused(NonGaussianMean(), cohort))
+    assert all(found[0][n].equal(found[1][n]) for n in found[0])
+
+
 def test_blocks_leave_no_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gaussianity, "is_loaded", lambda: False)
     cohort = cohort_of(messages(states(LENET)), LENET)
     whole = fused(NonGaussianMean(), cohort)
     monkeypatch.setattr(gaussianity, "BLOCK", 100)

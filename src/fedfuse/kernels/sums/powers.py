@@ -41,7 +41,7 @@ def _add_powers(typing, numbers, begin, lanes):  # type: ignore[no-untyped-def] 
                 x = build.fsub(_read(build, at[0], turn), begin)
                 square = build.fmul(x, x)
                 news[turn] = build.fadd(sums[turn], x)
-                news[_TURNS + turn] = build.fadd(sums[_TURNS + turn], square)
+                news[_TURNS + turn] = _add_product(build, x, x, sums[_TURNS + turn])
                 news[2 * _TURNS + turn] = _add_product(build, square, x, sums[2 * _TURNS + turn])
                 news[3 * _TURNS + turn] = _add_product(build, square, square, sums[3 * _TURNS + turn])
             return news

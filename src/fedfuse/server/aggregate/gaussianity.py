@@ -23,7 +23,7 @@ from fedfuse.core.threads import one_thread
 from fedfuse.errors import ConfigError
 from fedfuse.kernels import why_not
 from fedfuse.linalg.divergence import Density, k_statistics, non_gaussianity, power_sums, renyi_to_gaussian
-from fedfuse.server.aggregate.mean import ALL_LAWS, BLOCK, is_plain, sum_runs, weighted_mean
+from fedfuse.server.aggregate.mean import ALL_LAWS, BLOCK, is_loaded, is_plain, sum_runs, weighted_mean
 from fedfuse.wire.codec import LazyParams, forms_of, piece_of
 
 Level: TypeAlias = Literal["layer", "filter"]
@@ -303,7 +303,8 @@ class _Stack:
         count = sum(sizes)
         means = use_large_pages(torch.empty(count, dtype=self.forms[self.run[0]].dtype))
         runs = [piece_of(source, self.run[0], 0, count) for source in self.cached] if self.is_kept else []
-        if runs and count >= _LONG and not why_not() and all(is_plain(run, count) for run in runs):
+        compiled = is_loaded() or (count >= _LONG and not why_not())  # its bits are those of blocks
+        if runs and compiled and all(is_plain(run, count) for run in runs):
             sum_runs(runs, weights, means)
         else:
             self._fill_by_blocks(means, weights)

@@ -217,7 +217,7 @@ def _plan(sources: Sequence[Params], what: _Sum) -> tuple[Callable[[Blocks], Non
     narrow = first.dtype == torch.float32 and first.device.type == "cpu"
     many = count * len(sources)
     addresses = _addresses(sources, what.name, count) if narrow and many >= MIN_COMPILED else None
-    worth = many >= (MIN_COMPILED if addresses is not None or _is_loaded() else MIN_COMPILED_FILES)
+    worth = many >= (MIN_COMPILED if addresses is not None or is_loaded() else MIN_COMPILED_FILES)
     compiled = narrow and worth and not why_not()
     if compiled and addresses is not None:
         # nothing is fetched and no sum is kept, so blocks serve only to share the work among threads
@@ -232,7 +232,7 @@ def _plan(sources: Sequence[Params], what: _Sum) -> tuple[Callable[[Blocks], Non
     return partial(_sum_blocks, sources, what, _add_compiled if compiled else _add, together), blocks
 
 
-def _is_loaded() -> bool:
+def is_loaded() -> bool:
     """Whether the compiled sums are in this process already."""
     return "fedfuse.kernels.sums.mean" in sys.modules
 
