@@ -28,7 +28,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.nets.channels import channel_groups, keep_channels
 from fedfuse.nets.cost import training_flops
 from fedfuse.nets.curvature import CurvatureProbe
-from fedfuse.server.steps.prune import filters_of, group_scores, units_to_keep
+from fedfuse.server.steps.prune import filters_of, rank_scores, units_to_keep
 from fedfuse.training.round import train_on_rows
 
 IMAGES, BATCH = 500, 64
@@ -102,7 +102,7 @@ def costs(model: Single, data: Rows, shape: tuple[int, ...]) -> dict[str, float]
     spent["finding the channels"] = seconds_of(lambda: channel_groups(spec, shape))
     filters = filters_of(spec, shape)
     x = data.x[:IMAGES]
-    spent[f"ranks of {IMAGES} rows' feature maps"] = seconds_of(lambda: group_scores(model, filters, x, None))
+    spent[f"ranks of {IMAGES} rows' feature maps"] = seconds_of(lambda: rank_scores(model, filters, x, None))
     keep = {f.group: torch.arange(f.group.size // 2) for f in filters}
     spent["removing half of them"] = seconds_of(lambda: keep_channels(spec, model.posterior.mean, keep))
     return spent
