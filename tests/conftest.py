@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import hypothesis
 import pytest
 import torch
 
@@ -17,6 +18,9 @@ from fedfuse.core import registry
 from fedfuse.core.folders import cache_folder
 
 torch.set_num_threads(1)
+# nothing is timed in tests: a busy machine fails none of them
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 # kernels are compiled once for all sessions and subprocesses, even where a test moves the cache elsewhere
 os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder() / "kernels"))
 

@@ -256,9 +256,16 @@ def test_memory_is_that_of_the_result_however_many_files(tmp_path: Path, num_exa
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
 def test_a_merge_that_is_stopped_says_so_and_leaves_nothing(
-    number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    number: int,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     for seed in range(2):
         (tmp_path / f"m{seed}").mkdir()
         safetensors.torch.save_file({"w": torch.full((4,), float(seed))}, tmp_path / f"m{seed}" / "model.safetensors")
