@@ -145,8 +145,8 @@ def test_longer_vectors_give_the_same_gradients(tmp_path: Path) -> None:
         "b.get_host_cpu_features = lambda: {'avx512f': True}\n"
         "from fedfuse.kernels.target import LANES; assert LANES == 32\n"
         "b.get_host_cpu_features = real\n"
-        f"sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
-        "import test_chain as t\n"
+        f"sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]\n"
+        "import test_network as t\n"
         "for name in t.LAYERS: t.test_every_layer_has_autograds_gradients(name)\n"
         "for n in range(1, 71): t.test_batches_of_every_size(n)\n"
     )
