@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import Ridge
 from torch import Tensor, nn
@@ -45,7 +45,8 @@ def features(net: nn.Module, rows: Rows) -> Tensor:
 def fused(net: nn.Module, parts: list[Rows], recipe: Any = "refit", **options: Any) -> fedfuse.api.Fused:
     recipe = fedfuse.recipe(recipe, **options)
     sites = [fedfuse.local_update(net, part, recipe, client=f"s{i}", classes=CLASSES) for i, part in enumerate(parts)]
-    return fedfuse.fuse(sites, recipe, start=net.state_dict(), model=net)
+    # vouched for, as an operator does whose sites are of very different size: else the door refuses the largest
+    return fedfuse.fuse(sites, recipe, start=net.state_dict(), model=net, num_examples=[len(part) for part in parts])
 
 
 def split(rows: Rows, cuts: list[int]) -> list[Rows]:
@@ -73,6 +74,7 @@ def test_the_fused_layer_is_scikit_learns_on_the_pooled_rows(bias: bool) -> None
     head=st.sampled_from(["ridge", "gaussian"]),
     rule=st.sampled_from(["gcv", "evidence", 1e-4]),
 )
+@example(cuts=[1, 2, 3, 4], seed=0, head="ridge", rule="gcv")
 def test_any_split_of_the_rows_and_any_order_of_clients_gives_the_same_network(
     cuts: list[int], seed: int, head: str, rule: Any
 ) -> None:
