@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 
 from fedfuse.kernels.exponential import all_seen, exp_lanes, fuse_lanes, nothing_seen
 from fedfuse.kernels.target import STEP
-from fedfuse.kernels.vectors import build_loop, element_at, load_vector, prefetch, spread
+from fedfuse.kernels.vectors import add_product, build_loop, element_at, load_vector, prefetch, spread
 
 Kind = Literal["variance", "precision", "moments"]
 WIDTH = 2 * STEP  # Gaussians that are fused at a time
@@ -50,7 +50,7 @@ def make_chart_sums(kind: Kind, power: float) -> Any:
                     e, seen = exp_lanes(build, _lanes(build, log, j), power, seen)
                     pairs.append(_coordinates(build, kind, mean, j, e, centers))
                 terms = [half for side in zip(*pairs, strict=True) for lanes in side for half in _halves(build, lanes)]
-                return [*(_add_product(build, weight, t, s) for t, s in zip(terms, totals, strict=True)), seen]
+                return [*(add_product(build, weight, t, s) for t, s in zip(terms, totals, strict=True)), seen]
 
             before = [build.load(target, align=8) for target in targets]
             *after, seen = build_loop(build, clients, (one, one, one), lists, [*before, nothing_seen()], add_client)
@@ -93,9 +93,3 @@ def _halves(build: Any, lanes: Any) -> list[Any]:
     index = ir.VectorType(ir.IntType(32), _WIDE.count)
     places = [ir.Constant(index, [*range(first, first + _WIDE.count)]) for first in (0, _WIDE.count)]
     return [build.fpext(build.shuffle_vector(lanes, lanes, place), _WIDE) for place in places]
-
-
-def _add_product(build: Any, a: Any, b: Any, total: Any) -> Any:
-    """Give total + a · b in float64, rounded once: IEEE 754 defines it, so it is the same on every machine."""
-    kind = ir.FunctionType(_WIDE, [_WIDE] * 3)
-    return build.call(build.module.declare_intrinsic(f"llvm.fma.v{_WIDE.count}f64", fnty=kind), [a, b, total])

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from fedfuse.kernels.sums.mean import Doubles
 from fedfuse.kernels.target import Floats, compile_exactly
-from fedfuse.kernels.vectors import build_loop, element_at, spread
+from fedfuse.kernels.vectors import add_product, build_loop, element_at, spread
 
 _LANES, _TURNS = 8, 2  # numbers in a vector, and vectors whose sums are apart: additions need not wait for each other
 _STEP = _LANES * _TURNS
@@ -41,9 +41,9 @@ def _add_powers(typing, numbers, begin, lanes):  # type: ignore[no-untyped-def] 
                 x = build.fsub(_read(build, at[0], turn), begin)
                 square = build.fmul(x, x)
                 news[turn] = build.fadd(sums[turn], x)
-                news[_TURNS + turn] = _add_product(build, x, x, sums[_TURNS + turn])
-                news[2 * _TURNS + turn] = _add_product(build, square, x, sums[2 * _TURNS + turn])
-                news[3 * _TURNS + turn] = _add_product(build, square, square, sums[3 * _TURNS + turn])
+                news[_TURNS + turn] = add_product(build, x, x, sums[_TURNS + turn])
+                news[2 * _TURNS + turn] = add_product(build, square, x, sums[2 * _TURNS + turn])
+                news[3 * _TURNS + turn] = add_product(build, square, square, sums[3 * _TURNS + turn])
             return news
 
         starts = [build.load(place, align=8) for place in places]
@@ -60,11 +60,6 @@ def _read(build: Any, pointer: Any, turn: int) -> Any:
     place = build.gep(pointer, [ir.Constant(ir.IntType(64), turn * _LANES)])
     narrow = ir.VectorType(ir.FloatType(), _LANES).as_pointer()
     return build.fpext(build.load(build.bitcast(place, narrow), align=4), _WIDE)
-
-
-def _add_product(build: Any, a: Any, b: Any, total: Any) -> Any:
-    kind = ir.FunctionType(_WIDE, [_WIDE] * 3)
-    return build.call(build.module.declare_intrinsic(f"llvm.fma.v{_LANES}f64", fnty=kind), [a, b, total])
 
 
 @compile_exactly
