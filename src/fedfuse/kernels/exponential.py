@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from fedfuse.kernels.target import STEP, compile_exactly
 
@@ -88,35 +86,37 @@ def _all_ints(number: int) -> Any:
     return ir.Constant(_INTS, [number] * STEP)
 
 
-@intrinsic
-def _fuse(typing, a, b, c):  # type: ignore[no-untyped-def] # noqa: ARG001
-    """One a · b + c of float32, rounded once."""
+# of log(1 + f) = f − ½ f² + f³ (c₀ + c₁ f + …), √½ ≤ 1 + f ≤ √2, from the highest power down, as in Cephes' `logf`
+_LOG_POWERS = (
+    7.0376836292e-2,
+    -1.1514610310e-1,
+    1.1676998740e-1,
+    -1.2420140846e-1,
+    1.4249322787e-1,
+    -1.6668057665e-1,
+    2.0000714765e-1,
+    -2.4999993993e-1,
+    3.3333331174e-1,
+)
+_ROOT_HALF_BITS = 0x3F3504F3
+_SMALL, _LARGE = (int(np.float32(x).view(np.int32)) for x in (1e-37, 1e37))  # bits of what has a logarithm here
+_FAR = -(1 << 31)  # the sign's bit: beyond `REACH` in what was seen
 
-    def generate(context: Any, build: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
-        return build.fma(*args)
 
-    return types.float32(types.float32, types.float32, types.float32), generate
+def log_lanes(build: Any, x: Any, seen: Any) -> tuple[Any, Any]:
+    """Give the logarithms of a vector of float32 within two units of their last place, and what was seen so far.
 
-
-@compile_exactly
-def log(x: float) -> float:
-    """Give the logarithm of a float32 above 2⁻¹²⁶, finite, within two units of its last place.
-
-    The polynomial and the two parts of log 2 are those of Cephes' `logf`.
+    A number that is not between 1e-37 and 1e37 is seen beyond `REACH`. The two parts of log 2 are those of Cephes.
     """
-    bits = np.float32(x).view(np.int32)
-    n = np.int32((bits - np.int32(0x3F3504F3)) >> np.int32(23))  # so that the rest is between √½ and √2
-    f = np.int32(bits - np.int32(n << np.int32(23))).view(np.float32) - np.float32(1.0)
-    p = np.float32(7.0376836292e-2)
-    p = _fuse(p, f, np.float32(-1.1514610310e-1))
-    p = _fuse(p, f, np.float32(1.1676998740e-1))
-    p = _fuse(p, f, np.float32(-1.2420140846e-1))
-    p = _fuse(p, f, np.float32(1.4249322787e-1))
-    p = _fuse(p, f, np.float32(-1.6668057665e-1))
-    p = _fuse(p, f, np.float32(2.0000714765e-1))
-    p = _fuse(p, f, np.float32(-2.4999993993e-1))
-    p = _fuse(p, f, np.float32(3.3333331174e-1))
-    square, whole = f * f, np.float32(n)
-    rest = _fuse(whole, np.float32(_LN2_REST), p * (square * f))
-    rest = _fuse(square, np.float32(-0.5), rest)
-    return _fuse(whole, np.float32(_LN2), f + rest)  # type: ignore[no-any-return]
+    bits = build.bitcast(x, _INTS)
+    outside = build.or_(build.sub(bits, _all_ints(_SMALL)), build.sub(_all_ints(_LARGE), bits))  # below zero if it is
+    seen = build.or_(seen, build.and_(outside, _all_ints(_FAR)))
+    n = build.ashr(build.sub(bits, _all_ints(_ROOT_HALF_BITS)), _all_ints(23))  # so that the rest is between √½ and √2
+    f = build.fsub(build.bitcast(build.sub(bits, build.shl(n, _all_ints(23))), _FLOATS), _all(1.0))
+    value, *others = map(_all, _LOG_POWERS)
+    for number in others:
+        value = fuse_lanes(build, value, f, number)
+    square, whole = build.fmul(f, f), build.sitofp(n, _FLOATS)
+    rest = fuse_lanes(build, whole, _all(_LN2_REST), build.fmul(value, build.fmul(square, f)))
+    rest = fuse_lanes(build, square, _all(-0.5), rest)
+    return fuse_lanes(build, whole, _all(_LN2), build.fadd(f, rest)), seen

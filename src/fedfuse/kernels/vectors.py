@@ -20,6 +20,7 @@ _FAST = ("contract", "reassoc", "nsz")  # one rounding for a product and its sum
 _I = types.int64
 _DOUBLES = STEP // 2  # numbers of float64 in a register
 _CACHE_LINE = 64
+AHEAD = 512  # numbers a row is fetched before it is read: processors by themselves do not look beyond a page of memory
 
 
 def _vector(width: int) -> ir.VectorType:
@@ -169,8 +170,11 @@ def _add_up(build: Any, vector: Any) -> Any:
     return build.call(add, [ir.Constant(_FLOAT, 0.0), vector], fastmath=_FAST)
 
 
-def _sum_rows(context: Any, build: Any, kinds: Any, args: Any, place: Any, starts: Sequence[Any]) -> Any:
-    """Sums of rows times weights at a place, from these starts on; `args` begins with rows, weights and rows ahead."""
+def _sum_rows(context: Any, build: Any, kinds: Any, args: Any, place: Any, starts: Sequence[Any], further: int) -> Any:
+    """Sums of rows times weights at a place, from these starts on; `args` begins with rows, weights and rows ahead.
+
+    Rows ahead are fetched meanwhile, so many numbers further than the place.
+    """
     wide, one = ir.VectorType(_DOUBLE, _DOUBLES), ir.Constant(_INT, 1)
     pointers = [element_at(context, build, kinds[i], args[i], ir.Constant(_INT, 0)) for i in range(3)]
     clients = build.extract_value(context.make_array(kinds[0])(context, build, args[0]).shape, 0)
@@ -179,7 +183,7 @@ def _sum_rows(context: Any, build: Any, kinds: Any, args: Any, place: Any, start
     def add_row(at: list[Any], sums: list[Any]) -> list[Any]:
         row, weight = row_at(at[0]), spread(build, build.load(at[1]), _DOUBLES)
         for line in range(0, 4 * _DOUBLES * len(sums), _CACHE_LINE):
-            prefetch(build, build.gep(row_at(at[2]), [ir.Constant(_INT, line // 4)]))
+            prefetch(build, build.gep(row_at(at[2]), [ir.Constant(_INT, further + line // 4)]))
         numbers = [build.fpext(load_vector(build, _part(build, row, j), _DOUBLES), wide) for j in range(len(sums))]
         # rounded one by one: a fused step would depend on the processor
         return [build.fadd(s, build.fmul(weight, x)) for s, x in zip(sums, numbers, strict=True)]
@@ -205,19 +209,18 @@ def make_row_sums(count: int) -> tuple[Any, Any]:
     wide, whole = ir.VectorType(_DOUBLE, _DOUBLES), count // _DOUBLES
 
     @intrinsic
-    def divide(typing, rows, weights, ahead, begin, divisor, out, at):  # type: ignore[no-untyped-def] # noqa: ARG001
+    def divide(typing, rows, weights, begin, divisor, out, at):  # type: ignore[no-untyped-def] # noqa: ARG001
         def generate(context: Any, build: Any, signature: Any, args: Any) -> Any:
-            zeros, place = [ir.Constant(wide, [0.0] * _DOUBLES)] * whole, build.add(args[3], args[6])
-            totals = _sum_rows(context, build, signature.args, args, place, zeros)
-            divisor, target = (
-                spread(build, args[4], _DOUBLES),
-                element_at(context, build, signature.args[5], *args[5:7]),
-            )
+            zeros, place = [ir.Constant(wide, [0.0] * _DOUBLES)] * whole, build.add(args[2], args[5])
+            kinds, given = (*signature.args[:2], signature.args[0]), (*args[:2], args[0])
+            totals = _sum_rows(context, build, kinds, given, place, zeros, AHEAD)
+            divisor = spread(build, args[3], _DOUBLES)
+            target = element_at(context, build, signature.args[4], *args[4:6])
             for j, total in enumerate(totals):
                 _store(build, build.fptrunc(build.fdiv(total, divisor), _vector(_DOUBLES)), _part(build, target, j))
             return context.get_dummy_value()
 
-        return types.void(rows, weights, ahead, _I, types.float64, out, _I), generate
+        return types.void(rows, weights, _I, types.float64, out, _I), generate
 
     @intrinsic
     def add(typing, rows, weights, ahead, begin, sums, at):  # type: ignore[no-untyped-def] # noqa: ARG001
@@ -225,7 +228,7 @@ def make_row_sums(count: int) -> tuple[Any, Any]:
             target = element_at(context, build, signature.args[4], *args[4:6])
             parts = [build.bitcast(_part(build, target, j), wide.as_pointer()) for j in range(whole)]
             before, place = [build.load(part, align=8) for part in parts], build.add(args[3], args[5])
-            totals = _sum_rows(context, build, signature.args, args, place, before)
+            totals = _sum_rows(context, build, signature.args, args, place, before, 0)
             for part, total in zip(parts, totals, strict=True):
                 build.store(total, part, align=8)
             return context.get_dummy_value()

@@ -135,11 +135,52 @@ def test_whatever_has_no_exponential_here_is_told(odd: float) -> None:
     assert not kernel.fuse(kernel.VARIANCES, rows, (one, one), 0, *out)
 
 
+def logarithms(numbers: np.ndarray) -> tuple[np.ndarray, int]:
+    """What `log_lanes` gives, and the most it has seen."""
+    import numba
+    from llvmlite import ir
+    from numba import types
+    from numba.extending import intrinsic
+
+    from fedfuse.kernels.exponential import all_seen, log_lanes, nothing_seen
+    from fedfuse.kernels.target import STEP
+    from fedfuse.kernels.vectors import element_at, load_vector
+
+    @intrinsic
+    def take(typing, x, at):  # type: ignore[no-untyped-def]
+        def generate(context, build, signature, args):  # type: ignore[no-untyped-def]
+            place = element_at(context, build, signature.args[0], *args)
+            value, seen = log_lanes(build, load_vector(build, place, STEP), nothing_seen())
+            build.store(value, build.bitcast(place, ir.VectorType(ir.FloatType(), STEP).as_pointer()), align=4)
+            return all_seen(build, seen)
+
+        return types.int64(x, types.int64), generate
+
+    @numba.njit
+    def take_all(x):  # type: ignore[no-untyped-def]
+        most = 0
+        for at in range(0, x.size, STEP):
+            most = max(most, take(x, at))
+        return most
+
+    found = np.resize(numbers, -(-numbers.size // STEP) * STEP).astype(np.float32)
+    seen = take_all(found)
+    return found[: numbers.size], seen
+
+
 def test_logarithms_are_right_to_two_units() -> None:
-    from fedfuse.kernels.exponential import log
+    from fedfuse.kernels.exponential import REACH
 
     numbers = np.exp(np.random.default_rng(0).uniform(-80, 80, 3000)).astype(np.float32)
     numbers[:1000] = np.random.default_rng(1).uniform(0.5, 2.0, 1000)
-    found = np.array([log(x) for x in numbers])
+    found, seen = logarithms(numbers)
     exact = np.log(numbers.astype(np.float64))
     assert (np.abs(found - exact) <= 2 * np.spacing(np.abs(exact).astype(np.float32))).all()
+    assert seen < REACH
+
+
+@pytest.mark.parametrize("odd", [0.0, -0.0, -1.0, 1e-38, 3e38, -1e-38, -3e38, np.inf, -np.inf, np.nan, -np.nan])
+def test_whatever_has_no_logarithm_here_is_told(odd: float) -> None:
+    from fedfuse.kernels.exponential import REACH
+
+    assert logarithms(np.array([1.0, odd, 2.0], np.float32))[1] >= REACH

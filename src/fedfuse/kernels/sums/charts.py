@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedfuse.kernels.exponential import REACH, log
+from fedfuse.kernels.exponential import REACH
 from fedfuse.kernels.sums.chart_rows import WIDTH, make_chart_sums
-from fedfuse.kernels.sums.mean import Doubles, point_at, weighted_sums
+from fedfuse.kernels.sums.mean import Doubles, weighted_sums
 from fedfuse.kernels.target import Floats, Ints, compile_exactly
 
 LOGS, VARIANCES, DEVIATIONS, PRECISIONS, MOMENTS = range(5)  # what the second coordinate is
 LEAST = WIDTH  # numbers that are fused at a time: fewer are torch's
-_NEAR = 4096  # sums that are held at once: rows are read in long runs, and both kinds of sums stay near
+_NEAR = 2048  # sums that are held at once: rows are read in long runs, and both kinds of sums stay near
 _TOGETHER = 10  # clients that are read side by side
-_SMALL, _LARGE = np.float32(1e-37), np.float32(1e37)  # an uncertainty beyond them is torch's
-_FLOOR = 1e-30  # a variance that rounding cannot take below zero
 
-_add_variances = make_chart_sums("variance", 1.0)
-_add_deviations = make_chart_sums("variance", 0.5)
-_add_precisions = make_chart_sums("precision", -1.0)
-_add_moments = make_chart_sums("moments", 1.0)
+_add_variances, _close_variances = make_chart_sums("variance", 1.0, 1.0)
+_add_deviations, _close_deviations = make_chart_sums("variance", 0.5, 2.0)
+_add_precisions, _close_precisions = make_chart_sums("precision", -1.0, -1.0)
+_add_moments, _close_moments = make_chart_sums("moments", 1.0, 1.0)
 
 
 @compile_exactly
@@ -47,7 +45,7 @@ def fuse(
     if kind == LOGS:
         weighted_sums(rows[1], weights[1], 1.0, begin, logs)
         return True
-    sums = np.empty(_NEAR, np.float64), np.empty(_NEAR, np.float64)
+    sums = np.zeros(_NEAR), np.zeros(_NEAR)
     whole, fits = mean.size // WIDTH * WIDTH, True
     for start in range(0, whole, _NEAR):
         end = min(start + _NEAR, whole)
@@ -68,11 +66,16 @@ def _fuse_block(
     mean: Floats,
     logs: Floats,
 ) -> bool:
-    """Sum a block over clients, some of them at a time, and come back from its coordinates."""
+    """Sum a block over clients, some of them at a time, and come back from its coordinates with the last of them.
+
+    Sums of few clients never leave the registers: those in memory, zeros, are where they begin.
+    """
     a, b, seen, origin = sums[0][: mean.size], sums[1][: mean.size], 0, rows[0][0]
-    a[:] = 0.0
-    b[:] = 0.0
-    for k in range(0, weights.size, _TOGETHER):
+    last = (weights.size - 1) // _TOGETHER * _TOGETHER
+    if last:
+        a[:] = 0.0
+        b[:] = 0.0
+    for k in range(0, last, _TOGETHER):
         m, rho, w = rows[0][k : k + _TOGETHER], rows[1][k : k + _TOGETHER], weights[k : k + _TOGETHER]
         for i in range(0, mean.size, WIDTH):
             if kind == VARIANCES:
@@ -83,35 +86,14 @@ def _fuse_block(
                 seen |= _add_precisions(m, rho, w, origin, begin, a, b, i)
             else:
                 seen |= _add_moments(m, rho, w, origin, begin, a, b, i)
-    if seen >= REACH:
-        return False
-    if kind == PRECISIONS:
-        _divide(a, b, mean)
-    elif kind == MOMENTS:
-        _center(a, b, point_at(origin, begin, mean.size), mean)
-    scale = np.float32(2.0 if kind == DEVIATIONS else -1.0 if kind == PRECISIONS else 1.0)
-    return _take_logs(b, scale, logs)  # type: ignore[arg-type]
-
-
-@compile_exactly
-def _divide(a: Doubles, b: Doubles, mean: Floats) -> None:
-    for i in range(mean.size):
-        mean[i] = a[i] / b[i]
-
-
-@compile_exactly
-def _center(a: Doubles, b: Doubles, origin: Floats, mean: Floats) -> None:
-    """The mean, and in the place of the second moment the variance."""
-    for i in range(mean.size):
-        mean[i] = a[i] + np.float64(origin[i])
-        b[i] = max(b[i] - a[i] * a[i], _FLOOR)
-
-
-@compile_exactly
-def _take_logs(b: Doubles, scale: float, logs: Floats) -> bool:
-    far = 0
-    for i in range(b.size):
-        uncertainty = np.float32(b[i])
-        far |= (not (uncertainty >= _SMALL)) | (not (uncertainty <= _LARGE))
-        logs[i] = scale * log(uncertainty)  # type: ignore[arg-type]
-    return far == 0
+    m, rho, w = rows[0][last:], rows[1][last:], weights[last:]
+    for i in range(0, mean.size, WIDTH):
+        if kind == VARIANCES:
+            seen |= _close_variances(m, rho, w, origin, begin, a, b, i, mean, logs)
+        elif kind == DEVIATIONS:
+            seen |= _close_deviations(m, rho, w, origin, begin, a, b, i, mean, logs)
+        elif kind == PRECISIONS:
+            seen |= _close_precisions(m, rho, w, origin, begin, a, b, i, mean, logs)
+        else:
+            seen |= _close_moments(m, rho, w, origin, begin, a, b, i, mean, logs)
+    return seen < REACH

@@ -58,7 +58,7 @@ def weighted_sums(rows: Ints, weights: Doubles, divisor: float, begin: int, out:
     """
     whole = out.size // SUMS * SUMS if rows.size <= _SIDE_BY_SIDE else 0
     for first in range(0, whole, SUMS):
-        _divide_sums(rows, weights, rows, begin, divisor, out, first)
+        _divide_sums(rows, weights, begin, divisor, out, first)
     if whole < out.size:
         _sum_in_blocks(rows, weights, divisor, begin + whole, out[whole:])
 
