@@ -47,6 +47,16 @@ def test_one_training_serves_every_rule_of_one_round(tiny: Tiny) -> None:
     assert twice["fednova"] == twice["fedavg"]
 
 
+def test_evidence_is_brought_to_a_training_that_is_counted_already(tiny: Tiny) -> None:
+    local = {"epochs": 50}
+    alone = estimate_seconds(prepare(tiny("fedlpa", rounds=1, local=local)), time_round=steady)
+    beside = estimate_seconds(prepare(tiny("fedavg", "fedlpa", "fisher", rounds=1, local=local)), time_round=steady)
+    assert beside["fedavg"] > 0.9 * alone["fedlpa"]
+    assert max(beside["fedlpa"], beside["fisher"]) < 0.1 * alone["fedlpa"]
+    rounds = estimate_seconds(prepare(tiny("fedavg", "fedlpa", rounds=2, local=local)), time_round=steady)
+    assert rounds["fedlpa"] == pytest.approx(2 * alone["fedlpa"])
+
+
 def test_a_long_step_of_the_server_dominates(tiny: Tiny) -> None:
     found = estimate_seconds(prepare(tiny("fedavg", "dense", rounds=1)), time_round=steady)
     assert found["dense"] > 100 * found["fedavg"]

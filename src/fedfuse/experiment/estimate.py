@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -90,8 +90,9 @@ def estimate_seconds(
 
     Clients' rounds are timed on one batch, with the method's own objective and evidence, and scaled by rows, epochs
     and rounds; long server steps by the examples they say they will pass through a network; scores by test rows.
-    Where there is one round, clients that work alike for several methods are counted once, for they are remembered.
-    Whatever else a method does is left out, so take it for an order of magnitude.
+    Where there is one round, what clients do alike for several methods is counted once, for it is remembered: the
+    whole of it, or the training to which a method's own evidence is brought. Whatever else a method does is left out,
+    so take it for an order of magnitude.
 
     Args:
         prepared: the experiment.
@@ -105,23 +106,24 @@ def estimate_seconds(
     found: dict[str, float] = {}
     for label, recipe in prepared.recipes.items():
         work = recipe.work(prepared.local)
-        key = work.key or label
+        key, trained = work.key or label, replace(work, evidence=(), memory=()).key or label
         alike = key, bool(_passes(recipe, setting))
         if alike not in paces:
             paces[alike] = _measure(recipe, prepared, setting, time_round)
-        pace, trained = paces[alike], key in counted and experiment.rounds == 1
-        counted.add(key)
-        training = 0.0 if trained else _training(pace, recipe, prepared, setting) / at_a_time
+        pace, known = paces[alike], counted if experiment.rounds == 1 else set()
+        steps = recipe.trains and trained not in known
+        training = 0.0 if key in known else _training(pace, recipe, prepared, setting, steps) / at_a_time
+        counted |= {key, trained}
         each = training + _serving(pace, recipe, prepared, setting)
         found[label] = each * experiment.rounds * len(experiment.seeds)
     return found
 
 
-def _training(pace: Pace, recipe: Recipe, prepared: PreparedExperiment, setting: Setting) -> float:
-    """Seconds of one round's clients, one after another."""
+def _training(pace: Pace, recipe: Recipe, prepared: PreparedExperiment, setting: Setting, steps: bool) -> float:
+    """Seconds of one round's clients, one after another, with their steps or without."""
     sizes: Mapping[str, int] = setting.population.sizes()
     asked = min(setting.plan.per_round or len(sizes), len(sizes)) / max(1, len(sizes))
-    local = prepared.local if recipe.trains else prepared.local.model_copy(update={"epochs": 0})
+    local = prepared.local if steps else prepared.local.model_copy(update={"epochs": 0})
     return asked * sum(pace.round_seconds(n, local, bool(recipe.evidence)) for n in sizes.values())
 
 
