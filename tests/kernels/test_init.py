@@ -40,8 +40,6 @@ def test_torch_is_torch_and_auto_takes_the_faster() -> None:
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"optimizer": {"name": "adam"}}, "the optimizer 'adam'"),
-        ({"l1": 0.1}, "an l1 term"),
         ({"data": Rows(torch.zeros(3, 4, dtype=torch.float64), torch.zeros(3, dtype=torch.int64))}, "torch.float64"),
         ({"data": Rows(torch.zeros(3, 4), torch.tensor([0, 1, 3]))}, "labels outside 0 to 2"),
         ({"data": Rows(torch.zeros(3, 4), torch.tensor([0, 1, -100]))}, "labels outside 0 to 2"),

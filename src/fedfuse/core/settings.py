@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -104,6 +104,8 @@ def _types(annotation: Any) -> list[Any]:
 
 class Optimizer(Settings):
     """One of SGD (momentum, weight decay), Adam and AMSGrad, built anew every round."""
+
+    eps: ClassVar[float] = 1e-8  # what Adam adds to the root of a second moment
 
     name: Literal["sgd", "adam", "amsgrad"] = "sgd"
     lr: PositiveFloat = 0.01

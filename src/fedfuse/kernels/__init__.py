@@ -155,8 +155,6 @@ def _check(
         raise Uncovered(f"the parameter {wrong[0]}")
     if settings.device != "cpu" or rows.x.dtype != torch.float32:
         raise Uncovered(f"inputs of {rows.x.dtype} on {settings.device}")
-    if settings.optimizer.name != "sgd" or settings.l1:
-        raise Uncovered(f"the optimizer {settings.optimizer.name!r}" if not settings.l1 else "an l1 term")
     trained = {f"{layer.name}.{leaf}" for layer in layers for leaf in _leaves(layer)}  # type: ignore[union-attr]
     if trained ^ live or trained ^ params.keys():
         raise Uncovered(

@@ -53,7 +53,7 @@ class Adam:
     betas: tuple[float, float]
     weight_decay: float
     amsgrad: bool
-    eps: float = 1e-8
+    eps: float = Optimizer.eps
     _step: int = 0
     _first: Tensors = field(default_factory=list)
     _second: Tensors = field(default_factory=list)

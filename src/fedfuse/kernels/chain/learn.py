@@ -1,4 +1,4 @@
-"""The loss at the network's end, and the step at the batch's."""
+"""The loss at the network's end, and what becomes of the gradients at the batch's: pulls, signs, norms and steps."""
 
 from __future__ import annotations
 
@@ -117,3 +117,51 @@ def pulled_step(
             velocity[i] = v
             w[i] -= lr * v
     return 0.5 * mu * np.float64(squares) + np.float64(inner)
+
+
+@compile_kernel
+def add_signs(w: Floats, g: Floats, l1: float) -> None:
+    """Add g += λ sign(w), the subgradient of λ ‖w‖₁."""
+    strength = np.float32(l1)
+    for i in range(w.size):
+        g[i] += strength * (np.float32(w[i] > 0) - np.float32(w[i] < 0))
+
+
+@compile_kernel
+def adam_step(
+    w: Floats,
+    g: Floats,
+    first: Floats,
+    second: Floats,
+    largest: Floats,
+    betas: tuple[float, float],
+    corrections: tuple[float, float],
+    scale: float,
+    rate: float,
+    decay: float,
+    eps: float,
+) -> None:
+    """Adam: h = scale · g + λ w;  m ← β₁ m + (1 − β₁) h;  v ← β₂ v + (1 − β₂) h²;  w ← w − η c₁ m / (√v c₂ + ε).
+
+    With room for the largest v seen so far (AMSGrad) that stands in the place of v. The corrections c₁ = 1/(1 − β₁ᵗ)
+    and c₂ = 1/√(1 − β₂ᵗ) are the caller's, who counts steps.
+    """
+    s, lr, weight, small = np.float32(scale), np.float32(rate * corrections[0]), np.float32(decay), np.float32(eps)
+    new, old2, new2 = np.float32(1 - betas[0]), np.float32(betas[1]), np.float32(1 - betas[1])
+    root = np.float32(corrections[1])
+    if largest.size:
+        for i in range(w.size):
+            h = s * g[i] + weight * w[i]
+            m = first[i] + new * (h - first[i])
+            v = old2 * second[i] + new2 * h * h
+            first[i], second[i] = m, v
+            v = largest[i] if largest[i] > v else v
+            largest[i] = v
+            w[i] -= lr * m / (np.sqrt(v) * root + small)
+    else:
+        for i in range(w.size):
+            h = s * g[i] + weight * w[i]
+            m = first[i] + new * (h - first[i])
+            v = old2 * second[i] + new2 * h * h
+            first[i], second[i] = m, v
+            w[i] -= lr * m / (np.sqrt(v) * root + small)

@@ -13,6 +13,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.kernels.chain import learn, move
 from fedfuse.kernels.chain import posterior as kernel
 from fedfuse.kernels.chain.buffers import FlatTensors, Images, Table
+from fedfuse.kernels.chain.descent import Adam, Sgd, make_descent, rows_needed
 from fedfuse.kernels.chain.description import (
     Activation,
     Conv,
@@ -56,7 +57,7 @@ class Round:
     mu: float
     anchor: Floats
     linear: Floats
-    velocity: Floats
+    descent: Sgd | Adam
     posterior: VarianceLearning | None = None
 
 
@@ -83,7 +84,7 @@ class Chain:
         self._ops = list(self._build(layers, shape))
         own, weights = self._numbers, self._weights
         own.weights, own.grads, own.statistics = weights.zeros(), weights.zeros(), self._statistics.zeros()
-        self._anchor, self._velocity = weights.zeros(), weights.zeros()
+        self._anchor, self._remembered = weights.zeros(), list[Floats]()
         self._gaussian = [op for op in self._ops if isinstance(op, MeanFieldOp)]
         made, zeros = self._variances, self._log_variances.zeros
         made.rho, made.values, made.slopes, made.prior = zeros(), zeros(), zeros(), (zeros(), zeros(), zeros())
@@ -183,7 +184,8 @@ class Chain:
             posterior: how log-variances learn, where there are any.
         """
         state, weights, own = module.state_dict(), self._weights, self._numbers
-        for row in (own.weights, own.grads, self._velocity):  # a client that diverged leaves no zeros between tensors
+        remembered = self._rows_to_remember(rows_needed(settings.optimizer))
+        for row in (own.weights, own.grads, *remembered):  # a client that diverged leaves no zeros between tensors
             row.fill(0)
         weights.write({name: state[name] for name in weights.slots}, own.weights)
         self._statistics.write({name: state[name] for name in self._statistics.slots}, own.statistics)
@@ -194,8 +196,12 @@ class Chain:
             self._begin_variances(state, posterior)
         near = weights.write(anchor, self._anchor) if mu else _NOTHING
         added = weights.write(linear, weights.zeros()) if linear else _NOTHING
-        moving = self._velocity if settings.optimizer.momentum else _NOTHING
-        return Round(settings, mu, near, added, moving, posterior)
+        return Round(settings, mu, near, added, make_descent(settings.optimizer, remembered), posterior)
+
+    def _rows_to_remember(self, count: int) -> list[Floats]:
+        """So many rows as long as the weights, the same for every client."""
+        self._remembered += [self._weights.zeros() for _ in range(count - len(self._remembered))]
+        return self._remembered[:count]
 
     def _begin_variances(self, state: Mapping[str, Tensor], posterior: VarianceLearning) -> None:
         """Load log-variances and their priors."""
@@ -306,17 +312,18 @@ class Chain:
             move.rows_in(count, x, order, begin, *start.form, start.data)
 
     def _step(self, round_: Round, rate: float) -> float:
-        """The pull, clipping, and a step of SGD; gives the pull's part of the loss."""
-        own, settings, sgd = self._numbers, round_.settings, round_.settings.optimizer
-        rates, pulled = (rate, sgd.momentum, sgd.weight_decay), bool(round_.mu or round_.linear.size)
-        if settings.clip is None and pulled and round_.velocity.size:  # one pass for both
-            pulls = (round_.anchor, round_.linear)
-            return learn.pulled_step(own.weights, own.grads, *pulls, round_.mu, round_.velocity, *rates)
-        scale, value = 1.0, 0.0
-        if pulled:
-            value = learn.pull(own.weights, own.grads, round_.anchor, round_.linear, round_.mu)
+        """The pull, L1, clipping, and the optimizer's step; gives the pull's part of the loss."""
+        own, settings, how = self._numbers, round_.settings, round_.descent
+        weights, grads, pulls = own.weights, own.grads, (round_.anchor, round_.linear, round_.mu)
+        pulled, plain = bool(round_.mu or round_.linear.size), settings.clip is None and not settings.l1
+        if plain and pulled and isinstance(how, Sgd) and how.velocity.size:  # one pass for both
+            return learn.pulled_step(weights, grads, *pulls, how.velocity, rate, how.momentum, how.weight_decay)
+        value = learn.pull(weights, grads, *pulls) if pulled else 0.0
+        if settings.l1:
+            learn.add_signs(weights, grads, settings.l1)
+        scale = 1.0
         if settings.clip is not None:
-            norm = learn.norm_of(own.grads)
+            norm = learn.norm_of(grads)
             scale = settings.clip / norm if norm > settings.clip else 1.0
-        learn.step(own.weights, own.grads, round_.velocity, scale, *rates)
+        how.step(weights, grads, scale, rate)
         return value
