@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -15,16 +14,8 @@ from fedfuse.kernels.target import Floats
 _NOTHING = np.zeros(0, np.float32)
 
 
-class Descent(Protocol):
-    """Moves all weights at once."""
-
-    def step(self, w: Floats, g: Floats, scale: float, rate: float) -> None:
-        """One step along the gradients times a scale."""
-        ...
-
-
 @dataclass(slots=True)
-class Sgd:
+class CompiledSgd:
     """v ← ρ v + g + λ w;  w ← w − η v."""
 
     momentum: float
@@ -32,12 +23,12 @@ class Sgd:
     velocity: Floats
 
     def step(self, w: Floats, g: Floats, scale: float, rate: float) -> None:
-        """See `learn.step`."""
+        """One step along the gradients times a scale; see `learn.step`."""
         learn.step(w, g, self.velocity, scale, rate, self.momentum, self.weight_decay)
 
 
 @dataclass(slots=True)
-class Adam:
+class CompiledAdam:
     """Adam with L2 weight decay; with room for the largest second moments, AMSGrad."""
 
     betas: tuple[float, float]
@@ -49,7 +40,7 @@ class Adam:
     steps: int = 0
 
     def step(self, w: Floats, g: Floats, scale: float, rate: float) -> None:
-        """See `learn.adam_step`."""
+        """One step along the gradients times a scale; see `learn.adam_step`."""
         self.steps += 1
         b1, b2 = self.betas
         corrections = 1 / (1 - b1**self.steps), (1 - b2**self.steps) ** -0.5
@@ -69,7 +60,7 @@ def rows_needed(optimizer: Optimizer) -> int:
     return 3 if optimizer.name == "amsgrad" else 2
 
 
-def make_descent(optimizer: Optimizer, rows: Sequence[Floats]) -> Sgd | Adam:
+def make_descent(optimizer: Optimizer, rows: Sequence[Floats]) -> CompiledSgd | CompiledAdam:
     """A fresh optimizer.
 
     Args:
@@ -77,6 +68,6 @@ def make_descent(optimizer: Optimizer, rows: Sequence[Floats]) -> Sgd | Adam:
         rows: of zeros, as many as it needs.
     """
     if optimizer.name == "sgd":
-        return Sgd(optimizer.momentum, optimizer.weight_decay, rows[0] if rows else _NOTHING)
+        return CompiledSgd(optimizer.momentum, optimizer.weight_decay, rows[0] if rows else _NOTHING)
     largest = rows[2] if optimizer.name == "amsgrad" else _NOTHING
-    return Adam(optimizer.betas, optimizer.weight_decay, rows[0], rows[1], largest, optimizer.eps)
+    return CompiledAdam(optimizer.betas, optimizer.weight_decay, rows[0], rows[1], largest, optimizer.eps)

@@ -13,7 +13,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.kernels.chain import learn, move
 from fedfuse.kernels.chain import posterior as kernel
 from fedfuse.kernels.chain.buffers import FlatTensors, Images, Table
-from fedfuse.kernels.chain.descent import Adam, Sgd, make_descent, rows_needed
+from fedfuse.kernels.chain.descent import CompiledAdam, CompiledSgd, make_descent, rows_needed
 from fedfuse.kernels.chain.description import (
     Activation,
     Conv,
@@ -57,7 +57,7 @@ class Round:
     mu: float
     anchor: Floats
     linear: Floats
-    descent: Sgd | Adam
+    descent: CompiledSgd | CompiledAdam
     posterior: VarianceLearning | None = None
 
 
@@ -316,7 +316,7 @@ class Chain:
         own, settings, how = self._numbers, round_.settings, round_.descent
         weights, grads, pulls = own.weights, own.grads, (round_.anchor, round_.linear, round_.mu)
         pulled, plain = bool(round_.mu or round_.linear.size), settings.clip is None and not settings.l1
-        if plain and pulled and isinstance(how, Sgd) and how.velocity.size:  # one pass for both
+        if plain and pulled and isinstance(how, CompiledSgd) and how.velocity.size:  # one pass for both
             return learn.pulled_step(weights, grads, *pulls, how.velocity, rate, how.momentum, how.weight_decay)
         value = learn.pull(weights, grads, *pulls) if pulled else 0.0
         if settings.l1:

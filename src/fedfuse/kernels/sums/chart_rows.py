@@ -50,13 +50,13 @@ def make_chart_sums(kind: Kind, power: float, scale: float) -> tuple[Any, Any]:
             for j in range(2):
                 a, b = sums[: len(sums) - 4][2 * j : 2 * j + 2], sums[-4:][2 * j : 2 * j + 2]
                 if kind == "precision":
-                    _put(build, [build.fdiv(x, y) for x, y in zip(a, b, strict=True)], array(8), j)
+                    _store_narrow(build, [build.fdiv(x, y) for x, y in zip(a, b, strict=True)], array(8), j)
                 elif kind == "moments":
                     origin = _halves(build, _lanes(build, _row(build, args[3], build.add(args[4], args[7])), j))
-                    _put(build, [build.fadd(x, o) for x, o in zip(a, origin, strict=True)], array(8), j)
+                    _store_narrow(build, [build.fadd(x, o) for x, o in zip(a, origin, strict=True)], array(8), j)
                     b = [_above_floor(build, build.fsub(y, build.fmul(x, x))) for x, y in zip(a, b, strict=True)]
                 value, seen = log_lanes(build, _narrow(build, b), seen)
-                _put_lanes(build, build.fmul(value, spread(build, ir.Constant(_FLOAT, scale), STEP)), array(9), j)
+                _store_lanes(build, build.fmul(value, spread(build, ir.Constant(_FLOAT, scale), STEP)), array(9), j)
             return all_seen(build, seen)
 
         given = (means, logs, weights, types.int64, types.int64, first, second, types.int64, mean, log)
@@ -132,12 +132,12 @@ def _narrow(build: Any, halves: list[Any]) -> Any:
     return build.shuffle_vector(low, high, ir.Constant(ir.VectorType(ir.IntType(32), STEP), [*range(STEP)]))
 
 
-def _put(build: Any, halves: list[Any], row: Any, j: int) -> None:
+def _store_narrow(build: Any, halves: list[Any], row: Any, j: int) -> None:
     """Write two vectors of float64 as the j-th vector of a row of float32."""
-    _put_lanes(build, _narrow(build, halves), row, j)
+    _store_lanes(build, _narrow(build, halves), row, j)
 
 
-def _put_lanes(build: Any, lanes: Any, row: Any, j: int) -> None:
+def _store_lanes(build: Any, lanes: Any, row: Any, j: int) -> None:
     place = build.gep(row, [ir.Constant(_INT, j * STEP)])
     build.store(lanes, build.bitcast(place, lanes.type.as_pointer()), align=4)
 
