@@ -31,6 +31,18 @@ def test_the_catalogue_names_tables_at_their_scales_and_pictures(shelf: Path) ->
     assert set(all_figures()) <= found.keys()
 
 
+def test_a_summary_is_the_first_sentence_of_the_comment_however_many_lines_it_takes(shelf: Path) -> None:
+    (shelf / "swa" / "long.cpu.toml").write_text(
+        "# Fewer clients, chosen by\n# their classes at α = 0.5. Seeds follow.\nrounds = 1\n"
+    )
+    (shelf / "swa" / "open.cpu.toml").write_text("# no stop at all\n# here\n\n# and another comment\nrounds = 1\n")
+    (shelf / "swa" / "bare.cpu.toml").write_text("rounds = 1\n# not at its head\n")
+    found = {entry.name: entry.summary for entry in catalogue()}
+    assert found["swa/long"] == "Fewer clients, chosen by their classes at α = 0.5."
+    assert found["swa/open"] == "no stop at all here"
+    assert found["swa/bare"] == ""
+
+
 def test_a_table_is_found_at_its_scale(shelf: Path) -> None:
     assert find("swa/table2", "paper") == shelf / "swa" / "table2.paper.toml"
     with pytest.raises(ConfigError, match="swa/deep/figure exists at the scales cpu, not paper"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,9 +57,10 @@ def find(name: str, scale: Scale) -> Path | PaperFigure:
 
 
 def _comment(path: Path) -> str:
-    """A file's first comment says what it is."""
-    first = path.read_text(encoding="utf-8").split("\n", 1)[0]
-    return first.removeprefix("#").strip() if first.startswith("#") else ""
+    """The first sentence of the comment at a file's head says what it is."""
+    lines = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+    first, stop, _ = " ".join(line.removeprefix("#").strip() for line in lines).partition(". ")
+    return first + stop.strip()
 
 
 def missing_names(scale: Scale) -> list[str]:
