@@ -143,8 +143,8 @@ def adam_step(
 ) -> None:
     """Adam: h = scale · g + λ w;  m ← β₁ m + (1 − β₁) h;  v ← β₂ v + (1 − β₂) h²;  w ← w − η c₁ m / (√v c₂ + ε).
 
-    With room for the largest v seen so far (AMSGrad) that stands in the place of v. The corrections c₁ = 1/(1 − β₁ᵗ)
-    and c₂ = 1/√(1 − β₂ᵗ) are the caller's, who counts steps.
+    With room for the largest v seen so far (AMSGrad) that stands in the place of v, in a loop of its own. The
+    corrections c₁ = 1/(1 − β₁ᵗ) and c₂ = 1/√(1 − β₂ᵗ) are the caller's, who counts steps.
     """
     s, lr, weight, small = np.float32(scale), np.float32(rate * corrections[0]), np.float32(decay), np.float32(eps)
     new, old2, new2 = np.float32(1 - betas[0]), np.float32(betas[1]), np.float32(1 - betas[1])
