@@ -394,7 +394,12 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("shelf")
 def test_reproduce_lists_and_runs(fedfuse: Fedfuse, tmp_path: Path) -> None:
     listed = {entry["name"]: entry for entry in json.loads(fedfuse("reproduce", "--json").out)}
-    assert listed["paper/table1"] == {"name": "paper/table1", "scales": ["cpu"], "summary": "Table 1 in small."}
+    assert listed["paper/table1"] == {
+        "name": "paper/table1",
+        "scales": ["cpu"],
+        "result": "",
+        "summary": "Table 1 in small.",
+    }
     assert "notes" not in listed
     assert "Table 1 in small." in fedfuse("reproduce").out
     said = fedfuse("reproduce", "paper/table1", "--workers", "0", "--set", "seeds=[0]")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedfuse.errors import ConfigError
+from fedfuse.experiment.claims import file_digests
 from fedfuse.experiment.figures import PaperFigure, all_figures
 from fedfuse.experiment.reproduce import catalogue, experiments_folder, find, store_result
 from fedfuse.report.stored import StoredResult, read_result, write_result
@@ -41,6 +42,21 @@ def test_a_summary_is_the_first_sentence_of_the_comment_however_many_lines_it_ta
     assert found["swa/long"] == "Fewer clients, chosen by their classes at α = 0.5."
     assert found["swa/open"] == "no stop at all here"
     assert found["swa/bare"] == ""
+
+
+def test_the_catalogue_says_which_results_are_stored(shelf: Path) -> None:
+    digest = file_digests("cpu")["swa/table2"]
+    folder = shelf / "results"
+    states = []
+    for result in (
+        StoredResult("swa/table2", "cpu", digest, {}),
+        StoredResult("swa/table2", "cpu", digest, {}, ("a cell",)),
+        StoredResult("swa/table2", "cpu", "another text", {}),
+    ):
+        write_result(result, folder)
+        states.append({entry.name: entry.result for entry in catalogue()})
+    assert [state["swa/table2"] for state in states] == ["stored", "in part", "older"]
+    assert states[0]["swa/deep/figure"] == ""
 
 
 def test_a_table_is_found_at_its_scale(shelf: Path) -> None:

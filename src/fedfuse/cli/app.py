@@ -9,6 +9,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import metadata
 from importlib.resources import files as resources
 from pathlib import Path
@@ -151,11 +152,12 @@ def reproduce(
     from fedfuse.experiment.reproduce import catalogue, find
 
     if name is None:
-        rows = [(r.name, ", ".join(r.scales), r.summary) for r in catalogue()]
+        entries = catalogue()
         if as_json:
-            console.say_json([{"name": n, "scales": s.split(", "), "summary": t} for n, s, t in rows])
+            console.say_json([asdict(entry) for entry in entries])
         else:
-            console.table("", ("name", "scales", "what it is"), rows, right=9)
+            rows = [(r.name, ", ".join(r.scales), r.result, r.summary) for r in entries]
+            console.table("", ("name", "scales", "result", "what it is"), rows, right=9)
         return
     found = find(name, chosen)
     folder = out or Path("runs") / name

@@ -11,21 +11,31 @@ from typing import Any, Literal
 
 from fedfuse.core.words import suggest
 from fedfuse.errors import ConfigError, FuseError
-from fedfuse.experiment.claims import Scale, file_digests, known_results, load_claims, results_folder
+from fedfuse.experiment.claims import SCALES, Scale, file_digests, known_results, load_claims, results_folder
 from fedfuse.experiment.figures import PaperFigure, all_figures, experiments_folder
 from fedfuse.experiment.folder import RunFolder
 from fedfuse.experiment.jobs import Job, jobs_of, run_jobs
 from fedfuse.experiment.watch import Callback
-from fedfuse.report.stored import Pair, collect_result, read_result, result_path, write_result
+from fedfuse.report.stored import Pair, StoredResult, collect_result, read_result, result_path, write_result
+
+State = Literal["stored", "in part", "older", ""]
 
 
 @dataclass(frozen=True, slots=True)
 class Reproducible:
-    """Something of a paper that can be made again: an experiment file, or a figure."""
+    """Something of a paper that can be made again: an experiment file, or a figure.
+
+    Attributes:
+        name: what to ask for.
+        summary: what it is.
+        scales: at which there is a file; "figure" for a figure.
+        result: whether the first of them has a stored result: of all of it, of a part, of an older text, or none.
+    """
 
     name: str
     summary: str
     scales: tuple[str, ...]
+    result: State = ""
 
 
 def catalogue() -> list[Reproducible]:
@@ -36,8 +46,27 @@ def catalogue() -> list[Reproducible]:
         name, _, scale = path.stem.rpartition(".")
         if name and scale in ("cpu", "paper"):
             found.setdefault(f"{path.parent.relative_to(root)}/{name}", []).append(path)
-    tables = [Reproducible(n, _comment(ps[0]), tuple(p.stem.rpartition(".")[2] for p in ps)) for n, ps in found.items()]
-    return tables + [Reproducible(p.name, f"{p.summary} ({p.paper})", ("figure",)) for p in all_figures().values()]
+    states: dict[str, dict[str, State]] = {scale: stored_states(scale) for scale in SCALES}
+    tables = []
+    for name, paths in found.items():
+        scales = tuple(path.stem.rpartition(".")[2] for path in paths)
+        tables.append(Reproducible(name, _comment(paths[0]), scales, states[scales[0]].get(name, "")))
+    return tables + [
+        Reproducible(p.name, f"{p.summary} ({p.paper})", ("figure",), states["cpu"].get(p.name, ""))
+        for p in all_figures().values()
+    ]
+
+
+def stored_states(scale: str) -> dict[str, State]:
+    """What stored results are of, by name: all of an experiment file's present text, a part of it, or an older text."""
+    digests = file_digests(scale)
+    return {name: _state(result, digests.get(name, "")) for name, result in known_results(scale).items()}
+
+
+def _state(result: StoredResult, digest: str) -> State:
+    if digest and result.digest != digest:
+        return "older"
+    return "in part" if result.unfinished else "stored"
 
 
 def find(name: str, scale: Scale) -> Path | PaperFigure:
@@ -65,11 +94,10 @@ def _comment(path: Path) -> str:
 
 def missing_names(scale: Scale) -> list[str]:
     """Experiment files without a stored result of their present text; those that claims name come first."""
-    stored, digests = known_results(scale), file_digests(scale)
+    states, files = stored_states(scale), file_digests(scale)
     claimed = [claim.file for claim in load_claims() if claim.file]
-    names = [name for name in dict.fromkeys([*claimed, *digests]) if name in digests]
-    whole = {name for name, result in stored.items() if not result.unfinished and result.digest == digests.get(name)}
-    return [name for name in names if name not in whole]
+    names = [name for name in dict.fromkeys([*claimed, *files]) if name in files]
+    return [name for name in names if states.get(name) != "stored"]
 
 
 def store_result(name: str, scale: Scale, folder: Path, partial: bool = False) -> Path:
