@@ -26,8 +26,9 @@ from fedfuse.core.factor import Factor, LowRank
 from fedfuse.errors import ConfigError, NotConverged
 from fedfuse.linalg.cg import Solution, conjugate_gradient
 from fedfuse.linalg.damping import balance
-from fedfuse.linalg.likeness import Likeness, solve_led
 from fedfuse.linalg.psd import inverse
+from fedfuse.linalg.refine import SinglePrecision, solve_refined
+from fedfuse.linalg.spikes import SpikedInverse
 from fedfuse.linalg.subspace import Client, Mode, reciprocal, subspace_mean, times, written
 
 Solver = Literal["exact", "expectation", "gradient"]
@@ -35,6 +36,7 @@ Weights = Tensor | Sequence[float]
 
 _CHUNK_BYTES = 128 * 2**20
 _RELEASED_STEPS = 10_000
+_MIN_PRODUCTS = 1e7  # multiplications of a sum below which plain conjugate gradients are there first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,11 +102,18 @@ class KronSum:
                 total.addmm_(images.view(out, -1), self.right[:, part].reshape(inn, -1).mT)
         return total
 
-    def likeness(self, even: tuple[Tensor, Tensor]) -> Likeness | None:
-        """What leads conjugate gradients cheaply, if there is such."""
-        if self.right.ndim == 2:
+    def in_single_precision(self) -> SinglePrecision | None:
+        """The same in float32 with a preconditioner, or None where finding one costs more than it saves."""
+        out, clients, _ = self.left.shape
+        inn = len(self.right)
+        if self.right.ndim == 2 or clients * out * inn * (out + inn) < _MIN_PRODUCTS:
             return None
-        return Likeness.of(self.left.transpose(0, 1), self.right.transpose(0, 1), even)
+        sizes = [float(torch.linalg.vector_norm(side, math.inf)) for side in (self.left, self.right)]
+        if not all(0 < size < math.inf for size in sizes):
+            return None
+        left, right = ((side / size).float() for side, size in zip((self.left, self.right), sizes, strict=True))
+        near = SpikedInverse.of(left.transpose(0, 1), right.transpose(0, 1))
+        return None if near is None else SinglePrecision(KronSum(left, right), near, sizes[0] * sizes[1])
 
     def _parts(self, out: int, inn: int) -> Iterator[slice]:
         """As many clients at a time as keep the images B_k M within bounds."""
@@ -164,8 +173,9 @@ def natural_mean(
 
     - `exact`: conjugate gradients, preconditioned by the expectation approximation of evenly scaled pairs,
       to the tolerance. They start at the plain mean: from the approximation they take as many iterations, and
-      clients that agree would not come back unchanged. Factors of low rank are solved in the subspace that their
-      directions span, which loses nothing (see `subspace`).
+      clients that agree would not come back unchanged. Large layers take their steps in single precision, behind a
+      nearer preconditioner (see `refine` and `spikes`), which changes neither tolerance nor residual. Factors of low
+      rank are solved in the subspace that their directions span, which loses nothing (see `subspace`).
     - `expectation`: M = (Σ f_k B_k)⁻¹ Z (Σ f_k A_k)⁻¹, which takes the mean of products for the product
       of means; exact where all A_k or all B_k agree.
     - `gradient`: from the expectation, `max_iters` (10,000) steps of length one down the mean squared
@@ -290,8 +300,8 @@ class _System:
         if gap <= tol * size:
             return Solution(self.plain, 0, gap / size if size > 0 else gap)
         reference = size or gap
-        likeness = self.operator.likeness(self.even)
-        solve = conjugate_gradient if likeness is None else partial(solve_led, likeness=likeness)
+        single = self.operator.in_single_precision()
+        solve = conjugate_gradient if single is None else partial(solve_refined, single=single)
         found = solve(
             self.operator,
             step_to,
