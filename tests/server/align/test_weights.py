@@ -130,7 +130,7 @@ def test_gains_and_scores_are_those_of_networks_really_moved(network: str) -> No
     spec, side = (Spec.of(Walled()), 2) if network == "walls" else (Spec("lenet", {"size": 8, "hidden": [12]}), 8)
     target, *some = (net(spec, (1, side, side), seed) for seed in range(4))
     told, groups, draw = target.matched_tensors(), target.groups, torch.Generator().manual_seed(0)
-    board, everybody = WeightMatching.of(told, [one.matched_tensors() for one in some], groups), torch.arange(3)
+    board, everybody = WeightMatching.of(told, [one.matched_tensors() for one in some], groups), [0, 1, 2]
     for first in range(3):  # all are moved, then some of them
         for group in groups:
             walls = torch.arange(group.size).chunk(group.sections)

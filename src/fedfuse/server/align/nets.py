@@ -153,6 +153,8 @@ def _reorder_posterior(posterior: Posterior, orders: Mapping[Group, Tensor], spe
 
 def _reorder_notes(notes: Params, mean: Params, orders: Mapping[Group, Tensor]) -> Params:
     """The evidence, with every entry about single weights ("kind/tensor", of the tensor's shape) reordered too."""
+    if not notes:
+        return notes
     moves = _moves_by_tensor(orders)
     about = {name: tensor for name, tensor in _weights_meant(notes, mean).items() if tensor in moves}
     return {**notes, **{name: _move(notes[name], moves[tensor]) for name, tensor in about.items()}}

@@ -23,6 +23,8 @@ def best_orders(gains: Tensor, rooms: int = 1) -> Tensor:
         >>> best_orders(torch.tensor([[[0.0, 2.0], [1.0, 0.0]]]))
         tensor([[1, 0]])
     """
+    if rooms == 1:
+        return match_each(gains)
     room = gains.shape[1] // rooms
     starts = range(0, gains.shape[1], room)
     return torch.cat([s + match_each(gains[:, s : s + room, s : s + room]) for s in starts], 1)
@@ -87,13 +89,13 @@ class WeightMatching:
             return
         # greedy matching looks back only, so it can end worse than it began; then the order stays as it was
         before = torch.stack([t.flatten(1) @ self.target[n].flatten() for n, t in self.stacks.items()]).sum(0)
-        all_networks, settled = torch.arange(self.count), set[str]()
+        all_networks, settled = list(range(self.count)), set[str]()
         for group in self.groups:
             self.set_orders(group, all_networks, best_orders(self.gains(group, all_networks, settled), group.sections))
             settled.add(group.name)
-        worse = (self.scores() <= before).nonzero()[:, 0]
+        worse = [k for k, is_worse in enumerate((self.scores() <= before).tolist()) if is_worse]
         for group in self.groups:
-            self.set_orders(group, worse, torch.arange(group.size).repeat(worse.shape[0], 1))
+            self.set_orders(group, worse, torch.arange(group.size).repeat(len(worse), 1))
 
     def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
         """Some tensors of all networks, stacked, with the orders applied."""
@@ -107,7 +109,7 @@ class WeightMatching:
         """Σ_t ⟨target_t, network_t⟩ of every network in order."""
         # a tensor all of whose numbers belong to a group's units has its score in that group's gains already
         whole = {term.place.tensor: (term, name) for name, terms in self.terms.items() for term in terms if term.whole}
-        all_networks = torch.arange(self.count)
+        all_networks = range(self.count)
         known = [
             _sum_along(term.current_gains(all_networks, self.orders), self.orders[name])
             for term, name in whole.values()
@@ -115,22 +117,22 @@ class WeightMatching:
         moved = self.tensors(self.stacks.keys() - whole.keys())
         return torch.stack([*known, *(t.flatten(1) @ self.target[n].flatten() for n, t in moved.items())]).sum(0)
 
-    def gains(self, group: Group, who: Tensor, settled: Collection[str] | None = None) -> Tensor:
+    def gains(self, group: Group, who: Sequence[int], settled: Collection[str] | None = None) -> Tensor:
         """Inner products of the target's units with those of some networks, over settled tensors or over all."""
         terms = [p for p in self.terms[group.name] if settled is None or p.neighbors.issubset(settled)]
         if not terms:
-            return torch.zeros(who.shape[0], group.size, group.size)
+            return torch.zeros(len(who), group.size, group.size)
         total = _rows_of(terms[0].current_gains(who, self.orders), who)
         for term in terms[1:]:
             total = total + _rows_of(term.current_gains(who, self.orders), who)
         return total
 
-    def set_orders(self, group: Group, who: Tensor, orders: Tensor) -> None:
+    def set_orders(self, group: Group, who: Sequence[int], orders: Tensor) -> None:
         """Set the orders of one group in some networks, and mark the gains that depend on them as stale."""
-        if who.shape[0]:
+        if who:
             self.orders[group.name][who] = orders
             for term in (term for terms in self.terms.values() for term in terms if group.name in term.neighbors):
-                term.stale[who] = True
+                term.stale.update(who)
 
     def climb(self, sweeps: int) -> None:
         """Raise the scores group by group until no group can; a group is tried again only if a neighbor has changed.
@@ -138,32 +140,36 @@ class WeightMatching:
         The dirty group nearest the output goes first: deep groups change most, so earlier ones are tried once the
         deep ones have settled.
         """
-        dirty = {group.name: torch.ones(self.count, dtype=torch.bool) for group in self.groups}
+        dirty = {group.name: set(range(self.count)) for group in self.groups}
         for _ in range(sweeps * len(self.groups)):
-            group = next((g for g in reversed(self.groups) if bool(dirty[g.name].any())), None)
+            group = next((g for g in reversed(self.groups) if dirty[g.name]), None)
             if group is None:
                 return
-            who = dirty[group.name].nonzero()[:, 0]
-            dirty[group.name][who] = False
+            who = sorted(dirty[group.name])
+            dirty[group.name].clear()
             moved = self._improve(group, who)
             for name in frozenset[str]().union(*(term.neighbors for term in self.terms[group.name])):
-                dirty[name][moved] = True
+                dirty[name].update(moved)
 
-    def _improve(self, group: Group, who: Tensor) -> Tensor:
+    def _improve(self, group: Group, who: Sequence[int]) -> Sequence[int]:
         """Reorder one group for the best score with the others fixed; returns the networks whose score rose."""
-        gains, old = self.gains(group, who), self.orders[group.name][who]
+        gains, old = self.gains(group, who), _rows_of(self.orders[group.name], who)
         new = best_orders(gains, group.sections)
         # rounding makes equal orders look better by turns: below this the climb would go on for ever
-        better = _sum_along(gains, new) - _sum_along(gains, old) > 1e-6 * gains.abs().mean((1, 2)) * group.size
-        who, old, new = who[better], old[better], new[better]
+        slack = 1e-6 * gains.abs().mean((1, 2)) * group.size
+        better = (_sum_along(gains, new) - _sum_along(gains, old) > slack).nonzero()[:, 0].tolist()
+        who, old, new = [who[k] for k in better], _rows_of(old, better), _rows_of(new, better)
         joined = any(group.name in term.neighbors for term in self.terms[group.name])
-        before = self.scores()[who] if joined else None
-        self.set_orders(group, who, new)
-        if before is None:
+        if not joined:
+            self.set_orders(group, who, new)
             return who
-        worse = self.scores()[who] <= before  # where a group is joined to itself its gain is only a guess
-        self.set_orders(group, who[worse], old[worse])
-        return who[~worse]
+        # where a group is joined to itself its gain is only a guess
+        before, old = self.scores()[who], old.clone()
+        self.set_orders(group, who, new)
+        worse = (self.scores()[who] <= before).tolist()
+        back = [k for k, is_worse in enumerate(worse) if is_worse]
+        self.set_orders(group, [who[k] for k in back], old[back])
+        return [k for k, is_worse in zip(who, worse, strict=True) if not is_worse]
 
 
 class _GainTerm:
@@ -185,21 +191,21 @@ class _GainTerm:
         self.blocked = any(p.blocks > 1 for p in (place, *(p for p, _ in adjacent)))
         self.whole = place.blocks > 1 or size * place.per == target.shape[place.axis]
         self.stack = stack if self.blocked else _units_last(stack, place, size)
-        self.gains, self.stale = torch.empty(len(stack), size, size), torch.ones(len(stack), dtype=torch.bool)
+        self.gains, self.stale = torch.empty(len(stack), size, size), set(range(len(stack)))
         self.target = self._columns(target[None] if self.blocked else _units_last(target[None], place, size))[0].mT
 
-    def current_gains(self, who: Tensor, orders: Mapping[str, Tensor]) -> Tensor:
+    def current_gains(self, who: Sequence[int], orders: Mapping[str, Tensor]) -> Tensor:
         """The gains, after computing again those of the given networks that are stale."""
-        old = who[self.stale[who]]
-        if old.shape[0]:
+        old = [k for k in who if k in self.stale]
+        if old:
             stack = _rows_of(self.stack, old)
             for place, name in self.adjacent:
                 stack = _reorder_stack(stack, place, _rows_of(orders[name], old))
-            if old.shape[0] == self.gains.shape[0]:  # all of them, as in every first sweep: no copy through an index
+            if len(old) == self.gains.shape[0]:  # all of them, as in every first sweep: no copy through an index
                 torch.matmul(self.target, self._columns(stack), out=self.gains)
             else:
                 self.gains[old] = self.target @ self._columns(stack)
-            self.stale[old] = False
+            self.stale.difference_update(old)
         return self.gains
 
     def _columns(self, stack: Tensor) -> Tensor:
@@ -224,8 +230,8 @@ def _sum_along(gains: Tensor, orders: Tensor) -> Tensor:
     return gains.gather(2, orders[..., None]).sum((1, 2))
 
 
-def _rows_of(stack: Tensor, who: Tensor) -> Tensor:
-    return stack if who.shape[0] == stack.shape[0] else stack[who]
+def _rows_of(stack: Tensor, who: Sequence[int]) -> Tensor:
+    return stack if len(who) == stack.shape[0] else stack.index_select(0, torch.tensor(who, dtype=torch.int64))
 
 
 def _reorder_stack(stack: Tensor, place: Location, orders: Tensor) -> Tensor:
