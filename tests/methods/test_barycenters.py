@@ -40,7 +40,7 @@ def experiment(*methods: dict[str, Any], rounds: int = 2, **changes: Any) -> Exp
             "epochs": 3,
             "batch_size": 16,
             "optimizer": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
-            "kernel": "torch",  # Bayesian layers have no other, and are compared to the last bit
+            "kernel": "torch",  # one for all: layers that only torch knows are compared with others to the last bit
         },
         "judge": {"clients": "never"},
         "methods": methods or [{"name": "fedavg"}],

@@ -116,10 +116,10 @@ def test_any_number_of_clients_and_weights_is_fused_by_the_formulas(name: str, c
         rho = draw.uniform(-40, 40, count + 3).astype(np.float32) + draw.normal(size=(clients, count + 3))
         rho = rho.astype(np.float32)
         rows = tuple(np.array([row.ctypes.data for row in side], np.int64) for side in (m, rho))
-        weights = draw.dirichlet(np.full(clients, 2.0))
-        mean, logs = np.zeros((2, count), np.float32)
-        assert kernel.fuse(getattr(kernel, name), rows, (weights, weights), 3, mean, logs)
-        expected = closed_form(name, m[:, 3:].astype(float), rho[:, 3:].astype(float), weights)
+        weights = draw.integers(1, 9, clients).astype(float)
+        total, (mean, logs) = weights.sum(), np.zeros((2, count), np.float32)
+        assert kernel.fuse(getattr(kernel, name), rows, (weights, weights), (total, total), 3, mean, logs)
+        expected = closed_form(name, m[:, 3:].astype(float), rho[:, 3:].astype(float), weights / total)
         np.testing.assert_allclose(mean, expected[0], rtol=3e-7, atol=1e-6)
         np.testing.assert_allclose(logs, expected[1], rtol=3e-7, atol=1e-6)
 
@@ -132,7 +132,7 @@ def test_whatever_has_no_exponential_here_is_told(odd: float) -> None:
     rho[77] = odd
     rows = tuple(np.array([row.ctypes.data], np.int64) for row in (m, rho))
     out, one = np.zeros((2, 100), np.float32), np.ones(1)
-    assert not kernel.fuse(kernel.VARIANCES, rows, (one, one), 0, *out)
+    assert not kernel.fuse(kernel.VARIANCES, rows, (one, one), (1.0, 1.0), 0, *out)
 
 
 def logarithms(numbers: np.ndarray) -> tuple[np.ndarray, int]:

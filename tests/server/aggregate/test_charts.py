@@ -17,6 +17,7 @@ from fedfuse.linalg.kron import natural_mean_diag
 from fedfuse.models.bayes import BayesianLayers
 from fedfuse.server.aggregate import charts
 from fedfuse.server.aggregate.charts import AALV, CHARTS, EAA, FKLB, GAA, RKLB, WB, Chart, MeanIn, mean_in
+from fedfuse.server.aggregate.mean import Mean
 from fedfuse.wire.codec import decode, encode
 
 TOY = {
@@ -226,6 +227,33 @@ def test_bayesian_layers_are_fused_by_their_own_log_variances(chart: Chart, unif
         mean, variance = mean_in(chart, mus, [rho.double().exp() for rho in logs], weights)
         torch.testing.assert_close(after.mean[f"net.classifier.{name}"], mean.float(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(after.mean[f"net.classifier.{log}"], variance.log().float(), rtol=1e-5, atol=1e-6)
+
+
+WIDE = BayesianLayers(last=1)(Single.of(Spec("mlp", {"hidden": [200]}).build(), Spec("mlp", {"hidden": [200]})), 10, 0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "examples", [(1200.0,) * 7, (1199.0, 7.0, 60_000.0, 1.0, 33.0, 600.0, 90.0)], ids=["even", "odd"]
+)
+@pytest.mark.parametrize("chart", [EAA, GAA, AALV, WB], ids=repr)
+def test_means_are_fedavgs_to_the_last_bit_where_the_chart_leaves_them(
+    monkeypatch: pytest.MonkeyPatch, chart: Chart, examples: tuple[float, ...], compiled: bool
+) -> None:
+    """Shares n_k / n would be rounded before they are used: even clients would differ in every hundredth weight."""
+    if compiled:
+        pytest.importorskip("numba")
+    monkeypatch.setattr(charts, "MIN_COMPILED", 1 if compiled else 1 << 62)
+    updates = []
+    for k, count in enumerate(examples):
+        draw = torch.Generator().manual_seed(k)
+        mean = {n: 0.1 * torch.randn(t.shape, generator=draw) for n, t in WIDE.posterior.mean.items()}
+        updates.append(ClientUpdate(f"c{k}", Posterior(decode(encode(mean, {})).tensors), count, 1, WIDE.spec))
+    who, state = Cohort.of(updates), ServerState(0, WIDE)
+    found, plain = (rule(who, state, Bench()).single.posterior.mean for rule in (MeanIn(chart), Mean()))
+    names = [name for name in plain if not name.endswith("log_variance")]
+    assert len(names) == 4
+    assert all(found[name].equal(plain[name]) for name in names)
 
 
 def test_half_precision_is_widened_before_anything_is_summed() -> None:

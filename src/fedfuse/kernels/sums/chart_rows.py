@@ -24,9 +24,9 @@ def make_chart_sums(kind: Kind, power: float, scale: float) -> tuple[Any, Any]:
 
     With e = exp(power ρ) the second coordinate is e ("variance", which leaves the first alone), e and the first m · e
     ("precision"), or e + (m − o)² and the first m − o ("moments"), where o are the numbers at `origin`. Coordinates
-    are float32; a weight's product with one is rounded together with its sum, in float64. The way back is a mean, and
-    scale times the logarithm of the second sum (of the variance, for "moments"). Both ways give what was seen by
-    exponentials and logarithms.
+    are float32; a weight's product with one is rounded together with its sum, in float64. On the way back sums are
+    times the last argument, one over the weights' own sum; it leads to a mean, and to scale times the logarithm of
+    the second sum (of the variance, for "moments"). Both ways give what was seen by exponentials and logarithms.
     """
 
     @intrinsic
@@ -43,15 +43,17 @@ def make_chart_sums(kind: Kind, power: float, scale: float) -> tuple[Any, Any]:
         return types.int64(*given), generate
 
     @intrinsic
-    def close(typing, means, logs, weights, origin, begin, first, second, at, mean, log):  # type: ignore[no-untyped-def] # noqa: ARG001
+    def close(typing, means, logs, weights, origin, begin, first, second, at, mean, log, share):  # type: ignore[no-untyped-def] # noqa: ARG001
         def generate(context: Any, build: Any, signature: Any, args: Any) -> Any:
             array: Any = lambda i: element_at(context, build, signature.args[i], args[i], args[7])
             *sums, seen = _add_clients(context, build, kind, power, signature.args, args)
+            part = spread(build, args[10], _WIDE.count)
             for j in range(2):
                 a, b = sums[: len(sums) - 4][2 * j : 2 * j + 2], sums[-4:][2 * j : 2 * j + 2]
                 if kind == "precision":
                     _store_narrow(build, [build.fdiv(x, y) for x, y in zip(a, b, strict=True)], array(8), j)
-                elif kind == "moments":
+                a, b = ([build.fmul(x, part) for x in side] for side in (a, b))
+                if kind == "moments":
                     origin = _halves(build, _lanes(build, _row(build, args[3], build.add(args[4], args[7])), j))
                     _store_narrow(build, [build.fadd(x, o) for x, o in zip(a, origin, strict=True)], array(8), j)
                     b = [_above_floor(build, build.fsub(y, build.fmul(x, x))) for x, y in zip(a, b, strict=True)]
@@ -59,7 +61,7 @@ def make_chart_sums(kind: Kind, power: float, scale: float) -> tuple[Any, Any]:
                 _store_lanes(build, build.fmul(value, spread(build, ir.Constant(_FLOAT, scale), STEP)), array(9), j)
             return all_seen(build, seen)
 
-        given = (means, logs, weights, types.int64, types.int64, first, second, types.int64, mean, log)
+        given = (means, logs, weights, types.int64, types.int64, first, second, types.int64, mean, log, types.float64)
         return types.int64(*given), generate
 
     return add, close

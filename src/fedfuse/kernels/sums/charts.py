@@ -27,7 +27,13 @@ _add_moments, _close_moments = make_chart_sums("moments", 1.0, 1.0)
 
 @compile_exactly
 def fuse(
-    kind: int, rows: tuple[Ints, Ints], weights: tuple[Doubles, Doubles], begin: int, mean: Floats, logs: Floats
+    kind: int,
+    rows: tuple[Ints, Ints],
+    weights: tuple[Doubles, Doubles],
+    totals: tuple[float, float],
+    begin: int,
+    mean: Floats,
+    logs: Floats,
 ) -> bool:
     """Write the mean in a chart and its log-variance; whether every exponential and logarithm was in reach.
 
@@ -36,23 +42,24 @@ def fuse(
             m times it (PRECISIONS), or exp ρ + (m − m₁)² and the first is m − m₁ (MOMENTS).
         rows: where each client's means and log-variances lie, float32.
         weights: of the first coordinate and of the second; for PRECISIONS and MOMENTS the same.
+        totals: what the sums of both are divided by.
         begin: the first number to fuse.
         mean: filled; it has `LEAST` numbers at least.
         logs: filled, as many.
     """
     if kind <= DEVIATIONS:
-        weighted_sums(rows[0], weights[0], 1.0, begin, mean)
+        weighted_sums(rows[0], weights[0], totals[0], begin, mean)
     if kind == LOGS:
-        weighted_sums(rows[1], weights[1], 1.0, begin, logs)
+        weighted_sums(rows[1], weights[1], totals[1], begin, logs)
         return True
-    sums = np.zeros(_NEAR), np.zeros(_NEAR)
+    sums, share = (np.zeros(_NEAR), np.zeros(_NEAR)), 1.0 / totals[1]
     whole, fits = mean.size // WIDTH * WIDTH, True
     for start in range(0, whole, _NEAR):
         end = min(start + _NEAR, whole)
-        fits &= _fuse_block(kind, rows, weights[1], begin + start, sums, mean[start:end], logs[start:end])
+        fits &= _fuse_block(kind, rows, weights[1], share, begin + start, sums, mean[start:end], logs[start:end])
     if whole < mean.size:  # the last ones together with some before them, which come out as they were
         start = mean.size - WIDTH
-        fits &= _fuse_block(kind, rows, weights[1], begin + start, sums, mean[start:], logs[start:])
+        fits &= _fuse_block(kind, rows, weights[1], share, begin + start, sums, mean[start:], logs[start:])
     return fits
 
 
@@ -61,6 +68,7 @@ def _fuse_block(
     kind: int,
     rows: tuple[Ints, Ints],
     weights: Doubles,
+    share: float,
     begin: int,
     sums: tuple[Doubles, Doubles],
     mean: Floats,
@@ -89,11 +97,11 @@ def _fuse_block(
     m, rho, w = rows[0][last:], rows[1][last:], weights[last:]
     for i in range(0, mean.size, WIDTH):
         if kind == VARIANCES:
-            seen |= _close_variances(m, rho, w, origin, begin, a, b, i, mean, logs)
+            seen |= _close_variances(m, rho, w, origin, begin, a, b, i, mean, logs, share)
         elif kind == DEVIATIONS:
-            seen |= _close_deviations(m, rho, w, origin, begin, a, b, i, mean, logs)
+            seen |= _close_deviations(m, rho, w, origin, begin, a, b, i, mean, logs, share)
         elif kind == PRECISIONS:
-            seen |= _close_precisions(m, rho, w, origin, begin, a, b, i, mean, logs)
+            seen |= _close_precisions(m, rho, w, origin, begin, a, b, i, mean, logs, share)
         else:
-            seen |= _close_moments(m, rho, w, origin, begin, a, b, i, mean, logs)
+            seen |= _close_moments(m, rho, w, origin, begin, a, b, i, mean, logs, share)
     return seen < REACH

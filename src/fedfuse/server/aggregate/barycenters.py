@@ -39,7 +39,7 @@ class AlphaDivergence:
 
     def __call__(self, means: Sequence[Tensor], logs: Iterable[Tensor], weights: Sequence[float]) -> Pair:
         """The fused mean and log-variance, elementwise in float64."""
-        shape, shares = means[0].shape, torch.tensor(weights, dtype=torch.float64)
+        shape, shares = means[0].shape, torch.tensor(weights, dtype=torch.float64) / math.fsum(weights)
         mus, rhos = (torch.stack([t.flatten() for t in column]).split(_PIECE, 1) for column in (means, logs))
         pieces = zip(mus, rhos, strict=True)
         found = [alpha_barycenter(m, rho.double().exp(), shares, self.alpha) for m, rho in pieces]

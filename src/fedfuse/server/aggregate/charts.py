@@ -35,7 +35,7 @@ from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
 from fedfuse.kernels import why_not
-from fedfuse.server.aggregate.mean import ALL_LAWS, BLOCK, MIN_COMPILED, is_plain, weighted_mean
+from fedfuse.server.aggregate.mean import ALL_LAWS, BLOCK, MIN_COMPILED, exact_weights, is_plain, weighted_mean
 from fedfuse.wire.codec import forms_of, piece_of
 
 Pair = tuple[Tensor, Tensor]
@@ -55,7 +55,7 @@ class FusionRule(Protocol):
         ...
 
     def __call__(self, means: Sequence[Tensor], logs: Iterable[Tensor], weights: Sequence[float]) -> Pair:
-        """The fused mean and log-variance, elementwise in float64; weights are shares and sum to 1."""
+        """The fused mean and log-variance, elementwise in float64; weights are of any positive scale."""
         ...
 
 
@@ -90,7 +90,12 @@ class Chart:
         return self.power > 1
 
     def __call__(self, means: Sequence[Tensor], logs: Iterable[Tensor], weights: Sequence[float]) -> Pair:
-        """The mean in this chart, summed in float64; where nobody knows anything the plain mean stays."""
+        """The mean in this chart, summed in float64; where nobody knows anything the plain mean stays.
+
+        Sums are divided once, at their end, as those of the plain mean are: where the first coordinate is the mean
+        itself, it comes out as FedAvg's, bit for bit.
+        """
+        total = math.fsum(weights)
         origin = _wide(means[0]) if self.centered else None
         first, second = torch.zeros((2, *means[0].shape), dtype=torch.float64, device=means[0].device)
         rho = first
@@ -99,11 +104,11 @@ class Chart:
             a, b = self.to(_wide(m) if origin is None else _wide(m) - origin, rho)
             first.add_(a, alpha=w)
             second.add_(b, alpha=w**self.power)
-        mean, uncertainty = self.back(first, second)
+        mean, uncertainty = self.back(first.div_(total), second.div_(total**self.power))
         mean = mean if origin is None else mean + origin
         if bool(mean.sum().isnan()):
             plain = sum((w * m.double() for m, w in zip(means, weights, strict=True)), torch.zeros_like(mean))
-            mean = torch.where(mean.isnan(), plain, mean)
+            mean = torch.where(mean.isnan(), plain / total, mean)
         return mean, self.log(uncertainty.to(rho.dtype))
 
     def __repr__(self) -> str:
@@ -175,8 +180,7 @@ def mean_in(rule: FusionRule, means: Sequence[Tensor], variances: Sequence[Tenso
         >>> [round(float(t), 4) for t in mean_in(RKLB, mu, v, [1, 1])]
         [1.6, 0.4]
     """
-    total = math.fsum(weights)
-    mean, rho = rule([m.double() for m in means], (v.double().log() for v in variances), [w / total for w in weights])
+    mean, rho = rule([m.double() for m in means], (v.double().log() for v in variances), weights)
     return mean, rho.exp()
 
 
@@ -228,8 +232,9 @@ class MeanIn(ServerPart):
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
         """Fuse tensor by tensor; the facts say how wide the posteriors of Bayesian layers are."""
         sources, spec = [u.posterior.mean for u in cohort], cohort.updates[0].spec
-        weights = [1 / len(cohort)] * len(cohort) if self.uniform else cohort.weights.tolist()
-        counts = [1.0] * len(cohort) if self.uniform else cohort.num_examples.tolist()
+        counts = [1.0] * len(cohort) if self.uniform else cohort.num_examples
+        exact, total = exact_weights(counts, sources)
+        weights = exact.tolist()
         log_variances = {} if self.source else spec.layout.log_variances
         mean: dict[str, Tensor] = {}
         variance: dict[str, Tensor] = {}
@@ -241,7 +246,7 @@ class MeanIn(ServerPart):
                 logs = [_LogVariances(_variances(u), name, self.damping) for u in cohort]
                 mean[name], variance[name] = self._fuse(sources, name, logs, weights, _to_variance)
             elif name not in log_variances.values():
-                mean[name] = weighted_mean(sources, counts, name, math.fsum(counts))
+                mean[name] = weighted_mean(sources, weights, name, total)
         geometry = Diag(variance) if variance and self.keep else None
         fused = state.fused({n: mean[n] for n in cohort.names}, geometry, spec)
         return fused.noting(**deviations(cohort, mean)) if log_variances else fused
@@ -300,14 +305,14 @@ def _fill_compiled(
     if count < charts.LEAST:
         return False
     means, rhos = (np.array([t.data_ptr() for t in side], np.int64) for side in pieces)
-    firsts = np.array(weights)
-    both = firsts, firsts**chart.power
+    firsts, total = np.array(weights), math.fsum(weights)
+    both, totals = (firsts, firsts**chart.power), (total, total**chart.power)
     shares = min(torch.get_num_threads(), max(1, count // BLOCK))
     step = -(-count // shares)
 
     def fill(begin: int) -> bool:
         mean, logs = (t[begin : begin + step].numpy() for t in target)
-        return bool(charts.fuse(getattr(charts, chart.compiled), (means, rhos), both, begin, mean, logs))
+        return bool(charts.fuse(getattr(charts, chart.compiled), (means, rhos), both, totals, begin, mean, logs))
 
     if shares == 1:
         return fill(0)
