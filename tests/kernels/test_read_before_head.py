@@ -34,6 +34,18 @@ def test_sums_agree_with_torch(count: int, last: bool) -> None:
     assert ours.count == theirs.count == count
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_a_head_behind_flattened_images_reads_them_in_torchs_order(last: bool) -> None:
+    """Chains keep channels last: the head's weights are turned when they are loaded, and what it reads must be too."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(100, 3)).eval()
+    own = rows(70, 1, 12, 12)
+    x = own.x.contiguous(memory_format=torch.channels_last) if last else own.x
+    seen = inputs_of_head(net, Rows(x, own.y), "auto", "4")
+    assert seen is not None
+    assert torch.allclose(torch.cat(list(seen)), net[:4](own.x), atol=1e-5)
+
+
 def test_torch_does_it_where_training_and_evaluation_differ_or_the_user_says_so() -> None:
     own = rows(20, 1, 28, 28)
     lenet = Spec("lenet").build().eval()

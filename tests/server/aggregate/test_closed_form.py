@@ -127,3 +127,23 @@ def test_it_says_what_it_cannot_fit() -> None:
         FitHead("")(Cohort.of([trained]), state, Bench())
     with pytest.raises(ConfigError, match="has no bias, which the gaussian head needs"):
         fused(network(bias=False), [data()], head="gaussian")
+
+
+def test_a_small_convolutional_network_is_refitted_alike_by_both_kernels() -> None:
+    """Its head reads flattened images, which compiled code lays out otherwise: the layer must be that of torch's."""
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(27, CLASSES))
+    draw = torch.Generator().manual_seed(3)
+    y = torch.randint(CLASSES, (120,), generator=draw)
+    x = torch.randn(120, 1, 8, 8, generator=draw)
+    x[torch.arange(120), 0, 2 * y, 3] += 4.0
+    recipe, found = fedfuse.recipe("refit", penalty=1e-2), []
+    for kernel in ("auto", "torch"):
+        sites = [
+            fedfuse.local_update(net, Rows(x[k::2], y[k::2]), recipe, client=f"s{k}", classes=CLASSES, kernel=kernel)
+            for k in range(2)
+        ]
+        model = fedfuse.fuse(sites, recipe, start=net.state_dict(), model=net)
+        found.append(model.state_dict()["4.weight"])
+        assert float((model.module()(x).argmax(1) == y).float().mean()) > 0.8
+    assert torch.allclose(*found, atol=1e-4)

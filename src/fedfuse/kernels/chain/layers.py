@@ -87,7 +87,10 @@ class ConvOp:
 
 @dataclass(slots=True)
 class LinearOp:
-    """A fully connected layer; the first layer's input needs no gradient."""
+    """A fully connected layer; the first layer's input needs no gradient.
+
+    Where images were flattened for it, `order` has their channels, height and width: a table has channels last.
+    """
 
     x: Table
     y: Table
@@ -95,11 +98,22 @@ class LinearOp:
     offsets: Two
     bias: bool
     first: bool
+    order: tuple[int, ...] = ()
 
     def forward(self, count: int) -> None:
         """See `connect.forward`."""
         x, y = self.x, self.y
         connect.forward(count, x.data, x.form, self.own.weights, self.offsets, y.data, y.form)
+
+    def read_inputs(self, count: int) -> Tensor:
+        """A copy of what it reads, in the order that torch's layer has its columns."""
+        columns, length = self.x.form
+        rows = torch.from_numpy(self.x.data[: count * length]).view(count, length)[:, :columns]
+        if not self.order:
+            return rows.clone()
+        channels, height, width = self.order
+        images: Tensor = rows.unflatten(1, (height, width, channels))
+        return images.permute(0, 3, 1, 2).flatten(1)
 
     def backward(self, count: int) -> None:
         """See `connect`."""

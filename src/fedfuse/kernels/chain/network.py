@@ -143,8 +143,8 @@ class Chain:
     def _linear(self, layer: Linear, shape: Shape, x: Table, y: Table, first: bool) -> LinearOp:
         inner, axes = (self._order, (0, 2, 3, 1)) if self._order else (shape, (0, 1))
         weights = self._weights.add(f"{layer.name}.weight", (layer.outputs, *inner), axes, layer.outputs)
-        self._order = None
-        return LinearOp(x, y, self._numbers, (weights, self._bias(layer)), layer.bias, first)
+        order, self._order = self._order or (), None
+        return LinearOp(x, y, self._numbers, (weights, self._bias(layer)), layer.bias, first, order)
 
     def _bias(self, layer: Conv | Linear) -> int:
         """Where the biases begin; a layer without them reads zeros."""
@@ -267,13 +267,12 @@ class Chain:
         self._weights.write({name: state[name] for name in self._weights.slots}, self._numbers.weights)
         *before, head = self._ops
         assert isinstance(head, LinearOp)
-        columns, length = head.x.form
         for begin in range(0, len(order), self._batch):
             count = min(self._batch, len(order) - begin)
             self._enter(count, rows, order, begin)
             for op in before:
                 op.forward(count)
-            yield torch.from_numpy(head.x.data[: count * length].reshape(count, length)[:, :columns].copy())
+            yield head.read_inputs(count)
 
     def _flatten(self, x: Tensor) -> Floats:
         """The rows as they lie in memory, channels last for images."""
