@@ -42,7 +42,8 @@ def local_at(spec: Spec, round_: int = 0, remembers: bool = False) -> Local:
     params = {n: t.clone() for n, t in module.state_dict().items()}
     rows = Rows(torch.randn(ROWS, *SHAPE), torch.arange(ROWS) % 39)
     memory = {f"last/{n}": t + 0.1 for n, t in params.items()} if remembers else {}
-    return Local("a", Brief(round_, spec, params, classes=39), rows, LocalSettings(batch_size=8), module, memory, 0)
+    settings = LocalSettings(batch_size=8, kernel="torch")  # whose operations can be counted
+    return Local("a", Brief(round_, spec, params, classes=39), rows, settings, module, memory, 0)
 
 
 class Counter(TorchDispatchMode):

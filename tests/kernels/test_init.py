@@ -119,3 +119,17 @@ def test_the_signature_changes_with_numba(monkeypatch: pytest.MonkeyPatch) -> No
     before = kernels.signature()
     monkeypatch.setattr(kernels, "version", lambda name: "0.0")
     assert kernels.signature() != before
+
+
+def test_a_network_that_was_seen_in_evaluation_is_trained_with_its_dropout() -> None:
+    """What a network is traced to depends on the mode it is in, and it is remembered by that."""
+    module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    data, live = rows((4,), 10), {name for name, _ in module.named_parameters()}
+    assert kernels.inputs_of_head(module.eval(), data, "auto", "2") is not None
+    chain = chain_for(module.train(), data, LocalSettings(), live)
+    assert chain is not None
+    first, second = (
+        chain.batches(chain.begin(module, LocalSettings(), 0.0, {}, {}), data.x, data.y, torch.arange(10), 1e-9, draw)
+        for draw in map(torch.Generator().manual_seed, (1, 2))
+    )
+    assert first != second

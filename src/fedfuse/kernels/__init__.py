@@ -20,6 +20,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError
 from fedfuse.kernels.chain.choice import is_faster
 from fedfuse.kernels.chain.description import (
+    Conv,
     Dropout,
     Layer,
     Linear,
@@ -33,7 +34,7 @@ from fedfuse.kernels.chain.trace import chain_of
 from fedfuse.kernels.code_cache import is_cold
 
 if TYPE_CHECKING:
-    from fedfuse.kernels.chain.network import Chain
+    from fedfuse.kernels.chain.network import Chain, LayerReading
 
 _log = logging.getLogger(__name__)
 _INSTALL = "pip install 'fedfuse[fast]'"
@@ -115,19 +116,43 @@ def inputs_of_head(module: nn.Module, rows: Rows, kernel: str, head: str, batch:
         head: the path of a linear layer; only the last one will do.
         batch: rows at a time.
     """
-    if kernel == "torch" or not len(rows):
+    chain, layers = _chain_to_read(module, rows, kernel, batch)
+    last = layers[-1] if layers else None
+    if chain is None or not isinstance(last, Linear) or last.name != head:
         return None
+    return chain.read_before_head(module, rows.x)
+
+
+def readings_of_layers(
+    module: nn.Module, rows: Rows, kernel: str, names: Set[str], batch: int = 128
+) -> Iterator[list[LayerReading]] | None:
+    """What layers read of all rows, and the gradients of the summed cross entropy there; None where torch does it.
+
+    Args:
+        module: the network, in evaluation mode.
+        rows: what is passed through it.
+        kernel: who does the arithmetic, as the user has it for training; nobody insists here.
+        names: the paths of the layers that are wanted.
+        batch: rows at a time.
+    """
+    chain, layers = _chain_to_read(module, rows, kernel, batch)
+    if chain is None or not names <= {layer.name for layer in layers if isinstance(layer, Conv | Linear)}:
+        return None
+    return chain.read_layers(module, rows.x, rows.y)
+
+
+def _chain_to_read(module: nn.Module, rows: Rows, kernel: str, batch: int) -> tuple[Chain | None, tuple[Layer, ...]]:
+    """A chain whose layers do in evaluation what they do in training, and these layers; none where torch is asked."""
+    if kernel == "torch" or not len(rows):
+        return None, ()
     settings, live = LocalSettings(batch_size=batch), {name for name, _ in module.named_parameters()}
     try:
         layers = _layers(module, tuple(rows.x.shape[1:]))
     except Uncovered:
-        return None
-    last = layers[-1]
-    unlike = Norm | Dropout | MeanFieldLinear  # they do another thing in evaluation
-    if not isinstance(last, Linear) or last.name != head or any(isinstance(one, unlike) for one in layers):
-        return None
-    chain = chain_for(module, rows, settings, live)
-    return None if chain is None else chain.read_before_head(module, rows.x)
+        return None, ()
+    if any(isinstance(layer, Norm | Dropout | MeanFieldLinear) for layer in layers):
+        return None, ()
+    return chain_for(module, rows, settings, live), layers
 
 
 def _insist(settings: LocalSettings, why: str) -> None:
@@ -136,8 +161,13 @@ def _insist(settings: LocalSettings, why: str) -> None:
         raise ConfigError(f'kernel = "compiled" {why}; use kernel = "auto" or "torch"')
 
 
-@lru_cache(maxsize=8)
 def _layers(module: nn.Module, shape: Shape) -> tuple[Layer, ...]:
+    """The layers of a network in the mode that each of its parts is in."""
+    return _layers_in(module, shape, tuple(part.training for part in module.modules()))
+
+
+@lru_cache(maxsize=8)
+def _layers_in(module: nn.Module, shape: Shape, modes: tuple[bool, ...]) -> tuple[Layer, ...]:  # noqa: ARG001 - a key
     return chain_of(module, shape)
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
@@ -27,14 +28,14 @@ from torch import Tensor, nn
 
 from fedfuse.client.evidence.marginal import LayerBelief, best_damping
 from fedfuse.client.evidence.variance import Fisher, diagonal_fisher
+from fedfuse.client.layer_passes import BATCH, layer_passes
 from fedfuse.client.moments import input_moments, input_sums, outer_sum, output_moments, output_sums
-from fedfuse.client.recording import LayerCall, record_calls
+from fedfuse.client.recording import LayerCall
 from fedfuse.core.effort import CurvatureEvidence, Effort
 from fedfuse.core.factor import BlockDiagonal, Factor, LowRank, dense
 from fedfuse.core.messages import Brief, Flaw, Form
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry, Kron
-from fedfuse.core.precision import in_full
 from fedfuse.core.rows import Rows
 from fedfuse.core.state import Local
 from fedfuse.nets.blocks import Block, Factors, Which, blocks_of
@@ -48,8 +49,6 @@ _log = logging.getLogger(__name__)
 Sharing: TypeAlias = Literal["expand", "reduce"]
 
 _SUMS = 1 << 27  # numbers that sums may hold at a time, 1 GiB; wider networks are gone through several times
-_BATCH, _MOST_ROWS = 128, 512  # rows per pass: so few at least, and so many at most
-_RECORDED = 1 << 22  # numbers that layers may read and answer in a pass of more than the least
 _MAX_DAMPING = 1e3  # the search for the best one ends there
 
 
@@ -64,6 +63,7 @@ def kronecker_factors(
     batch: int | None = None,
     generator: torch.Generator | None = None,
     task: Task = CLASSIFICATION,
+    kernel: str = "torch",
 ) -> dict[str, Factors]:
     """Both factors of every block's Fisher information over some rows, in one pass.
 
@@ -80,6 +80,7 @@ def kronecker_factors(
         batch: rows per pass; by default 128 to begin with, and more where layers are small.
         generator: draws the labels.
         task: what the outputs mean: whose likelihood it is.
+        kernel: who passes rows through the network: "torch", or anything else for compiled kernels where they know it.
 
     Returns:
         Per layer A and B, stacked over its groups: (groups × in × in) and (groups × out × out), float64; embeddings and
@@ -94,37 +95,17 @@ def kronecker_factors(
     forms = {n: Form.of(t) for n, t in module.state_dict().items()}
     watched = [block for block in blocks if block.kind != "norm"]
     sums = {b.name: _Sums.zeros(b, forms, rows.x.device, sharing, centred) for b in watched}
-    with record_calls(module, watched) as calls:
-        for begin, end in _runs(len(rows) if watched else 0, batch, calls):
-            x, y = rows.x[begin:end], rows.y[begin:end]
-            calls.clear()
-            with torch.enable_grad():
-                logits = in_full(module(x))
-                labels = y if fisher == "empirical" else task.redraw(logits.detach(), y, generator)
-                loss = task.loss(logits, labels, "sum")  # a sum, so that each row's gradient is its own
-                grads = torch.autograd.grad(loss, [c.probe for c in calls], materialize_grads=True) if calls else ()
-            for block in watched:
-                mine = [(c, g) for c, g in zip(calls, grads, strict=True) if c.block is block]
-                sums[block.name].add(mine, len(x))
+    drawn = None if fisher == "empirical" else partial(task.redraw, generator=generator)
+    for calls, examples in layer_passes(module, watched, rows, task, drawn, batch, kernel):
+        for block in watched:
+            sums[block.name].add([(call, grad) for call, grad in calls if call.block is block], examples)
     found = {name: total.mean(len(rows)) for name, total in sums.items()}
     norms = [block.name for block in blocks if block.kind == "norm"]
     if norms:
-        options = {"fisher": fisher, "batch": batch or _BATCH, "generator": generator, "task": task}
+        options = {"fisher": fisher, "batch": batch or BATCH, "generator": generator, "task": task}
         spread = diagonal_fisher(module, rows, names=norms, **options)  # type: ignore[arg-type]
         found |= {name: _norm_factors(value) for name, value in spread.items()}
     return {block.name: found[block.name] for block in blocks}
-
-
-def _runs(rows: int, batch: int | None, calls: Sequence[LayerCall]) -> Iterator[tuple[int, int]]:
-    """Runs of rows; without a size, as long as what layers read and answer stays small, once that is seen."""
-    begin, size = 0, batch or _BATCH
-    while begin < rows:
-        end = min(rows, begin + size)
-        yield begin, end
-        if batch is None and begin == 0:
-            numbers = sum(call.x.numel() + call.probe.numel() for call in calls)
-            size = max(_BATCH, min(_MOST_ROWS, _RECORDED * end // max(1, numbers) // _BATCH * _BATCH))
-        begin = end
 
 
 def _norm_factors(precision: Tensor) -> Factors:
@@ -318,6 +299,7 @@ class KroneckerFactors(CurvatureEvidence):
             batch=self.batch,
             generator=local.stream("fisher"),
             task=local.task,
+            kernel=local.settings.kernel,
         )
 
     def _passes_over(self, blocks: Sequence[Block], local: Local) -> Iterator[Sequence[Block]]:

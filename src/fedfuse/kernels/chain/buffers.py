@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedfuse.kernels.chain import move
 from fedfuse.kernels.chain.pointwise import Runs
 from fedfuse.kernels.chain.tiles import Four, Two
 from fedfuse.kernels.target import LANES, Floats, pad_to_lanes
@@ -57,6 +58,12 @@ class Images:
         first = self.border * (self._line + self.channels * LANES)
         return first, (self.height + 2 * self.border) * self._line, self._line
 
+    def copy_out(self, numbers: Floats, count: int, scale: float = 1.0) -> Tensor:
+        """Values or gradients of the first examples, times a scale, as torch has them; channels are last in memory."""
+        rows = np.empty(count * self.features, np.float32)
+        move.images_out(count, numbers, self.form, scale, rows)
+        return torch.from_numpy(rows).view(count, self.height, self.width, self.channels).permute(0, 3, 1, 2)
+
     def runs(self, other: Images, count: int) -> Runs:
         """These images and others of their size as runs of numbers; see `pointwise`."""
         return (blocks_of(count), self.height, self.width * self.channels * LANES, *self.strides(), *other.strides())
@@ -78,6 +85,10 @@ class Table:
         self.form = self.columns, self.features
         size = self.batch * self.features
         self.data, self.grads = np.zeros(size, np.float32), np.zeros(size, np.float32)
+
+    def rows_of(self, numbers: Floats, count: int) -> Tensor:
+        """Values or gradients of the first examples without the filling; a view."""
+        return torch.from_numpy(numbers[: count * self.features]).view(count, self.features)[:, : self.columns]
 
     def runs(self, other: Table, count: int) -> Runs:  # noqa: ARG002 - both lie alike
         """This table and another of its size as one run of numbers; see `pointwise`."""

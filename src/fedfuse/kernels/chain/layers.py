@@ -57,6 +57,7 @@ class Op(Protocol):
 class ConvOp:
     """A convolution; the first layer's input needs no gradient."""
 
+    name: str
     x: Images
     y: Images
     own: Numbers
@@ -81,8 +82,22 @@ class ConvOp:
         convolve.to_weights(blocks, x.data, x.form, y.grads, y.form, self.size, own.grads, weights)
         if self.bias:
             convolve.to_biases(blocks, y.grads, y.form, own.grads, biases, self._sums)
+        self.pass_back(count)
+
+    def pass_back(self, count: int) -> None:
+        """From its output's gradient to its input's alone."""
+        x, y, own = self.x, self.y, self.own
         if not self.first:
-            convolve.to_inputs(blocks, y.grads, y.form, own.weights, weights, self.size, own.zero, x.grads, x.form)
+            at = self.offsets[0]
+            convolve.to_inputs(blocks_of(count), y.grads, y.form, own.weights, at, self.size, own.zero, x.grads, x.form)
+
+    def read_inputs(self, count: int) -> Tensor:
+        """A copy of what it reads."""
+        return self.x.copy_out(self.x.data, count)
+
+    def read_gradients(self, count: int, scale: float) -> Tensor:
+        """A copy of the gradient at its output, times a scale."""
+        return self.y.copy_out(self.y.grads, count, scale)
 
 
 @dataclass(slots=True)
@@ -92,6 +107,7 @@ class LinearOp:
     Where images were flattened for it, `order` has their channels, height and width: a table has channels last.
     """
 
+    name: str
     x: Table
     y: Table
     own: Numbers
@@ -105,16 +121,6 @@ class LinearOp:
         x, y = self.x, self.y
         connect.forward(count, x.data, x.form, self.own.weights, self.offsets, y.data, y.form)
 
-    def read_inputs(self, count: int) -> Tensor:
-        """A copy of what it reads, in the order that torch's layer has its columns."""
-        columns, length = self.x.form
-        rows = torch.from_numpy(self.x.data[: count * length]).view(count, length)[:, :columns]
-        if not self.order:
-            return rows.clone()
-        channels, height, width = self.order
-        images: Tensor = rows.unflatten(1, (height, width, channels))
-        return images.permute(0, 3, 1, 2).flatten(1)
-
     def backward(self, count: int) -> None:
         """See `connect`."""
         x, y, own = self.x, self.y, self.own
@@ -122,8 +128,26 @@ class LinearOp:
         connect.to_weights(count, x.data, x.form, y.grads, y.form, own.zero, own.grads, weights)
         if self.bias:
             connect.to_biases(count, y.grads, y.form, own.grads, biases)
+        self.pass_back(count)
+
+    def pass_back(self, count: int) -> None:
+        """From its output's gradient to its input's alone."""
+        x, y, own = self.x, self.y, self.own
         if not self.first:
-            connect.to_inputs(count, y.grads, y.form, own.weights, weights, own.zero, x.grads, x.form)
+            connect.to_inputs(count, y.grads, y.form, own.weights, self.offsets[0], own.zero, x.grads, x.form)
+
+    def read_inputs(self, count: int) -> Tensor:
+        """A copy of what it reads, in the order that torch's layer has its columns."""
+        rows = self.x.rows_of(self.x.data, count)
+        if not self.order:
+            return rows.clone()
+        channels, height, width = self.order
+        images: Tensor = rows.unflatten(1, (height, width, channels))
+        return images.permute(0, 3, 1, 2).flatten(1)
+
+    def read_gradients(self, count: int, scale: float) -> Tensor:
+        """A copy of the gradient at its output, times a scale."""
+        return self.y.rows_of(self.y.grads, count) * scale
 
 
 @dataclass(slots=True)

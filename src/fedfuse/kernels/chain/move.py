@@ -60,6 +60,23 @@ def _lane_in(x: Floats, row: int, images: Floats, form: Four, block: int, lane: 
 
 
 @compile_kernel
+def images_out(count: int, images: Floats, form: Four, scale: float, rows: Floats) -> None:
+    """rows[i] = scale · image i as a row, [row][column][channel]; the inverse of `images_in`."""
+    height, line, factor = form[0], form[1] * form[3], np.float32(scale)
+    size = height * line
+    for block in range((count + LANES - 1) // LANES):
+        first = block * LANES
+        lanes = min(LANES, count - first)
+        for h in range(height):
+            b = pixel(form, block, h, 0)
+            for lane in range(lanes):
+                a = (first + lane) * size + h * line
+                target = rows[a : a + line]
+                for v in range(line):
+                    target[v] = factor * images[b + v * LANES + lane]
+
+
+@compile_kernel
 def flatten(count: int, images: Floats, form: Four, table: Floats, length: int) -> None:
     """table[i] = image i as a row, [row][column][channel]; the images have no border."""
     features = form[0] * form[1] * form[3]

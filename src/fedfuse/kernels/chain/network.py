@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -59,6 +60,14 @@ class Round:
     linear: Floats
     descent: CompiledSgd | CompiledAdam
     posterior: VarianceLearning | None = None
+
+
+class LayerReading(NamedTuple):
+    """What a layer with weights reads of a batch, and the gradient at its output."""
+
+    name: str
+    inputs: Tensor
+    gradients: Tensor
 
 
 class Chain:
@@ -132,7 +141,7 @@ class Chain:
         k, tensors = layer.kernel, self._weights
         weights = tensors.add(f"{layer.name}.weight", (layer.outputs, shape[0], k, k), (0, 2, 3, 1), layer.outputs)
         size = (k, layer.stride, tensors.slots[f"{layer.name}.weight"].length)
-        return ConvOp(x, y, self._numbers, (weights, self._bias(layer)), size, layer.bias, first)
+        return ConvOp(layer.name, x, y, self._numbers, (weights, self._bias(layer)), size, layer.bias, first)
 
     def _mean_field(self, layer: MeanFieldLinear, shape: Shape, x: Table, y: Table, first: bool) -> Op:
         plain, own = self._linear(layer, shape, x, y, first), self._log_variances
@@ -144,7 +153,7 @@ class Chain:
         inner, axes = (self._order, (0, 2, 3, 1)) if self._order else (shape, (0, 1))
         weights = self._weights.add(f"{layer.name}.weight", (layer.outputs, *inner), axes, layer.outputs)
         order, self._order = self._order or (), None
-        return LinearOp(x, y, self._numbers, (weights, self._bias(layer)), layer.bias, first, order)
+        return LinearOp(layer.name, x, y, self._numbers, (weights, self._bias(layer)), layer.bias, first, order)
 
     def _bias(self, layer: Conv | Linear) -> int:
         """Where the biases begin; a layer without them reads zeros."""
@@ -263,16 +272,52 @@ class Chain:
             module: the network, whose layers do the same in training and in evaluation.
             x: rows, images with their channels last in memory or not.
         """
-        state, rows, order = module.state_dict(), self._flatten(x), np.arange(len(x))
-        self._weights.write({name: state[name] for name in self._weights.slots}, self._numbers.weights)
-        *before, head = self._ops
+        rows, order, *before, head = self._flatten(x), self._load(module, len(x)), *self._ops
         assert isinstance(head, LinearOp)
         for begin in range(0, len(order), self._batch):
-            count = min(self._batch, len(order) - begin)
-            self._enter(count, rows, order, begin)
+            count = self._enter_batch(rows, order, begin)
             for op in before:
                 op.forward(count)
             yield head.read_inputs(count)
+
+    def read_layers(self, module: nn.Module, x: Tensor, y: Tensor) -> Iterator[list[LayerReading]]:
+        """What every layer with weights reads, and the gradient that comes back to it, batch by batch.
+
+        Nothing is learned. Gradients are of the sum of the batch's losses, so that each row's is its own.
+
+        Args:
+            module: the network, whose layers do the same in training and in evaluation.
+            x: rows, images with their channels last in memory or not.
+            y: their labels.
+        """
+        rows, labels, order, end = self._flatten(x), y.numpy(), self._load(module, len(x)), self._end
+        for begin in range(0, len(order), self._batch):
+            count = self._enter_batch(rows, order, begin)
+            for op in self._ops:
+                op.forward(count)
+            learn.cross_entropy(count, end.data, end.form, labels, order, begin, end.grads)  # type: ignore[arg-type]
+            found = []
+            for op in reversed(self._ops):
+                if isinstance(op, ConvOp | LinearOp):  # the loss is a mean
+                    whole = op.first and isinstance(op, ConvOp)  # pictures as they came
+                    seen = x[begin : begin + count] if whole else op.read_inputs(count)
+                    found.append(LayerReading(op.name, seen, op.read_gradients(count, float(count))))
+                    op.pass_back(count)
+                else:
+                    op.backward(count)
+            yield found[::-1]
+
+    def _load(self, module: nn.Module, count: int) -> Ints:
+        """Load a network's weights; gives so many rows in their order."""
+        state = module.state_dict()
+        self._weights.write({name: state[name] for name in self._weights.slots}, self._numbers.weights)
+        return np.arange(count)
+
+    def _enter_batch(self, rows: Floats, order: Ints, begin: int) -> int:
+        """Let a batch in; gives how many rows it has."""
+        count = min(self._batch, len(order) - begin)
+        self._enter(count, rows, order, begin)
+        return count
 
     def _flatten(self, x: Tensor) -> Floats:
         """The rows as they lie in memory, channels last for images."""

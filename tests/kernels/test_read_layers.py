@@ -1,0 +1,101 @@
+"""What layers read and the gradients that come back, by compiled passes: what autograd gives, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from plain_training import rows, seeded
+from torch import nn
+
+from fedfuse.client.evidence.kfac import kronecker_factors
+from fedfuse.client.recording import record_calls
+from fedfuse.core.rows import Rows
+from fedfuse.core.spec import Spec
+from fedfuse.kernels import readings_of_layers, why_not
+from fedfuse.nets.blocks import Block, blocks_of
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason="nothing can be compiled here")
+
+SHAPE = (2, 9, 8)
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "padded and strided": lambda: nn.Sequential(
+        *(nn.Conv2d(2, 5, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(5, 4, 2, stride=2, bias=False)),
+        *(nn.Tanh(), nn.Flatten(), nn.Linear(16, 7), nn.LeakyReLU(0.1), nn.Linear(7, 3)),
+    ),
+    "a head behind images": lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(126, 3)),
+    "rows alone": lambda: nn.Sequential(nn.Flatten(), nn.Linear(144, 20, bias=False), nn.Tanh(), nn.Linear(20, 3)),
+}
+
+
+def by_autograd(net: nn.Module, data: Rows) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    blocks = list(blocks_of(Spec.of(net)))
+    with record_calls(net, blocks) as calls:
+        loss = nn.functional.cross_entropy(net(data.x), data.y, reduction="sum")
+        grads = torch.autograd.grad(loss, [call.probe for call in calls])
+    return {call.block.name: (call.x, grad) for call, grad in zip(calls, grads, strict=True)}
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("count", [1, 64, 150])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_readings_are_autograds(name: str, count: int, last: bool) -> None:
+    net, data = seeded(NETWORKS[name]).eval(), rows(SHAPE, count)
+    ours = Rows(data.x.contiguous(memory_format=torch.channels_last), data.y) if last else data
+    expected = by_autograd(net, data)
+    readings = readings_of_layers(net, ours, "auto", expected.keys(), batch=64)
+    assert readings is not None
+    batches = list(readings)
+    assert [len(batch[0].gradients) for batch in batches] == [64] * (count // 64) + [count % 64] * (count % 64 > 0)
+    for at, (layer, (x, grad)) in enumerate(expected.items()):
+        assert {batch[at].name for batch in batches} == {layer}
+        torch.testing.assert_close(torch.cat([batch[at].inputs for batch in batches]), x, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.cat([batch[at].gradients for batch in batches]), grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_factors_are_the_same_by_both(name: str, sharing: str) -> None:
+    net, data = seeded(NETWORKS[name]).eval(), rows(SHAPE, 150)
+    blocks = blocks_of(Spec.of(net))
+    compiled, plain = (
+        kronecker_factors(net, blocks, data, sharing=sharing, kernel=kernel)  # type: ignore[arg-type]
+        for kernel in ("auto", "torch")
+    )
+    assert list(compiled) == list(plain)
+    for layer in plain:
+        for mine, theirs in zip(compiled[layer], plain[layer], strict=True):
+            assert float((mine - theirs).abs().max()) < 1e-4 * float(theirs.abs().max())  # type: ignore[operator]
+
+
+def test_some_layers_may_be_asked_for() -> None:
+    """A client whose factors do not fit its memory goes through its rows several times, for some layers each."""
+    net, data = seeded(NETWORKS["padded and strided"]).eval(), rows(SHAPE, 90)
+    some = [block for block in blocks_of(Spec.of(net)) if block.name in ("3", "8")]
+    found, whole = (kronecker_factors(net, blocks, data, kernel="auto") for blocks in (some, blocks_of(Spec.of(net))))
+    assert list(found) == ["3", "8"]
+    assert all(found[layer][1].equal(whole[layer][1]) for layer in found)  # type: ignore[union-attr, arg-type]
+
+
+def test_torch_does_it_where_evaluation_differs_or_the_user_says_so() -> None:
+    data = rows(SHAPE, 20)
+    net = seeded(NETWORKS["rows alone"]).eval()
+    assert readings_of_layers(net, data, "torch", {"1"}) is None
+    assert readings_of_layers(net, data, "auto", {"2"}) is None
+    for odd in (nn.BatchNorm1d(5), nn.GELU()):
+        other = nn.Sequential(nn.Flatten(), nn.Linear(144, 5), odd, nn.Linear(5, 3)).eval()
+        assert readings_of_layers(other, data, "auto", {"1"}) is None
+    dropped = nn.Sequential(nn.Flatten(), nn.Linear(144, 5), nn.Dropout(0.5), nn.Linear(5, 3))
+    assert readings_of_layers(dropped.train(), data, "auto", {"1"}) is None
+    assert readings_of_layers(dropped.eval(), data, "auto", {"1"}) is not None
+    assert readings_of_layers(net, rows(SHAPE, 0), "auto", {"1"}) is None
+
+
+def test_labels_that_are_drawn_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, data = seeded(NETWORKS["rows alone"]).eval(), rows(SHAPE, 20)
+    monkeypatch.setattr("fedfuse.client.layer_passes.readings_of_layers", lambda *_: pytest.fail("asked"))
+    draw = torch.Generator().manual_seed(0)
+    block = Block("1", "linear", "1.weight")
+    kronecker_factors(net, [block], data, fisher="sampled", generator=draw, kernel="auto")
+    kronecker_factors(net, [block], data, batch=7, kernel="auto")
