@@ -12,8 +12,9 @@ from torch import nn
 from fedfuse.client.evidence.kfac import kronecker_factors
 from fedfuse.client.recording import record_calls
 from fedfuse.core.rows import Rows
+from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.kernels import readings_of_layers, why_not
+from fedfuse.kernels import chain_for, readings_of_layers, why_not
 from fedfuse.nets.blocks import Block, blocks_of
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason="nothing can be compiled here")
@@ -99,3 +100,25 @@ def test_labels_that_are_drawn_are_torchs(monkeypatch: pytest.MonkeyPatch) -> No
     block = Block("1", "linear", "1.weight")
     kronecker_factors(net, [block], data, fisher="sampled", generator=draw, kernel="auto")
     kronecker_factors(net, [block], data, batch=7, kernel="auto")
+
+
+def test_a_client_that_diverged_leaves_nothing_for_the_next_ones_readings() -> None:
+    """Evidence may be brought to a remembered training by the very chain in which another client diverged."""
+    net, data = seeded(NETWORKS["padded and strided"]), rows(SHAPE, 64)
+    settings, live = LocalSettings(batch_size=64), {name for name, _ in net.named_parameters()}
+
+    def read() -> list[torch.Tensor]:
+        readings = readings_of_layers(net.eval(), data, "auto", {"0"}, batch=64)
+        assert readings is not None
+        return [seen.gradients for batch in readings for seen in batch]
+
+    fresh, chain = read(), chain_for(net.eval(), data, settings, live)
+    assert chain is not None
+    broken = torch.full_like(data.x, float("nan"))
+    chain.batches(chain.begin(net, settings, 0.0, {}, {}), broken, data.y, torch.arange(64), 0.1, torch.Generator())
+    assert all(again.equal(before) for again, before in zip(read(), fresh, strict=True))
+
+
+def test_rows_on_another_device_are_torchs() -> None:
+    net, data = seeded(NETWORKS["rows alone"]).eval(), rows(SHAPE, 20)
+    assert readings_of_layers(net, Rows(data.x.to("meta"), data.y), "auto", {"1"}) is None

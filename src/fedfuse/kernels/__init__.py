@@ -143,7 +143,7 @@ def readings_of_layers(
 
 def _chain_to_read(module: nn.Module, rows: Rows, kernel: str, batch: int) -> tuple[Chain | None, tuple[Layer, ...]]:
     """A chain whose layers do in evaluation what they do in training, and these layers; none where torch is asked."""
-    if kernel == "torch" or not len(rows):
+    if kernel == "torch" or not len(rows) or not rows.x.is_cpu:
         return None, ()
     settings, live = LocalSettings(batch_size=batch), {name for name, _ in module.named_parameters()}
     try:

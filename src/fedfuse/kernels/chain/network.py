@@ -310,6 +310,7 @@ class Chain:
     def _load(self, module: nn.Module, count: int) -> Ints:
         """Load a network's weights; gives so many rows in their order."""
         state = module.state_dict()
+        self._numbers.weights.fill(0)  # a client that diverged leaves no zeros between tensors
         self._weights.write({name: state[name] for name in self._weights.slots}, self._numbers.weights)
         return np.arange(count)
 
