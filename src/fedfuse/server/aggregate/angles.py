@@ -53,7 +53,7 @@ def sphere_weights(products: Tensor, shares: Tensor) -> Tensor | None:
 
     Example:
         >>> products = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
-        >>> sphere_weights(products, torch.tensor([0.5, 0.5], dtype=torch.float64)).mul(2**0.5)
+        >>> sphere_weights(products, torch.tensor([0.5, 0.5], dtype=torch.float64)).mul(2**0.5).round(decimals=6)
         tensor([1., 1.], dtype=torch.float64)
     """
     lengths = products.diagonal().sqrt()
