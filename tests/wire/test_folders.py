@@ -345,3 +345,23 @@ def test_buffers_of_whole_numbers_stay_what_they_are(tmp_path: Path) -> None:
     for sources in (folders, [weights(0) | buffers, weights(1) | buffers]):
         fused = fedfuse.fuse(sources).state_dict()
         assert all(fused[name].equal(buffer) for name, buffer in buffers.items())
+
+
+class WithTable(torch.nn.Module):
+    """A network that looks numbers up in a table of short whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(4, 3)
+        self.register_buffer("table", torch.arange(6, dtype=torch.int32).view(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)  # type: ignore[no-any-return]
+
+
+def test_a_network_trained_here_has_the_buffers_it_likes(tmp_path: Path) -> None:
+    network, rows = WithTable(), (torch.randn(8, 4), torch.arange(8) % 3)
+    updates = [fedfuse.local_update(network, rows, "fedavg", client=name, epochs=1) for name in "ab"]
+    files = [fedfuse.fuse(updates).save(tmp_path / f"{name}.safetensors") for name in "ab"]
+    for sources in (updates, files):
+        assert fedfuse.fuse(sources).state_dict()["table"].tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -101,7 +101,7 @@ def read_files(folder: Path, single: str, indexes: Sequence[str]) -> Packet:
     return Packet({}, tensors, sum(packet.size for packet in packets.values()))
 
 
-def check_unpacked(forms: Mapping[str, Form], trained_here: bool = False) -> None:
+def check_unpacked(forms: Mapping[str, Form], ours: bool = False) -> None:
     """Go on only if these tensors hold numbers of a network, and whole numbers only where buffers have them.
 
     Networks keep counts, positions and indices in 64 bits, masks in booleans or laid out to be spread over rows
@@ -110,7 +110,7 @@ def check_unpacked(forms: Mapping[str, Form], trained_here: bool = False) -> Non
 
     Args:
         forms: of a network's tensors.
-        trained_here: whether one of our updates says what they are for, so that only weights are looked at.
+        ours: whether a file of ours holds them, whose network had them as buffers; then only weights are looked at.
 
     Raises:
         Packed: naming the first that is codes.
@@ -128,7 +128,7 @@ def check_unpacked(forms: Mapping[str, Form], trained_here: bool = False) -> Non
         if dtype.is_floating_point or dtype == torch.bool:
             continue
         is_code = dtype.itemsize < 8 and ("weight" in leaf or (len(shape) > 1 and shape[0] != 1))
-        if leaf == "weight" or (is_code and not trained_here):
+        if leaf == "weight" or (is_code and not ours):
             raise Packed(name, f"{'×'.join(map(str, shape)) or 'a scalar'} {str(dtype).removeprefix('torch.')}")
 
 

@@ -91,7 +91,7 @@ def open_all(items: Sequence[Item], standing: Params | None) -> tuple[list[Opene
     for item in items:
         try:
             found = OpenedItem(item, item.packet or open_weights(item.payload), standing)
-            check_unpacked(found.forms, trained_here=not found.is_plain)
+            check_unpacked(found.forms, ours=bool(found.packet.header))
             opened.append(found)
         except Packed as why:
             refused.append(Refused(item.client, shorten(why.tensor), why.got, why.expected))
