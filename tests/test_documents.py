@@ -116,6 +116,11 @@ def test_one_exchange_of_pictures_and_of_tables(typed: Typed, tmp_path: Path) ->
         assert typed(line + short.get(line.split()[1], "")) == 0, line
     assert (tmp_path / "card.md").read_text().startswith("# all.safetensors")
     assert (tmp_path / "risks.csv").read_text().startswith("row,predicted,p(healthy),p(ill),entropy")
+    assert typed("fedfuse export risk.safetensors --to onnx -o risk.onnx") == 0
+    (program,) = (text for language, text in blocks("docs/one-shot.md") if "onnxruntime" in text)
+    exec(compile(program, "one-shot.md", "exec"), known := dict[str, np.ndarray]())
+    told = np.genfromtxt(tmp_path / "risks.csv", delimiter=",", skip_header=1, usecols=(2, 3))
+    np.testing.assert_allclose(known["risks"], told, atol=1e-5)
 
 
 def test_readmes_experiment_is_sound(typed: Typed, tmp_path: Path) -> None:
