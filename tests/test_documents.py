@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -113,6 +116,11 @@ def test_one_exchange_of_pictures_and_of_tables(typed: Typed, tmp_path: Path) ->
         assert typed(line + short.get(line.split()[1], "")) == 0, line
     assert (tmp_path / "card.md").read_text().startswith("# all.safetensors")
     assert (tmp_path / "risks.csv").read_text().startswith("row,predicted,p(healthy),p(ill),entropy")
+    assert typed("fedfuse export risk.safetensors --to onnx -o risk.onnx") == 0
+    (program,) = (text for language, text in blocks("docs/one-shot.md") if "onnxruntime" in text)
+    exec(compile(program, "one-shot.md", "exec"), known := dict[str, np.ndarray]())
+    told = np.genfromtxt(tmp_path / "risks.csv", delimiter=",", skip_header=1, usecols=(2, 3))
+    np.testing.assert_allclose(known["risks"], told, atol=1e-5)
 
 
 def test_readmes_experiment_is_sound(typed: Typed, tmp_path: Path) -> None:
@@ -203,53 +211,68 @@ def run_document(name: str, typed: Typed, folder: Path, known: dict[str, object]
                 assert typed(line) == 0, line
 
 
-def table_words(table: str) -> list[str]:
-    """A Markdown table's headings and the names of its rows."""
-    head, _, *rows = table.splitlines()
-    return [head, *(row.split("|")[1].strip() for row in rows)]
+def in_processes(folder: Path) -> Typed:
+    """Types commands in a folder, each in a process of its own."""
+
+    def call(line: str) -> int:
+        command = [sys.executable, "-m", "fedfuse", *shlex.split(line)[1:]]
+        return subprocess.run(command, cwd=folder, capture_output=True, timeout=200, check=False).returncode
+
+    return call
 
 
-def table_means(table: str) -> list[float]:
-    """A Markdown table's numbers without what stands behind ±."""
-    return [float(n) for row in table.splitlines()[2:] for n in re.findall(r"\| \**(\d[\d.]*)", row)]
+# What documents print of runs stands between marks in them, to the last digit, and is written by `make catalogue`.
+
+
+def demo_parts(typed: Typed, folder: Path) -> dict[str, str]:
+    """README's first table."""
+    assert typed("fedfuse demo --out demo --workers 1") == 0
+    assert typed("fedfuse table demo --format md -o demo.md") == 0
+    return {"demo": f"\n{(folder / 'demo.md').read_text(encoding='utf-8').strip()}\n"}
+
+
+def study_parts(typed: Typed, folder: Path) -> dict[str, str]:
+    """The table of the tutorial that compares methods."""
+    with contextlib.chdir(folder):
+        run_document("docs/tutorials/compare.md", typed, folder, {})
+    (line,) = (
+        line for _, text in blocks("docs/tutorials/compare.md") for line in commands(text) if "--columns" in line
+    )
+    assert typed(f"{line} --format md -o study.md") == 0
+    return {"study": f"\n\n{(folder / 'study.md').read_text(encoding='utf-8').strip()}\n\n"}
+
+
+def sites_parts(typed: Typed, folder: Path) -> dict[str, str]:
+    """How much the networks of the tutorial of three sites know, in percent."""
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as said:
+        run_document("docs/tutorials/three-sites.md", typed, folder, {})
+    return dict(re.findall(r"^(fedavg|fedlpa) (\d+)%$", said.getvalue(), re.MULTILINE))
+
+
+PRINTED = {
+    "README.md": demo_parts,
+    "docs/tutorials/compare.md": study_parts,
+    "docs/tutorials/three-sites.md": sites_parts,
+}
 
 
 @pytest.mark.slow
-def test_the_tutorial_that_compares_methods(typed: Typed, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_document("docs/tutorials/compare.md", typed, tmp_path, {})
-    capsys.readouterr()
-    assert typed("fedfuse table runs/study --columns accuracy,nll,ece,bytes_up") == 0
-    told, text = capsys.readouterr().out.strip(), (ROOT / "docs/tutorials/compare.md").read_text(encoding="utf-8")
-    written = text[text.index("| method |") :].partition("\n\n")[0]
-    assert table_words(written) == table_words(told)
-    assert table_means(written) == pytest.approx(
-        table_means(told), rel=0.05, abs=3.0
-    )  # other processors round otherwise
-    assert (tmp_path / "table.tex").read_text().count(r"\\") == 5
-    assert (tmp_path / "sweep.pdf").read_bytes().startswith(b"%PDF")
-
-
-@pytest.mark.slow
-def test_the_tutorial_of_three_sites(typed: Typed, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    known: dict[str, object] = {}
-    run_document("docs/tutorials/three-sites.md", typed, tmp_path, known)
-    told = dict(re.findall(r"^(fedavg|fedlpa) (\d+)%$", capsys.readouterr().out, re.MULTILINE))
-    text = " ".join((ROOT / "docs/tutorials/three-sites.md").read_text(encoding="utf-8").split())
-    found = re.search(r"FedLPA knows (\d+) % of the test digits, the plain mean of the weights (\d+) %", text)
-    assert found is not None
-    assert [int(n) for n in found.groups()] == pytest.approx([int(told["fedlpa"]), int(told["fedavg"])], abs=3)
+@pytest.mark.parametrize("page", PRINTED)
+def test_tables_are_what_is_typed_to_the_digit(page: str, typed: Typed, tmp_path: Path) -> None:
+    text, parts = (ROOT / page).read_text(encoding="utf-8"), PRINTED[page](typed, tmp_path)
+    assert parts
+    for mark, printed in parts.items():
+        assert between(text, mark) == printed.strip(), "write it anew: make catalogue"
+    if page.endswith("compare.md"):
+        assert (tmp_path / "table.tex").read_text().count(r"\\") == 5
+        assert (tmp_path / "sweep.pdf").read_bytes().startswith(b"%PDF")
 
 
 @pytest.mark.flower
 def test_the_tutorial_of_a_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes of their own, for Flower's engine leaves some behind in ours."""
     monkeypatch.chdir(tmp_path)
-
-    def typed(line: str) -> int:
-        command = [sys.executable, "-m", "fedfuse", *shlex.split(line)[1:]]
-        return subprocess.run(command, capture_output=True, timeout=200, check=False).returncode
-
-    run_document("docs/tutorials/federation.md", typed, tmp_path, {})
+    run_document("docs/tutorials/federation.md", in_processes(tmp_path), tmp_path, {})
     assert (tmp_path / "app" / "pyproject.toml").is_file()
 
 
@@ -292,21 +315,6 @@ def test_readmes_table_is_what_the_methods_say_of_themselves() -> None:
     assert set(re.findall(r"`(\w+)`", written)) == set(fedfuse.list_methods())
 
 
-@pytest.mark.slow
-def test_readmes_first_table_is_what_the_demo_prints(tmp_path: Path) -> None:
-    """To the last method and column; numbers within what processors differ."""
-    run = [sys.executable, "-m", "fedfuse", "demo", "--out", str(tmp_path / "run"), "--workers", "1"]
-    subprocess.run(run, check=True, capture_output=True)
-    table = [sys.executable, "-m", "fedfuse", "table", str(tmp_path / "run"), "--format", "md"]
-    printed = subprocess.run(table, check=True, capture_output=True, text=True).stdout.strip().splitlines()
-    shown = between((ROOT / "README.md").read_text(encoding="utf-8"), "demo").splitlines()
-    assert shown[:2] == printed[:2]
-    cells = [[row.replace("*", "").split("|")[1:3] for row in rows[2:]] for rows in (shown, printed)]
-    assert [name for name, _ in cells[0]] == [name for name, _ in cells[1]]
-    accuracies = [[float(cell.partition("±")[0]) for _, cell in rows] for rows in cells]
-    assert accuracies[0] == pytest.approx(accuracies[1], abs=3)
-
-
 def test_a_method_of_another_family_appears_in_the_table_by_itself() -> None:
     @method("my_statistic", family="statistics")
     def my_statistic() -> Recipe:
@@ -322,3 +330,6 @@ def test_a_method_of_another_family_appears_in_the_table_by_itself() -> None:
 
 if __name__ == "__main__":
     write_between(ROOT / "README.md", {"methods": f"\n{methods_table()}\n"})
+    for page, parts in PRINTED.items():
+        with tempfile.TemporaryDirectory() as made:
+            write_between(ROOT / page, parts(in_processes(Path(made)), Path(made)))

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from tests.conftest import Fedfuse, Said
 
 from fedfuse.core.about import About, Contribution
-from fedfuse.core.forms import ArrayForm
+from fedfuse.core.forms import ArrayForm, PictureForm
 from fedfuse.core.model import Apart, Model, Single
 from fedfuse.core.spec import Spec
 from fedfuse.models.bayes import BayesianLayers
@@ -196,6 +197,55 @@ def test_an_exported_model_answers_as_here(fedfuse: Fedfuse, name: str, to: str)
         x = rows(count)
         assert isinstance(model, Single | Mixture)
         assert torch.allclose(answers(out, x), model.logits(normalize(x)).float(), atol=1e-5)
+
+
+def test_the_note_says_the_size_of_pictures_which_the_graph_cannot_change(fedfuse: Fedfuse) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    form = PictureForm(height=28, width=28, channels=1, mean=(0.4,), std=(0.2,))
+    spec, draw = Spec("lenet", {"classes": 3}), np.random.default_rng(0)
+    torch.manual_seed(0)
+    save_model(Single.of(spec.build(), spec), Path("m.safetensors"), about=About(class_names=NAMES, inputs=form))
+    Path("seen").mkdir()
+    for k, size in enumerate(((28, 28), (28, 28), (50, 35))):
+        Image.fromarray(draw.integers(0, 255, size, dtype=np.uint8)).save(f"seen/{k}.png")
+    assert fedfuse("export", "m.safetensors", "--to", "onnx", "-o", "m.onnx").code == 0
+    assert fedfuse("predict", "m.safetensors", "--data", "seen", "-o", "p.csv").code == 0
+    note = json.loads(Path("m.onnx.json").read_text())
+    told = "n × 1 × 28 × 28: float32, pictures of this size and no other, channels first, their bytes divided by 255"
+    assert note["reads"] == {"rows": told}
+    assert note["normalizes"]
+    session = runtime.InferenceSession("m.onnx", providers=["CPUExecutionProvider"])
+    opened = [Image.open(f"seen/{k}.png") for k in range(3)]
+    resized = [picture.resize((28, 28), Image.Resampling.BILINEAR) for picture in opened]
+    pixels = np.stack([np.asarray(picture, dtype=np.float32)[None] / 255 for picture in resized])
+    (found,) = session.run(["probabilities"], {"rows": pixels})
+    expected = [[float(row[f"p({name})"]) for name in NAMES] for row in table("p.csv")]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    with pytest.raises(Exception, match="Got: 50 Expected: 28"):
+        session.run(["probabilities"], {"rows": np.zeros((1, 1, 50, 35), np.float32)})
+
+
+def test_a_note_claims_nothing_that_the_file_does_not_say(fedfuse: Fedfuse) -> None:
+    save_model(network(0), Path("bare.safetensors"))
+    for to in ("onnx", "torchscript"):
+        assert fedfuse("export", "bare.safetensors", "--to", to, "-o", "m").code == 0
+        note = json.loads(Path("m.json").read_text())
+        assert note == {
+            "format": to,
+            "normalizes": False,
+            "reads": {"rows": "as the network reads them"},
+            "gives": {"logits": "before they become probabilities"},
+        }
+    save_model(network(0), Path("few.safetensors"), about=About(class_names=("a", "b", "c", "d")))
+    refused(fedfuse("export", "few.safetensors", "--to", "onnx", "-o", "x"), "names 4 classes and its network has 3")
+
+
+def test_an_output_for_no_class_is_left_out_as_by_predict(fedfuse: Fedfuse) -> None:
+    save_model(network(0, 4), Path("open.safetensors"), about=ABOUT)
+    assert fedfuse("export", "open.safetensors", "--to", "torchscript", "-o", "open.pt").code == 0
+    assert fedfuse("predict", "open.safetensors", "--data", "rows.npz", "-o", "p.csv").code == 0
+    expected = [[float(row[f"p({name})"]) for name in NAMES] for row in table("p.csv")]
+    np.testing.assert_allclose(answers("open.pt", rows(7)).softmax(-1), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("rule", [MeanLogit(), ClassShares(((9.0, 0.0, 2.0), (1.0, 5.0, 2.0)))])

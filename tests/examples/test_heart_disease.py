@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 from statsmodels.stats.proportion import proportion_confint
 from tests.conftest import Fedfuse
+
+from fedfuse.data.rows import Array
+from fedfuse.data.tables import read_table
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "heart_disease"
 
@@ -56,6 +61,33 @@ def test_the_journey_from_init_to_a_card(
     assert "- switzerland: 30 examples" in card
     assert "| chol [mg/dl] |" in card
     assert len((tmp_path / "predictions.csv").read_text(encoding="utf-8").splitlines()) == 255
+    head, *rows = csv.reader((tmp_path / "test.csv").read_text(encoding="utf-8").splitlines())
+    gaps = [
+        ["" if (3 * row + column) % 7 == 0 else word for column, word in enumerate(line)]
+        for row, line in enumerate(rows)
+    ]
+    with (tmp_path / "gaps.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([head, *gaps])
+    command("export", "newton.safetensors", "--to", "onnx", "-o", "newton.onnx")
+    for table in ("test.csv", "gaps.csv"):
+        command("predict", "newton.safetensors", "--data", table, "-o", "predictions.csv")
+        with (tmp_path / "predictions.csv").open(newline="", encoding="utf-8") as file:
+            expected = [float(row["p(ill)"]) for row in csv.DictReader(file)]
+        np.testing.assert_allclose(asked_of_onnx(tmp_path / "newton.onnx", tmp_path / table), expected, atol=1e-5)
+
+
+def asked_of_onnx(graph: Path, source: Path) -> Array:
+    """The probability of illness of every row of a raw table, by onnxruntime."""
+    runtime = pytest.importorskip("onnxruntime")
+    session, table = runtime.InferenceSession(str(graph)), read_table(source).with_units()
+    given = {
+        column.name: table.numbers(column.name)[:, None]
+        if column.type == "tensor(double)"
+        else np.array([[word or ""] for word in table.column(column.name)], dtype=object)
+        for column in session.get_inputs()
+    }
+    found: Array = session.run(["probabilities"], given)[0][:, 1]
+    return found
 
 
 @pytest.mark.paper

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.conftest import Fedfuse, Said
 
+from fedfuse.core.about import About
+from fedfuse.core.columns import CategoricalColumn, NumericColumn, TableForm, TargetColumn
+from fedfuse.core.model import Single
+from fedfuse.core.spec import Spec
+from fedfuse.data.tables import MISSING
 from fedfuse.federation.agreement import FederationFolder, read_federation
 from fedfuse.federation.create import create_federation
 from fedfuse.federation.fusion import fuse_files
@@ -22,6 +28,7 @@ from fedfuse.federation.site import update_by_federation
 from fedfuse.federation.tables import TableAgreement
 from fedfuse.wire.codec import read
 from fedfuse.wire.codec import write as write_file
+from fedfuse.wire.files import save_model
 
 COLUMNS = "age[years],chol[mg/dl],sex:f|m,pain:1|2|3"
 TASKS = {
@@ -378,3 +385,173 @@ def test_a_runs_model_reads_another_table(fedfuse: Fedfuse) -> None:
     assert scores[str(model)]["rmse"] < 400
     ok(fedfuse("predict", model, "--data", "test.csv", "-o", "p.csv"))
     assert Path("p.csv").read_text().startswith("row,cost\n")
+
+
+# export: raw rows into another program's hands, the answers of `predict` out of it
+
+
+def asked_of_onnx(path: str, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """What onnxruntime makes of a table's raw rows, column by column, by the words of the graph itself."""
+    runtime = pytest.importorskip("onnxruntime")
+    session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    told = session.get_modelmeta().custom_metadata_map
+    assert json.loads(told["columns"]) == [column.name for column in session.get_inputs()]
+    given = {}
+    for column in session.get_inputs():
+        words = [row[column.name] for row in rows]
+        as_numbers = column.type == "tensor(double)"
+        values = [float(w) if w.lower() not in MISSING else np.nan for w in words] if as_numbers else words
+        given[column.name] = np.array(values, dtype=np.float64 if as_numbers else object)[:, None]
+    names = [output.name for output in session.get_outputs()]
+    found = zip(names, session.run(names, given), strict=True)
+    return {name: torch.from_numpy(values).double() for name, values in found}
+
+
+def told_by_predict(fedfuse: Fedfuse, table: str) -> torch.Tensor:
+    """The probabilities or numbers of `fedfuse predict`, row by row."""
+    ok(fedfuse("predict", "all.safetensors", "--data", table, "-o", "p.csv"))
+    with Path("p.csv").open(newline="") as file:
+        head, *lines = list(csv.reader(file))
+    places = [k for k, name in enumerate(head) if name.startswith("p(")] or [
+        k for k, name in enumerate(head) if name not in ("row", "predicted", "entropy", "answered")
+    ]
+    return torch.tensor([[float(line[k]) for k in places] for line in lines], dtype=torch.float64)
+
+
+@pytest.mark.usefixtures("hospitals")
+@pytest.mark.parametrize(
+    ("task", "method"),
+    [
+        ("binary", "fedlpa"),
+        ("classification", "fedavg"),
+        ("classification", "ensemble"),
+        ("regression", "fedavg"),
+        ("regression", "ensemble"),
+        ("multilabel", "laplace"),
+    ],
+)
+def test_onnx_takes_raw_rows_and_gives_the_answers_of_predict(fedfuse: Fedfuse, task: str, method: str) -> None:
+    prepare(fedfuse, task, method)
+    fuse(fedfuse)
+    ok(fedfuse("export", "all.safetensors", "--to", "onnx", "-o", "all.onnx"))
+    spelt = {
+        "age": ["NaN", "?", "61"],
+        "chol": ["n/a", "None", ""],
+        "sex": ["", "Null", "m"],
+        "pain": ["2.0", "NA", "3"],
+    }
+    rows = people(60, 4)
+    for place, (name, words) in enumerate(spelt.items()):
+        for k, word in enumerate(words):
+            rows[3 * place + k][name] = word
+    write(Path("odd.csv"), rows)
+    expected, found = told_by_predict(fedfuse, "odd.csv"), asked_of_onnx("all.onnx", rows)
+    wanted = "numbers" if task == "regression" else "probabilities"
+    assert found.keys() == {wanted} if task == "regression" else {wanted, "logits"}
+    assert found[wanted].shape == expected.shape
+    assert torch.allclose(found[wanted], expected, rtol=1e-6, atol=1e-5)
+    (alone,) = asked_of_onnx("all.onnx", rows[:1])[wanted]
+    assert torch.allclose(alone, expected[0], rtol=1e-6, atol=1e-5)
+    note = json.loads(Path("all.onnx.json").read_text())
+    assert note["normalizes"]
+    assert (note["task"], note["columns"]) == (task, ["age", "chol", "sex", "pain"])
+    assert note["units"] == {"age": "years", "chol": "mg/dl"}
+    assert note["reads"]["chol"] == "float64, n × 1, in mg/dl; NaN where it is missing"
+    assert note["reads"]["pain"] == "text, n × 1: 1, 2, 3; empty where it is missing"
+    if task == "regression":
+        assert note["gives"] == {"numbers": "cost [EUR]"}
+    onnx = pytest.importorskip("onnx")
+    graph = onnx.load("all.onnx")
+    onnx.checker.check_model(graph, full_check=True)
+    assert {prop.key: prop.value for prop in graph.metadata_props}["task"] == task
+
+
+@pytest.mark.usefixtures("hospitals")
+def test_what_predict_refuses_has_no_answer_in_onnx(fedfuse: Fedfuse) -> None:
+    """A graph cannot complain; a wrong answer would be worse than none."""
+    prepare(fedfuse, "binary")
+    fuse(fedfuse)
+    ok(fedfuse("export", "all.safetensors", "--to", "onnx", "-o", "all.onnx"))
+    rows = people(7, 4)
+    write(Path("good.csv"), rows)
+    expected = told_by_predict(fedfuse, "good.csv")
+    odd = [rows[0] | {"sex": "M"}, rows[1] | {"pain": "4"}, rows[2] | {"age": "inf"}, rows[3] | {"pain": "unknown"}]
+    for k, row in enumerate(odd):
+        write(Path("odd.csv"), [row])
+        refused(
+            fedfuse("predict", "all.safetensors", "--data", "odd.csv", "-o", "p.csv"), "odd.csv: column", "in row 1"
+        )
+        assert asked_of_onnx("all.onnx", [row])["probabilities"].isnan().all(), odd[k]
+    found = asked_of_onnx("all.onnx", [*odd, *rows[4:]])["probabilities"]
+    assert found[:4].isnan().all()
+    assert torch.allclose(found[4:], expected[4:], atol=1e-5)
+
+
+def of_table(path: str, columns: Sequence[NumericColumn | CategoricalColumn]) -> None:
+    """A model's file for a table of these columns, its weights drawn."""
+    form = TableForm(columns=tuple(columns), scale="moments", targets=(TargetColumn(name="stage"),))
+    spec = Spec("mlp", {"inputs": len(form.features), "hidden": [8], "classes": 3})
+    torch.manual_seed(0)
+    save_model(Single.of(spec.build(), spec), Path(path), about=About(class_names=("I", "II", "III"), inputs=form))
+    return form
+
+
+@pytest.mark.usefixtures("hospitals")
+def test_columns_may_be_called_and_scaled_as_they_like(fedfuse: Fedfuse) -> None:
+    names = ("where", "fedfuse:where", "linear", "chest pain (type)", "rows", "Größe")
+    seconds = NumericColumn(name="seen", unit="s", mean=1.7e9, std=50.0, indicator=True)
+    words = CategoricalColumn(name="word", levels=("b", "none at all", "10"), mode="10", indicator=True)
+    plain = CategoricalColumn(name="plain", levels=("x", "y"))
+    of_table("all.safetensors", [*(NumericColumn(name=name) for name in names), seconds, words, plain])
+    draw = np.random.default_rng(0)
+    rows = [
+        {name: f"{draw.normal():.3f}" for name in names}
+        | {"seen": "" if k % 4 == 0 else f"{1.7e9 + draw.normal() * 50:.2f}"}
+        | {"word": ("b", "none at all", "10", "10.0", "")[k % 5], "plain": ("x", "y", "")[k % 3]}
+        for k in range(20)
+    ]
+    write(Path("all.csv"), rows)
+    ok(fedfuse("export", "all.safetensors", "--to", "onnx", "-o", "all.onnx"))
+    expected = told_by_predict(fedfuse, "all.csv")
+    assert torch.allclose(asked_of_onnx("all.onnx", rows)["probabilities"], expected, atol=2e-6)
+    of_table("all.safetensors", [NumericColumn(name="probabilities")])
+    said = fedfuse("export", "all.safetensors", "--to", "onnx", "-o", "x.onnx")
+    refused(said, "an output of the graph is called 'probabilities' as a column is")
+    assert not Path("x.onnx").exists()
+
+
+@pytest.mark.usefixtures("hospitals")
+def test_torchscript_takes_raw_rows_too_with_categories_by_their_places(fedfuse: Fedfuse) -> None:
+    prepare(fedfuse, "classification")
+    fuse(fedfuse)
+    ok(fedfuse("export", "all.safetensors", "--to", "torchscript", "-o", "all.pt"))
+    rows = [*people(20, 4), people(1, 5)[0] | {"age": "", "sex": "", "pain": "", "chol": ""}]
+    write(Path("odd.csv"), rows)
+    order = {"sex": "fm", "pain": "123"}
+    numbers = [
+        [
+            np.nan if not w else order[c].index(w) if c in order else float(w)
+            for c in ("age", "chol", "sex", "pain")
+            for w in (row[c],)
+        ]
+        for row in rows
+    ]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that TorchScript is old
+        logits = torch.jit.load("all.pt")(torch.tensor(numbers, dtype=torch.float64))
+        assert torch.jit.load("all.pt")(torch.tensor([[50.0, 200.0, 2.0, 0.0]]).double()).isnan().all()
+    assert torch.allclose(logits.softmax(-1).double(), told_by_predict(fedfuse, "odd.csv"), atol=1e-5)
+    note = json.loads(Path("all.pt.json").read_text())
+    assert note["gives"] == {"logits": "before they become probabilities"}
+    assert note["reads"]["rows"].startswith("n × 4: float64, a column of `inputs` each, in their order and units")
+    assert [column["name"] for column in note["inputs"]["columns"]] == note["columns"]
+
+
+@pytest.mark.usefixtures("hospitals")
+def test_the_note_of_bare_weights_says_that_rows_come_scaled(fedfuse: Fedfuse) -> None:
+    of_table("all.safetensors", [NumericColumn(name="age", mean=50, std=10)])
+    ok(fedfuse("export", "all.safetensors", "--to", "state-dict", "-o", "weights.safetensors"))
+    note = json.loads(Path("weights.safetensors.json").read_text())
+    assert not note["normalizes"]
+    assert "reads" not in note
+    assert note["inputs"]["columns"][0]["mean"] == 50

@@ -7,7 +7,9 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.conftest import Fedfuse
@@ -118,6 +120,38 @@ def test_a_folder_of_class_folders_and_another_network_go_the_same_way(fedfuse: 
     assert made.site.half == "train"
     assert made.site.names[0] == "money/0.txt"
     assert made.site.counts == {"money": 8, "sport": 8}
+
+
+def tokens_by_the_note(note: dict[str, Any], words: list[str]) -> np.ndarray[Any, Any]:
+    """Texts as another program has to give them, by what the note says of the inputs and nothing else."""
+    assert note["reads"]["rows"].endswith(
+        "int64, a character's place in `characters` of `inputs`, from 1; 0 behind the end and for unknown ones"
+    )
+    length, known = note["inputs"]["length"], note["inputs"]["characters"]
+    return np.array([[known.find(c) + 1 for c in text] + [0] * (length - len(text)) for text in words], dtype=np.int64)
+
+
+@pytest.mark.parametrize("task", ["text-classification", "language-model"])
+def test_onnx_takes_characters_and_gives_the_answers_of_predict(fedfuse: Fedfuse, texts: Path, task: str) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    names, kind = (CLASSES, "jsonl") if task == "text-classification" else (LANGUAGE, "txt")
+    run(fedfuse, *names, *(() if kind == "jsonl" else ("--data", "a.txt")))
+    for site in "ab":
+        run(fedfuse, "update", "--federation", names[1], "--data", f"{site}.{kind}", "-o", f"{site}.st")
+    run(fedfuse, "fuse", "a.st", "b.st", "--federation", names[1], "-o", "all.st")
+    run(fedfuse, "export", "all.st", "--to", "onnx", "-o", "all.onnx")
+    words = ["the team", "bank", "goal €", "s"]
+    (texts / "asked.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in words), encoding="utf-8")
+    run(fedfuse, "predict", "all.st", "--data", "asked.jsonl", "-o", "answers.csv")
+    expected = [[float(v) for k, v in row.items() if k.startswith("p(")] for row in read_rows("answers.csv")]
+    note = json.loads(Path("all.onnx.json").read_text())
+    assert (note["task"], note["normalizes"]) == (task, False)
+    session = runtime.InferenceSession("all.onnx", providers=["CPUExecutionProvider"])
+    (found,) = session.run(["probabilities"], {"rows": tokens_by_the_note(note, words)})
+    if task == "language-model":
+        assert note["gives"]["probabilities"].startswith("at every character, ")
+        found = np.stack([each[len(text) - 1] for each, text in zip(found, words, strict=True)])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 class CountedCharacters(torch.nn.Module):

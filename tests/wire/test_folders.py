@@ -235,3 +235,133 @@ def test_sizes_and_dtypes_are_read_or_refused() -> None:
     with pytest.raises(ConfigError, match="no dtype 'int8' for weights; expected one of bfloat16, float16"):
         parse_dtype("int8")
     assert Form((1,), parse_dtype("float64")).dtype == torch.float64
+
+
+def linear(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    return {name: torch.ones(shape).to(dtype)}
+
+
+# What libraries write in the place of a weight of 16 × 8, by their names, dtypes and shapes.
+PACKED = {
+    "bitsandbytes 4-bit": {
+        **linear("fc.weight", torch.uint8, (64, 1)),
+        **linear("fc.weight.absmax", torch.uint8, (2,)),
+        **linear("fc.weight.nested_absmax", torch.float32, (1,)),
+        **linear("fc.weight.nested_quant_map", torch.float32, (256,)),
+        **linear("fc.weight.quant_map", torch.float32, (16,)),
+        **linear("fc.weight.quant_state.bitsandbytes__nf4", torch.uint8, (93,)),
+    },
+    "bitsandbytes 4-bit, stored as bfloat16": {
+        **linear("fc.weight", torch.bfloat16, (32, 1)),
+        **linear("fc.weight.absmax", torch.float32, (2,)),
+        **linear("fc.weight.quant_map", torch.float32, (16,)),
+        **linear("fc.weight.quant_state.bitsandbytes__nf4", torch.uint8, (93,)),
+    },
+    "bitsandbytes 8-bit": {
+        **linear("fc.weight", torch.int8, (16, 8)),
+        **linear("fc.SCB", torch.float32, (16,)),
+        **linear("fc.weight_format", torch.uint8, ()),
+    },
+    "GPTQ": {
+        **linear("fc.qweight", torch.int32, (1, 16)),
+        **linear("fc.qzeros", torch.int32, (1, 2)),
+        **linear("fc.scales", torch.float16, (1, 16)),
+        **linear("fc.g_idx", torch.int32, (8,)),
+    },
+    "AWQ": {
+        **linear("fc.qweight", torch.int32, (8, 2)),
+        **linear("fc.qzeros", torch.int32, (1, 2)),
+        **linear("fc.scales", torch.float16, (1, 16)),
+    },
+    "compressed-tensors": {
+        **linear("fc.weight_packed", torch.int32, (16, 1)),
+        **linear("fc.weight_scale", torch.bfloat16, (16, 1)),
+        **linear("fc.weight_shape", torch.int64, (2,)),
+    },
+    "MXFP4": {
+        **linear("experts.down_proj_blocks", torch.uint8, (2, 16, 1, 4)),
+        **linear("experts.down_proj_scales", torch.uint8, (2, 16, 1)),
+    },
+    "float8": {
+        **linear("fc.weight", torch.float8_e4m3fn, (16, 8)),
+        **linear("fc.weight_scale_inv", torch.float32, (1, 1)),
+    },
+}
+WHAT_TO_DO = r"packed numbers; expected plain weights: dequantize the model \(`model.dequantize\(\)`"
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_weights_are_refused_by_name_with_what_to_do(kind: str, tmp_path: Path) -> None:
+    good = [folder(tmp_path / name, weights(seed)) for seed, name in enumerate(("good", "fine"))]
+    packed = [folder(tmp_path / name, {**weights(0), **PACKED[kind]}) for name in ("a", "b")]
+    for folders in (packed, [*good, packed[0]]):
+        with pytest.raises(ConfigError, match=rf"/a.*: tensor '(fc|experts)\.\w+(\.\w+)*' is .*{WHAT_TO_DO}"):
+            fedfuse.fuse(folders)
+    with pytest.raises(ConfigError, match=WHAT_TO_DO):
+        fedfuse.fuse(good, "ties", start=packed[0])
+    files = [path / "model.safetensors" for path in (*good, packed[0])]
+    (refused,) = fedfuse.fuse([files[0].rename(tmp_path / "x.safetensors"), files[1], files[2]]).refused
+    assert refused["field"].startswith(("fc.", "experts."))
+    assert refused["expected"].startswith("plain weights: dequantize")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PACKED if kind != "float8"])
+def test_packed_state_dicts_are_refused_too(kind: str) -> None:
+    with pytest.raises(QuorumLost, match=r"model-1: (fc|experts)\.\S+ is .*, expected plain weights: dequantize"):
+        fedfuse.fuse([PACKED[kind], PACKED[kind]])
+    (refused,) = fedfuse.fuse([weights(0), weights(1), PACKED[kind]]).refused
+    assert refused["client"] == "model-3"
+
+
+def test_state_dicts_of_short_floats_say_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"'fc.weight' is torch.float8_e4m3fn, .* floats of 16 bits or more"):
+        fedfuse.fuse([PACKED["float8"]])
+
+
+def test_a_config_that_tells_of_packing_is_refused_whatever_the_weights(tmp_path: Path) -> None:
+    told: dict[str, object] = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    folders = [folder(tmp_path / name, weights(seed), told) for seed, name in enumerate("ab")]
+    words = r"a/config.json: quantization_config says that the weights are packed by 'gptq'; expected plain weights"
+    with pytest.raises(ConfigError, match=words):
+        fedfuse.fuse(folders)
+
+
+def test_a_packed_shard_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=WHAT_TO_DO):
+        fedfuse.fuse([sharded(tmp_path / "a", dict(list(PACKED["GPTQ"].items())[:3]))] * 2)
+
+
+def test_buffers_of_whole_numbers_stay_what_they_are(tmp_path: Path) -> None:
+    buffers = {
+        "embeddings.position_ids": torch.arange(7)[None],
+        "embeddings.short_ids": torch.arange(7, dtype=torch.int32)[None],
+        "attn.bias": torch.ones(4, 4, dtype=torch.uint8).tril()[None, None],
+        "attn.mask": torch.ones(4, 4, dtype=torch.bool).tril(),
+        "window.relative_position_index": torch.arange(9).view(3, 3),
+        "norm.num_batches_tracked": torch.tensor(5),
+        "levels": torch.arange(3, dtype=torch.uint8),
+    }
+    folders = [folder(tmp_path / name, weights(seed) | buffers) for seed, name in enumerate("ab")]
+    for sources in (folders, [weights(0) | buffers, weights(1) | buffers]):
+        fused = fedfuse.fuse(sources).state_dict()
+        assert all(fused[name].equal(buffer) for name, buffer in buffers.items())
+
+
+class WithTable(torch.nn.Module):
+    """A network that looks numbers up in a table of short whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(4, 3)
+        self.register_buffer("table", torch.arange(6, dtype=torch.int32).view(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)  # type: ignore[no-any-return]
+
+
+def test_a_network_trained_here_has_the_buffers_it_likes(tmp_path: Path) -> None:
+    network, rows = WithTable(), (torch.randn(8, 4), torch.arange(8) % 3)
+    updates = [fedfuse.local_update(network, rows, "fedavg", client=name, epochs=1) for name in "ab"]
+    files = [fedfuse.fuse(updates).save(tmp_path / f"{name}.safetensors") for name in "ab"]
+    for sources in (updates, files):
+        assert fedfuse.fuse(sources).state_dict()["table"].tolist() == [[0, 1, 2], [3, 4, 5]]

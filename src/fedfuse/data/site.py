@@ -37,6 +37,13 @@ from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Multilabel, Re
 Half = Literal["train", "test"]
 
 
+def in_units(task: Task, form: RowForm | None) -> Task:
+    """A task that for a table's numbers answers in the units of their columns, and any other as it is."""
+    if not isinstance(task, Regression) or not isinstance(form, TableForm):
+        return task
+    return Regression(*(tuple(getattr(t, key) for t in form.targets) for key in ("mean", "std")))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SiteRows:
     """Rows of one place.
@@ -91,9 +98,7 @@ class SiteRows:
     @property
     def task_in_units(self) -> Task:
         """The task, which for a table's numbers scores in the units of their columns."""
-        if not isinstance(self.task, Regression) or not isinstance(self.form, TableForm):
-            return self.task
-        return Regression(*(tuple(getattr(t, key) for t in self.form.targets) for key in ("mean", "std")))
+        return in_units(self.task, self.form)
 
     def take(self, index: Sequence[int]) -> SiteRows:
         """The rows at these positions."""

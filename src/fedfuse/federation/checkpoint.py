@@ -133,7 +133,8 @@ def _open_weights(folder: Path, base: Path | None) -> tuple[OpenedCheckpoint, di
     if not is_adapter(folder):
         if base is not None:
             raise ConfigError(f"{folder} is a whole model and --base is for adapters; leave it out")
-        opened, tensors = open_folder(folder), read_folder(folder).tensors
+        tensors = read_folder(folder).tensors  # first, for packed weights need a library only to be refused
+        opened = open_folder(folder)
     elif base is None:
         raise ConfigError(f"{folder} is an adapter, which runs within its base; name the base's folder (--base)")
     else:

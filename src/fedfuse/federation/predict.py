@@ -124,7 +124,7 @@ def predict_file(path: Path, source: str, reading: Reading | None = None, truste
     return Predictions(
         site.names,
         classes,
-        _values(found.outputs, site),
+        answers_of(found.outputs, site.task_in_units),
         found.entropy,
         found.information,
         _who_answered(model, about, site),
@@ -147,11 +147,10 @@ def _at_ends(found: Prediction, site: SiteRows) -> Prediction:
     )
 
 
-def _values(outputs: Tensor, site: SiteRows) -> Tensor:
-    """Probabilities of each class or label, or numbers in their own units."""
-    task = site.task_in_units
+def answers_of(outputs: Tensor, task: Task) -> Tensor:
+    """Probabilities of each class or label, or numbers in their own units, of a task that knows them."""
     if isinstance(task, Regression):
-        return task.in_units(outputs, len(outputs))
+        return task.in_units(outputs, outputs.shape[0])  # of `len` an exporter makes a constant
     if isinstance(task, Binary):
         yes = task.predict(outputs).reshape(-1)
         return torch.stack([1 - yes, yes], 1)

@@ -257,7 +257,10 @@ def _head(
 ) -> tuple[bytes, list[str]]:
     forms = forms_of(tensors)
     if wrong := [n for n, f in forms.items() if f.dtype not in _NAMES]:
-        raise ConfigError(f"tensor {wrong[0]!r} is {forms[wrong[0]].dtype}, which safetensors files do not carry here")
+        raise ConfigError(
+            f"tensor {wrong[0]!r} is {forms[wrong[0]].dtype}, which safetensors files do not carry here; bring it to "
+            "floats of 16 bits or more, or to 64-bit whole numbers"
+        )
     # The widest numbers first, so that every tensor starts at a multiple of its own width.
     ordered = sorted(forms, key=lambda n: -forms[n].dtype.itemsize)
     begins, at = {}, 0

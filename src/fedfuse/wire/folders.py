@@ -21,6 +21,7 @@ from torch import Tensor
 from fedfuse.core.messages import Form
 from fedfuse.errors import ConfigError
 from fedfuse.wire.codec import DTYPES, LazyParams, Malformed, Packet, decode, forms_size, read, write
+from fedfuse.wire.table import Packed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EVIDENCE = "fedfuse_evidence.safetensors"  # what a folder brings beside its weights
@@ -63,11 +64,18 @@ def read_folder(folder: Path) -> Packet:
     A copy of a tensor that the config says is tied is left out: whoever loads the folder ties it again.
 
     Raises:
-        ConfigError: if a shard or a tensor is missing, or the weights are pickles.
+        ConfigError: if a shard or a tensor is missing, or the weights are pickles or packed.
     """
+    config = read_config(folder)
+    if told := config.get("quantization_config"):
+        how = told.get("quant_method") if isinstance(told, dict) else told
+        raise ConfigError(
+            f"{folder / 'config.json'}: quantization_config says that the weights are packed by {how!r:.80}; expected "
+            f"{Packed.expected}, without that entry"
+        )
     packet = read_files(folder, SINGLE, (INDEX,))
     tensors = packet.tensors
-    copies = _tied_copies(tensors) if read_config(folder).get("tie_word_embeddings") is True else frozenset()
+    copies = _tied_copies(tensors) if config.get("tie_word_embeddings") is True else frozenset()
     return Packet({}, tensors.part(lambda name: name not in copies), packet.size)
 
 
@@ -75,7 +83,7 @@ def read_files(folder: Path, single: str, indexes: Sequence[str]) -> Packet:
     """The tensors of one file of a folder, or of the shards that one of these indexes names.
 
     Raises:
-        ConfigError: if a shard or a tensor is missing, or the weights are pickles.
+        ConfigError: if a shard or a tensor is missing, or the weights are pickles or packed.
     """
     index = next((name for name in indexes if (folder / name).is_file()), None)
     files = _shards(folder, single, index)
@@ -84,9 +92,44 @@ def read_files(folder: Path, single: str, indexes: Sequence[str]) -> Packet:
     if index is not None and single not in packets:
         _check_index(folder / index, packets)
     forms = {name: homes[name].tensors.forms[name] for name in sorted(homes)}
+    try:
+        check_unpacked(forms)
+    except Packed as why:
+        raise ConfigError(f"{folder}: {why}") from why
     offsets = next(iter(packets.values())).tensors.offsets if len(packets) == 1 else {}
     tensors = LazyParams(forms, lambda name, begin, end: homes[name].tensors.piece(name, begin, end), offsets)
     return Packet({}, tensors, sum(packet.size for packet in packets.values()))
+
+
+def check_unpacked(forms: Mapping[str, Form], ours: bool = False) -> None:
+    """Go on only if these tensors hold numbers of a network, and whole numbers only where buffers have them.
+
+    Networks keep counts, positions and indices in 64 bits, masks in booleans or laid out to be spread over rows
+    (1×1×n×n), and single flags as they like. Shorter whole numbers in a matrix are codes, and so is whatever has parts
+    under its own name, such as `fc.weight` beside `fc.weight.absmax`, in any dtype.
+
+    Args:
+        forms: of a network's tensors.
+        ours: whether a file of ours holds them, whose network had them as buffers; then only weights are looked at.
+
+    Raises:
+        Packed: naming the first that is codes.
+
+    Example:
+        >>> check_unpacked({"fc.weight": Form((8, 1), torch.uint8), "bn.num_batches_tracked": Form((), torch.int64)})
+        Traceback (most recent call last):
+        ...
+        fedfuse.wire.table.Packed: tensor 'fc.weight' is 8×1 uint8, packed numbers; expected plain weights: ...
+    """
+    for name, (shape, dtype) in forms.items():
+        parent, _, leaf = name.rpartition(".")
+        if parent in forms:
+            raise Packed(name, f"a part of {parent[:80]!r}")
+        if dtype.is_floating_point or dtype == torch.bool:
+            continue
+        is_code = dtype.itemsize < 8 and ("weight" in leaf or (len(shape) > 1 and shape[0] != 1))
+        if leaf == "weight" or (is_code and not ours):
+            raise Packed(name, f"{'×'.join(map(str, shape)) or 'a scalar'} {str(dtype).removeprefix('torch.')}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -164,6 +207,8 @@ def _read_shard(folder: Path, file: str, index: str | None) -> Packet:
         )
     try:
         return read(folder / file)
+    except Packed as why:
+        raise ConfigError(f"{folder / file}: {why}") from why
     except Malformed as why:
         raise ConfigError(f"{folder / file} is damaged: {why}; fetch the folder again") from why
 

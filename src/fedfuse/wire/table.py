@@ -34,6 +34,21 @@ class Malformed(FuseError):
     """Bytes that are not what they claim to be."""
 
 
+class Packed(Malformed):
+    """A tensor that holds no numbers of a network but codes for them, of which there is no mean.
+
+    Attributes:
+        tensor: its name.
+        got: its shape and dtype, or whose state it is.
+    """
+
+    expected = "plain weights: dequantize the model (`model.dequantize()` in transformers) and save it in bfloat16"
+
+    def __init__(self, tensor: str, got: str) -> None:
+        self.tensor, self.got = tensor, got
+        super().__init__(f"tensor {tensor[:80]!r} is {got}, packed numbers; expected {self.expected}")
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a reader is ready to accept, checked before allocation."""
@@ -135,6 +150,8 @@ def _form(name: str, entry: object) -> Form:
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     dtype = DTYPES.get(kind) if isinstance(kind, str) else None
     if dtype is None:
+        if isinstance(kind, str) and kind.startswith(("F8", "F6", "F4")):
+            raise Packed(name, kind[:20])
         raise Malformed(f"tensor {name[:80]!r} has the dtype {reprlib.repr(kind)}, which is not read here")
     lists = isinstance(shape, list) and isinstance(offsets, list) and len(shape) <= 8 and len(offsets) == 2
     if not lists or not _naturals([*shape, *offsets]):

@@ -11,9 +11,11 @@ from fedfuse.core.messages import Form
 from fedfuse.core.params import Params
 from fedfuse.core.spec import Spec
 from fedfuse.errors import Refused
+from fedfuse.server.door.differences import shorten
 from fedfuse.wire.codec import Malformed, Packet, forms_of
-from fedfuse.wire.folders import open_weights
+from fedfuse.wire.folders import check_unpacked, open_weights
 from fedfuse.wire.messages import NOTE, split
+from fedfuse.wire.table import Packed
 
 SHARED = ("spec", "layout", "round", "start", "classes", "task", "memory")  # common to all of one fusion
 
@@ -84,11 +86,15 @@ class OpenedItem:
 
 
 def open_all(items: Sequence[Item], standing: Params | None) -> tuple[list[OpenedItem], list[Refused]]:
-    """What can be read of some updates, and a refusal for each that is damaged."""
+    """What can be read of some updates, and a refusal for each that is damaged or packed."""
     opened, refused = [], []
     for item in items:
         try:
-            opened.append(OpenedItem(item, item.packet or open_weights(item.payload), standing))
+            found = OpenedItem(item, item.packet or open_weights(item.payload), standing)
+            check_unpacked(found.forms, ours=bool(found.packet.header))
+            opened.append(found)
+        except Packed as why:
+            refused.append(Refused(item.client, shorten(why.tensor), why.got, why.expected))
         except Malformed as why:
             refused.append(Refused(item.client, "file", f"damaged: {why}", "a safetensors file"))
     return opened, refused
