@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 pytest.importorskip("flwr")
 
@@ -293,3 +294,36 @@ def test_losing_a_prepared_round_keeps_the_prepared_network() -> None:
     assert again.content["brief"]["round"] == 1
     for name, array in message.content.array_records[PARAMS].items():
         assert (again.content.array_records[PARAMS][name].numpy() == array.numpy()).all()
+
+
+class Files(Dataset[tuple[Tensor, int]]):
+    """A data set that takes any index, and one of whose rows may be odd."""
+
+    def __init__(self, own: Rows, odd: int = -1) -> None:
+        self.own, self.odd = own, odd
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        x = self.own.x[index % len(self.own)]
+        return (x[:, 1:] if index == self.odd else x), int(self.own.y[index % len(self.own)])
+
+
+def test_a_data_set_is_read_by_its_length_and_an_odd_row_is_the_servers_to_know() -> None:
+    def app(message: Message, context: Context) -> Message:
+        name = str(context.node_config["site"])
+        data = Files(PEOPLE.rows_of(name), odd=3 if name == "client-1" else -1)
+        answer = train if message.metadata.message_type == "train" else evaluate
+        return answer(message, context, make, data, **(LOCAL if answer is train else {}))
+
+    grid = Gathering()
+    for name in PEOPLE.clients:
+        grid.add(app, name, site=name)
+    fuses = strategy("fedavg")
+    result = fuses.start(grid, begun(), num_rounds=1)
+    (dropped,) = fuses.ledger[0]["dropped"]
+    assert dropped["client"] == "client-1"
+    assert "row 3" in dropped["reason"]
+    assert fuses.ledger[0]["clients"].keys() == {"client-0", "client-2"}
+    assert result.evaluate_metrics_clientapp[1]["left-out"] == 1
