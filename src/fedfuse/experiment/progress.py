@@ -50,6 +50,17 @@ def score_text(scores: Mapping[str, Any]) -> str:
     return "" if scores.get("rmse") is None else f"rmse {scores['rmse']:.4f}"
 
 
+def door_text(line: Mapping[str, Any]) -> str:
+    """How many clients a round refused, weakened or lost, if any.
+
+    Example:
+        >>> door_text({"refused": [], "clipped": [{"client": "a"}, {"client": "a"}, {"client": "b"}]})
+        '2 clipped'
+    """
+    found = {what: {entry["client"] for entry in line.get(what, ())} for what in ("refused", "clipped", "dropped")}
+    return ", ".join(f"{len(clients)} {what}" for what, clients in found.items() if clients)
+
+
 class Text(Callback):
     """Progress as text: which method, seed and round, how well it goes, and how long it may still take.
 
@@ -102,7 +113,8 @@ class Text(Callback):
 
     def round_done(self, label: str, seed: int, round_: int, scores: Mapping[str, Any]) -> None:
         """Count the round and say how well it went."""
-        self._done, self._answered, self._note = round_, 0, score_text(scores)
+        self._done, self._answered = round_, 0
+        self._note = ", ".join(text for text in (score_text(scores), door_text(scores)) if text)
         self._fresh += 1 / max(self._rounds, 1)
         self._tell()
 
@@ -182,7 +194,8 @@ class Bars(Callback):
 
     def round_done(self, label: str, seed: int, round_: int, scores: Mapping[str, Any]) -> None:
         """Count the round and show how well it went."""
-        self._progress.update(self._rounds, completed=round_, note=score_text(scores))
+        note = ", ".join(text for text in (score_text(scores), door_text(scores)) if text)
+        self._progress.update(self._rounds, completed=round_, note=note)
         self._progress.reset(self._clients, total=self._asked)
 
 

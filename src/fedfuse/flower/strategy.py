@@ -25,8 +25,8 @@ from fedfuse.core.settings import LocalSettings, validate_settings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import OncePerBrief
-from fedfuse.errors import ConfigError, QuorumLost, RecipeError, Refused
-from fedfuse.flower.engine import INBOX_BYTES, Inbox, content_or_reason, printable
+from fedfuse.errors import ConfigError, QuorumLost, RecipeError
+from fedfuse.flower.engine import INBOX_BYTES, Inbox, content_or_reason, log_incidents, printable
 from fedfuse.flower.network import Network, spec_of
 from fedfuse.flower.parts import (
     USE_FEDFUSE_CLIENTS,
@@ -395,16 +395,7 @@ class FuseStrategy(Strategy):
         clients = {update.client: update.record() for update in seen.cohort}
         what = {"refused": seen.refused, "clipped": seen.clipped, "dropped": seen.dropped}
         self.ledger.append({"round": server_round, "clients": clients, **what})
-        for entry in seen.refused:
-            _log.warning("round %s: refused %s", server_round, Refused(**entry))
-        weakened: dict[str, list[dict[str, str]]] = {}
-        for entry in seen.clipped:
-            weakened.setdefault(entry["client"], []).append(entry)
-        for first, *others in weakened.values():
-            more = f"; so were {len(others)} more of its fields, see strategy.ledger" if others else ""
-            _log.warning("round %s: clipped %s%s", server_round, Refused(**first), more)
-        for entry in seen.dropped:
-            _log.warning("round %s: dropped %s: %s", server_round, entry["client"], entry["reason"])
+        log_incidents(f"round {server_round}", self.ledger[-1])
 
     def _counts(self, task: _RoundTask, seen: Admission) -> dict[str, int]:
         """How many clients were left out of a round, how many of them by the door, and how many were weakened."""
