@@ -401,7 +401,7 @@ def printable(text: object, limit: int = 300) -> str:
 
 
 def log_incidents(when: str, line: Mapping[str, Any]) -> None:
-    """Say in Flower's log what the door did in a round, given its ledger line: each client once, with its first entry."""
+    """Say in Flower's log what the door did in a round, given its ledger line: for each client its first entry."""
     for what in ("refused", "clipped"):
         by_client: dict[str, list[Mapping[str, str]]] = {}
         for entry in line.get(what, ()):

@@ -19,6 +19,7 @@ from fedfuse.api import Fused, settings_from
 from fedfuse.core.bounds import Bounds
 from fedfuse.core.messages import Brief, Envelope, client_order
 from fedfuse.core.model import Single, outputs
+from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.settings import LocalSettings, validate_settings
@@ -39,6 +40,7 @@ from fedfuse.flower.parts import (
 )
 from fedfuse.flower.plain import NUM_EXAMPLES, average_numbers, numbers_in, plain_envelope, steps_by
 from fedfuse.flower.records import BriefRecords, Order, fingerprint, to_arrays, to_tensors
+from fedfuse.models.bayes import BayesianLayers
 from fedfuse.server.door.admit import Admission, Rules, admit_all
 from fedfuse.server.door.differences import first_difference
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
@@ -100,6 +102,8 @@ class FuseStrategy(Strategy):
         admission: who was let in in the last round, who was not, and why.
         ledger: a line for every round, as a run's ledger has it: who was fused (`clients`), `refused`, `clipped`
             (weakened to a bound) and `dropped`.
+        variances: σ² of every Gaussian weight of the model as it is now, under the weight's name, where the method
+            trains Bayesian layers; the arrays Flower has are the means, under the names of your network.
         rounds_fused: rounds that changed the model.
         rounds_lost: rounds below the quorum.
 
@@ -173,7 +177,10 @@ class FuseStrategy(Strategy):
         self.ledger: list[dict[str, Any]] = []
         self.rounds_fused = self.rounds_lost = 0
         self._state: ServerState | None = None
+        self.variances: ArrayRecord | None = None
+        self._names = frozenset[str]()  # the arrays of the user's own network
         self._arrays: ArrayRecord | None = None  # the state's model, as Flower was given it
+        self._sent: ArrayRecord | None = None  # the same as clients are sent it
         self._task: _RoundTask | None = None
         self._inbox: Inbox | None = None  # fused models may still be read from its files
         self._last_loss_reason = ""
@@ -220,7 +227,8 @@ class FuseStrategy(Strategy):
         bench = self._bench(before, len(nodes))
         state = now.begin_round(before, bench)
         self._state = state
-        self._arrays = arrays if state.model is before.model else to_arrays(state.single.posterior.mean)
+        if arrays is not self._arrays or state.model is not before.model:
+            self._publish(state, arrays if state.model is before.model else None)
         asked = self._choose(MessageType.TRAIN, server_round, nodes)
         brief = state.brief(now.publishes, bench.classes, bench.task)
         self._task = _RoundTask(now, bench, state, brief, nodes, asked)
@@ -259,7 +267,7 @@ class FuseStrategy(Strategy):
         self._state = after
         self._check_shape(task)
         self.rounds_fused += 1
-        self._arrays = to_arrays(after.single.posterior.mean)
+        self._publish(after)
         shares = dict(zip(seen.cohort.clients, seen.cohort.weights.tolist(), strict=True))
         reported = {update.client: numbers.get(update.client, update.facts) for update in seen.cohort}
         return self._arrays, MetricRecord({**average_numbers(reported, shares), **self._counts(task, seen)})
@@ -323,9 +331,12 @@ class FuseStrategy(Strategy):
         """What the server knows before a round: its memory stays, and the model unless Flower hands us another."""
         if self._state is not None and arrays is self._arrays:
             return replace(self._state, round=server_round - 1, facts={})
-        mean = to_tensors(arrays)
+        mean: Params = to_tensors(arrays)
         if self._state is not None:
+            if (layers := self._renamed(now := self._state.single.posterior.mean)) is not None:
+                mean = layers.with_means(now, mean)
             return replace(self._state.fused(mean), round=server_round - 1, facts={})
+        self._names = frozenset(mean)
         spec = self.spec or Spec.of_tensors(mean)
         if spec.can_run and (odd := first_difference(forms_of(mean), forms_of(spec.skeleton().state_dict()))):
             raise ConfigError(
@@ -333,6 +344,19 @@ class FuseStrategy(Strategy):
                 "start with ArrayRecord(model.state_dict())"
             )
         return ServerState(server_round - 1, Single(spec, Posterior(mean)))
+
+    def _renamed(self, mean: Params) -> BayesianLayers | None:
+        """The preparation of Bayesian layers under whose names these weights are, where the user's are others."""
+        prepared = (now.prepare_model for now in stages(self.recipe) if mean.keys() != self._names)
+        return next((prepare for prepare in prepared if isinstance(prepare, BayesianLayers)), None)
+
+    def _publish(self, state: ServerState, given: ArrayRecord | None = None) -> None:
+        """Keep the state's model as clients are sent it, and as Flower is given it: under the user's own names."""
+        mean = state.single.posterior.mean
+        same = given is not None and given.keys() == mean.keys()  # a copy of a model is not free
+        self._sent = self._arrays = given if same else to_arrays(mean)
+        if (layers := self._renamed(mean)) is not None:
+            self._arrays, self.variances = map(to_arrays, layers.without_variances(mean))
 
     def _bench(self, state: ServerState, nodes: int = 0) -> Bench:
         """What the server may touch, with what can be seen of the federation and of the network."""
@@ -358,7 +382,8 @@ class FuseStrategy(Strategy):
         now, state = self.recipe.at(server_round - 1), self._state or self._state_before(server_round, arrays)
         spec, bench = _nameable(state.single.spec), self._bench(state)
         brief = Brief(server_round - 1, spec, {}, classes=bench.classes, task=bench.task)
-        content = replace(BriefRecords.of(brief), params=arrays).to(self._order(now, name))
+        params = self._sent if arrays is self._arrays and self._sent is not None else arrays
+        content = replace(BriefRecords.of(brief), params=params).to(self._order(now, name))
         content[CONFIG] = config
         return content
 
