@@ -137,6 +137,7 @@ def test_targets_may_be_numbers_or_several_per_row() -> None:
         (Odd(3, (X[0],)), "row 3 is a tuple of 1"),
         (Odd(3, (X[0, :1], 1)), r"row 3's input is float32 of shape \(1, 2\)"),
         (Odd(3, (X[0].double(), 1)), "row 3's input is float64"),
+        (Odd(1, (X[0], np.array(["cat"]))), "row 1: target cannot be a tensor"),
         (Odd(3, (X[0], 0.5)), "row 3's target is float32"),
         (Odd(0, (X[0], None)), "row 0: found a NoneType as target"),
         (Odd(2, ("cat.png", 1)), "row 2: found a str as input"),

@@ -137,7 +137,10 @@ def _read_pair(where: str, pair: Any, *names: str) -> tuple[Tensor, Tensor]:
     for what, given in zip(names or ("input", "target"), pair, strict=True):
         if not (_is_array(given) or isinstance(given, int | float)):
             raise ConfigError(f"{where}: found {_kind(given)} as {what}, expected a tensor, an array or a number")
-        tensor = torch.as_tensor(given).detach()
+        try:
+            tensor = torch.as_tensor(given).detach()
+        except (TypeError, ValueError, RuntimeError) as why:  # such as an array of words
+            raise ConfigError(f"{where}: {what} cannot be a tensor ({error_text(why)}); give numbers") from why
         if not isinstance(given, Tensor):  # numpy's default is not a network's
             wide = torch.float32 if tensor.is_floating_point() else torch.int64
             tensor = tensor.to(wide) if tensor.dtype == torch.float64 or what.startswith("target") else tensor

@@ -50,15 +50,16 @@ def score_text(scores: Mapping[str, Any]) -> str:
     return "" if scores.get("rmse") is None else f"rmse {scores['rmse']:.4f}"
 
 
-def door_text(line: Mapping[str, Any]) -> str:
-    """How many clients a round refused, weakened or lost, if any.
+def round_text(line: Mapping[str, Any]) -> str:
+    """How well a round went, and how many clients it refused, weakened or lost, if any.
 
     Example:
-        >>> door_text({"refused": [], "clipped": [{"client": "a"}, {"client": "a"}, {"client": "b"}]})
-        '2 clipped'
+        >>> round_text({"accuracy": 0.875, "clipped": [{"client": "a"}, {"client": "a"}, {"client": "b"}]})
+        'accuracy 87.50%, 2 clipped'
     """
     found = {what: {entry["client"] for entry in line.get(what, ())} for what in ("refused", "clipped", "dropped")}
-    return ", ".join(f"{len(clients)} {what}" for what, clients in found.items() if clients)
+    words = [score_text(line), *(f"{len(clients)} {what}" for what, clients in found.items() if clients)]
+    return ", ".join(word for word in words if word)
 
 
 class Text(Callback):
@@ -114,7 +115,7 @@ class Text(Callback):
     def round_done(self, label: str, seed: int, round_: int, scores: Mapping[str, Any]) -> None:
         """Count the round and say how well it went."""
         self._done, self._answered = round_, 0
-        self._note = ", ".join(text for text in (score_text(scores), door_text(scores)) if text)
+        self._note = round_text(scores)
         self._fresh += 1 / max(self._rounds, 1)
         self._tell()
 
@@ -194,8 +195,7 @@ class Bars(Callback):
 
     def round_done(self, label: str, seed: int, round_: int, scores: Mapping[str, Any]) -> None:
         """Count the round and show how well it went."""
-        note = ", ".join(text for text in (score_text(scores), door_text(scores)) if text)
-        self._progress.update(self._rounds, completed=round_, note=note)
+        self._progress.update(self._rounds, completed=round_, note=round_text(scores))
         self._progress.reset(self._clients, total=self._asked)
 
 
