@@ -625,3 +625,14 @@ def test_a_run_that_lost_a_client_to_a_crash_is_a_success_only_if_its_file_allow
     said = run(fedfuse, "--no-memo", "--set", "seeds=[0]", "--set", "server.allow_dropped=true", "--resume")
     assert said.code == 0
     assert said.err.splitlines()[-1].startswith("warning: rounds went on without clients that crashed: client-01")
+
+
+def test_a_run_tells_whom_the_door_weakened(fedfuse: Fedfuse, tmp_path: Path) -> None:
+    strict = ("data.clients=5", "server.bounds.ratio=1.001", "server.bounds.spread=0", "seeds=[0]", "model.hidden=[8]")
+    said = run(fedfuse, "--no-memo", *(word for change in strict for word in ("--set", change)))
+    assert said.code == 0
+    folder = tmp_path / "runs" / "study"
+    rows = json.loads((folder / "results.json").read_text())["rows"]
+    assert all(row["clipped"] for row in rows)
+    assert "clipped in round 1 of fedavg, seed 0 (move of" in said.err
+    assert "Clipped: let in" in (folder / "report.html").read_text(encoding="utf-8")

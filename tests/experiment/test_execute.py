@@ -76,7 +76,7 @@ def test_the_run_directory(tiny: Tiny, tmp_path: Path) -> None:
     assert [(r["label"], r["seed"], r["round"]) for r in told["rows"]] == [
         (label, seed, round_) for label in ("fedavg", "local") for seed in (0, 3) for round_ in (1, 2)
     ]
-    assert all(set(row) == {*FLAT, "refused"} for row in told["rows"])
+    assert all(set(row) == {*FLAT, "refused", "clipped"} for row in told["rows"])
     assert all(0 <= row["accuracy"] <= 1 and 0 <= row["ece"] <= 1 for row in told["rows"])
     assert sorted(p.name for p in (tmp_path / "run" / "models").iterdir()) == [
         f"{label}-{seed}.safetensors" for label in ("fedavg", "local") for seed in (0, 3)

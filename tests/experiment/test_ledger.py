@@ -115,9 +115,11 @@ def test_a_full_disk_is_one_sentence(ledger: Ledger, monkeypatch: pytest.MonkeyP
 
 
 def test_a_row_of_results_has_the_promised_keys(tmp_path: Path) -> None:
-    row = flat(line(1, accuracy=0.5, confusion=[[1]], refused=[{"client": "a"}, {"client": "b"}], selected=True))
-    assert set(row) == {*FLAT, "refused", "selected"}
+    told = {"refused": [{"client": "a"}, {"client": "b"}], "clipped": [{"client": "c"}] * 3}
+    row = flat(line(1, accuracy=0.5, confusion=[[1]], **told, selected=True))
+    assert set(row) == {*FLAT, "refused", "clipped", "selected"}
     assert (row["accuracy"], row["refused"], row["ece"], row["selected"]) == (0.5, 2, None, True)
+    assert row["clipped"] == 1, "one client, however many of its layers were weakened"
     write_results(tmp_path / "results.json", "study", [line(1), line(2)])
     told = json.loads((tmp_path / "results.json").read_text())
     assert told["name"] == "study"

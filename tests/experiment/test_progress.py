@@ -139,3 +139,13 @@ def test_a_terminal_shows_the_servers_step_while_it_lasts() -> None:
         assert "3/200" in screen.getvalue()
         bars.server_progress("distilling, epoch", 200, 200)
     assert not in_notebook()
+
+
+def test_a_round_says_how_many_clients_were_left_out_or_weakened(clock: Clock) -> None:
+    text, shown = told(clock, rounds_only=True, seconds=0.0)
+    text.method_started("fedavg", 0, 0, 2, 5)
+    for accuracy in ({}, {"accuracy": 0.5}):
+        line = {"refused": [{"client": "a"}], "clipped": [{"client": "b"}] * 4, "dropped": [], **accuracy}
+        text.round_done("fedavg", 0, 1, line)
+    assert all("1 refused, 1 clipped" in each and "dropped" not in each for each in shown)
+    assert len(shown) == 2

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 pytest.importorskip("flwr")
 
@@ -288,8 +289,71 @@ def test_losing_a_prepared_round_keeps_the_prepared_network() -> None:
     assert metrics is not None
     assert metrics["quorum-lost"] == 1
     assert arrays is not None
-    assert list(arrays) == list(message.content.array_records[PARAMS])
+    assert set(arrays) == set(begun())
     again = next(iter(fuses.configure_train(2, arrays, ConfigRecord(), grid)))
     assert again.content["brief"]["round"] == 1
     for name, array in message.content.array_records[PARAMS].items():
         assert (again.content.array_records[PARAMS][name].numpy() == array.numpy()).all()
+
+
+class Files(Dataset[tuple[Tensor, int]]):
+    """A data set that takes any index, and one of whose rows may be odd."""
+
+    def __init__(self, own: Rows, odd: int = -1) -> None:
+        self.own, self.odd = own, odd
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        x = self.own.x[index % len(self.own)]
+        return (x[:, 1:] if index == self.odd else x), int(self.own.y[index % len(self.own)])
+
+
+def test_a_data_set_is_read_by_its_length_and_an_odd_row_is_the_servers_to_know() -> None:
+    def app(message: Message, context: Context) -> Message:
+        name = str(context.node_config["site"])
+        data = Files(PEOPLE.rows_of(name), odd=3 if name == "client-1" else -1)
+        answer = train if message.metadata.message_type == "train" else evaluate
+        return answer(message, context, make, data, **(LOCAL if answer is train else {}))
+
+    grid = Gathering()
+    for name in PEOPLE.clients:
+        grid.add(app, name, site=name)
+    fuses = strategy("fedavg")
+    result = fuses.start(grid, begun(), num_rounds=1)
+    (dropped,) = fuses.ledger[0]["dropped"]
+    assert dropped["client"] == "client-1"
+    assert "row 3" in dropped["reason"]
+    assert fuses.ledger[0]["clients"].keys() == {"client-0", "client-2"}
+    assert result.evaluate_metrics_clientapp[1]["left-out"] == 1
+
+
+@pytest.mark.parametrize("method", ["rklb", "eaa", "pvi"])
+def test_bayesian_rounds_come_back_under_the_users_names_with_variances_apart(method: str) -> None:
+    fuses, seen = strategy(method), list[set[str]]()
+    result = fuses.start(
+        grid_of(make, **LOCAL), begun(), num_rounds=2, evaluate_fn=lambda _, arrays: seen.append(set(arrays))
+    )
+    start().load_state_dict(result.arrays.to_torch_state_dict())
+    assert all(names == set(begun()) for names in seen)
+    assert fuses.variances is not None
+    assert set(fuses.variances) == {"top.weight"}
+    inside = fuses.fused.state_dict()
+    assert torch.from_numpy(result.arrays["top.weight"].numpy().copy()).equal(inside["net.top.weight"])
+    variance = torch.from_numpy(fuses.variances["top.weight"].numpy().copy())
+    assert variance.allclose(inside["net.top.log_variance"].exp())
+    assert strategy("fedavg").variances is None
+
+
+def test_a_changed_mean_under_the_users_names_goes_into_the_next_bayesian_round() -> None:
+    grid, fuses = grid_of(make, **LOCAL), strategy("eaa")
+    arrays, _ = fuses.aggregate_train(
+        1, grid.send_and_receive([*fuses.configure_train(1, begun(), ConfigRecord(), grid)])
+    )
+    assert arrays is not None
+    inside = fuses.fused.state_dict()
+    changed = ArrayRecord({name: tensor + 1 for name, tensor in arrays.to_torch_state_dict().items()})
+    sent = next(iter(fuses.configure_train(2, changed, ConfigRecord(), grid))).content.array_records[PARAMS]
+    assert torch.from_numpy(sent["net.top.weight"].numpy().copy()).equal(inside["net.top.weight"] + 1)
+    assert torch.from_numpy(sent["net.top.log_variance"].numpy().copy()).equal(inside["net.top.log_variance"])

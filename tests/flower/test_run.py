@@ -14,8 +14,8 @@ import torch
 
 pytest.importorskip("flwr")
 
-from fake_grid import FakeGrid, grid_of
-from flwr.app import Context, RecordDict
+from fake_grid import App, FakeGrid, grid_of
+from flwr.app import Array, Context, Message, RecordDict
 
 from fedfuse.data import load
 from fedfuse.errors import ConfigError, QuorumLost
@@ -23,6 +23,7 @@ from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.execute import execute
 from fedfuse.experiment.ledger import Ledger
 from fedfuse.experiment.results import Results
+from fedfuse.flower.records import PARAMS
 from fedfuse.flower.run import ExperimentServer
 from fedfuse.flower.site import FileSite, site_app
 
@@ -202,3 +203,29 @@ def test_a_site_with_another_file_is_told(tiny: Tiny, tmp_path: Path) -> None:
     next(iter(grid.nodes.values())).app = site_app(other)
     (line,) = conduct(grid, path, tmp_path / "run").rows
     assert "this site's experiment has no method 'fedavg'; it has fedprox" in line["dropped"][0]["reason"]
+
+
+def test_whom_the_door_refused_or_clipped_is_told_in_flowers_log(
+    tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def scaled(app: App, factor: float) -> App:
+        def answer(message: Message, context: Context) -> Message:
+            reply = app(message, context)
+            for name, array in dict(reply.content.array_records.get(PARAMS, {})).items():
+                weights = np.asarray(factor * array.numpy(), dtype=array.dtype)
+                reply.content.array_records[PARAMS][name] = Array(weights)
+            return reply
+
+        return answer
+
+    path = written(tiny(rounds=1, data={"clients": 3, "train_limit": 90}), tmp_path)
+    grid = deployed(path, site_files(tmp_path, {"north": 40, "east": 35, "south": 30}))
+    for node in grid.nodes.values():
+        node.app = scaled(node.app, {"north": 1e4, "east": 1.0, "south": float("nan")}[node.name])
+    (line,) = conduct(grid, path, tmp_path / "run").rows
+    assert ([r["client"] for r in line["refused"]], {c["client"] for c in line["clipped"]}) == (["south"], {"north"})
+    told = [record.getMessage() for record in caplog.records if record.name == "flwr"]
+    for what, who in (("refused", "south"), ("clipped", "north")):
+        (words,) = (each for each in told if f"{what} {who}" in each)
+        assert line[what][0]["field"] in words
+        assert line[what][0]["expected"] in words

@@ -19,6 +19,7 @@ from flwr.server import ServerAppComponents, ServerConfig
 from flwr.serverapp import ServerApp
 from torch import nn
 
+from fedfuse.core.bounds import Bounds
 from fedfuse.core.messages import Cohort
 from fedfuse.core.registry import all_methods, find_method
 from fedfuse.core.rows import Rows
@@ -136,9 +137,9 @@ def test_one_bad_client_neither_spoils_nor_ends_a_round(odd: App, field: str | N
 def test_below_the_quorum_the_model_stays_and_later_rounds_go_on(caplog: pytest.LogCaptureFixture) -> None:
     strategy = FuseStrategy("fedavg", quorum=0.9)
     grid = grid_with(client(1.0, 20), fails_until(2, client(3.0, 20)))
-    with caplog.at_level(logging.ERROR, "fedfuse"):
+    with caplog.at_level(logging.ERROR, "flwr"):
         result = strategy.start(grid, start(), num_rounds=2)
-    assert result.train_metrics_clientapp[1] == {"quorum-lost": 1, "left-out": 1}
+    assert result.train_metrics_clientapp[1] == {"quorum-lost": 1, "left-out": 1, "fuse-refused": 0, "fuse-clipped": 0}
     assert result.train_metrics_clientapp[2]["left-out"] == 0
     assert result.arrays["w"].numpy() == pytest.approx(np.full((2, 2), 2.0))  # one fused round, from the start
     assert (strategy.rounds_fused, strategy.rounds_lost) == (1, 1)
@@ -366,6 +367,12 @@ def test_arguments_that_cannot_be_are_one_sentence() -> None:
         FuseStrategy(nameless, nn.Linear(2, 2), clients="fedfuse")
     with pytest.raises(ConfigError, match="nothing was fused yet"):
         _ = FuseStrategy().fused
+    with pytest.raises(ConfigError, match=r"bounds.ration"):
+        FuseStrategy(bounds={"ration": 3})
+    with pytest.raises(ConfigError, match=r"bounds.share .* enrol="):
+        FuseStrategy(bounds={"share": 0.3})
+    with pytest.raises(ConfigError, match=r"enrol .* 'north' .* 0"):
+        FuseStrategy(enrol={"north": 0})
 
 
 def test_arrays_of_another_network_are_told_before_the_first_round() -> None:
@@ -426,3 +433,117 @@ def test_a_network_and_server_rows_serve_methods_that_need_them() -> None:
     )
     for name, tensor in network.state_dict().items():
         assert torch.from_numpy(result.arrays[name].numpy().copy()).allclose(tensor + 1)
+
+
+def walker(scale: float, examples: float, seed: int) -> App:
+    """A client that moves every weight by a small draw of its own, times a scale."""
+
+    def answer(message: Message, _: Context) -> Message:
+        draw = np.random.default_rng(seed)
+        arrays = message.content["arrays"].items()
+        moves = {n: np.asarray(a.numpy() + scale * draw.normal(size=a.shape), dtype=a.dtype) for n, a in arrays}
+        record = ArrayRecord({name: Array(move) for name, move in moves.items()})
+        metrics = MetricRecord({"num-examples": examples})
+        return Message(RecordDict({"mine": record, "metrics": metrics}), reply_to=message)
+
+    return answer
+
+
+@pytest.mark.parametrize(("scale", "what"), [(500.0, "clipped"), (1e9, "refused")])
+def test_who_was_clipped_or_refused_stands_in_the_log_the_metrics_and_the_ledger(
+    scale: float, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    grid = grid_with(*(walker(scale if i == 4 else 1.0, 100, i) for i in range(5)))
+    strategy = FuseStrategy("fedavg")
+    result = strategy.start(grid, ArrayRecord(nn.Linear(6, 4).state_dict()), num_rounds=1)
+    metrics, (line,) = result.train_metrics_clientapp[1], strategy.ledger
+    assert (metrics["fuse-clipped"], metrics["fuse-refused"]) == ((1, 0) if what == "clipped" else (0, 1))
+    assert metrics["left-out"] == metrics["fuse-refused"]
+    assert line["round"] == 1
+    assert {entry["client"] for entry in line[what]} == {"node-1028"}
+    assert all(entry.keys() == {"client", "field", "got", "expected"} for entry in line[what])
+    told = [r for r in caplog.records if r.name == "flwr" and r.levelno == logging.WARNING]
+    assert len(told) == 1, "one line per client, however many layers were weakened"
+    assert all(text in told[0].getMessage() for text in ("node-1028", line[what][0]["field"], line[what][0]["got"]))
+
+
+class Breaks(ServerPart):
+    """An aggregator that cannot bear one client."""
+
+    def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
+        if any(update.num_examples == 13 for update in cohort):
+            raise ConfigError("13 is too many")
+        return state
+
+
+def test_whom_the_fusion_could_not_bear_is_told_like_any_refused(caplog: pytest.LogCaptureFixture) -> None:
+    own = replace(find_method("fedavg").recipe(), name="mine", steps=(Breaks(),))
+    strategy = FuseStrategy(own)
+    result = strategy.start(grid_with(*(client(1.0, n) for n in (10, 13, 11, 12))), start(), num_rounds=1)
+    metrics = result.train_metrics_clientapp[1]
+    assert (metrics["fuse-refused"], metrics["left-out"]) == (1, 1)
+    assert strategy.ledger[0]["refused"][0]["client"] == "node-1007"
+    assert "node-1007: update is 13 is too many" in caplog.text
+
+
+SIZES = 300, 450, 500, 800, 9000
+
+
+def plain_mean(sizes: tuple[int, ...]) -> float:
+    return sum(i * n for i, n in enumerate(sizes)) / sum(sizes)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, SIZES[2:], SIZES[3:], (1, 1, 1, 1, 100_000)])
+def test_numbers_of_examples_are_believed_as_by_flowers_fedavg(sizes: tuple[int, ...]) -> None:
+    strategy = FuseStrategy("fedavg")
+    result = strategy.start(
+        grid_with(*(client(1.0 + i / 10, n, 1) for i, n in enumerate(sizes))), start(), num_rounds=1
+    )
+    assert strategy.ledger[0]["refused"] == strategy.ledger[0]["clipped"] == []
+    assert result.arrays["w"].numpy() == pytest.approx(np.full((2, 2), 1 + plain_mean(sizes) / 10))
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_an_absurd_number_of_examples_is_believed_of_no_client(count: int) -> None:
+    strategy = FuseStrategy("fedavg")
+    fused(strategy, grid_with(client(5.0, 3e9), *(client(1.0, 1000) for _ in range(count - 1))))
+    assert [(r["client"], r["field"]) for r in strategy.ledger[0]["refused"]] == [("node-1000", "num_examples")]
+
+
+def test_who_vouches_for_some_clients_believes_only_those() -> None:
+    def outcome(enrol: dict[str, int]) -> tuple[set[str], set[str]]:
+        strategy = FuseStrategy("fedavg", enrol=enrol)
+        fused(strategy, grid_with(*(client(1.0, n) for n in SIZES)))
+        line = strategy.ledger[0]
+        return {r["client"] for r in line["refused"]}, {c["client"] for c in line["clipped"]}
+
+    assert outcome({}) == ({"node-1028"}, set())
+    assert outcome({"node-1028": 9000}) == (set(), set())
+    assert outcome({"node-1028": 9000, "node-1000": 200}) == ({"node-1000"}, set()), "more than it enrolled with"
+
+
+def test_bounds_are_the_operators() -> None:
+    def clipped(bounds: Any) -> bool:
+        strategy = FuseStrategy("fedavg", bounds=bounds)
+        fused(strategy, grid_with(*(client(1.0, 10) for _ in range(4)), client(9.0, 10)))
+        return bool(strategy.ledger[0]["clipped"])
+
+    assert clipped(None)
+    assert not clipped({"ratio": 10.0})
+    assert not clipped(Bounds(over="off"))
+
+
+def test_one_clients_nan_takes_no_metric_from_the_others() -> None:
+    result = FuseStrategy().start(grid_with(*map(reports, (1.0, 2.0, float("nan")))), start(), num_rounds=1)
+    for metrics in (result.train_metrics_clientapp[1], result.evaluate_metrics_clientapp[1]):
+        assert metrics["loss"] == pytest.approx(1.5)
+
+
+def reports(loss: float) -> App:
+    """A client that leaves the weights as they are."""
+
+    def answer(message: Message, _: Context) -> Message:
+        metrics = MetricRecord({"num-examples": 10, "loss": loss})
+        return Message(RecordDict({"mine": message.content["arrays"], "metrics": metrics}), reply_to=message)
+
+    return answer

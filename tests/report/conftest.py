@@ -117,6 +117,14 @@ def write_run(
         lines[0]["refused"] = [
             {"client": HOSTILE, "field": "num_examples", "got": "-9", "expected": "a number in (0, 1e6]"}
         ]
+        lines[0]["clipped"] = [
+            {
+                "client": HOSTILE,
+                "field": "move of fc",
+                "got": "310",
+                "expected": "at most 3.1, going by the round's other clients",
+            }
+        ]
         lines[0]["dropped"] = [{"client": "client-03", "reason": "no answer within 60 s"}]
         lines[0]["clients"][HOSTILE] = {"own_accuracy": 0.4}
     (folder / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

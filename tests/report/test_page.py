@@ -91,8 +91,9 @@ def test_one_round_shows_every_seed_and_many_rounds_show_curves(tmp_path: Path, 
 def test_refused_and_dropped_are_listed_or_said_to_be_none(tmp_path: Path, make_run: Make, page: str) -> None:
     assert "a number in (0, 1e6]" in page
     assert "no answer within 60 s" in page
+    assert "at most 3.1, going by the round&#39;s other clients" in page
     clean = write_page([make_run(tmp_path / "clean", hostile=False)], tmp_path / "clean.html")
-    assert "Every reply was admitted" in clean.read_text(encoding="utf-8")
+    assert "Every reply was admitted as it was" in clean.read_text(encoding="utf-8")
 
 
 def test_several_runs_are_compared(tmp_path: Path, make_run: Make) -> None:

@@ -40,7 +40,7 @@ from fedfuse.core.model import Answering, Model, Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.rows import Rows
+from fedfuse.core.rows import RowSource, as_rows
 from fedfuse.core.settings import validate_settings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
@@ -163,7 +163,7 @@ def fuse(
     num_examples: Sequence[float] | None = None,
     start: str | Path | Mapping[str, Tensor] | None = None,
     model: nn.Module | Spec | Sequence[nn.Module | Spec] | None = None,
-    server_rows: Rows | tuple[Tensor, Tensor] | None = None,
+    server_rows: RowSource | None = None,
     unlabelled: Tensor | None = None,
     guard: GuardChoice = None,
     align: AlignChoice = None,
@@ -183,7 +183,7 @@ def fuse(
         num_examples: behind each one; needed for state dicts unless all weigh alike, else read from the update.
         start: the common weights they started from, for methods that need them; adapters are merged into theirs.
         model: the network or networks, where one that is not fedfuse's own must be run: nothing files name is run.
-        server_rows: labelled rows the server holds, for methods that need them.
+        server_rows: labelled rows the server holds, for methods that need them, in any form that `local_update` takes.
         unlabelled: inputs without labels the server holds, for distillation.
         guard: a filter: "clip", "krum", "median", "trimmed", "private", or a table, {"name": "krum", "byzantine": 2}.
         align: how hidden units are aligned before that: "weights", "activations", "transport", "graph", or a table.
@@ -208,7 +208,8 @@ def fuse(
     quorum = (1.0 if folders else 0.5) if quorum is None else quorum
     items = _vouch_for(kept, name_items([*kept, *updates], num_examples, folders))
     begin = folders.as_fused(_begin(recipe, start if folders.take_start(recipe) else None, items))
-    bench = Bench(rows=_rows(server_rows), unlabelled=unlabelled, population=len(items), seed=seed)
+    own = None if server_rows is None else as_rows(server_rows)
+    bench = Bench(rows=own, unlabelled=unlabelled, population=len(items), seed=seed)
     recipe.check(1, bench)
     came = gather(items, recipe, begin, _networks(recipe, model, seed), _rules(quorum, bounds))
     admission, brief, names, _ = came
@@ -336,10 +337,6 @@ def _prepared_spec(recipe: Recipe, given: nn.Module | Spec, seed: int) -> Spec:
     if isinstance(recipe.prepare_model, AsChosen):
         return spec
     return prepared_start(recipe, spec, spec.skeleton().state_dict(), Bench(seed=seed)).spec
-
-
-def _rows(rows: Rows | tuple[Tensor, Tensor] | None) -> Rows | None:
-    return rows if rows is None or isinstance(rows, Rows) else Rows(*rows)
 
 
 def _one(model: Model) -> Single:

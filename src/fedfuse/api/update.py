@@ -20,7 +20,7 @@ from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.privacy import Release, release_of
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.rows import Rows
+from fedfuse.core.rows import Rows, RowSource, as_rows
 from fedfuse.core.seams import ClientsOnly, Work
 from fedfuse.core.settings import LocalSettings, validate_settings
 from fedfuse.core.spec import Spec
@@ -90,7 +90,7 @@ class Update:
 
 def local_update(
     model: nn.Module | Spec,
-    rows: Rows | tuple[Tensor, Tensor],
+    rows: RowSource,
     recipe: Recipe | str = "fedavg",
     *,
     client: str = "site",
@@ -109,7 +109,7 @@ def local_update(
 
     Args:
         model: the network; its present weights are the start unless `start` is given.
-        rows: the site's inputs and labels.
+        rows: the site's inputs and labels: two tensors, a `Dataset` of pairs, read by its `len()`, or a `DataLoader`.
         recipe: the method, or its name.
         client: the site's name.
         start: common weights to start from, as a state dict or a safetensors file.
@@ -133,7 +133,7 @@ def local_update(
     task = task_named(task) if isinstance(task, str) else task
     check_supported(recipe, "a site that only brings a file")
     recipe.check_task(task)
-    spec, data = _named_network(model, output), rows if isinstance(rows, Rows) else Rows(*rows)
+    spec, data = _named_network(model, output), as_rows(rows)
     module = spec.build() if isinstance(model, Spec) else model
     begin: Params = {n: t.detach().clone() for n, t in module.state_dict().items()}
     names, count = _class_names(classes), _count_classes(classes, Single.of(module, spec), data, task)
@@ -152,7 +152,7 @@ def local_update(
 
 def bring_evidence(
     model: nn.Module | Spec,
-    rows: Rows | tuple[Tensor, Tensor],
+    rows: RowSource,
     method: Recipe | str,
     *,
     client: str = "site",
@@ -169,7 +169,7 @@ def bring_evidence(
 
     Args:
         model: the network, with its weights.
-        rows: the site's inputs and labels.
+        rows: the site's inputs and labels: two tensors, a `Dataset` of pairs, read by its `len()`, or a `DataLoader`.
         method: whose evidence to bring, such as "fedlpa".
         client: the site's name.
         weights: the weights to look at, if not those the network has: a state dict or a safetensors file.

@@ -317,6 +317,9 @@ def _run(
     else:
         console.say(f"files: {jobs.folder}" + (f"   page: {page_file}" if page_file else ""))
     for job, run_results in zip(jobs.each, done, strict=True):
+        if judged := run_results.judged_clients():
+            more = f"; and {len(judged) - 3} more in {job.folder / 'ledger.jsonl'}" if len(judged) > 3 else ""
+            console.note(f"{'; '.join(judged[:3])}{more}", "yellow")
         _tell_dropped(run_results.dropped_clients(), job.experiment.server.allow_dropped)
 
 

@@ -104,14 +104,15 @@ def write_results(path: Path, name: str, lines: Iterable[Mapping[str, Any]]) -> 
 
 
 def flat(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A ledger line as a row of results.json: plain numbers only, and how many clients were refused.
+    """A ledger line as a row of results.json: plain numbers only, and how many clients were refused or weakened.
 
     Example:
         >>> row = flat({"method": "fedavg", "round": 1, "refused": [{"client": "a"}]})
         >>> row["round"], row["refused"], row["accuracy"]
         (1, 1, None)
     """
-    row = {key: line.get(key) for key in FLAT} | {"refused": len(line.get("refused", ()))}
+    clipped = {entry["client"] for entry in line.get("clipped", ())}  # who has an entry for each lever
+    row = {key: line.get(key) for key in FLAT} | {"refused": len(line.get("refused", ())), "clipped": len(clipped)}
     return row | ({"selected": line["selected"]} if "selected" in line else {})
 
 

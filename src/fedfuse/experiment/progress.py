@@ -50,6 +50,18 @@ def score_text(scores: Mapping[str, Any]) -> str:
     return "" if scores.get("rmse") is None else f"rmse {scores['rmse']:.4f}"
 
 
+def round_text(line: Mapping[str, Any]) -> str:
+    """How well a round went, and how many clients it refused, weakened or lost, if any.
+
+    Example:
+        >>> round_text({"accuracy": 0.875, "clipped": [{"client": "a"}, {"client": "a"}, {"client": "b"}]})
+        'accuracy 87.50%, 2 clipped'
+    """
+    found = {what: {entry["client"] for entry in line.get(what, ())} for what in ("refused", "clipped", "dropped")}
+    words = [score_text(line), *(f"{len(clients)} {what}" for what, clients in found.items() if clients)]
+    return ", ".join(word for word in words if word)
+
+
 class Text(Callback):
     """Progress as text: which method, seed and round, how well it goes, and how long it may still take.
 
@@ -102,7 +114,8 @@ class Text(Callback):
 
     def round_done(self, label: str, seed: int, round_: int, scores: Mapping[str, Any]) -> None:
         """Count the round and say how well it went."""
-        self._done, self._answered, self._note = round_, 0, score_text(scores)
+        self._done, self._answered = round_, 0
+        self._note = round_text(scores)
         self._fresh += 1 / max(self._rounds, 1)
         self._tell()
 
@@ -182,7 +195,7 @@ class Bars(Callback):
 
     def round_done(self, label: str, seed: int, round_: int, scores: Mapping[str, Any]) -> None:
         """Count the round and show how well it went."""
-        self._progress.update(self._rounds, completed=round_, note=score_text(scores))
+        self._progress.update(self._rounds, completed=round_, note=round_text(scores))
         self._progress.reset(self._clients, total=self._asked)
 
 

@@ -64,6 +64,17 @@ class Results:
             for entry in row.get("dropped", ())
         ]
 
+    def judged_clients(self) -> list[str]:
+        """Whom the door refused or weakened, each in words: client, method, seed, round and the first reason."""
+        found: dict[tuple[object, ...], str] = {}
+        for row in self.rows:
+            for what in ("refused", "clipped"):
+                for entry in row.get(what, ()):
+                    when = f"{what} in round {row['round']} of {row['label']}, seed {row['seed']}"
+                    why = f"{entry['field']} is {entry['got']}, expected {entry['expected']}"
+                    found.setdefault((when, entry["client"]), f"{entry['client']} was {when} ({why})")
+        return list(found.values())
+
     def _by_experiment(self) -> dict[str, list[Mapping[str, Any]]]:
         each: dict[str, list[Mapping[str, Any]]] = {}
         for row in self.rows:

@@ -12,14 +12,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from fedfuse.api import settings_from
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.rows import Rows
+from fedfuse.core.rows import Rows, RowSource, as_rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.engines.local import ClientResult, answer
@@ -51,7 +49,7 @@ def train(
     message: Message,
     context: Context,
     model: Network,
-    rows: Rows | tuple[Tensor, Tensor],
+    rows: RowSource,
     *,
     recipe: Recipe | None = None,
     **settings: Any,
@@ -65,20 +63,20 @@ def train(
         message: what the server sent.
         context: Flower's context of this client.
         model: your network: its class, a function that makes it, or one made; the server must mean the same.
-        rows: this client's inputs and labels.
+        rows: this client's inputs and labels: two tensors, a `Dataset` of pairs, read by its `len()`, or a
+            `DataLoader`.
         recipe: the server's recipe, where it is one of your own; a method's name and options come with the message.
         settings: how to train: `lr`, `momentum`, `epochs`, `batch_size`, `device`, …, as for `fedfuse.local_update`.
             Where the server says it (`FuseStrategy(…, local=…)`), only `device` and `augment` are this client's.
     """
-    data = rows if isinstance(rows, Rows) else Rows(*rows)
-    return reply_with(message, lambda: _train_reply(message.content, context, model, data, recipe, settings))
+    return reply_with(message, lambda: _train_reply(message.content, context, model, as_rows(rows), recipe, settings))
 
 
 def evaluate(
     message: Message,
     context: Context,  # noqa: ARG001 - Flower's own signature
     model: Network,
-    rows: Rows | tuple[Tensor, Tensor],
+    rows: RowSource,
     *,
     recipe: Recipe | None = None,
 ) -> Message:
@@ -90,11 +88,10 @@ def evaluate(
         message: what the server sent.
         context: Flower's context of this client.
         model: your network, as for `train`.
-        rows: the inputs and labels to score on.
+        rows: the inputs and labels to score on, likewise.
         recipe: as for `train`.
     """
-    data = rows if isinstance(rows, Rows) else Rows(*rows)
-    return reply_with(message, lambda: _evaluate_reply(message.content, model, data, recipe))
+    return reply_with(message, lambda: _evaluate_reply(message.content, model, as_rows(rows), recipe))
 
 
 def _train_reply(

@@ -8,6 +8,7 @@ an answer says of itself, and the server holds one reply at a time: large ones w
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import shutil
 import tempfile
@@ -25,7 +26,7 @@ from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.terms import Terms
 from fedfuse.engines.local import OncePerBrief, OnClient
-from fedfuse.errors import ConfigError, QuorumLost
+from fedfuse.errors import ConfigError, QuorumLost, Refused
 from fedfuse.flower.records import (
     BRIEF,
     FAILED,
@@ -42,6 +43,7 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict  # isort: sk
 from flwr.common.constant import ErrorCode  # isort: skip
 from flwr.serverapp import Grid  # isort: skip
 
+_log = logging.getLogger("flwr")  # Flower's own: what a federation's operator reads
 ENROL = "query.enrol"
 SITE = "site"
 INBOX_BYTES = 64 * 2**20  # bytes of one round's replies kept in memory; the rest waits in files
@@ -396,3 +398,16 @@ def printable(text: object, limit: int = 300) -> str:
         'no [31m data'
     """
     return "".join(c if c.isprintable() else " " for c in str(text)[:limit]).strip()
+
+
+def log_incidents(when: str, line: Mapping[str, Any]) -> None:
+    """Say in Flower's log what the door did in a round, given its ledger line: for each client its first entry."""
+    for what in ("refused", "clipped"):
+        by_client: dict[str, list[Mapping[str, str]]] = {}
+        for entry in line.get(what, ()):
+            by_client.setdefault(entry["client"], []).append(entry)
+        for first, *others in by_client.values():
+            more = f"; so were {len(others)} more of its fields, which stand in the ledger" if others else ""
+            _log.warning("%s: %s %s%s", when, what, Refused(**first), more)
+    for entry in line.get("dropped", ()):
+        _log.warning("%s: dropped %s: %s", when, entry["client"], entry["reason"])

@@ -13,7 +13,7 @@ from fedfuse.flower.records import to_tensors
 from fedfuse.wire.codec import Malformed, encode
 from fedfuse.wire.messages import reply_header
 
-from flwr.app import MetricRecord, RecordDict  # isort: skip - after records has checked that it is there
+from flwr.app import RecordDict  # isort: skip - after records has checked that it is there
 
 NUM_EXAMPLES, STEPS = "num-examples", "num-steps"
 _MANY = 10**9
@@ -61,16 +61,18 @@ def steps_by(local: LocalSettings, num_examples: float) -> int:
     return local.steps_for(num_examples) if 0 < num_examples < _MANY else 0
 
 
-def average_numbers(
-    numbers: Mapping[str, Mapping[str, float]], shares: Mapping[str, float], left_out: int
-) -> MetricRecord:
-    """Everybody's common finite numbers, weighted by examples; and how many were left out.
+def average_numbers(numbers: Mapping[str, Mapping[str, float]], shares: Mapping[str, float]) -> dict[str, float]:
+    """The mean of each number that at least half of the clients report, over those whose own is finite, by examples.
 
     Example:
-        >>> dict(average_numbers({"a": {"loss": 1.0}, "b": {"loss": 3.0}}, {"a": 0.25, "b": 0.75}, 1))
-        {'loss': 2.5, 'left-out': 1}
+        >>> reported = {"a": {"loss": 1.0}, "b": {"loss": 3.0}, "c": {"loss": math.nan, "odd": 1.0}}
+        >>> average_numbers(reported, {"a": 0.125, "b": 0.375, "c": 0.5})
+        {'loss': 2.5}
     """
-    common = set.intersection(*({k for k, v in numbers[name].items() if math.isfinite(v)} for name in shares))
-    common.discard(NUM_EXAMPLES)  # it is the weight
-    means = {key: sum(share * numbers[name][key] for name, share in shares.items()) for key in sorted(common)}
-    return MetricRecord({**means, "left-out": left_out})
+    means = {}
+    for key in sorted({key for name in shares for key in numbers[name]} - {NUM_EXAMPLES}):  # which is the weight
+        told = [(share, numbers[name][key]) for name, share in shares.items() if key in numbers[name]]
+        finite = [(share, value) for share, value in told if math.isfinite(value)]
+        if finite and 2 * len(told) >= len(shares):
+            means[key] = sum(share * value for share, value in finite) / sum(share for share, _ in finite)
+    return means

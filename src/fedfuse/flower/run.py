@@ -26,8 +26,8 @@ from fedfuse.experiment.execute import execute_with
 from fedfuse.experiment.prepare import PreparedExperiment, Setting
 from fedfuse.experiment.progress import lines
 from fedfuse.experiment.results import Results
-from fedfuse.experiment.watch import Watcher
-from fedfuse.flower.engine import Federation, FlowerEngine
+from fedfuse.experiment.watch import Callback, Several, Watcher
+from fedfuse.flower.engine import Federation, FlowerEngine, log_incidents
 from fedfuse.flower.records import fingerprint
 from fedfuse.flower.site import site_app
 from fedfuse.report import write_page
@@ -39,6 +39,14 @@ from flwr.serverapp import Grid, ServerApp  # isort: skip
 # By default Ray runs its workers at low priority, and warns about accelerators that are not used here.
 _RAY = {"RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 _log = logging.getLogger(__name__)
+
+
+class _DoorLog(Callback):
+    """Says in Flower's log what the door did to clients."""
+
+    def round_done(self, label: str, seed: int, round_: int, scores: Mapping[str, Any]) -> None:
+        """A line for every client that was refused, weakened or lost."""
+        log_incidents(f"{label}, seed {seed}, round {round_}", scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +159,9 @@ class ExperimentServer:
         runs = len(experiment.methods) * len(experiment.seeds)
         watch = self.watch or lines(runs, experiment.name, sys.stdout, seconds=0.0, rounds_only=True)
         try:
-            self.results = execute_with(experiment, out, FlowerBackend(self.federation), resume=resume, watch=watch)
+            self.results = execute_with(
+                experiment, out, FlowerBackend(self.federation), resume=resume, watch=Several(watch, _DoorLog())
+            )
         except FuseError as why:
             _log.error("%s", why)
             raise

@@ -1,7 +1,8 @@
 """Any method as a strategy of Flower's Message API, in a ServerApp of yours.
 
 Flower's own loop sends and gathers; every reply passes fedfuse's door, and the round is fused where every round is. A
-client that is refused is logged and left out; below the quorum the model stays as it was.
+client that is refused is left out, below the quorum the model stays as it was, and whatever the door did to a client
+stands in Flower's log, in the round's metrics and in `ledger`.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from fedfuse.api import Fused, settings_from
+from fedfuse.core.bounds import Bounds
 from fedfuse.core.messages import Brief, Envelope, client_order
 from fedfuse.core.model import Single, outputs
+from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.settings import LocalSettings
+from fedfuse.core.settings import LocalSettings, validate_settings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import OncePerBrief
-from fedfuse.errors import ConfigError, QuorumLost, RecipeError, Refused
-from fedfuse.flower.engine import INBOX_BYTES, Inbox, content_or_reason, printable
+from fedfuse.errors import ConfigError, QuorumLost, RecipeError
+from fedfuse.flower.engine import INBOX_BYTES, Inbox, content_or_reason, log_incidents, printable
 from fedfuse.flower.network import Network, spec_of
 from fedfuse.flower.parts import (
     USE_FEDFUSE_CLIENTS,
@@ -37,6 +40,7 @@ from fedfuse.flower.parts import (
 )
 from fedfuse.flower.plain import NUM_EXAMPLES, average_numbers, numbers_in, plain_envelope, steps_by
 from fedfuse.flower.records import BriefRecords, Order, fingerprint, to_arrays, to_tensors
+from fedfuse.models.bayes import BayesianLayers
 from fedfuse.server.door.admit import Admission, Rules, admit_all
 from fedfuse.server.door.differences import first_difference
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
@@ -49,7 +53,7 @@ from flwr.serverapp import Grid  # isort: skip
 from flwr.serverapp.strategy import Result, Strategy  # isort: skip
 
 CONFIG = "config"  # Flower's own name for the user's settings sent to clients
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("flwr")  # Flower's own: what a federation's operator reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +92,18 @@ class FuseStrategy(Strategy):
         fraction_evaluate: the share that evaluates the model after it.
         min_available_nodes: how many nodes a round waits for; Flower's own timeout ends the wait for replies.
         quorum: the share of those asked that must be admitted; below it the model stays as it was.
+        bounds: how far above the others one client may be, as `server.bounds` of a file says: {"ratio": 3.0}.
+        enrol: how many examples clients have, by your word. Without it all clients are believed, as Flower believes
+            them, unless they say a million times the median; with it those you do not name are held to the others'
+            numbers, and {} vouches for none.
         bench: what the server may touch: rows of its own, unlabelled inputs, the seed.
 
     Attributes:
         admission: who was let in in the last round, who was not, and why.
+        ledger: a line for every round, as a run's ledger has it: who was fused (`clients`), `refused`, `clipped`
+            (weakened to a bound) and `dropped`.
+        variances: σ² of every Gaussian weight of the model as it is now, under the weight's name, where the method
+            trains Bayesian layers; the arrays Flower has are the means, under the names of your network.
         rounds_fused: rounds that changed the model.
         rounds_lost: rounds below the quorum.
 
@@ -119,6 +131,8 @@ class FuseStrategy(Strategy):
         fraction_evaluate: float = 1.0,
         min_available_nodes: int = 2,
         quorum: float = 0.5,
+        bounds: Bounds | Mapping[str, Any] | None = None,
+        enrol: Mapping[str, int] | None = None,
         bench: Bench | None = None,
     ) -> None:
         base, self._method = named_recipe(recipe)
@@ -127,11 +141,9 @@ class FuseStrategy(Strategy):
         self.clients, self.local = clients, _known_settings(local, bench)
         _check_shares(fraction_train=fraction_train, fraction_evaluate=fraction_evaluate, quorum=quorum)
         self.fractions = {MessageType.TRAIN: fraction_train, MessageType.EVALUATE: fraction_evaluate}
-        self.available, self.rules, self.bench = (
-            min_available_nodes,
-            Rules(quorum=quorum, told_steps=False),
-            bench or Bench(),
-        )
+        self.available, self.enrolled, self.bench = min_available_nodes, dict(enrol or {}), bench or Bench()
+        limits = bounds if isinstance(bounds, Bounds) else validate_settings(Bounds, bounds or {}, "bounds")
+        self.rules = Rules(quorum=quorum, bounds=limits, believes=enrol is None, told_steps=False)
         if self.local is not None:
             self.bench = replace(self.bench, local=self.local)
         self._check()
@@ -141,6 +153,14 @@ class FuseStrategy(Strategy):
         """Refuse what could not work before anything is sent."""
         if self.clients not in ("plain", "fedfuse"):
             raise ConfigError(f"clients is {self.clients!r}, expected 'plain' or 'fedfuse'")
+        for name, count in self.enrolled.items():
+            if type(count) is not int or count < 1:
+                raise ConfigError(f"enrol says that {name!r} has {count!r} examples, expected a whole number above 0")
+        if self.rules.believes and "share" in self.rules.bounds.model_fields_set:
+            raise ConfigError(
+                "bounds.share limits numbers of examples by clients' own word, and without enrol they are believed; "
+                "say whom you vouch for with enrol={name: examples}, or enrol={} for none"
+            )
         refuse_unfit(self.recipe, self.clients)
         refuse_unknown_training(self.recipe, self.local)
         if self.clients == "plain":
@@ -154,9 +174,13 @@ class FuseStrategy(Strategy):
 
     def _begin(self) -> None:
         self.admission: Admission | None = None
+        self.ledger: list[dict[str, Any]] = []
         self.rounds_fused = self.rounds_lost = 0
         self._state: ServerState | None = None
+        self.variances: ArrayRecord | None = None
+        self._names = frozenset[str]()  # the arrays of the user's own network
         self._arrays: ArrayRecord | None = None  # the state's model, as Flower was given it
+        self._sent: ArrayRecord | None = None  # the same as clients are sent it
         self._task: _RoundTask | None = None
         self._inbox: Inbox | None = None  # fused models may still be read from its files
         self._last_loss_reason = ""
@@ -203,7 +227,8 @@ class FuseStrategy(Strategy):
         bench = self._bench(before, len(nodes))
         state = now.begin_round(before, bench)
         self._state = state
-        self._arrays = arrays if state.model is before.model else to_arrays(state.single.posterior.mean)
+        if arrays is not self._arrays or state.model is not before.model:
+            self._publish(state, arrays if state.model is before.model else None)
         asked = self._choose(MessageType.TRAIN, server_round, nodes)
         brief = state.brief(now.publishes, bench.classes, bench.task)
         self._task = _RoundTask(now, bench, state, brief, nodes, asked)
@@ -222,26 +247,30 @@ class FuseStrategy(Strategy):
         envelopes = (self._envelope(reply, task, numbers) for reply in replies)
         recipe, asked = task.recipe, task.asked
         self.admission = seen = admit_all(
-            envelopes, task.brief, recipe.evidence, asked, self.rules, training=self.local, trains=recipe.trains
+            envelopes,
+            task.brief,
+            recipe.evidence,
+            asked,
+            self.rules,
+            enrolled=self.enrolled,
+            training=self.local,
+            trains=recipe.trains,
         )
-        left_out = len(task.asked) - len(seen.cohort)
-        for entry in seen.refused:
-            _log.warning("round %s: %s", server_round, Refused(**entry))
-        for entry in seen.dropped:
-            _log.warning("round %s: %s: %s", server_round, entry["client"], entry["reason"])
         try:
             check_quorum(seen, task.asked, self.rules.quorum, server_round - 1)
             after = fuse_admitted(task.recipe, seen, task.state, task.bench)
             check_quorum(seen, task.asked, self.rules.quorum, server_round - 1)
         except QuorumLost as why:
-            return self._arrays, self._count_loss(why, left_out)
+            return self._arrays, self._count_loss(why, self._counts(task, seen))
+        finally:  # the fusion itself may have refused some
+            self._tell(server_round, seen)
         self._state = after
         self._check_shape(task)
         self.rounds_fused += 1
-        self._arrays = to_arrays(after.single.posterior.mean)
+        self._publish(after)
         shares = dict(zip(seen.cohort.clients, seen.cohort.weights.tolist(), strict=True))
         reported = {update.client: numbers.get(update.client, update.facts) for update in seen.cohort}
-        return self._arrays, average_numbers(reported, shares, left_out)
+        return self._arrays, MetricRecord({**average_numbers(reported, shares), **self._counts(task, seen)})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -269,7 +298,8 @@ class FuseStrategy(Strategy):
         num_examples = {name: reported.get(NUM_EXAMPLES, 0.0) for name, reported in numbers.items()}
         good = {name: n for name, n in num_examples.items() if 0 < n < 1e12}
         shares = {name: num_examples / sum(good.values()) for name, num_examples in good.items()}
-        return average_numbers(numbers, shares, len(numbers) - len(shares)) if shares else None
+        left_out = len(numbers) - len(shares)
+        return MetricRecord({**average_numbers(numbers, shares), "left-out": left_out}) if shares else None
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:  # noqa: ARG002 - Flower's own signature
         """What Flower's older server calls first: here it ends, for nothing after it could work.
@@ -301,9 +331,12 @@ class FuseStrategy(Strategy):
         """What the server knows before a round: its memory stays, and the model unless Flower hands us another."""
         if self._state is not None and arrays is self._arrays:
             return replace(self._state, round=server_round - 1, facts={})
-        mean = to_tensors(arrays)
+        mean: Params = to_tensors(arrays)
         if self._state is not None:
+            if (layers := self._renamed(now := self._state.single.posterior.mean)) is not None:
+                mean = layers.with_means(now, mean)
             return replace(self._state.fused(mean), round=server_round - 1, facts={})
+        self._names = frozenset(mean)
         spec = self.spec or Spec.of_tensors(mean)
         if spec.can_run and (odd := first_difference(forms_of(mean), forms_of(spec.skeleton().state_dict()))):
             raise ConfigError(
@@ -311,6 +344,19 @@ class FuseStrategy(Strategy):
                 "start with ArrayRecord(model.state_dict())"
             )
         return ServerState(server_round - 1, Single(spec, Posterior(mean)))
+
+    def _renamed(self, mean: Params) -> BayesianLayers | None:
+        """The preparation of Bayesian layers under whose names these weights are, where the user's are others."""
+        prepared = (now.prepare_model for now in stages(self.recipe) if mean.keys() != self._names)
+        return next((prepare for prepare in prepared if isinstance(prepare, BayesianLayers)), None)
+
+    def _publish(self, state: ServerState, given: ArrayRecord | None = None) -> None:
+        """Keep the state's model as clients are sent it, and as Flower is given it: under the user's own names."""
+        mean = state.single.posterior.mean
+        same = given is not None and given.keys() == mean.keys()  # a copy of a model is not free
+        self._sent = self._arrays = given if same else to_arrays(mean)
+        if (layers := self._renamed(mean)) is not None:
+            self._arrays, self.variances = map(to_arrays, layers.without_variances(mean))
 
     def _bench(self, state: ServerState, nodes: int = 0) -> Bench:
         """What the server may touch, with what can be seen of the federation and of the network."""
@@ -336,7 +382,8 @@ class FuseStrategy(Strategy):
         now, state = self.recipe.at(server_round - 1), self._state or self._state_before(server_round, arrays)
         spec, bench = _nameable(state.single.spec), self._bench(state)
         brief = Brief(server_round - 1, spec, {}, classes=bench.classes, task=bench.task)
-        content = replace(BriefRecords.of(brief), params=arrays).to(self._order(now, name))
+        params = self._sent if arrays is self._arrays and self._sent is not None else arrays
+        content = replace(BriefRecords.of(brief), params=params).to(self._order(now, name))
         content[CONFIG] = config
         return content
 
@@ -368,11 +415,24 @@ class FuseStrategy(Strategy):
                     f"Flower client could not load it; {USE_FEDFUSE_CLIENTS}"
                 )
 
-    def _count_loss(self, why: QuorumLost, left_out: int) -> MetricRecord:
+    def _tell(self, server_round: int, seen: Admission) -> None:
+        """What the door did to clients: a line in the ledger, and one in the log for each of them."""
+        clients = {update.client: update.record() for update in seen.cohort}
+        what = {"refused": seen.refused, "clipped": seen.clipped, "dropped": seen.dropped}
+        self.ledger.append({"round": server_round, "clients": clients, **what})
+        log_incidents(f"round {server_round}", self.ledger[-1])
+
+    def _counts(self, task: _RoundTask, seen: Admission) -> dict[str, int]:
+        """How many clients were left out of a round, how many of them by the door, and how many were weakened."""
+        refused, clipped = ({entry["client"] for entry in entries} for entries in (seen.refused, seen.clipped))
+        left_out = len(task.asked) - len(seen.cohort)
+        return {"left-out": left_out, "fuse-refused": len(refused), "fuse-clipped": len(clipped)}
+
+    def _count_loss(self, why: QuorumLost, counts: Mapping[str, int]) -> MetricRecord:
         _log.error("%s", why)
         self.rounds_lost += 1
         self._last_loss_reason = str(why)
-        return MetricRecord({"quorum-lost": 1, "left-out": left_out})
+        return MetricRecord({"quorum-lost": 1, **counts})
 
 
 def _known_settings(local: LocalSettings | Mapping[str, Any] | None, bench: Bench | None) -> LocalSettings | None:

@@ -31,6 +31,7 @@ RELEASED_START = -9.0
 RELEASED_BOUNDS = (-8.0, 8.0)  # the released code sees no log-variance outside, so that none below ever learns
 _NARROW = 0.05  # σ at the start, in units of the usual prior's
 _AT_A_TIME = 10  # networks drawn and asked together
+_WITHIN = "net."  # where a `Bayesian` keeps the network
 _TINY = 1e-16  # keeps the square root differentiable where nothing varies
 
 
@@ -277,13 +278,32 @@ class BayesianLayers:
 
     def weights_from(self, plain: Params, trained: Params) -> Params:
         """What a network with these plain weights begins with, told by a trained one, without the network's code."""
-        begin = {f"net.{name}": tensor for name, tensor in plain.items()}
+        begin = {f"{_WITHIN}{name}": tensor for name, tensor in plain.items()}
         for mean, log_variance in Layout.guess(trained).log_variances.items():
             weight = begin.get(mean.removesuffix("bias") + "weight" if mean.endswith("bias") else mean)
             if weight is not None and mean in begin:
                 first = usual_log_variance(weight) if self.log_variance is None else self.log_variance
                 begin[log_variance] = torch.full_like(begin[mean], first)
         return begin
+
+    def without_variances(self, trained: Params) -> tuple[Params, Params]:
+        """The means under the names of the plain network, and σ² of every Gaussian under the name of its mean.
+
+        Example:
+            >>> trained = bayesian(nn.Sequential(nn.Linear(4, 3))).state_dict()
+            >>> [sorted(part) for part in BayesianLayers().without_variances(trained)]
+            [['0.bias', '0.weight'], ['0.weight']]
+        """
+        logs, variances = Layout.guess(trained).log_variances, dict[str, Tensor]()
+        for mean, log_variance in logs.items():
+            seen = trained[log_variance].clamp(*RELEASED_BOUNDS) if self.released else trained[log_variance]
+            variances[mean.removeprefix(_WITHIN)] = seen.exp()
+        hidden = set(logs.values())
+        return {n.removeprefix(_WITHIN): t for n, t in trained.items() if n not in hidden}, variances
+
+    def with_means(self, trained: Params, plain: Params) -> Params:
+        """Trained weights with those replaced that are given, under the names of either network."""
+        return {n: plain.get(n, plain.get(n.removeprefix(_WITHIN), tensor)) for n, tensor in trained.items()}
 
     def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:  # noqa: ARG002
         """Log-variances beside the means of some layer."""

@@ -112,6 +112,7 @@ class Chapter:
     sizes: tuple[Figure, ...]
     reveals: tuple[tuple[str, tuple[str, ...] | None], ...]
     refused: tuple[Mapping[str, Any], ...]
+    clipped: tuple[Mapping[str, Any], ...]
     dropped: tuple[Mapping[str, Any], ...]
     noted: tuple[MethodFacts, ...]
     best: str | None
@@ -192,6 +193,7 @@ def _chapter(run: Run, inks: Inks, anchor: str) -> Chapter:
         sizes=_figures([costs.model_size(ranked, inks), costs.kept_channels(ranked)]),
         reveals=tuple((label, _declared_reveals(rows)) for label, rows in ranked.items()),
         refused=_incidents(run.rows, "refused"),
+        clipped=_incidents(run.rows, "clipped"),
         dropped=_incidents(run.rows, "dropped"),
         noted=tuple(method_facts(ranked)),
         best=best,

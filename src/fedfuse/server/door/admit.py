@@ -47,6 +47,8 @@ class Rules:
         bounds: how far above the others any other lever may be.
         told_steps: whether steps follow from examples and settings where the server gave those; not for clients that
             train as they like.
+        believes: whether clients' own numbers of examples count as they are, up to what is absurd, as on a grid whose
+            nodes its operator let in; else those that no operator vouches for are held to the others'.
         memory: bytes of admitted updates held in memory; the rest is kept in files.
         trusted: model factories outside fedfuse that the user named.
         sums_by: by what clients weigh in sums of several sites, where such are admitted: never in a live round.
@@ -56,6 +58,7 @@ class Rules:
     examples_ratio: float = 10.0
     bounds: Bounds = field(default_factory=Bounds)
     told_steps: bool = True
+    believes: bool = False
     memory: int = 2 * 2**30
     trusted: frozenset[str] = frozenset()
     sums_by: str | None = None
@@ -234,7 +237,7 @@ def admit_all(
 def _claims(rules: Rules, training: LocalSettings | None, doubtful: AbstractSet[str], trains: bool) -> Claims:
     """What is known of examples and steps; sums are taken as they are, or not at all."""
     told = training if rules.told_steps and trains else None
-    return Claims(told, doubtful, rules.examples_ratio, exact=not trains)
+    return Claims(told, doubtful, rules.examples_ratio, exact=not trains, believed=rules.believes)
 
 
 def _starts(brief: Brief, clients: Iterable[str]) -> dict[str, Params]:

@@ -19,8 +19,8 @@ Levers multiply: what a client does to a layer goes by its examples × its move,
 by its examples × what it brings (`moves_by_precision`): precision times move, as matrices and not as sizes, over the
 mean of everybody's precision. Whoever claims to be sure just where it moved brings far more than its move and its mean
 precision tell, and whoever is merely surer than others hardly more than they. So this product is bounded too, with half
-the deviations, and who exceeds it has its move shortened. A number of examples that somebody vouches for counts there
-for at most the median: a large client is no liar, and a small one that moved far says little.
+the deviations, and who exceeds it has its move shortened. A number of examples that is vouched for or believed counts
+there for at most the median: a large client is no liar, and a small one that moved far says little.
 
 | beside `levers` | where it acts |
 |---|---|
@@ -50,6 +50,7 @@ from fedfuse.server.brought import moves_by_precision
 from fedfuse.server.door.levers import MOVE, Lever, owners_of
 from fedfuse.server.door.regions import believe_sites
 
+_ABSURD = 1e6  # times the median: one unit taken for another, or a number that was never counted
 _ROOM_FOR_STEPS = 2.0  # a client that counts its batches otherwise than we do is no liar
 _AT_BOUND = 1 - 1e-6  # whoever was weakened to a bound stands at it, up to rounding
 
@@ -71,17 +72,25 @@ class Claims:
         told: how clients were told to train, where they were: it fixes the steps for any number of examples.
         own_word: whose number of examples is nobody's word but their own.
         ratio: a number of examples above this multiple of the median is refused; of few clients, `Bounds.few` times.
+        believed: their own word counts as it is, up to `_ABSURD` times the median.
         exact: below that it counts as it is: weakened sums would no longer be the sums of anybody's rows.
     """
 
     told: LocalSettings | None = None
     own_word: AbstractSet[str] = frozenset()
     ratio: float = 10.0
+    believed: bool = False
     exact: bool = False
+
+    def doubts(self, client: str) -> bool:
+        """Whether the others' numbers of examples limit this client's."""
+        return client in self.own_word and not self.believed
 
     def ratio_among(self, count: int, bounds: Bounds) -> float:
         """The multiple of the median that so many clients may claim; of two, nobody is the odd one."""
-        return self.ratio if count >= FEW else bounds.few if count > 2 else math.inf
+        if count <= 2:
+            return math.inf
+        return _ABSURD if self.believed else self.ratio if count >= FEW else bounds.few
 
 
 def keep_within_bounds(
@@ -176,8 +185,8 @@ class _Usual(NamedTuple):
 
 def _exceeds_claims(update: ClientUpdate, usually: _Usual, claims: Claims, found: Bounded) -> bool:
     """Whether a client says more of itself than it could know, which is then written down."""
-    typical, ratio, vouched = usually.examples, usually.ratio, update.client not in claims.own_word
-    if not vouched and update.examples_per_site > ratio * typical:
+    typical, ratio = usually.examples, usually.ratio
+    if update.client in claims.own_word and update.examples_per_site > ratio * typical:
         words = f"at most {update.sites * ratio * typical:g}, {ratio:g} times the median{_of_sites(update)}"
         found.refused.append(Refused(update.client, "num_examples", update.num_examples, words).facts())
         return True
@@ -186,7 +195,8 @@ def _exceeds_claims(update: ClientUpdate, usually: _Usual, claims: Claims, found
         least, most = math.floor(usual / _ROOM_FOR_STEPS), math.ceil(usual * _ROOM_FOR_STEPS)
         words = f"{least} to {most}, for {update.num_examples:g} examples trained on as it was told"
     else:
-        room = claims.ratio * (max(1.0, update.examples_per_site / typical) if vouched else 1.0)
+        larger = 1.0 if claims.doubts(update.client) else max(1.0, update.examples_per_site / typical)
+        room = claims.ratio * larger
         least, most = 0, math.ceil(room * usually.steps)
         words = f"at most {most}, {room:g} times the median"
     if least <= update.steps <= most:
@@ -199,7 +209,7 @@ def _cap_examples(
     updates: Sequence[ClientUpdate], claims: Claims, bounds: Bounds, clipped: list[dict[str, str]]
 ) -> list[ClientUpdate]:
     """The updates with numbers of examples that nobody vouches for cut to their bounds: median and share."""
-    if len(updates) < 3 or claims.exact:  # of two, one always has half
+    if len(updates) < 3 or claims.exact or claims.believed:  # of two, one always has half
         return list(updates)
     counts = {u.client: (u.num_examples, u.sites) for u in updates}
     usual = bounds.limit([u.examples_per_site for u in updates]) if len(updates) >= FEW else math.inf
@@ -237,7 +247,7 @@ def _cap_says(
     says = {}
     for update in peers:
         counts = update.examples_per_site
-        counts = counts if update.client in claims.own_word else min(counts, typical)
+        counts = counts if claims.doubts(update.client) else min(counts, typical)
         says[update.client] = _says_of(update, levers[update.client], limits, brought[update.client], counts)
     most = {
         say: bounds.limit_together([each[say] for each in says.values() if say in each])
