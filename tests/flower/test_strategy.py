@@ -99,6 +99,19 @@ def test_server_memory_lives_on_between_rounds_and_not_between_runs() -> None:
     assert fused(strategy, grid_with(*apps))["w"] == pytest.approx(one["w"])
 
 
+def test_what_an_own_part_keeps_on_itself_does_not_live_on_between_runs() -> None:
+    class Counts(ServerPart):
+        seen = 0
+
+        def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
+            self.seen += 1
+            return state.fused({n: t * self.seen for n, t in state.single.posterior.mean.items()})
+
+    strategy = FuseStrategy(replace(find_method("fedavg").recipe(), name="mine", steps=(Counts(),)))
+    first, again = (fused(strategy, grid_with(client(1.0, 1), client(1.0, 1)), rounds=2) for _ in range(2))
+    assert again["w"] == pytest.approx(first["w"])
+
+
 def test_metrics_are_averaged_by_examples() -> None:
     result = FuseStrategy().start(grid_with(client(1.0, 10), client(4.0, 30), fails), start(), num_rounds=1)
     metrics = result.train_metrics_clientapp[1]

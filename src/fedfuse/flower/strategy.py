@@ -6,6 +6,7 @@ client that is refused is logged and left out; below the quorum the model stays 
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -122,7 +123,7 @@ class FuseStrategy(Strategy):
         bench: Bench | None = None,
     ) -> None:
         base, self._method = named_recipe(recipe)
-        self.recipe = with_filters(base, align=align, guard=guard)
+        self.recipe = self._as_given = with_filters(base, align=align, guard=guard)
         self.spec = None if model is None else spec_of(model)
         self.clients, self.local = clients, _known_settings(local, bench)
         _check_shares(fraction_train=fraction_train, fraction_evaluate=fraction_evaluate, quorum=quorum)
@@ -153,6 +154,7 @@ class FuseStrategy(Strategy):
             fingerprint(now.work(LocalSettings()))
 
     def _begin(self) -> None:
+        self.recipe = copy.deepcopy(self._as_given)  # what a part kept on itself in a run before is not in it
         self.admission: Admission | None = None
         self.rounds_fused = self.rounds_lost = 0
         self._state: ServerState | None = None
