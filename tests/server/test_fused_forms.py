@@ -83,6 +83,21 @@ def test_a_run(odd: tuple[Recipe, str], fedfuse: Fedfuse, tmp_path: Path) -> Non
     assert not list((tmp_path / "run").glob("models/*"))
 
 
+class Tied(torch.nn.Module):
+    """Two layers of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+
+
+def test_a_lost_tensor_that_is_tied_to_another_is_named_too() -> None:
+    made = Recipe(name="mine", aggregate=Odd(lambda m: {n: t for n, t in m.items() if n != "first.weight"}))
+    with pytest.raises(MethodFault, match=r"'mine': Odd .* first.weight is missing, expected 3×3 float32"):
+        fuse([Tied()] * 3, made, model=Tied(), num_examples=[1, 1, 1])
+
+
 def test_the_laws(odd: tuple[Recipe, str]) -> None:
     with pytest.raises(MethodFault, match="method 'odd': Odd"):
         check_method("odd")

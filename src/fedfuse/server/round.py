@@ -128,8 +128,8 @@ def _first_misfit(mean: Params, expected: Mapping[str, Form]) -> tuple[str, str,
                 return name, _kind(value), "a tensor"
     got = forms_of(mean)
     free = {n: got[n] for n in got.keys() & expected.keys() if not PARTS.isdisjoint(n.split("."))}  # of any rank
-    name, found, wanted = (expected and first_difference(got, {**expected, **free})) or ("", "", "")
-    return (name, found, "no such tensor" if wanted == "missing" else wanted) if name else None
+    odd = first_difference(got, {**expected, **free}) if expected else None
+    return (*odd[:2], "no such tensor") if odd and odd[0] not in expected else odd
 
 
 def filter_cohort(recipe: Recipe, cohort: Cohort, state: ServerState, bench: Bench) -> tuple[Cohort, Mapping[str, Any]]:
