@@ -69,6 +69,10 @@ class NotConverged(FuseError):
     """A solver stopped before it reached its tolerance."""
 
 
+class MethodFault(FuseError):
+    """A part of a method returned what no round can go on with; no client is to blame for it."""
+
+
 def error_text(why: BaseException) -> str:
     """Somebody else's error as part of a sentence of ours: its type and the first line of what it says.
 

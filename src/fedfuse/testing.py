@@ -23,7 +23,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.door.admit import admit_all
-from fedfuse.server.round import filter_cohort, fuse_round
+from fedfuse.server.round import check_fused, filter_cohort, fuse_round
 from fedfuse.training.round import client_round
 
 _CLIENTS, _FEATURES, _CLASSES = 5, 6, 3
@@ -65,6 +65,7 @@ def check_method(name: str, **options: object) -> tuple[str, ...]:
 
     Raises:
         LawBroken: naming the method, the network and the law.
+        MethodFault: if its model does not fit the network.
 
     Example:
         >>> check_method("fedavg")
@@ -107,7 +108,7 @@ def _trial(recipe: Recipe, spec: Spec) -> _Trial | None:
         envelopes = [Envelope(client, reply.payload) for client, reply in zip(asked, replies, strict=True)]
         admission = admit_all(envelopes, brief, recipe.evidence, asked, training=local, trains=recipe.trains)
         trial = _Trial(recipe, admission.cohort, state, bench)
-        trial.fuse()
+        check_fused(recipe, recipe.aggregate, trial.fuse(), trial.cohort)
     except (RecipeError, ConfigError):
         return None
     if admission.refused:

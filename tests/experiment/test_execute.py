@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from fedfuse.core.lock import hold_folder
+from fedfuse.core.messages import Cohort
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.registry import all_methods
+from fedfuse.core.registry import all_methods, forget_method, method
+from fedfuse.core.seams import ServerPart
+from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import InProcess
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.experiment import prepare as preparation
@@ -28,6 +31,7 @@ from fedfuse.experiment.ledger import FLAT, Ledger
 from fedfuse.experiment.prepare import prepare
 from fedfuse.experiment.results import Results
 from fedfuse.experiment.watch import Callback
+from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.server.loop import one_round
 from fedfuse.server.steps.prune import Prune
 from fedfuse.wire.files import load_model
@@ -168,6 +172,34 @@ def test_a_guarded_method_and_one_that_hands_over(tiny: Tiny, tmp_path: Path) ->
     assert [row["label"] for row in rows[::2]] == ["fedavg+median", "fedavg→local"]
     assert "CoordinateMedian" in rows[0]["facts"]["guard"]
     assert rows[3]["parameters"] == 3 * rows[2]["parameters"]  # after the hand-over there are three networks
+
+
+class Remembers(ServerPart):
+    """A mean that drifts with every round it has seen, and keeps that count on itself."""
+
+    laws: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
+        self.seen += 1
+        return state.fused({n: t + 0.1 * self.seen for n, t in mean_of(cohort).items()})
+
+
+def test_what_an_own_part_keeps_on_itself_does_not_reach_the_next_seed(tiny: Tiny, tmp_path: Path) -> None:
+    @method("remembers")
+    def remembers() -> Recipe:
+        """It counts on `self`."""
+        return Recipe(aggregate=Remembers())
+
+    try:
+        run(tiny("remembers", seeds=[0, 1]), tmp_path / "both")
+        run(tiny("remembers", seeds=[1]), tmp_path / "alone")
+    finally:
+        forget_method("remembers")
+    both, alone = (outcome(tmp_path / name)["models"] for name in ("both", "alone"))
+    assert alone.items() <= both.items()
 
 
 def test_train_once_fuse_many(tiny: Tiny, tmp_path: Path) -> None:
@@ -466,7 +498,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[t
     return calls
 
 
-def test_partition_recipes_and_checks_are_computed_once_per_run(
+def test_partition_and_checks_are_computed_once_per_run_and_recipes_once_per_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "study.toml").write_text("""
@@ -481,7 +513,7 @@ model = { name = "mlp", hidden = [4] }
     tried = counted(monkeypatch, preparation, "rehearse")
     run_jobs(tmp_path / "study.toml", out=tmp_path / "run", workers=0, memo=False)
     assert [given[3] for given in partitions] == [0, 1, 2]
-    assert [entry.name for entry, *_ in made] == ["fedavg", "fedprox"]
+    assert [entry.name for entry, *_ in made] == 4 * ["fedavg", "fedprox"]  # to be checked, and for each seed
     assert len(checked) == 2 * 3
     assert len(tried) == 2
 

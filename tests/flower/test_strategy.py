@@ -26,7 +26,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.errors import ConfigError, QuorumLost, RecipeError
+from fedfuse.errors import ConfigError, MethodFault, QuorumLost, RecipeError
 from fedfuse.flower import FuseStrategy
 from fedfuse.server.round import fuse_round
 from fedfuse.server.steps.prune import Prune
@@ -98,6 +98,19 @@ def test_server_memory_lives_on_between_rounds_and_not_between_runs() -> None:
     one, three = fused(strategy, grid_with(*apps)), fused(strategy, grid_with(*apps), rounds=3)
     assert three["w"][0, 0] > 3 * one["w"][0, 0]  # momentum
     assert fused(strategy, grid_with(*apps))["w"] == pytest.approx(one["w"])
+
+
+def test_what_an_own_part_keeps_on_itself_does_not_live_on_between_runs() -> None:
+    class Counts(ServerPart):
+        seen = 0
+
+        def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
+            self.seen += 1
+            return state.fused({n: t * self.seen for n, t in state.single.posterior.mean.items()})
+
+    strategy = FuseStrategy(replace(find_method("fedavg").recipe(), name="mine", steps=(Counts(),)))
+    first, again = (fused(strategy, grid_with(client(1.0, 1), client(1.0, 1)), rounds=2) for _ in range(2))
+    assert again["w"] == pytest.approx(first["w"])
 
 
 def test_metrics_are_averaged_by_examples() -> None:
@@ -390,11 +403,16 @@ def test_missing_server_rows_are_told_before_the_first_round() -> None:
 def test_a_step_that_changes_shapes_under_plain_clients_is_stopped() -> None:
     class Widen(ServerPart):
         def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
-            return state.fused({n: torch.cat([t, t]) for n, t in state.single.posterior.mean.items()})
+            wide = {n: torch.cat([t, t]) for n, t in state.single.posterior.mean.items()}
+            return state.fused(wide, spec=state.single.spec.with_shapes_of(wide) if network else None)
 
     own = replace(find_method("fedavg").recipe(), name="mine", steps=(Widen(),))
+    apps, network = (client(1.0, 1), client(1.0, 1)), nn.Linear(2, 2)
     with pytest.raises(RecipeError, match="'mine' has changed the network's shape .* plain Flower client could not"):
-        FuseStrategy(own).start(grid_with(client(1.0, 1), client(1.0, 1)), ArrayRecord({"w": Array(np.zeros(2))}))
+        FuseStrategy(own, network).start(grid_with(*apps), ArrayRecord(network.state_dict()))
+    network = None
+    with pytest.raises(MethodFault, match="method 'fedavg': Widen .* w is 4 float64, expected 2 float64"):
+        FuseStrategy(own).start(grid_with(*apps), ArrayRecord({"w": Array(np.zeros(2))}))
 
 
 def test_arrays_that_somebody_changed_between_rounds_are_the_ones_that_count() -> None:

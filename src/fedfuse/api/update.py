@@ -20,7 +20,7 @@ from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.privacy import Release, release_of
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.rows import Rows, RowSource, as_rows
+from fedfuse.core.rows import Rows, RowSource, as_rows, is_channels_last
 from fedfuse.core.seams import ClientsOnly, Work
 from fedfuse.core.settings import LocalSettings, validate_settings
 from fedfuse.core.spec import Spec
@@ -114,7 +114,7 @@ def local_update(
         client: the site's name.
         start: common weights to start from, as a state dict or a safetensors file.
         classes: names of all classes in the order of labels, or how many; by default as many as the network's outputs.
-        inputs: the form the rows were brought to, where it is more than their shape.
+        inputs: the form the rows were brought to, where it is more than their shape, or their channels are last.
         task: what is to be learned: "classification", "binary", "multilabel" or "regression".
         seed: fixes every random draw.
         output: which of the network's outputs are the logits, where it gives several: a place, a key or an attribute.
@@ -134,6 +134,8 @@ def local_update(
     check_supported(recipe, "a site that only brings a file")
     recipe.check_task(task)
     spec, data = _named_network(model, output), as_rows(rows)
+    if inputs is None:
+        _check_channels(data)
     module = spec.build() if isinstance(model, Spec) else model
     begin: Params = {n: t.detach().clone() for n, t in module.state_dict().items()}
     names, count = _class_names(classes), _count_classes(classes, Single.of(module, spec), data, task)
@@ -206,6 +208,16 @@ def bring_evidence(
     return update.telling(start=None) if made.trains else update  # networks trained elsewhere share no start
 
 
+def _check_channels(rows: Rows) -> None:
+    """Refuse pictures with their channels last, which a network would read as so many channels as they are high."""
+    if is_channels_last(shape := tuple(rows.x.shape[1:])):
+        raise ConfigError(
+            f"a row's x is {'×'.join(map(str, shape))}, which looks like a picture with its channels last, expected "
+            "channels × height × width; turn x by x.permute(0, 3, 1, 2), or, if this network reads it so, say "
+            f"inputs=fedfuse.core.forms.ArrayForm(shape={shape})"
+        )
+
+
 def _class_names(classes: int | Sequence[str] | None) -> tuple[str, ...]:
     """The names of the classes, where they have any."""
     names = () if classes is None or isinstance(classes, int) else tuple(classes)
@@ -264,7 +276,12 @@ def _count_classes(classes: int | Sequence[str] | None, network: Single, rows: R
         return 2
     if not isinstance(task, Classification):
         return given if given is not None else rows.y.shape[1] if rows.y.ndim == 2 else 1
-    seen = int(rows.y.max()) + 1 if len(rows) else 0
+    seen, lowest = (int(rows.y.max()) + 1, int(rows.y.min())) if len(rows) else (0, 0)
+    if given is None and lowest and 0 < (made := outputs(network) or 0) < seen <= made + lowest:
+        raise ConfigError(
+            f"labels run from {lowest} to {seen - 1} and the network has {made} outputs; labels count from 0, so "
+            f"subtract {lowest} from each, or say how many classes there are (classes=)"
+        )
     count = given if given is not None else max(seen, outputs(network) or 0)
     if seen > count:
         raise ConfigError(f"the rows have the label {seen - 1} and there are {count} classes; labels count from 0")

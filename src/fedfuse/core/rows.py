@@ -53,6 +53,19 @@ class Rows:
         return torch.bincount(self.y, minlength=classes)
 
 
+def is_channels_last(shape: Sequence[int]) -> bool:
+    """Whether a row of this shape looks like a picture with its 1, 3 or 4 channels last; networks read them first.
+
+    Example:
+        >>> [is_channels_last(shape) for shape in ((28, 28, 1), (1, 28, 28), (32, 48, 4), (64, 4, 4), (9, 128, 1))]
+        [True, False, True, False, False]
+    """
+    if len(shape) != 3 or shape[2] not in (1, 3, 4) or shape[0] in (1, 3, 4):
+        return False
+    low, high = sorted(shape[:2])
+    return low > shape[2] and high <= 4 * low  # no picture is wider than that; signals over time may be
+
+
 def describe(tensor: Tensor) -> str:
     """A tensor's dtype and shape in words.
 

@@ -359,4 +359,4 @@ def drop_tied_names(spec: Spec, params: Params) -> dict[str, Tensor]:
 def tie(spec: Spec, params: Params) -> Params:
     """The weights, those that are one tensor made equal: as the first of their names has it."""
     first = {name: same[0] for same in spec.layout.tied for name in same[1:]}
-    return {n: params[first.get(n, n)] for n in params} if first else params
+    return {n: params[same if (same := first.get(n, n)) in params else n] for n in params} if first else params

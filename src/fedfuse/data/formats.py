@@ -6,13 +6,14 @@ Every reader checks magic numbers and lengths, so a cut or foreign file is named
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from fedfuse.core.rows import is_channels_last
 from fedfuse.data.matlab import NotMatlab, read_arrays
 from fedfuse.data.rows import Array, Rows
 from fedfuse.data.stores import damaged_error
@@ -28,17 +29,19 @@ _WHOLE = (torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArraySplit:
-    """Rows as they lie in the file: bytes (or floats) and labels."""
+    """Rows as they lie in the file: bytes (or floats) and labels; and who holds each, where that is known."""
 
     x: Array
     y: Array
+    owners: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.y)
 
     def take(self, index: Array) -> ArraySplit:
         """The rows at these positions."""
-        return ArraySplit(self.x[index], self.y[index])
+        owners = tuple(self.owners[i] for i in index) if self.owners else ()
+        return ArraySplit(self.x[index], self.y[index], owners)
 
     def rows(self) -> Rows:
         """The rows as tensors: bytes scaled to [0, 1], other whole numbers as they are; labels or numbers."""
@@ -169,6 +172,27 @@ def split_from_arrays(
     return ArraySplit(x, y)
 
 
+def empty_classes(y: Array) -> list[int]:
+    """The first classes of those that labels count up to which no row has.
+
+    Example:
+        >>> empty_classes(np.array([1, 2, 5])), empty_classes(np.array([0, 1]))
+        ([0, 3, 4], [])
+    """
+    return list(map(int, np.flatnonzero(np.bincount(y) == 0)[:20]))
+
+
+def empty_classes_text(empty: Sequence[int], classes: int) -> str:
+    """What was assumed of labels that leave out classes, as the beginning of a sentence.
+
+    Example:
+        >>> empty_classes_text([0], 11)
+        'no row has the label 0 and the largest label is 10, which makes 11 classes'
+    """
+    some = f"{', '.join(map(str, empty[:5]))}{', …' if len(empty) > 5 else ''}"
+    return f"no row has the label {some} and the largest label is {classes - 1}, which makes {classes} classes"
+
+
 def _as_images(value: object, where: object) -> Array:
     """Rows as (n, features) or (n, channels, height, width); the channel axis may be missing or last."""
     x = _in_native_order(np.asarray(value))
@@ -181,7 +205,7 @@ def _as_images(value: object, where: object) -> Array:
         raise ConfigError(f"{where}: x holds values that are not finite, expected numbers; clean them")
     if x.ndim == 3:
         return x[:, None]
-    if x.ndim == 4 and x.shape[3] in (1, 3) and x.shape[1] not in (1, 3):
+    if x.ndim == 4 and ((x.shape[3] in (1, 3) and x.shape[1] not in (1, 3)) or is_channels_last(x.shape[1:])):
         return x.transpose(0, 3, 1, 2)
     return x
 

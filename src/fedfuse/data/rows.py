@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from fedfuse.core.columns import TableForm
-from fedfuse.core.rows import Rows, describe
+from fedfuse.core.rows import Rows, describe, is_channels_last
 from fedfuse.errors import ConfigError
 from fedfuse.tasks import CLASSIFICATION, Task
 
@@ -63,8 +63,14 @@ class Dataset:
         return self.train.y if self.has_labels else torch.zeros(len(self.train), dtype=torch.int64)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "owners", tuple(map(str, self.owners)))
         for part, rows in (("training", self.train), ("test", self.test)):
             self._check(part, rows)
+        if self.owners and len(self.owners) != len(self.train):
+            raise ConfigError(
+                f"{self.name}: owners names {len(self.owners)} holders, expected one for each of the "
+                f"{len(self.train)} training rows; name one per row, or leave owners out"
+            )
         if self.train.x.shape[1:] != self.test.x.shape[1:]:
             raise ConfigError(
                 f"{self.name}: a training row has shape {tuple(self.train.x.shape[1:])} and a test row "
@@ -78,6 +84,11 @@ class Dataset:
             raise ConfigError(
                 f"{self.name}: the {part} rows' x is {describe(rows.x)}, expected float32 (or int64) of shape "
                 "(n, features) or (n, channels, height, width); convert it first"
+            )
+        if is_channels_last(rows.x.shape[1:]):
+            raise ConfigError(
+                f"{self.name}: the {part} rows' x is {describe(rows.x)}, which looks like pictures with their channels "
+                "last, expected (n, channels, height, width); turn it by x.permute(0, 3, 1, 2)"
             )
         if flaw := self.task.flaw(rows.y, len(self.classes)):
             raise ConfigError(f"{self.name}: {part} {flaw} (task {self.task.name})")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from fedfuse.core.characters import TextForm
 from fedfuse.core.columns import TableForm
 from fedfuse.core.forms import ArrayForm, PictureForm, RowForm
 from fedfuse.core.messages import client_order
+from fedfuse.core.rows import is_channels_last
 from fedfuse.core.settings import validate_settings
 from fedfuse.core.words import suggest
 from fedfuse.data import formats, images, pictures, sources
@@ -119,6 +120,7 @@ class _Found:
     class_names: tuple[str, ...]
     half: str = ""
     labelled: bool = True
+    empty: Sequence[int] = ()  # classes that no row has, where labels alone decide how many there are
 
 
 def read_site(
@@ -179,7 +181,18 @@ def read_site(
         raise ConfigError(f"{source} has no rows; add some")
     if form.is_normalized:
         rows = Rows(Standardize(form.mean, form.std)(rows.x), rows.y)
-    return SiteRows(source, rows, names, form, called, broken, found.half, found.labelled, task)
+    told = _tell_empty(source, found) if classes is None and labelled else ()
+    return SiteRows(source, rows, names, form, called, broken, found.half, found.labelled, task, told)
+
+
+def _tell_empty(source: str, found: _Found) -> tuple[str, ...]:
+    """What labels that leave out classes were taken for; a site may hold none of a class, so they are not refused."""
+    if not found.empty:
+        return ()
+    return (
+        f"{source}: {formats.empty_classes_text(found.empty, len(found.class_names))}; if labels should not leave any "
+        "out, number the classes 0, 1, 2, …, else name all of them (--classes, or an array `classes`)",
+    )
 
 
 def _without_columns(source: str, form: RowForm | None) -> PictureForm | ArrayForm | None:
@@ -281,7 +294,8 @@ def _open_dataset(source: str, half: Half, limit: int | None, task: Task) -> _Fo
     other = {"test_limit" if half == "train" else "train_limit": 1} if source in OFFICIAL else {}
     dataset = sources.load(source, **{f"{half}_limit": limit}, **other, task=task)  # type: ignore[arg-type]
     rows = dataset.train if half == "train" else dataset.test
-    return _Found(rows.x, rows.y, distinct_names(dataset.classes), half)
+    empty: Any = dataset.facts.get(sources.EMPTY, ())
+    return _Found(rows.x, rows.y, distinct_names(dataset.classes), half, empty=empty)
 
 
 def _open_arrays(source: str, location: Path, half: Half, task: Task) -> _Found:
@@ -299,7 +313,8 @@ def _open_arrays(source: str, location: Path, half: Half, task: Task) -> _Found:
     names = tuple(map(str, range(most))) if named is None else named
     if most > len(names):
         raise ConfigError(f"{source}: a label is {most - 1} and there are {len(names)} names of classes; name them all")
-    return _Found(rows.x, rows.y, names, part, told)
+    counted = told and named is None and isinstance(task, Classification)
+    return _Found(rows.x, rows.y, names, part, told, formats.empty_classes(split.y) if counted else ())
 
 
 def _count_names(rows: Rows, task: Task) -> int:
@@ -370,6 +385,8 @@ def _match_arrays(source: str, x: Tensor, form: PictureForm | ArrayForm) -> Tens
         if shape[0] > form.channels:
             return Grayscale(1.0)(x, torch.Generator())[:, :1]
         return x.expand(-1, form.channels, -1, -1).contiguous()
+    if is_channels_last(form.shape) and (form.shape[2], *form.shape[:2]) == shape:
+        return x.permute(0, 2, 3, 1).contiguous()
     if x[:1].numel() and x[0].numel() == torch.Size(form.shape).numel():
         return x.reshape(len(x), *form.shape)
     came = "×".join(map(str, shape))

@@ -13,7 +13,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +49,9 @@ __all__ = [
 ]
 
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+EMPTY = "classes_without_rows"
+"""The fact that tells which classes no row has, where nobody named the classes and labels decide how many there are."""
+
 Options = Mapping[str, object]
 
 
@@ -81,6 +84,8 @@ class _OpenedSource:
     official_rows: tuple[int, int] | None = None
     facts: Mapping[str, object] = field(default_factory=dict)
     form: TableForm | None = None
+    features: tuple[str, ...] = ()
+    vocabulary: tuple[str, ...] = ()
 
 
 def source_names() -> tuple[str, ...]:
@@ -163,7 +168,8 @@ def load_arrays(
     """
     plain = {key: np.asarray(array) for key, array in zip(NPZ_KEYS, arrays, strict=True)}
     train, test = formats.splits_from_arrays(plain, name, task)
-    raw = _OpenedSource(name, train, test, _number_classes(task, train, test), "a program")
+    classes, facts = _number_classes(task, train, test)
+    raw = _OpenedSource(name, train, test, classes, "a program", facts=facts)
     return _take_rows(raw, train_limit, test_limit, 0, task)
 
 
@@ -173,9 +179,9 @@ def _take_rows(raw: _OpenedSource, train_limit: int | None, test_limit: int | No
     train = _take_limit(raw, "train", raw.train, train_limit, whole[0], seed)
     test = _take_limit(raw, "test", raw.test, test_limit, whole[1], seed + 1)
     facts = {**raw.facts, **_facts(raw, train.rows(), test.rows())}
-    features = train.features if isinstance(train, TableSplit) else ()
-    owners = train.owners if isinstance(train, TableSplit | TextSplit) else ()
-    tokens = train.vocabulary if isinstance(train, TextSplit) else ()
+    features = train.features if isinstance(train, TableSplit) else raw.features
+    owners = train.owners if isinstance(train, ArraySplit | TableSplit | TextSplit) else ()
+    tokens = train.vocabulary if isinstance(train, TextSplit) else raw.vocabulary
     return Dataset(raw.name, train.rows(), test.rows(), raw.classes, facts, task, features, owners, tokens, raw.form)
 
 
@@ -340,8 +346,8 @@ def _open_npz(source: str, location: Path, options: Options, task: Task) -> _Ope
     arrays = formats.read_npz(location)
     train, test = formats.splits_from_arrays(arrays, location, task)
     names = formats.named_classes(arrays, location)
-    classes = _number_classes(task, train, test) if names is None else names
-    return _OpenedSource(source, train, test, classes, str(location), (location.name,))
+    classes, facts = _number_classes(task, train, test) if names is None else (names, {})
+    return _OpenedSource(source, train, test, classes, str(location), (location.name,), facts=facts)
 
 
 def _open_function(source: str, options: Options, task: Task) -> _OpenedSource:
@@ -349,14 +355,25 @@ def _open_function(source: str, options: Options, task: Task) -> _OpenedSource:
     returned = _call_function(source, options)
     if isinstance(returned, Dataset):
         train, test = (ArraySplit(half.x.numpy(), half.y.numpy()) for half in (returned.train, returned.test))
-        return _OpenedSource(source, train, test, returned.classes, source, facts=returned.facts)
+        return _OpenedSource(
+            source,
+            replace(train, owners=returned.owners),
+            test,
+            returned.classes,
+            source,
+            facts=returned.facts,
+            form=returned.form,
+            features=returned.features,
+            vocabulary=returned.vocabulary,
+        )
     if not isinstance(returned, tuple | list) or len(returned) != 4:
         raise ConfigError(
             f"{source} returned {type(returned).__name__}, expected a fedfuse Dataset or a tuple "
             "(x_train, y_train, x_test, y_test); change what it returns"
         )
     train, test = formats.splits_from_arrays(dict(zip(NPZ_KEYS, returned, strict=True)), source, task)
-    return _OpenedSource(source, train, test, _number_classes(task, train, test), source)
+    classes, facts = _number_classes(task, train, test)
+    return _OpenedSource(source, train, test, classes, source, facts=facts)
 
 
 def _call_function(source: str, options: Options) -> object:
@@ -384,10 +401,12 @@ def _call_function(source: str, options: Options) -> object:
         raise ConfigError(f"{source} raised {type(error).__name__}: {error}; call it alone to see where") from error
 
 
-def _number_classes(task: Task, *splits: ArraySplit) -> tuple[str, ...]:
-    """Class names when there are none: the labels themselves; of numbers, their places."""
+def _number_classes(task: Task, *splits: ArraySplit) -> tuple[tuple[str, ...], dict[str, object]]:
+    """Class names when there are none, the labels themselves, and which have no rows; of numbers, their places."""
     if isinstance(task, Binary):
-        return ("no", "yes")
+        return ("no", "yes"), {}
     if not isinstance(task, Classification):
-        return tuple(map(str, range(splits[0].y.shape[1] if splits[0].y.ndim == 2 else 1)))
-    return tuple(map(str, range(1 + max(int(split.y.max(initial=-1)) for split in splits))))
+        return tuple(map(str, range(splits[0].y.shape[1] if splits[0].y.ndim == 2 else 1))), {}
+    labels = np.concatenate([split.y for split in splits])
+    empty = formats.empty_classes(labels)
+    return tuple(map(str, range(1 + int(labels.max(initial=-1))))), {EMPTY: empty} if empty else {}

@@ -241,11 +241,15 @@ class Experiment(Settings):
         return self
 
     def recipes(self) -> dict[str, Recipe]:
-        """Every method's recipe by its label, all checked."""
+        """Every method's recipe by its label, all checked; built once, to be looked at and tried."""
         return dict(self._recipes)
 
     @cached_property
     def _recipes(self) -> dict[str, Recipe]:
+        return self.build_recipes()
+
+    def build_recipes(self) -> dict[str, Recipe]:
+        """Every method's recipe by its label, built by its function again: nothing a part kept on `self` is in it."""
         from fedfuse.server.steps.disturb import with_disturbance
 
         by_label: dict[str, Recipe] = {}

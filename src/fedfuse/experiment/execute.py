@@ -156,7 +156,7 @@ def _run(
         setting = replace(setting, judge=replace(setting.judge, ask=backend.ask))
         if sites is None:
             folder.write_partition(prepared, setting)
-        for label, recipe in prepared.recipes.items():
+        for label, recipe in experiment.build_recipes().items():  # a seed's own parts, for they may keep state
             engine, saved = backend.engine(setting, label, recipe, watch), folder.checkpoints(label, seed)
             _MethodRun(folder, prepared, setting, label, recipe, engine, watch, saved).run_rounds()
             folder.publish(experiment)

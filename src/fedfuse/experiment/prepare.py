@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,8 @@ from fedfuse.data import (
     partition,
     standardize,
 )
+from fedfuse.data.formats import empty_classes_text
+from fedfuse.data.sources import EMPTY
 from fedfuse.engines.local import Population
 from fedfuse.errors import ConfigError, FuseError, error_text
 from fedfuse.experiment.config import Experiment, NameWithOptions
@@ -43,6 +46,8 @@ from fedfuse.server.door.admit import Rules
 from fedfuse.server.judge import Judge
 from fedfuse.server.loop import RunPlan
 from fedfuse.tasks import task_named
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +253,7 @@ def prepare(
     task, options = task_named(experiment.task), data.options or None
     dataset = fetch(data.source, train_limit=data.train_limit, test_limit=data.test_limit, options=options, task=task)
     _check_scheme(data.partition, dataset)
+    _check_labels(dataset)
     scale = _scale(dataset) if data.standardize else None
     if scale is not None:
         train, test = (Rows(scale(half.x), half.y) for half in (dataset.train, dataset.test))
@@ -387,6 +393,20 @@ def _check_device(device: str) -> None:
         torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError) as why:  # torch asserts that it was built with CUDA
         raise ConfigError(f"local.device is {device!r}, which cannot be used here: {error_text(why)}") from why
+
+
+def _check_labels(dataset: Dataset) -> None:
+    """Refuse labels that count from 1, where nobody named the classes; say what labels with gaps were taken for."""
+    empty: Any = dataset.facts.get(EMPTY, ())
+    if not empty:
+        return
+    assumed = f"{dataset.name}: {empty_classes_text(empty, len(dataset.classes))}"
+    if empty[0] == 0:
+        raise ConfigError(
+            f"{assumed}; number the classes 0, 1, 2, …, or name all of them: an array `classes` in an .npz, or "
+            "`classes` of a Dataset"
+        )
+    _log.warning("%s; if labels should not leave any out, number the classes 0, 1, 2, …", assumed)
 
 
 def _check_scheme(scheme: Scheme, dataset: Dataset) -> None:

@@ -121,6 +121,8 @@ def _agree_on_rows(
     given = ArrayForm(shape=tuple(shape)) if said is None and shape else said
     site = None if data is None else _first_site(data, given, classes, image_size, channels, learns)
     form = _find_form(given, site, normalize)
+    if site is not None and site.remarks:  # all sites will keep to what is agreed, so it is not guessed
+        raise ConfigError(site.remarks[0])
     names = list(classes) or (list(site.class_names) if site is not None else [])
     return {"task": learns.name, "classes": names, "inputs": form.model_dump()}
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from fedfuse.core.messages import Brief
-from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
@@ -134,7 +132,7 @@ class FileSite:
 
     def work(self, order: Order, round_: int) -> Work:
         """The client half of the method its copy of the file has under that label."""
-        recipes = _recipes(self.path)
+        recipes = _experiment(self.path).build_recipes()
         if order.label not in recipes:
             raise ConfigError(f"this site's experiment has no method {order.label!r}; it has {', '.join(recipes)}")
         return recipes[order.label].at(round_).work(_experiment(self.path).local.settings())
@@ -160,11 +158,6 @@ def _partition_id(context: Context) -> int:
 @lru_cache(maxsize=4)
 def _experiment(path: Path) -> Experiment:
     return load_experiment(path)
-
-
-@lru_cache(maxsize=4)
-def _recipes(path: Path) -> Mapping[str, Recipe]:
-    return _experiment(path).recipes()
 
 
 @lru_cache(maxsize=2)

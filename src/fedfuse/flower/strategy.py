@@ -7,6 +7,7 @@ stands in Flower's log, in the round's metrics and in `ledger`.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -136,7 +137,7 @@ class FuseStrategy(Strategy):
         bench: Bench | None = None,
     ) -> None:
         base, self._method = named_recipe(recipe)
-        self.recipe = with_filters(base, align=align, guard=guard)
+        self.recipe = self._as_given = with_filters(base, align=align, guard=guard)
         self.spec = None if model is None else spec_of(model)
         self.clients, self.local = clients, _known_settings(local, bench)
         _check_shares(fraction_train=fraction_train, fraction_evaluate=fraction_evaluate, quorum=quorum)
@@ -173,6 +174,7 @@ class FuseStrategy(Strategy):
             fingerprint(now.work(LocalSettings()))
 
     def _begin(self) -> None:
+        self.recipe = copy.deepcopy(self._as_given)  # what a part kept on itself in a run before is not in it
         self.admission: Admission | None = None
         self.ledger: list[dict[str, Any]] = []
         self.rounds_fused = self.rounds_lost = 0

@@ -14,7 +14,7 @@ from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.params import Params
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.errors import FuseError, NotConverged, Refused
+from fedfuse.errors import FuseError, MethodFault, NotConverged, Refused
 from fedfuse.server.door.admit import Admission
 from fedfuse.server.door.values import is_finite
 from fedfuse.server.round import fuse_round
@@ -36,10 +36,13 @@ def fuse_admitted(
 
     Raises:
         FuseError: the fusion's own, where the absence of no minority would mend it.
+        MethodFault: at once, if a part of the method returns no model of its network.
     """
     fusion = _Fusion(recipe, state, bench, clock)
     try:
         return fusion.run(admission.cohort)
+    except MethodFault:  # whoever is left out, the method is at fault
+        raise
     except _FAILURES as why:
         broken = why
     found = fusion.find_culprits(admission.cohort.updates) if len(admission.cohort) > 1 else []
