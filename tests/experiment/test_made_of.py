@@ -10,12 +10,22 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fedfuse.core.rows import Rows
+from fedfuse.data import load
 from fedfuse.engines.code import PACKAGE
+from fedfuse.errors import ConfigError
+from fedfuse.experiment.config import Experiment
+from fedfuse.experiment.execute import execute
+from fedfuse.experiment.given import GivenObjects
+from fedfuse.experiment.made_of import FILE as MADE_OF
 
 FILE = """
 rounds = 1
@@ -74,7 +84,8 @@ import numpy as np
 
 def rows():
     draw = np.random.default_rng(0)
-    x, shift = draw.normal(size=(80, 6)).astype("float32"), 0
+    x = draw.normal(size=(80, 6)).astype("float32")
+    shift = 0
     y = (x[:, :3].argmax(1) + shift) % 3
     return x[:60], y[:60], x[60:], y[60:]
 """,
@@ -83,11 +94,7 @@ def rows():
 EDITS = {
     "a helper's helper": ("mine_numbers/constants.py", "1.0", "0.01"),
     "a package's module": ("mine_net/blocks.py", "ReLU", "Tanh"),
-    "rows": (
-        "mine_rows.py",
-        'shift = draw.normal(size=(80, 6)).astype("float32"), 0',
-        'shift = draw.normal(size=(80, 6)).astype("float32"), 1',
-    ),
+    "rows": ("mine_rows.py", "shift = 0", "shift = 1"),
 }
 
 
@@ -143,3 +150,94 @@ def test_a_line_of_ours_that_was_edited_is_trained_and_not_remembered(home: Path
     with (copied / "tasks" / "classification.py").open("a") as file:
         file.write("\n# another thought\n")
     assert counts(run(home, "after", **ours)) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "named"),
+    [
+        ("mine_numbers/constants.py", "1.0", "0.01", "mine_numbers/constants.py"),
+        ("mine_net/blocks.py", "ReLU", "Tanh", "mine_net/blocks.py"),
+        ("mine_rows.py", "shift = 0", "shift = 1", "data.source = 'mine_rows:rows'"),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_code_or_rows(file: str, old: str, new: str, named: str, home: Path) -> None:
+    run(home, "one")
+    before = (home / "one" / "ledger.jsonl").read_bytes()
+    edit(home / file, old, new)
+    more = ("run", "x.toml", "--out", "one", "--workers", "0", "--no-page", "--resume", "--set", "rounds=2")
+    refused = fedfuse(home, *more)
+    assert refused.returncode == 2
+    assert f"{named} changed" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert (home / "one" / "ledger.jsonl").read_bytes() == before
+    edit(home / file, new, old)
+    assert fedfuse(home, *more).returncode == 0
+
+
+def test_a_method_that_is_asked_for_in_another_way_may_have_other_code(home: Path) -> None:
+    """It is run again, alone."""
+    run(home, "one")
+    edit(home / "mine_losses.py", "constants.SCALE", "0.5 * constants.SCALE")
+    assert counts(run(home, "one", "--resume", "--set", "methods.0.label=halved")) == (2, 0)
+
+
+def test_code_of_ours_is_refused_by_version_and_digest(tiny: Callable[..., Experiment], tmp_path: Path) -> None:
+    execute(tiny(), tmp_path, workers=0)
+    path = tmp_path / MADE_OF
+    told = json.loads(path.read_text())
+    now, told["fedfuse"]["code"] = told["fedfuse"]["code"], "0123456789abcdef"
+    path.write_text(json.dumps(told))
+    with pytest.raises(ConfigError, match=rf"fedfuse was \S+ \(code 01234567\) and is now \S+ \(code {now[:8]}\)"):
+        execute(tiny(rounds=3), tmp_path, workers=0, resume=True)
+    path.write_text("{}!")
+    with pytest.raises(ConfigError, match=rf"{MADE_OF} is damaged"):
+        execute(tiny(rounds=3), tmp_path, workers=0, resume=True)
+    path.unlink()  # as a directory from before there was such a record
+    execute(tiny(rounds=3), tmp_path, workers=0, resume=True)
+    assert json.loads(path.read_text())["fedfuse"]["code"] == now
+
+
+def test_rows_given_as_an_object_are_told_apart_whatever_it_says_of_itself(
+    tiny: Callable[..., Experiment], tmp_path: Path
+) -> None:
+    rows = load("digits", train_limit=60, test_limit=30)
+    other = replace(rows, train=Rows(rows.train.x, rows.train.y.flip(0)))  # its facts have the sum of the first
+    what = tiny(rounds=1, data={"source": rows.name, "clients": 2})
+    for given, refused in ((rows, False), (rows, False), (other, True)):
+        with pytest.raises(ConfigError, match="rows of data.source") if refused else nullcontext():
+            objects = GivenObjects.of(data=given)
+            execute(what, tmp_path / "run", workers=0, resume=(tmp_path / "run").exists(), given=objects)
+
+
+def test_typed_code_counts_by_its_source_and_that_of_what_it_names(tmp_path: Path) -> None:
+    """A script that is run again with more rounds is not another script; its network may be."""
+    program = """
+import sys, torch, fedfuse
+SLOPE = 0.1
+
+def activation(x):
+    return torch.nn.functional.leaky_relu(x, SLOPE)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last = torch.nn.Linear(64, 10)
+
+    def forward(self, x):
+        return activation(self.last(x.flatten(1)))
+
+torch.manual_seed(0)
+what = {"rounds": 1, "data": {"train_limit": 60, "test_limit": 30, "clients": 2}, "methods": [{"name": "fedavg"}]}
+fedfuse.run(what, model=Net(), out="here", resume=len(sys.argv) > 1, workers=0, memo=False, progress=False)
+"""
+
+    def typed(text: str, *words: str) -> str:
+        (tmp_path / "script.py").write_text(text)
+        known = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        command = [sys.executable, "script.py", *words]
+        return subprocess.run(command, cwd=tmp_path, env=known, capture_output=True, text=True, check=False).stderr
+
+    assert typed(program) == ""
+    assert typed(program.replace('"rounds": 1', '"rounds": 2'), "on") == ""
+    for edited in (program.replace("0.1", "0.3"), program.replace("leaky_relu(x, SLOPE)", "relu(x)")):
+        assert "Net changed" in typed(edited.replace('"rounds": 1', '"rounds": 3'), "on")

@@ -88,7 +88,7 @@ def follow(roots: Iterable[str]) -> UserCode:
         if "." in name:
             waiting.append(_Import(name.rpartition(".")[0]))  # importing a.b runs a
         if spec is None:
-            found.modules[name] = ModuleSource(name, MISSING)
+            found.modules[name] = ModuleSource(f"{name.replace('.', '/')}.py", MISSING)
             found.doubts.extend([f"{name} cannot be found"] if name in needed else [])
         elif (kind := _kind(spec)) == "installed":
             found.installed.add(name.partition(".")[0])
