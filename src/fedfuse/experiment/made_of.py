@@ -10,13 +10,14 @@ from functools import partial
 from types import CodeType, FunctionType
 from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 
 from fedfuse.core.registry import load_method
 from fedfuse.core.spec import Spec
 from fedfuse.engines.code import follow, source
 from fedfuse.experiment.config import MethodConfig
 from fedfuse.experiment.environment import versions
+from fedfuse.experiment.given import digest_tensors
 from fedfuse.experiment.prepare import PreparedExperiment
 
 FILE = "made-of.json"
@@ -136,19 +137,13 @@ def _names(code: CodeType) -> Iterator[str]:
 def _row_digests(prepared: PreparedExperiment, as_objects: bool) -> dict[str, str]:
     """The digests of rows: those that clients, server and judge have, whatever file or function they came from."""
     dataset, data, judge = prepared.dataset, prepared.experiment.data, prepared.experiment.judge
-    known = None if as_objects else dataset.facts.get("checksum")
-    halves = (dataset.train.x, dataset.train.y, dataset.test.x, dataset.test.y)
-    facts = repr((known or [_tensor_digest(half) for half in halves], dataset.classes, dataset.owners))
-    found = {f"data.source = {data.source!r}": hashlib.sha256(facts.encode()).hexdigest()}
+    rows = None if as_objects else dataset.facts.get("checksum")
+    rows = rows or digest_tensors((dataset.train.x, dataset.train.y, dataset.test.x, dataset.test.y))
+    facts = repr((rows, dataset.classes, dataset.owners))
+    found = {f"data.source = {data.source!r}": hashlib.sha256(facts.encode()).hexdigest()[:_WORD]}
     for key, name, inputs in (
         ("data.unlabelled", data.unlabelled, prepared.unlabelled),
         ("judge.ood", judge.ood, prepared.ood_inputs),
     ):
-        found |= {} if inputs is None else {f"{key} = {name!r}": _tensor_digest(inputs)}
-    return {key: digest[:_WORD] for key, digest in found.items()}
-
-
-def _tensor_digest(values: Tensor) -> str:
-    digest = hashlib.sha256(repr((tuple(values.shape), values.dtype)).encode())
-    digest.update(values.contiguous().view(-1).numpy().data)
-    return digest.hexdigest()
+        found |= {} if inputs is None else {f"{key} = {name!r}": digest_tensors([inputs])}
+    return found
