@@ -168,9 +168,9 @@ def test_what_is_edited_after_it_was_imported_has_no_name_until_it_is_imported_a
 def test_what_is_installed_counts_as_one_and_editable_sources_are_followed(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write("site-packages/lib_of_others.py", "import other_dependency")
+    write("site-packages/left_there.py", "import other_dependency")  # belongs to no distribution
     write("project/src/editable_pkg/__init__.py", "from . import parts")
-    write("project/src/editable_pkg/parts.py", "import torch, numpy.linalg, lib_of_others")
+    write("project/src/editable_pkg/parts.py", "import torch, numpy.linalg, left_there")
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
 
     class Finder(importlib.abc.MetaPathFinder):
@@ -185,8 +185,8 @@ def test_what_is_installed_counts_as_one_and_editable_sources_are_followed(
 
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
     found = follow(["editable_pkg"])
-    assert set(found.modules) == {"editable_pkg", "editable_pkg.parts"}
-    assert found.installed == {"torch", "numpy", "lib_of_others"}
+    assert set(found.modules) == {"editable_pkg", "editable_pkg.parts", "left_there", "other_dependency"}
+    assert found.installed == {"torch", "numpy"}
     assert code.installed_digest("torch") != code.installed_digest("numpy")
 
 

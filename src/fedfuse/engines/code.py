@@ -79,7 +79,7 @@ def follow(roots: Iterable[str]) -> UserCode:
     needed = {name for name, _ in waiting}
     while waiting:
         name, may_be_a_name = waiting.pop()
-        if is_ours(name) or name in seen:
+        if is_ours(name) or name in seen or not all(name.split(".")):  # beyond the top of a package
             continue
         spec = _locate(name)
         if spec is None and may_be_a_name:
@@ -90,9 +90,9 @@ def follow(roots: Iterable[str]) -> UserCode:
         if spec is None:
             found.modules[name] = ModuleSource(f"{name.replace('.', '/')}.py", MISSING)
             found.doubts.extend([f"{name} cannot be found"] if name in needed else [])
-        elif (kind := _kind(spec)) == "installed":
-            found.installed.add(name.partition(".")[0])
-        elif kind == "user" and spec.origin is not None and spec.has_location:
+        elif (kind := _kind(spec)) == "installed" and installed_digest(package := name.partition(".")[0]) is not None:
+            found.installed.add(package)
+        elif kind != "library" and spec.origin is not None and spec.has_location:
             waiting += _read(name, spec, found)
     return found
 
@@ -131,7 +131,7 @@ _first_seen: dict[str, tuple[object, str]] = {}
 def _is_as_loaded(name: str, path: Path, digest: str) -> bool:
     """Whether a loaded module's file is still what was loaded: a notebook imports once, and edits go on."""
     module = sys.modules[name]
-    spec: ModuleSpec | None = module.__spec__
+    spec: ModuleSpec | None = getattr(module, "__spec__", None)
     before = _first_seen.get(name)
     if before is not None and before[0] is (spec or module):  # a reloaded module has another spec
         return before[1] == digest
@@ -188,10 +188,7 @@ def _parse(text: bytes, package: str) -> _Statements:
         elif isinstance(node, ast.ImportFrom):
             base = _absolute("." * node.level + (node.module or ""), package)
             found += [_Import(base), *(_Import(f"{base}.{alias.name}", may_be_a_name=True) for alias in node.names)]
-        elif isinstance(node, ast.Call) and _called(node) in (
-            "import_module",
-            "__import__",
-        ):
+        elif isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"):
             first = node.args[0] if node.args else None
             if isinstance(first, ast.Constant) and isinstance(first.value, str):
                 found.append(_Import(_absolute(first.value, package)))
@@ -252,14 +249,17 @@ def _kind_of_folder(folder: str) -> Literal["user", "installed", "library"]:
 
 
 @cache
-def installed_digest(package: str) -> str:
-    """What tells one installation of a package from another: the list of its files with their checksums."""
+def installed_digest(package: str) -> str | None:
+    """What tells one installation of a package from another: the list of its files with their checksums.
+
+    None for what lies among the installed packages and belongs to none of them.
+    """
     try:
         found = distribution(package)
     except PackageNotFoundError:
         names = _distributions().get(package)
         if not names:
-            return MISSING
+            return None
         found = distribution(names[0])
     return hashlib.sha256((found.read_text("RECORD") or found.version).encode()).hexdigest()
 
