@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fedfuse.core.catalogue import list_catalogue
 from fedfuse.core.recipe import Recipe
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -65,10 +66,8 @@ LATE = {
 # Names the core imports at run time, so that what registers itself is found without the core knowing it.
 DYNAMIC = {"core/spec.py": {"fedfuse.models"}, "core/registry.py": {"fedfuse.methods"}}
 
-METHOD_NAMES = (
-    "fedavg|fedprox|fednova|scaffold|moon|swa|ams|fedlpa|pfnm|fedma|otfusion|gamf|dense|fedov|feddu|fedap|fedduap|"
-    "hrank|prunefl|imc|data_sharing|hybrid_fl|rklb|eaa|gaa|aalv|wb|task_arithmetic|ties|dare|slerp|model_stock|iso"
-)
+METHOD_NAMES = {entry["name"] for entry in list_catalogue()}
+LOOKUPS = {"find_method", "load_method", "recipe", "method_options"}  # what takes a method's name and gives the method
 
 BANNED = {
     "a pickle": r"\bimport pickle\b|\bfrom pickle\b|torch\.load\(|allow_pickle=True",
@@ -156,11 +155,46 @@ def test_reports_need_no_torch(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_no_branch_on_a_methods_name_outside_methods(path: Path) -> None:
-    branch = re.compile(rf"(==|!=|\bin|\bcase) *[\[\(\{{]?[\"']({METHOD_NAMES})[\"']")
-    loop = re.compile(r"\bfor \w+ in\b")  # to draw several by name is no branch
     if part_of(path) != "methods":
-        lines = [line for line in path.read_text().splitlines() if branch.search(loop.sub("", line))]
-        assert not lines, "the seam is wrong, not the method"
+        assert not list(named_methods(tree(path))), "the seam is wrong, not the method"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("if name == 'refit': ...", {"refit"}),
+        ("if recipe.name in ('x', 'fedadam'): ...", {"fedadam"}),
+        ("match name:\n    case 'ridge' | 'x': ...", {"ridge"}),
+        ("load_method('refit').recipe()", {"refit"}),
+        ("registry.find_method(name='laplace')", {"laplace"}),
+        ("First = Literal['sums', 'local']\nif self.first == 'local': ...", set()),
+        ("for name in ('fedavg', 'ridge'): ...", set()),
+        ("if 'alpha' in facts and draw('dare') > 0: ...", set()),
+    ],
+)
+def test_branches_on_methods_are_seen(text: str, found: set[str]) -> None:
+    assert set(named_methods(ast.parse(text))) == found
+
+
+def named_methods(module: ast.Module) -> Iterator[str]:
+    """The methods that a module compares with or looks up by name; a word that it types as an option's is none."""
+    options: set[object] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+            options |= {n.value for n in ast.walk(node.slice) if isinstance(n, ast.Constant)}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Compare):
+            held = isinstance(node.ops[0], ast.In | ast.NotIn)  # of "key in table", the key is no method
+            asked: list[ast.AST] = [*([] if held else [node.left]), *node.comparators]
+        elif isinstance(node, ast.match_case):
+            asked = [n.value for n in ast.walk(node.pattern) if isinstance(n, ast.MatchValue)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in LOOKUPS:
+            asked = [*node.args, *(keyword.value for keyword in node.keywords)]
+        else:
+            continue
+        each = [item for part in asked for item in getattr(part, "elts", [part])]
+        words = {item.value for item in each if isinstance(item, ast.Constant)}
+        yield from (str(word) for word in words & METHOD_NAMES - options)
 
 
 @pytest.mark.parametrize("what", BANNED)

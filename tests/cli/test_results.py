@@ -55,6 +55,25 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     return call
 
 
+@pytest.mark.parametrize("command", ["report -o page.html", "table", "compare"])
+def test_runs_that_were_made_by_different_code_are_named(
+    command: str, typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr("fedfuse.cli.console.warn", warned.append)
+    for alpha, net in ((0.1, "aaaa"), (1.0, "aaaa"), (10.0, "bbbb")):
+        made = {"fedfuse": {"version": "1.0", "code": "cccc"}, "network": {"net.py": net}}
+        (tmp_path / "runs" / "sweep" / f"s-{alpha}" / "made-of.json").write_text(json.dumps(made))
+    assert typed(f"{command} runs/sweep/s-0.1 runs/sweep/s-1.0")[0] == 0
+    assert not warned
+    assert typed(f"{command} runs/sweep")[0] == 0
+    assert [words.partition(": ")[2] for words in warned] == [
+        "net.py (code aaaa) made s-0.1, s-1.0, net.py (code bbbb) s-10.0."
+    ]
+    if (tmp_path / "page.html").exists():
+        assert warned[0] in (tmp_path / "page.html").read_text()
+
+
 def test_a_report_of_a_sweeps_folder(typed: Typed, tmp_path: Path) -> None:
     assert typed("report runs/sweep -o page.html") == (0, "page: page.html\n")
     assert typed("report runs/sweep/s-0.1 runs/sweep/s-1.0 page.html") == (0, "page: report.html\n")

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import importlib
-import sys
 from dataclasses import dataclass, field, make_dataclass, replace
 from enum import Enum
 from pathlib import Path
+from types import FunctionType
 
 import numpy as np
 import odd_parts
@@ -97,27 +96,30 @@ def test_what_has_no_canonical_form_makes_the_round_nameless(odd: object) -> Non
     assert Namer.of(Work(objective=odd), 0) is None  # type: ignore[arg-type]
 
 
-def test_code_counts_by_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    source = "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Mine:\n    x: int = 1\n"
-    seen = set()
-    for version in ("", "# the same class, another thought\n"):
-        (tmp_path / "mine_of_the_user.py").write_text(source + version)
-        importlib.invalidate_caches()
-        sys.modules.pop("mine_of_the_user", None)
-        naming.file_digest.cache_clear()
-        module = importlib.import_module("mine_of_the_user")
-        brief = Brief(0, Spec("mine_of_the_user:Net"), {"w": torch.zeros(1)})
-        seen |= {text(module.Mine()), brief_digest(brief)}
-    sys.modules.pop("mine_of_the_user")
-    naming.file_digest.cache_clear()
-    assert len(seen) == 4
+def test_a_class_made_within_a_function_has_no_name() -> None:
+    """What it closed over cannot be told."""
+
+    def make(weight: float) -> object:
+        @dataclass(frozen=True)
+        class Local:
+            def weighted(self) -> float:
+                return weight
+
+        return Local()
+
+    with pytest.raises(Nameless):
+        text(make(0.5))
 
 
-def test_our_own_code_counts_wherever_a_part_is_defined() -> None:
-    assert naming._code_of("fedfuse.client.objectives") == b""  # all of that package is in `source`
-    assert naming._code_of("fedfuse.methods.moon") == naming.file_digest("fedfuse.methods.moon")
-    assert naming.source() == naming.source.__wrapped__()
+def test_a_functions_defaults_count() -> None:
+    def made(weight: float) -> FunctionType:
+        return FunctionType(_weighted.__code__, vars(odd_parts), "_weighted", (weight,))
+
+    assert text(made(0.5)) == text(made(0.5)) != text(made(1.0))
+
+
+def _weighted(weight: float) -> float:
+    return weight
 
 
 def test_a_network_that_is_an_object_in_memory_has_no_name(brief: Brief) -> None:

@@ -73,6 +73,7 @@ def test_the_run_directory(tiny: Tiny, tmp_path: Path) -> None:
         "models",
         "checkpoints",
         "partition.json",
+        "made-of.json",
     }
     assert (tmp_path / "run" / "config.toml").read_text() == experiment.to_toml()
     told = json.loads((tmp_path / "run" / "results.json").read_text())

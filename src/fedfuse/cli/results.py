@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ from fedfuse.cli.options import Json, typer
 from fedfuse.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fedfuse.report import Run
     from fedfuse.report.sheet import Format
 
 Runs = Annotated[list[Path], typer.Argument()]
@@ -28,6 +30,7 @@ def report(
     from fedfuse.report.sheet import as_data
 
     path = write_page(runs, output)
+    _warn_of_other_code([read_run(run) for run in find_runs(runs)])
     if as_json:
         console.say_json({"page": str(path), "runs": as_data([read_run(run) for run in find_runs(runs)])})
         return
@@ -53,6 +56,7 @@ def table(
 
     write = WRITERS["json" if as_json else _format(form, output)]
     found = [read_run(run) for run in find_runs(runs)]
+    _warn_of_other_code(found)
     text = write(make_sheet(found, _split(rows), _split(columns), "interval" if interval else "sd"))
     if output is None:
         console.say(text)
@@ -60,6 +64,13 @@ def table(
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text + "\n", encoding="utf-8")
     console.say(f"table: {output}")
+
+
+def _warn_of_other_code(runs: Sequence[Run]) -> None:
+    from fedfuse.report.verdict import code_caution
+
+    if words := code_caution(runs):
+        console.warn(words)
 
 
 def _format(form: str | None, output: Path | None) -> Format:
@@ -133,7 +144,9 @@ def compare(
     from fedfuse.report import find_runs, read_run
     from fedfuse.report.compare import compare_all
 
-    found = compare_all([read_run(run) for run in find_runs(runs)], score, against)
+    compared = [read_run(run) for run in find_runs(runs)]
+    _warn_of_other_code(compared)
+    found = compare_all(compared, score, against)
     if output is not None:
         from fedfuse.report.diagram import save_diagram
 

@@ -1,1 +1,1 @@
-"""Values: what a model, an update, a cohort and a recipe are. Imports torch and nothing of ours."""
+"""Values and seams: what a model, an update, a cohort and a recipe are. Of ours, it imports tasks and errors only."""

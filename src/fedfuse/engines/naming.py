@@ -1,14 +1,17 @@
 """A name for a client's round: the digest of everything its answer depends on, or none where that cannot be told.
 
-A wrong name would bring back a wrong answer, so nothing is left to chance: tensors enter with all their numbers,
-classes with their module, code with its source, and an object that has no canonical form makes the round nameless.
+A wrong name would bring back a wrong answer: tensors enter with all their numbers, classes with their module, our code
+with the whole package, the user's with every module that it leads to and the plain values these hold, and an object
+that has no canonical form makes the round nameless. What the user's code reads while it trains, a file or the clock,
+does not enter.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import importlib
 import platform
+import sys
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
@@ -23,11 +26,12 @@ from torch import Tensor
 
 from fedfuse.core.messages import Brief
 from fedfuse.core.seams import Work
+from fedfuse.engines.code import follow, installed_digest, source
 from fedfuse.kernels import signature
 from fedfuse.wire.codec import encode
 from fedfuse.wire.messages import VERSION, encode_brief
 
-_CODE = ("client", "core", "data", "kernels", "linalg", "models", "wire")  # our packages a client's round may run
+_PLAIN = (type(None), bool, int, float, str, bytes, Tensor, np.ndarray, torch.dtype, torch.device)
 
 
 class Nameless(Exception):
@@ -55,7 +59,7 @@ class Namer:
         """The namer of a work, or None if a part of it has no canonical form: a lambda, an open file."""
         if work.key is None:
             return None
-        here = [machine(work.settings.device), source()]
+        here = [machine(work.settings.device), source().encode()]
         try:
             whole = digest(*here, *canonical(work))
             alone = digest(*here, *canonical(replace(work, evidence=(), memory=())))
@@ -84,7 +88,7 @@ def brief_digest(brief: Brief) -> bytes | None:
     if spec.prototype is not None:  # an object in memory: its class and weights do not say what it computes
         return None
     try:
-        code = [file_digest(name.partition(":")[0]) for name in sorted(spec.foreign)]
+        code = [code_of(name.partition(":")[0]) for name in sorted(spec.foreign)]
     except Nameless:
         return None
     return digest(encode_brief(brief), *code)
@@ -115,13 +119,20 @@ def canonical(value: object) -> Iterator[bytes]:
         [b'builtins.tuple', b'2', b'builtins.int', b'1', b'builtins.str', b"'a'"]
     """
     kind = type(value)
+    if "<locals>" in kind.__qualname__:  # what it may have closed over cannot be told
+        raise Nameless(kind)
     yield f"{kind.__module__}.{kind.__qualname__}".encode()
+    if kind.__module__ != "builtins":
+        yield code_of(kind.__module__)
     if value is None or isinstance(value, bool | int | float | str | bytes | Path | torch.dtype | torch.device):
         yield repr(value).encode()
     elif isinstance(value, Enum):
         yield value.name.encode()
     elif isinstance(value, Tensor | np.ndarray):
-        yield encode({"": torch.as_tensor(value)}, {})
+        try:
+            yield encode({"": torch.as_tensor(value)}, {})
+        except (TypeError, ValueError, RuntimeError) as why:  # an array of words or objects, a sparse tensor
+            raise Nameless(kind) from why
     elif isinstance(value, Mapping | Set | tuple | list):
         yield from _items(value)
     elif isinstance(value, FunctionType):
@@ -145,38 +156,54 @@ def _function(value: FunctionType) -> Iterator[bytes]:
     if "<" in value.__qualname__ or value.__closure__:
         raise Nameless(value.__qualname__)
     yield f"{value.__module__}.{value.__qualname__}".encode()
-    yield _code_of(value.__module__)
+    yield code_of(value.__module__)
+    yield from canonical((value.__defaults__, value.__kwdefaults__))
 
 
 def _parts(value: object) -> Iterator[bytes]:
     """The fields that tell two of a class apart."""
-    yield _code_of(type(value).__module__)
     if isinstance(value, BaseModel):
         yield from _items(dict(value))
     elif is_dataclass(value):
         yield from _items({f.name: getattr(value, f.name) for f in fields(value) if f.compare})
 
 
-def _code_of(module: str) -> bytes:
-    covered = tuple(f"fedfuse.{package}" for package in _CODE)  # by `source`
-    return b"" if module.startswith(covered) else file_digest(module)
+def code_of(module: str) -> bytes:
+    """The digest of all code that a module leads to, beside ours: the user's modules and the values they hold.
+
+    Raises:
+        Nameless: where the modules do not say all that is run.
+
+    Example:
+        >>> code_of("fedfuse.methods.moon") == code_of("json") == b""
+        True
+    """
+    found = follow([module])
+    if found.doubts:
+        raise Nameless(found.doubts[0])
+    if not found.modules and not found.installed:
+        return b""
+    code = [(name, told.digest, list(_values(name))) for name, told in sorted(found.modules.items())]
+    return digest(*canonical((code, [(name, installed_digest(name)) for name in sorted(found.installed)])))
 
 
-@lru_cache
-def file_digest(module: str) -> bytes:
-    """The digest of a module's source file."""
-    try:
-        return digest(Path(str(importlib.import_module(module).__file__)).read_bytes())
-    except (ImportError, AttributeError, OSError) as why:
-        raise Nameless(module) from why
+def _values(module: str) -> Iterator[tuple[str, bytes]]:
+    """The plain values a module holds: a constant may come from the environment, or have been set from elsewhere.
+
+    Others count by the code that makes them.
+    """
+    for name, value in sorted(vars(sys.modules[module]).items()) if module in sys.modules else ():
+        with contextlib.suppress(Nameless, RecursionError):
+            if not name.startswith("__") and _is_plain(value):
+                yield name, digest(*canonical(value))
 
 
-@lru_cache
-def source() -> bytes:
-    """The digest of all code of ours that a client's round may run: a repaired line is another function."""
-    root = Path(__file__).parents[1]
-    files = sorted(path for package in _CODE for path in (root / package).rglob("*.py"))
-    return digest(*(part for path in files for part in (str(path.relative_to(root)).encode(), path.read_bytes())))
+def _is_plain(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return type(value) is dict and all(map(_is_plain, (*value, *value.values())))
+    if type(value) in (tuple, list, set, frozenset):
+        return all(map(_is_plain, value))  # type: ignore[call-overload]
+    return type(value) in _PLAIN or isinstance(value, Path)
 
 
 @lru_cache

@@ -88,9 +88,6 @@ class GroupConfig(NameWithOptions):
     every: PositiveInt = 1
 
 
-_REFITS: Mapping[str, Mapping[str, Any]] = {"head": {}, "layers": {"layers": True}, "units": {"units": True}}
-
-
 class MethodConfig(NameWithOptions):
     """One method to run, perhaps behind an alignment and a guard, and another method after its first rounds.
 
@@ -140,8 +137,9 @@ class MethodConfig(NameWithOptions):
         if self.then is not None and self.rounds is not None:
             recipe = recipe.then(self.rounds, self.then.recipe(rounds))
         if self.refit is not None:
-            options = self.refit if isinstance(self.refit, dict) else _REFITS[self.refit]
-            recipe = recipe.ending(rounds, load_method("refit").recipe(**options))
+            from fedfuse.methods.refit import refit_ending  # late: only where it is asked for
+
+            recipe = recipe.ending(rounds, refit_ending(self.refit))
         return replace(recipe, label=self.label) if self.label else recipe
 
 

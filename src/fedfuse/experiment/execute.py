@@ -26,6 +26,7 @@ from fedfuse.experiment.estimate import TimeInWorker, estimate_seconds
 from fedfuse.experiment.folder import RunFolder
 from fedfuse.experiment.given import GivenObjects
 from fedfuse.experiment.ledger import write_json
+from fedfuse.experiment.made_of import made_of
 from fedfuse.experiment.prepare import PreparedExperiment, Setting, prepare
 from fedfuse.experiment.results import Results
 from fedfuse.experiment.resume import Checkpoints
@@ -120,7 +121,7 @@ def execute(
     store = _open_memo(memo) if memo else None
     folder = RunFolder(out)
     with folder.lock():
-        folder.open(experiment, resume)
+        folder.open(experiment, resume, made_of(prepared, as_objects=given is not None))
         with one_thread(), Pool(workers) as pool:
             if announce is not None:
                 announce(estimate_seconds(prepared, pool.workers, TimeInWorker(pool)))
@@ -139,7 +140,7 @@ def execute_with(
     prepared.check(sites)
     folder = RunFolder(out)
     with folder.lock():
-        folder.open(experiment, resume)
+        folder.open(experiment, resume, made_of(prepared))
         with one_thread():
             return _run(folder, prepared, sites, backend, watch or Callback())
 

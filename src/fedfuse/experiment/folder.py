@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,8 @@ from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.keys import file_name
 from fedfuse.experiment.ledger import Ledger, plain, write_json, write_results
+from fedfuse.experiment.made_of import FILE as MADE_OF
+from fedfuse.experiment.made_of import changes
 from fedfuse.experiment.prepare import PreparedExperiment, Setting
 from fedfuse.experiment.resume import Checkpoints, conflicts
 
@@ -42,7 +44,7 @@ class RunFolder:
             raise ConfigError(f"cannot write {self.path}: {why.strerror or why}; choose another --out") from why
         return hold_folder(self.path, wait=False)
 
-    def open(self, experiment: Experiment, resume: bool) -> None:
+    def open(self, experiment: Experiment, resume: bool, made_of: Mapping[str, Any]) -> None:
         """Make the directory ready, or say why it cannot be used."""
         config, text, rounds = self.path / "config.toml", experiment.to_toml(), experiment.rounds
         if config.exists():
@@ -56,6 +58,7 @@ class RunFolder:
                 )
             labels = list(experiment.recipes())
             same = {label for label, entry in zip(labels, new["methods"], strict=True) if entry in old["methods"]}
+            self._refuse_other_code(made_of, same)
             self._set_aside(same)
             rounds = int(old["rounds"])
         elif self.ledger.path.exists() or (resume and self._has_files()):
@@ -66,6 +69,30 @@ class RunFolder:
             self._drop_round(rounds)
         with write_atomically(config) as file:
             file.write(text.encode())
+        write_json(self.path / MADE_OF, made_of)
+
+    def _refuse_other_code(self, made_of: Mapping[str, Any], same: Collection[str]) -> None:
+        """Refuse to go on with other code or rows than those that the lines of the ledger come from.
+
+        A directory from before there was such a record goes on.
+        """
+        record = self.path / MADE_OF
+        if not record.exists() or not any(line["label"] in same for line in self.ledger.lines()):
+            return
+        try:
+            old = json.loads(record.read_bytes())
+            found = changes(old, made_of, same)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as why:
+            raise ConfigError(
+                f"{record} is damaged ({why}); choose another --out, or remove that file if you know that neither code "
+                "nor data changed"
+            ) from why
+        if found:
+            more = f", and {len(found) - 5} more" if len(found) > 5 else ""
+            raise ConfigError(
+                f"{self.path} was begun with other code or data: {', '.join(found[:5])}{more}; set it back or choose "
+                "another --out"
+            )
 
     def _set_aside(self, same: Collection[str]) -> None:
         """Put the lines of methods that are gone or have changed into another file, and forget their checkpoints."""

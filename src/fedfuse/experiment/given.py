@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedfuse.core.spec import Spec
 from fedfuse.data import Dataset, load
@@ -53,7 +53,7 @@ class GivenObjects:
                 f"data is a {type(data).__name__}, expected a fedfuse.data.Dataset or x_train, y_train, x_test, y_test"
             )
         arrays = [torch.as_tensor(np.asarray(part)) for part in data]
-        return cls(spec, arrays, f"given-{_digest(arrays)}")
+        return cls(spec, arrays, f"given-{digest_tensors(arrays)}")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class GivenObjects:
         """
         settings: dict[str, Any] = {}
         if self.spec is not None:
-            weights = _digest(self.spec.skeleton().state_dict().values())
+            weights = digest_tensors(self.spec.skeleton().state_dict().values())
             settings["model"] = {"name": self.spec.factory, "weights": weights}
         return settings | ({"data": {"source": self.source}} if self.source else {})
 
@@ -84,9 +84,10 @@ class GivenObjects:
         return self.data
 
 
-def _digest(tensors: Any) -> str:
+def digest_tensors(tensors: Iterable[Tensor]) -> str:
+    """A short checksum of tensors: their shapes, kinds and numbers."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(str((tuple(tensor.shape), tensor.dtype)).encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:12]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from fedfuse.client.evidence.answers import LayerAnswers
 from fedfuse.client.evidence.units import UnitEvidence
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.registry import method
+from fedfuse.core.registry import find_method, method
 from fedfuse.core.spec import Spec
 from fedfuse.errors import RecipeError
 from fedfuse.methods._closed_form import USUAL, HeadFit
@@ -57,6 +58,20 @@ def refit(
         publishes=(TURN,),
         lasts=partial(count_turns, layer=how.layer),
     )
+
+
+def refit_ending(said: str | Mapping[str, Any]) -> Recipe:
+    """The recipe behind another method's last round that `refit` asks for in a file: a short word, or options.
+
+    Example:
+        >>> refit_ending("units") == refit_ending({"units": True})
+        True
+    """
+    options = _SHORT[said] if isinstance(said, str) else said
+    return find_method(refit.__name__).recipe(**options)
+
+
+_SHORT: Mapping[str, Mapping[str, Any]] = {"head": {}, "layers": {"layers": True}, "units": {"units": True}}
 
 
 def _repair(how: HeadFit, layers: bool) -> Recipe:

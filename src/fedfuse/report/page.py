@@ -27,7 +27,7 @@ from fedfuse.report.scores import HEADLINES, SummaryRow, best_first, by_label, h
 from fedfuse.report.svg import drawing, legible, line, marker
 from fedfuse.report.sweeps import sweep_panels
 from fedfuse.report.tables import Cell, Grid, grid
-from fedfuse.report.verdict import cautions, overall, verdict
+from fedfuse.report.verdict import cautions, code_caution, overall, verdict
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -153,6 +153,7 @@ def render(runs: Sequence[Run]) -> str:
         chapters=chapters,
         overview=_overview(chapters, labels) if len(runs) > 1 else None,
         overall=_overall(chapters),
+        other_code=code_caution(runs),
         sweep=_sweep_figures(runs, inks),
         first_columns=_first_columns,
         swatches={label: _swatch(at) for label, at in inks.items()},

@@ -7,7 +7,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Run:
         environment: versions, platform, threads and facts about the data.
         partition: class names, and per seed the rows of each class that each client holds.
         rows: the ledger, one row per label, seed and round, in order of first appearance.
+        made_of: the digests of the code and the rows it was made of; nothing of a run from before they were noted.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Run:
     environment: Mapping[str, Any]
     partition: Mapping[str, Any]
     rows: tuple[Row, ...]
+    made_of: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_run(directory: Path) -> Run:
@@ -59,6 +61,7 @@ def read_run(directory: Path) -> Run:
         environment=_read_object(directory / "environment.json"),
         partition=_read_object(directory / "partition.json"),
         rows=rows,
+        made_of=_read_object(directory / "made-of.json"),
     )
 
 

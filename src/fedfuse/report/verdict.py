@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from fedfuse.report.read import Run, part
 from fedfuse.report.scores import Column, MeanSd, SummaryRow, best_first, headline_of
 from fedfuse.report.stats import LEVEL, paired_difference
 
@@ -60,6 +61,36 @@ def cautions(table: Sequence[SummaryRow]) -> list[str]:
         if scored < len(row.seeds):
             found.append(f"{row.label} has an {column.title} on {scored} of {len(row.seeds)} seeds only.")
     return found
+
+
+def code_caution(runs: Sequence[Run]) -> str:
+    """What a reader must know of runs that were not made by the same code; nothing where they were, or none says.
+
+    Example:
+        >>> old, new = ({"fedfuse": {"version": "1.0", "code": c}, "network": {"net.py": "e"}} for c in "ab")
+        >>> code_caution([Run("one", "", {}, {}, (), old), Run("two", "", {}, {}, (), new)])
+        'These runs were not made by the same code, ...: fedfuse 1.0 (code a) made one, fedfuse 1.0 (code b) two.'
+    """
+    made: dict[str, dict[str, list[str]]] = {}
+    for run in runs:
+        ours, network, methods = (part(run.made_of, key) for key in ("fedfuse", "network", "methods"))
+        files = {**network, **{file: code for label in methods for file, code in part(methods, label).items()}}
+        texts = {file: f"{file} (code {str(code)[:8]})" for file, code in files.items()}
+        if "code" in ours:
+            texts["fedfuse"] = f"fedfuse {ours.get('version')} (code {str(ours['code'])[:8]})"
+        for name, text in texts.items():
+            made.setdefault(name, {}).setdefault(text, []).append(run.name)
+    words = [
+        ", ".join(f"{text} {'made ' if at == 0 else ''}{_some(names)}" for at, (text, names) in enumerate(by.items()))
+        for by in made.values()
+        if len(by) > 1
+    ]
+    begin = "These runs were not made by the same code, and their scores may differ for that reason alone"
+    return f"{begin}: {'; '.join(words[:5])}." if words else ""
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def overall(leaders: Mapping[str, str]) -> str:
