@@ -44,6 +44,13 @@ def test_the_same_seed_draws_the_same_start(tmp_path: Path) -> None:
     assert again.agreement.start == starts[2]
 
 
+def test_a_start_of_another_network_makes_no_folder(tmp_path: Path) -> None:
+    other = made(tmp_path / "other", sets=("model.maps=[2,5]", "model.hidden=[4]")) / START
+    with pytest.raises(ConfigError, match="the start does not fit the network 'lenet'"):
+        made(tmp_path / "fed", start=other)
+    assert not (tmp_path / "fed").exists()
+
+
 def test_a_first_sites_folder_tells_classes_and_form(tmp_path: Path, pictures: Pictures) -> None:
     first = pictures("a")
     nothing = {"classes": (), "image_size": None, "channels": None}

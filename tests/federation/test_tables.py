@@ -119,6 +119,9 @@ def fuse(fedfuse: Fedfuse) -> None:
         ("classification", "ensemble", "accuracy", 0.5),
         ("regression", "fedavg", "r2", 0.6),
         ("multilabel", "laplace", "auroc", 0.85),
+        ("binary", "ridge", "auroc", 0.85),
+        ("multilabel", "ridge", "auroc", 0.85),
+        ("regression", "ridge", "r2", 0.6),
     ],
 )
 def test_from_columns_to_answers(fedfuse: Fedfuse, task: str, method: str, score: str, least: float) -> None:

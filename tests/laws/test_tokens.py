@@ -48,8 +48,8 @@ NETWORKS: dict[str, tuple[Task, Spec]] = {
     "text-classification": (TEXT_CLASSIFICATION, Spec("text_classifier", {**SIZES, "classes": 3})),
     "own": (CLASSIFICATION, Spec.of(Encoder())),
 }
-COUNT_CLASSES = {"ams", "dense", "fedov", "pfnm", "fedma", "feddu", "fedap", "fedduap", "imc", "refit", "ridge"}
-COUNT_CLASSES |= {"temperature"}
+COUNT_CLASSES = {"ams", "dense", "fedov", "pfnm", "fedma", "feddu", "fedap", "fedduap", "imc", "temperature"}
+FIT_A_LAYER = {"newton", "refit", "ridge"}
 MOVE_INPUTS = {"dense", "fedov", "ridge"}
 OTHER_NETWORKS = {"pfnm": "fully connected", "fedma": "one plain layer after another"}
 LATER = {"fedap", "fedduap", "hrank", "imc"}  # they prune after many rounds, whatever the network
@@ -84,7 +84,7 @@ def refusal(name: str, task: Task) -> str | None:
     """The words in which a method is expected to refuse."""
     if task is LANGUAGE_MODEL and name in COUNT_CLASSES:
         return "needs rows of one class each .* the task is language-model"
-    if task is LANGUAGE_MODEL and name == "newton":
+    if task is LANGUAGE_MODEL and name in FIT_A_LAYER:
         return "one target per row"
     if name in MOVE_INPUTS:
         return "as numbers .* tokens"

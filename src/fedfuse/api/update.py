@@ -143,7 +143,6 @@ def local_update(
         description, begin = start_of(start)
         spec = _with_start_shape(spec, description)
     first = prepared_start(recipe, spec, begin, Bench(classes=count, seed=seed, task=task))
-    _check_fit(first)
     memory = {**(published or {}), **(tell_examples(all_examples) if EXAMPLES in recipe.publishes else {})}
     brief = Brief(0, first.spec, first.posterior.mean, memory, classes=count, task=task)
     packet = decode(_answer(recipe.work(settings_from(settings)), brief, client, data, seed, own))
@@ -332,11 +331,17 @@ def _check_fit(start: Single) -> None:
 
 
 def prepared_start(recipe: Recipe, spec: Spec, begin: Params, bench: Bench) -> Single:
-    """The network the method trains, at the given weights, which may be those of the dressed network already."""
-    fits = begin.keys() == spec.skeleton().state_dict().keys()
+    """The network the method trains, at the given weights, which may be those of the prepared network already."""
+    given, own = (
+        {name: form.shape for name, form in forms_of(tensors).items()}
+        for tensors in (begin, spec.skeleton().state_dict())
+    )
+    fits = given == own
     chosen = Single(spec, Posterior(begin)) if fits else Single.of(spec.build(), spec)
     first = recipe.prepare_models(ServerState(0, chosen), bench).single
-    return first if fits else Single(first.spec, Posterior(begin))
+    first = first if fits else Single(first.spec, Posterior(begin))
+    _check_fit(first)
+    return first
 
 
 def check_supported(recipe: Recipe, where: str) -> None:

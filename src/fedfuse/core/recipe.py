@@ -35,7 +35,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import EXAMPLES, Bench, ServerState, tell_examples
 from fedfuse.errors import RecipeError
-from fedfuse.tasks import Classification, Task
+from fedfuse.tasks import Classification, LanguageModel, Task
 
 Lasts: TypeAlias = Callable[[Spec], int]
 Follows: TypeAlias = "Callable[[Recipe, int], Recipe]"
@@ -265,13 +265,18 @@ class Recipe:
         return rounds
 
     def check_task(self, task: Task) -> None:
-        """Say before any training that a part makes sense for classes only.
+        """Say before any training that a part makes sense for classes only, or for one target per row.
 
         Raises:
             RecipeError: naming the part.
         """
         if isinstance(task, Classification):
             return
+        if isinstance(task, LanguageModel) and (found := self._who_says("needs_one_target")):
+            raise RecipeError(
+                f"recipe {self.name!r} fits a layer to one target per row ({found[0]} sums over them) and a language "
+                "model has one at every character; use another method, or task = 'text-classification'"
+            )
         if found := self._who_says("needs_classes"):
             raise RecipeError(
                 f"recipe {self.name!r} needs rows of one class each ({found[0]} counts or compares classes) and the "
@@ -323,7 +328,7 @@ class Recipe:
             if "unlabelled" in now.needs:
                 bench.need_unlabelled(f"recipe {now.name!r}")
             if state is not None and state.round == 0:
-                now._check_parts(rounds, bench, state)
+                now.check_networks(rounds, bench, state)
             now, begins = (now.later[1] if now.later and now.later[0] < rounds else None), ends
 
     def remarks(self, asked: int, bench: Bench) -> tuple[str, ...]:
@@ -332,7 +337,13 @@ class Recipe:
         own = tuple(words for part in self._parts if (words := part.remark(asked, bench)))
         return tuple(dict.fromkeys((*own, *later)))
 
-    def _check_parts(self, rounds: int, bench: Bench, state: ServerState) -> None:
+    def check_networks(self, rounds: int, bench: Bench, state: ServerState) -> None:
+        """Say before any training which part does not fit the networks, or cannot do its work in so many rounds.
+
+        Raises:
+            ConfigError: from the part.
+            RecipeError: likewise.
+        """
         networks = {"": state.start.spec} | {client: start.spec for client, start in state.starts.items()}
         for part in self._parts:
             part.check_network(networks, bench, rounds)
@@ -353,7 +364,7 @@ def weighs_by(aggregate: Aggregator) -> str | None:
 
 
 def says(part: object, need: str) -> bool:
-    """Whether a part of a recipe says that it needs something: "needs_classes" or "needs_numbers".
+    """Whether a part of a recipe says that it needs "needs_classes", "needs_numbers" or "needs_one_target".
 
     An objective that adds a term to a base needs what the base needs.
     """

@@ -10,20 +10,19 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from fedfuse.api.update import check_supported, start_of
+from fedfuse.api.update import check_supported, prepared_start, start_of
 from fedfuse.core.about import About, ClassName, check_class_names, names_text, versions
 from fedfuse.core.characters import TextForm
 from fedfuse.core.columns import TableForm
 from fedfuse.core.files import write_atomically
 from fedfuse.core.forms import RowForm
 from fedfuse.core.inputs import run_once
-from fedfuse.core.model import Single
 from fedfuse.core.params import Params
-from fedfuse.core.posterior import Posterior
 from fedfuse.core.rng import seeded
 from fedfuse.core.settings import Settings, validate_settings
 from fedfuse.core.spec import Spec
-from fedfuse.errors import ConfigError
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.experiment.config import LocalConfig, MethodConfig, NameWithOptions
 from fedfuse.experiment.keys import assign
 from fedfuse.experiment.prepare import spec_with
@@ -207,6 +206,8 @@ class FederationFolder:
 def write_federation(folder: Path, agreement: Agreement, start: Params | None = None) -> FederationFolder:
     """Make the folder: the agreement, and the common start, drawn by its seed if none is given.
 
+    The start is of the network that the method makes of the agreed one: sites begin at it, and files are held to it.
+
     Raises:
         ConfigError: if there is one already, or network, start, classes and inputs do not fit each other.
     """
@@ -230,10 +231,20 @@ def scale_federation(federation: FederationFolder, form: TableForm) -> Federatio
 def _write(folder: Path, agreement: Agreement, start: Params | None) -> FederationFolder:
     recipe = agreement.method.recipe()
     check_supported(recipe, "a federation of files")
+    if recipe.result == "apart":
+        raise RecipeError(
+            f"method {recipe.name!r} leaves every site its own network, so there is nothing to fuse; let sites run "
+            "`fedfuse update` and `fedfuse evaluate` without a federation, or use ensemble, which keeps all networks"
+        )
     recipe.check_task(agreement.learns)
     agreement.check_network()
     weights = agreement.first_weights() if start is None else dict(start)
-    agreement = agreement.model_copy(update={"start": fingerprint(weights)})
+    names, inputs = agreement.output_names, agreement.inputs.bounds()
+    bench = Bench(classes=len(names), seed=agreement.seed, task=agreement.learns, inputs=inputs)
+    recipe.check_inputs(bench)
+    first = prepared_start(recipe, agreement.spec, weights, bench)
+    recipe.check_networks(1, bench, ServerState(0, first))
+    agreement = agreement.model_copy(update={"start": fingerprint(first.posterior.mean)})
     about = About(
         federation=agreement.name,
         task=task_header(agreement.learns).get("task", ""),
@@ -243,7 +254,7 @@ def _write(folder: Path, agreement: Agreement, start: Params | None) -> Federati
         versions=versions(),
     )
     folder.mkdir(parents=True, exist_ok=True)
-    save_model(Single(agreement.spec, Posterior(weights)), folder / START, about=about)
+    save_model(first, folder / START, about=about)
     with write_atomically(folder / FILE) as file:
         file.write(agreement.to_toml().encode())
     return FederationFolder(folder, agreement)

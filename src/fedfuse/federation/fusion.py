@@ -80,8 +80,8 @@ def fuse_files(
         num_examples=num_examples or None,
         start=federation.start if start is None and federation is not None else start,
         model=[Spec(name) for name in models] or _network_in(updates, start, align),
-        server_rows=None if server_data is None else _rows_of(server_data),
-        unlabelled=None if unlabelled is None else _rows_of(unlabelled).x,
+        server_rows=None if server_data is None else _rows_of(server_data, federation),
+        unlabelled=None if unlabelled is None else _rows_of(unlabelled, federation, labelled=False).x,
         **told,
     )
     return _as_agreed(federation, fused)
@@ -104,10 +104,18 @@ def _network_in(updates: Sequence[Path], start: Path | None, align: str | None) 
     return None if network is None else [network]
 
 
-def _rows_of(source: str) -> Rows:
-    from fedfuse.data import load
+def _rows_of(source: str, federation: FederationFolder | None, labelled: bool = True) -> Rows:
+    """The server's rows: in the form that the sites agreed on, where they did."""
+    if federation is None:
+        from fedfuse.data import load
 
-    return load(source).train
+        return load(source).train
+    from fedfuse.data.site import read_site
+
+    agreed = federation.agreement
+    return read_site(
+        source, form=agreed.inputs, classes=agreed.output_names, labelled=labelled, task=agreed.learns
+    ).rows
 
 
 def read_options(sets: Sequence[str]) -> dict[str, Any]:

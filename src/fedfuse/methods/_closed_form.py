@@ -20,7 +20,8 @@ class HeadFit(Settings):
         penalty: λ in units of ΣG's mean eigenvalue; "gcv" (generalized cross-validation) and "evidence" (marginal
             likelihood) choose it from the sums.
         head: ridge, or gaussian for linear discriminant analysis from the same sums.
-        temperature: what answers are divided by to be logits; by default 0.1 for ridge and 1 for gaussian.
+        temperature: what answers are divided by to be logits; by default 0.1 for ridge and 1 for gaussian. Numbers are
+            no logits and stay as they are.
         layer: the linear layer that is fitted; by default the last.
         precision: "network" computes features as the network does, "float64" in float64, at about twice the time.
         epsilon: add noise that makes each client's sums (ε, δ)-differentially private in any one row; none by default.

@@ -48,7 +48,7 @@ def random_convolution(
     Args:
         channels: colours of an image.
         size: side of an image.
-        classes: how many classes it tells apart.
+        classes: how many classes it tells apart, or how many outputs it has for another task.
         filters: how many; each gives `pool` × `pool` features.
         kernel: side of a filter; smaller pictures get the largest that fits.
         pool: how many averages are taken along each side.
@@ -78,7 +78,7 @@ def random_convolution(
         ("relu", nn.ReLU()),
         ("pool", nn.AdaptiveAvgPool2d(pool)),
         ("flatten", nn.Flatten()),
-        ("classifier", _blank(nn.Linear(filters * pool * pool, whole(who, "classes", classes, 2)))),
+        ("classifier", _blank(nn.Linear(filters * pool * pool, whole(who, "classes", classes, 1)))),
     )
     return with_head(net, whole(who, "head", head, 0))
 
@@ -93,7 +93,7 @@ def random_fourier(
 
     Args:
         inputs: numbers of one example; images are flattened, whatever their shape.
-        classes: how many classes it tells apart.
+        classes: how many classes it tells apart, or how many outputs it has for another task.
         features: how many cosines.
         width: of the kernel: how far apart two rows may be and still count as alike.
         seed: which frequencies.
@@ -118,7 +118,7 @@ def random_fourier(
         ("flatten", nn.Flatten()),
         ("frequencies", project),
         ("cosine", Cosine(features)),
-        ("classifier", _blank(nn.Linear(features, whole(who, "classes", classes, 2)))),
+        ("classifier", _blank(nn.Linear(features, whole(who, "classes", classes, 1)))),
     )
     return with_head(net, whole(who, "head", head, 0))
 

@@ -20,6 +20,7 @@ from fedfuse.linalg.psd import inverse, pack, packed_size, solve, unpack
 from fedfuse.linalg.ridge import Sums
 
 KIND = "moments"  # the first part of the notes' names
+NUMBERS = "target_squares"
 
 
 def linear_layer(layout: Layout, name: str = "") -> Layer:
@@ -47,16 +48,20 @@ def linear_layer(layout: Layout, name: str = "") -> Layer:
     return layer
 
 
-def moment_forms(features: int, targets: int) -> dict[str, Form]:
-    """The forms of one client's sums: a packed triangle and a table with the constant 1 as last feature; squares."""
+def moment_forms(features: int, targets: int, numbers: bool = False) -> dict[str, Form]:
+    """The forms of one client's sums: a packed triangle and a table with the constant 1 as last feature; squares.
+
+    Squares of classes are their counts. Those of labels and numbers travel under a name of their own, so that the door
+    knows which of both it has to hold them to.
+    """
     rows = features + 1
-    shapes = {"gram": (packed_size(rows),), "cross": (rows, targets), "squares": (targets,)}
+    shapes = {"gram": (packed_size(rows),), "cross": (rows, targets), NUMBERS if numbers else "squares": (targets,)}
     return {f"{KIND}/{part}": Form(shape, torch.float64) for part, shape in shapes.items()}
 
 
-def moment_notes(sums: Sums) -> dict[str, Tensor]:
+def moment_notes(sums: Sums, numbers: bool = False) -> dict[str, Tensor]:
     """Sums as they travel: G as its upper triangle, everything in float64. Its last feature is the constant 1."""
-    parts = {"gram": pack(sums.gram), "cross": sums.cross, "squares": sums.squares}
+    parts = {"gram": pack(sums.gram), "cross": sums.cross, NUMBERS if numbers else "squares": sums.squares}
     return {f"{KIND}/{part}": tensor.cpu() for part, tensor in parts.items()}
 
 
@@ -64,15 +69,20 @@ def sums_in(notes: Params) -> Sums:
     """The sums of one client's notes; n is the constant's square."""
     cross = notes[f"{KIND}/cross"]
     gram = unpack(notes[f"{KIND}/gram"], len(cross))
-    return Sums(gram, cross, notes[f"{KIND}/squares"], float(gram[-1, -1]))
+    squares = notes[f"{KIND}/{NUMBERS}" if are_numbers(notes) else f"{KIND}/squares"]
+    return Sums(gram, cross, squares, float(gram[-1, -1]))
+
+
+def are_numbers(notes: Params) -> bool:
+    """Whether these are sums of labels or numbers, and not of classes."""
+    return f"{KIND}/{NUMBERS}" in notes
 
 
 def total_sums(everybody: Iterable[Params]) -> Sums:
     """The sums of all clients, added in their order while the triangles are packed: memory for one client at a time."""
     total: dict[str, Tensor] = {}
     for notes in everybody:
-        for part in ("gram", "cross", "squares"):
-            name = f"{KIND}/{part}"
+        for name in (n for n in notes if n.startswith(f"{KIND}/")):
             total[name] = total[name].add_(notes[name]) if name in total else notes[name].clone()
     return sums_in(total)
 

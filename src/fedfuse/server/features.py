@@ -37,11 +37,11 @@ class RandomFeatures:
     count: int = 464
     needs_numbers: ClassVar[bool] = True
 
-    def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:  # noqa: ARG002
+    def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:
         """The feature network; one that is there already stays as it is."""
         if start.spec.factory in _FACTORIES:
             return start
-        spec = self._spec(start.spec, classes or outputs(start) or 0, seed)
+        spec = self._spec(start.spec, task.outputs(classes) if classes else outputs(start) or 0, seed)
         return Single.of(spec.build(), spec)
 
     def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:  # noqa: ARG002

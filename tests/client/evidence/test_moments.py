@@ -19,6 +19,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, Refused
 from fedfuse.nets.head import linear_layer, sums_in, total_sums
 from fedfuse.server.door.admit import Contract, admit
+from fedfuse.tasks import REGRESSION
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode, encode
 
@@ -139,9 +140,9 @@ def test_a_layer_that_reads_positions_or_shares_its_weight_says_so() -> None:
         collect_sums(nn.Linear(5, 3), "", rows(classes=5), 3)
 
 
-def forged(**changes: Any) -> Refused:
-    brief, evidence = brief_of(MLP), Moments()
-    packet = decode(reply(evidence, brief, rows()))
+def forged(brief: Brief | None = None, data: Rows | None = None, **changes: Any) -> Refused:
+    brief, evidence = brief or brief_of(MLP), Moments()
+    packet = decode(reply(evidence, brief, data or rows()))
     tensors = {name: tensor.clone() for name, tensor in packet.tensors.items()}
     for part, change in changes.items():
         tensors[f"~moments/{part}"] = change(tensors[f"~moments/{part}"])
@@ -167,9 +168,22 @@ def test_the_door_refuses_what_no_rows_could_give() -> None:
     assert "a count of 41" in str(forged(gram=more_rows))
     assert "not positive semi-definite" in str(forged(gram=negative))
     assert "other class counts" in str(forged(cross=shifted))
-    assert "class sums beyond the second moments" in str(forged(cross=lambda c: torch.cat([c[:-1] * 100, c[-1:]])))
+    assert "target sums beyond the second moments" in str(forged(cross=lambda c: torch.cat([c[:-1] * 100, c[-1:]])))
     assert "a mean square of" in str(forged(gram=lambda g: torch.cat([g[:1] + 1e15, g[1:]])))
     assert "other class counts" in str(forged(squares=lambda s: s + 1))
+
+
+def test_sums_of_numbers_are_held_to_what_numbers_can_give() -> None:
+    brief, data = replace(brief_of(MLP), task=REGRESSION), replace(rows(), y=torch.linspace(-1, 1, 120).reshape(40, 3))
+    sums = sums_in(admitted(Moments(), brief, data).notes)
+    assert torch.allclose(sums.squares, data.y.double().square().sum(0))
+    assert torch.allclose(sums.cross[-1], data.y.double().sum(0))
+    assert "target_squares is below zero" in str(forged(brief, data, target_squares=lambda s: -s))
+    assert "target sums beyond the second moments" in str(forged(brief, data, cross=lambda c: c * 100))
+    forward, far = (
+        Moments().influence(admitted(Moments(), brief, d).notes) for d in (data, replace(data, y=9 * data.y))
+    )
+    assert far["moments/cross"] / forward["moments/cross"] == pytest.approx(9)
 
 
 def test_influence_is_the_mean_square_of_a_feature() -> None:

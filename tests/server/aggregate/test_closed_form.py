@@ -67,6 +67,36 @@ def test_the_fused_layer_is_scikit_learns_on_the_pooled_rows(bias: bool) -> None
     assert weights["0.weight"].equal(net.state_dict()["0.weight"])
 
 
+@pytest.mark.parametrize("task", ["binary", "multilabel", "regression"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_other_targets_than_classes_are_fitted_as_scikit_learn_fits_them(task: str, bias: bool) -> None:
+    rows, labels = data(), torch.nn.functional.one_hot(data().y, CLASSES)[:, :2].float()
+    y = {"binary": rows.y.clamp(max=1), "multilabel": labels, "regression": 7 + labels @ torch.randn(2, 2)}[task]
+    net = nn.Sequential(*network()[:-1], nn.Linear(6, 1 if task == "binary" else 2, bias=bias).double())
+    sites = [
+        fedfuse.local_update(net, (rows.x[part], y[part]), fedfuse.recipe("refit"), client=f"s{i}", task=task)
+        for i, part in enumerate((slice(0, 30), slice(30, ROWS)))
+    ]
+    model = fedfuse.fuse(sites, fedfuse.recipe("refit", penalty=1e-3), start=net.state_dict(), model=net)
+    phi = features(net, rows) if bias else features(net, rows)[:, :-1]
+    signs = y.reshape(ROWS, -1).double() if task == "regression" else 2 * y.reshape(ROWS, -1).double() - 1
+    scale = 1e-3 * float((phi.mT @ phi).diagonal().mean())
+    theirs = Ridge(alpha=scale, fit_intercept=False, solver="cholesky").fit(phi.numpy(), signs.numpy())
+    sharpness = 1 if task == "regression" else 10
+    assert np.allclose(model.logits(rows.x).numpy(), sharpness * phi.numpy() @ theirs.coef_.reshape(-1, phi.shape[1]).T)
+
+
+def test_yes_or_no_has_the_odds_of_two_classes() -> None:
+    rows, answers = data(), []
+    for task, outputs in (("binary", 1), ("classification", 2)):
+        net = nn.Sequential(*network()[:-1], nn.Linear(6, outputs).double())
+        y = rows.y.clamp(max=1)
+        site = fedfuse.local_update(net, (rows.x, y), fedfuse.recipe("refit"), task=task, classes=2)
+        recipe = fedfuse.recipe("refit", penalty=1e-2)
+        answers.append(fedfuse.fuse([site], recipe, start=net.state_dict(), model=net).logits(rows.x))
+    assert torch.allclose(answers[0].sigmoid()[:, 0], answers[1].softmax(1)[:, 1])
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     cuts=st.lists(st.integers(1, ROWS - 1), max_size=4),
@@ -120,7 +150,7 @@ def test_it_says_what_it_cannot_fit() -> None:
     net = network()
     spec = Spec.of(net)
     state = ServerState(0, Single.of(net, spec))
-    with pytest.raises(ConfigError, match="layer '0' has 6 outputs and there are 3 classes"):
+    with pytest.raises(ConfigError, match="layer '0' has 6 outputs and the task classification has 3"):
         FitHead("0").check_network({"": spec}, Bench(classes=CLASSES), 1)
     trained = ClientUpdate("a", state.single.posterior, 1.0, 5, spec)
     with pytest.raises(RecipeError, match="a has trained, and a layer can be fitted only to features all clients"):

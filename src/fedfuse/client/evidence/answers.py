@@ -48,7 +48,7 @@ class LayerAnswers(PlainEvidence):
     batch: int = 256
     name: ClassVar[str] = "moments"
     recalls: ClassVar[tuple[ClientMemory, ...]] = (KeepModel(),)
-    needs_classes: ClassVar[bool] = True
+    needs_one_target: ClassVar[bool] = True
 
     @property
     def reveals(self) -> str:

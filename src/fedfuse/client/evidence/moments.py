@@ -25,7 +25,8 @@ from fedfuse.kernels import inputs_of_head
 from fedfuse.linalg.psd import is_psd
 from fedfuse.linalg.ridge import Sums
 from fedfuse.nets.cost import layer_costs
-from fedfuse.nets.head import KIND, linear_layer, moment_forms, moment_notes, sums_in
+from fedfuse.nets.head import KIND, NUMBERS, are_numbers, linear_layer, moment_forms, moment_notes, sums_in
+from fedfuse.tasks import Binary, Classification, Task
 
 Precision = Literal["network", "float64"]
 
@@ -55,10 +56,11 @@ class Moments(PlainEvidence):
     batch: int = 256
     clip: float | None = None
     name: ClassVar[str] = KIND
-    needs_classes: ClassVar[bool] = True
+    needs_one_target: ClassVar[bool] = True
     reveals: ClassVar[str] = (
         "how many rows of each class the client has, the class means of the features its layer reads, and their "
-        "second moments, summed over the client's rows"
+        "second moments, summed over the client's rows; of labels and numbers their sums and squares, and their "
+        "products with the features"
     )
 
     def __call__(self, local: Local) -> Params:
@@ -69,7 +71,8 @@ class Moments(PlainEvidence):
         compiled = None
         if self.precision == "network":
             compiled = inputs_of_head(local.module, local.rows, local.settings.kernel, path)
-        return moment_notes(collect_sums(local.module, path, local.rows, _outputs(brief, self.layer), self, compiled))
+        sums = collect_sums(local.module, path, local.rows, _outputs(brief, self.layer), self, compiled)
+        return moment_notes(sums, _has_numbers(brief.task))
 
     def passes(self, effort: Effort) -> float:
         """A pass forward, and the product φφᵀ."""
@@ -81,34 +84,47 @@ class Moments(PlainEvidence):
     def expects(self, brief: Brief) -> Mapping[str, Form]:
         """A triangle, a table and a vector."""
         weight = brief.params[linear_layer(brief.spec.layout, self.layer).weight]
-        return moment_forms(weight.shape[1], _outputs(brief, self.layer))
+        return moment_forms(weight.shape[1], _outputs(brief, self.layer), _has_numbers(brief.task))
 
     def check(self, notes: Params, num_examples: float) -> Flaw | None:
         """What sums of real rows satisfy: counts that add up, no negative eigenvalue, |Σφt|² ≤ Σφ² Σt²."""
-        sums = sums_in(notes)
+        sums, numbers = sums_in(notes), are_numbers(notes)
         counts = sums.cross[-1]
         if sums.count != num_examples:
             return Flaw(f"{KIND}/gram", f"a count of {sums.count:g}", f"the num_examples {num_examples:g}")
-        if not counts.equal(sums.squares) or bool((counts < 0).any()) or float(counts.sum()) != num_examples:
+        off = not counts.equal(sums.squares) or bool((counts < 0).any()) or float(counts.sum()) != num_examples
+        if off and not numbers:
             return Flaw(f"{KIND}/cross", "other class counts", f"counts ≥ 0 that sum to {num_examples:g}")
         if (most := float(sums.gram.diagonal().max())) > _MOST * num_examples:
             return Flaw(f"{KIND}/gram", f"a mean square of {most / num_examples:.3g}", f"at most {_MOST:g}")
         if not is_psd(sums.gram):
             return Flaw(f"{KIND}/gram", "not positive semi-definite", "a matrix without negative eigenvalues")
-        bound = sums.gram.diagonal().clamp(min=0)[:, None] * counts
+        if bool((sums.squares < 0).any()):
+            return Flaw(f"{KIND}/{NUMBERS}", "below zero", "sums of squares")
+        bound = sums.gram.diagonal().clamp(min=0)[:, None] * sums.squares
         if bool((sums.cross.square() > bound * (1 + _SLACK) + _SLACK).any()):
-            return Flaw(f"{KIND}/cross", "class sums beyond the second moments", "sums of the same rows")
+            return Flaw(f"{KIND}/cross", "target sums beyond the second moments", "sums of the same rows")
         return None
 
     def influence(self, notes: Params) -> Mapping[str, float]:
-        """The mean square of a feature: whoever's features are larger determines more of the solution."""
+        """The mean square of a feature: whoever's features are larger determines more of the solution.
+
+        Of labels and numbers also their mean product with the features, which no count of classes bounds.
+        """
         sums = sums_in(notes)
-        return {f"{KIND}/gram": sums.scale / max(sums.count, 1.0)}
+        rows = max(sums.count, 1.0)
+        told = {f"{KIND}/gram": sums.scale / rows}
+        return told | ({f"{KIND}/cross": float(sums.cross.norm()) / rows} if are_numbers(notes) else {})
 
 
 def _outputs(brief: Brief, layer: str) -> int:
     """How many targets there are: one per class, or per output of the layer where classes are not told."""
     return brief.classes or len(brief.params[linear_layer(brief.spec.layout, layer).weight])
+
+
+def _has_numbers(task: Task) -> bool:
+    """Whether targets are columns of labels or numbers, and not one class per row."""
+    return not isinstance(task, Classification | Binary)
 
 
 @torch.no_grad()
@@ -126,7 +142,7 @@ def collect_sums(
         module: the network, in evaluation mode.
         path: the linear layer's path in it.
         rows: the examples.
-        targets: how many classes.
+        targets: how many classes, labels or numbers.
         how: its batch and precision.
         inputs: what the layer reads, batch by batch, where something else than torch has passed the rows on to it.
 
@@ -139,13 +155,15 @@ def collect_sums(
         [[13.0, 5.0], [5.0, 2.0]]
     """
     how = how or Moments()
-    if len(rows) and int(rows.y.max()) >= targets:
+    numbers = rows.y.is_floating_point()
+    if not numbers and len(rows) and int(rows.y.max()) >= targets:
         raise ConfigError(f"a row has the label {int(rows.y.max())} and there are {targets} classes, counted from 0")
     total: Sums | None = None
     begin = 0
     for read in inputs or _read_by_torch(module, path, rows, how):
         features = _with_constant(_shorten(read, how.clip))
-        part = Sums.of(features, F.one_hot(rows.y[begin : begin + len(read)], targets))
+        y = rows.y[begin : begin + len(read)]
+        part = Sums.of(features, y.reshape(len(y), targets) if numbers else F.one_hot(y, targets))
         total, begin = part if total is None else total + part, begin + len(read)
     if total is None:
         raise ConfigError("there are no rows to sum over")

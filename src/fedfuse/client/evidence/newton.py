@@ -37,6 +37,7 @@ class CurvatureSums(CurvatureEvidence):
     first: First = "sums"
     ridge: float = 0.0
     name: ClassVar[str] = "newton"
+    needs_one_target: ClassVar[bool] = True
     reveals: ClassVar[str] = (
         "the gradient and the Hessian of the last layer, summed over the client's rows: second moments of the features "
         "its layer reads"

@@ -66,6 +66,11 @@ class RefitLayers(ServerPart):
         steps = [solve_moments(A, P - times(M, A)) for A, P, M in zip(moments, answers, now, strict=True)]
         return now + torch.stack(steps)
 
+    @property
+    def needs_classes(self) -> bool:
+        """As the head does."""
+        return self.head.needs_classes
+
     def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
-        """The head must be there, with one output per class."""
+        """The head must be there, with one output per target."""
         self.head.check_network(networks, bench, rounds)
