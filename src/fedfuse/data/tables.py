@@ -35,13 +35,19 @@ class RawTable:
     where: str
     columns: Mapping[str, Sequence[str | None]]
     units: Mapping[str, str] = field(default_factory=dict)
+    numbering: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
 
     def take(self, index: Sequence[int]) -> RawTable:
-        """The rows at these positions."""
-        return replace(self, columns={name: [values[i] for i in index] for name, values in self.columns.items()})
+        """The rows at these positions, which keep their numbers in the file."""
+        columns = {name: [values[i] for i in index] for name, values in self.columns.items()}
+        return replace(self, columns=columns, numbering=[self.row_number(i) for i in index])
+
+    def row_number(self, position: int) -> int:
+        """Which row of the file stands at a position, counted from 1."""
+        return self.numbering[position] if self.numbering else position + 1
 
     def without(self, names: Sequence[str]) -> RawTable:
         """The table without some columns, which must be there."""
@@ -86,7 +92,7 @@ class RawTable:
 
     def is_numeric(self, name: str) -> bool:
         """Whether everything that is there in a column is a number."""
-        return all(value is None or _as_number(value) is not None for value in self.column(name))
+        return all(value is None or is_number(value) for value in self.column(name))
 
     def numbers(self, name: str) -> Array:
         """A column as float64, NaN where it is missing.
@@ -101,8 +107,8 @@ class RawTable:
             number = _as_number(value)
             if number is None:
                 raise ConfigError(
-                    f"{self.where}: column {name!r} holds {value!r} in row {row + 1}, expected numbers; correct it, or "
-                    "list the column as categorical everywhere"
+                    f"{self.where}: column {name!r} holds {value!r} in row {self.row_number(row)}, expected numbers; "
+                    "correct it, or leave the cell empty"
                 )
             found[row] = number
         return found
@@ -117,7 +123,7 @@ class RawTable:
         odd = next((row for row, word in enumerate(found) if known and word is not None and word not in known), None)
         if odd is not None:
             raise ConfigError(
-                f"{self.where}: column {name!r} holds {found[odd]!r} in row {odd + 1}, expected one of "
+                f"{self.where}: column {name!r} holds {found[odd]!r} in row {self.row_number(odd)}, expected one of "
                 f"{', '.join(known)}{suggest(str(found[odd]), known)} correct it, or let the federation know it"
             )
         return found
@@ -177,6 +183,16 @@ def _as_number(text: str) -> float | None:
     except ValueError:
         return None
     return number if np.isfinite(number) else None
+
+
+def is_number(text: str) -> bool:
+    """Whether a cell holds a finite number.
+
+    Example:
+        >>> is_number("104.1"), is_number("<100")
+        (True, False)
+    """
+    return _as_number(text) is not None
 
 
 def level_name(text: str) -> str:
