@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from fedfuse.core.columns import split_heading
+from fedfuse.core.files import regular
 from fedfuse.core.words import suggest
 from fedfuse.data.rows import Array
 from fedfuse.errors import ConfigError
@@ -138,7 +139,7 @@ def read_table(path: Path) -> RawTable:
     if path.suffix == ".parquet":
         return _read_parquet(path)
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with regular(path).open(newline="", encoding="utf-8-sig") as file:
             lines = list(csv.reader(file, skipinitialspace=True))
     except (OSError, UnicodeDecodeError, csv.Error) as why:
         raise ConfigError(f"{path} cannot be read as a CSV file: {why}") from why
@@ -166,7 +167,7 @@ def _read_parquet(path: Path) -> RawTable:
     except ImportError as why:
         raise ConfigError(f"{path}: to read Parquet files install pyarrow: pip install 'fedfuse[tables]'") from why
     try:
-        found = parquet.read_table(path).to_pydict()
+        found = parquet.read_table(regular(path)).to_pydict()
     except (OSError, ArrowException) as why:
         raise ConfigError(f"{path} cannot be read as a Parquet file: {why}") from why
     return RawTable(str(path), {n: [None if v is None else _as_value(str(v)) for v in c] for n, c in found.items()})

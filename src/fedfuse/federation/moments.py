@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt
 
 from fedfuse.core.columns import TableForm, TargetColumn
-from fedfuse.core.files import write_atomically
+from fedfuse.core.files import regular, write_output
 from fedfuse.core.messages import client_order
 from fedfuse.core.settings import Settings, validate_settings
 from fedfuse.data.sources import local_path
@@ -78,9 +78,7 @@ class MomentsFile(Settings):
         plain = self.model_dump(mode="json")
         columns = ",\n".join(f"  {json.dumps(n)}: {json.dumps(_short(m))}" for n, m in plain.pop("columns").items())
         head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in plain.items())
-        with write_atomically(path) as file:
-            file.write(f'{{\n{head} "columns": {{\n{columns}\n }}\n}}\n'.encode())
-        return path
+        return write_output(path, f'{{\n{head} "columns": {{\n{columns}\n }}\n}}\n'.encode())
 
 
 def _short(column: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,7 +168,7 @@ def read_moments(path: Path) -> MomentsFile:
         ConfigError: if it is none, or tells what cannot be.
     """
     try:
-        if path.stat().st_size > _LARGEST:
+        if regular(path).stat().st_size > _LARGEST:
             raise ConfigError(f"{path} has {path.stat().st_size:,} bytes, more than moments can have")
         given = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as why:
