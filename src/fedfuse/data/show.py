@@ -192,7 +192,7 @@ def save_heat_map(
     """The heat map as a PNG file, with the number of rows of each client beside it.
 
     Args:
-        path: where to write; its folder must exist.
+        path: where to write.
         counts: rows per client and class.
         client_ids: the names of the rows of `counts`.
         class_names: the names of its columns.
