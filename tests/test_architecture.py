@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engines": {"core", "kernels", "wire", "training", "errors"},
     "methods": {"core", "tasks", "nets", "linalg", "models", "training", "client", "server", "errors"},
     "data": {"core", "tasks", "errors"},
-    "report": {"core.sealed", "errors"},
+    "report": {"core.sealed", "core.files", "core.escape", "errors"},
     "api": {"core", "tasks", "nets", "wire", "models", "training", "server", "engines", "errors"},
     "experiment": {*BELOW, "client", "server", "methods", "engines", "data", "report", "api"},
     "flower": {*BELOW, "client", "server", "engines", "data", "report", "api", "experiment"},

@@ -102,7 +102,7 @@ def test_show_refuses_what_is_no_such_file(fedfuse: Fedfuse) -> None:
     Path("text.txt").write_text("hello")
     refused(fedfuse("show", "text.txt"), "text.txt cannot be shown")
     refused(fedfuse("show", "nowhere.safetensors"), "nowhere.safetensors")
-    refused(fedfuse("show", "one.safetensors", "--card", "./one.safetensors"), "is the file that the card is about")
+    refused(fedfuse("show", "one.safetensors", "--card", "./one.safetensors"), "is to be written and is an input too")
     assert read(Path("one.safetensors")).header["kind"] == "model"
 
 
@@ -153,7 +153,7 @@ def test_predict_refuses_what_does_not_fit(fedfuse: Fedfuse) -> None:
     save_model(Apart((network(0), network(1))), Path("apart.safetensors"), about=ABOUT)
     assert fedfuse("predict", "apart.safetensors", "--data", "rows.npz", *say).code != 0
     same = fedfuse("predict", "one.safetensors", "--data", "rows.npz", "-o", "one.safetensors")
-    refused(same, "is the model itself")
+    refused(same, "is to be written and is an input too")
     save_model(network(0), Path("few.safetensors"), about=About(class_names=("a", "b", "c", "d")))
     refused(fedfuse("predict", "few.safetensors", "--data", "rows.npz", *say), "names 4 classes and has 3 outputs")
     assert not Path("p.csv").exists()
@@ -293,7 +293,7 @@ def test_export_refuses_bad_input(fedfuse: Fedfuse) -> None:
         fedfuse("export", "two.safetensors", "--to", "state-dict", "-o", "x"), "2 networks are no state dict of one"
     )
     same = fedfuse("export", "one.safetensors", "--to", "state-dict", "-o", "./one.safetensors")
-    refused(same, "is the model itself")
+    refused(same, "is to be written and is an input too")
     refused(fedfuse("export", "rows.npz", "--to", "onnx", "-o", "x"), "neither a model nor an update")
     spec = Spec("torch.nn:Linear", {"in_features": 4, "out_features": 3})
     save_model(Single.of(torch.nn.Linear(4, 3), spec), Path("other.safetensors"))

@@ -110,7 +110,7 @@ def test_a_table_in_every_format(typed: Typed, tmp_path: Path) -> None:
         ("table runs/sweep --format pdf", "--format is 'pdf', expected md, latex, csv or json"),
         ("table runs/sweep --rows fedx", "no method 'fedx' in these runs; they have fedavg"),
         ("table nowhere", "nowhere is not a directory"),
-        ("report runs/sweep -o runs/sweep/s-0.1/config.toml/page.html", "cannot be written"),
+        ("report runs/sweep -o runs/sweep/s-0.1/config.toml/page.html", "cannot write"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(typed: Typed, line: str, words: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedfuse.data import Natural, load, partition
-from fedfuse.data.table_form import TableMoments, encode_table
+from fedfuse.data.table_form import Kind, TableMoments, encode_table
 from fedfuse.data.tables import RawTable, read_table
 from fedfuse.errors import ConfigError
 from fedfuse.tasks import BINARY, CLASSIFICATION, MULTILABEL, REGRESSION
@@ -88,8 +88,9 @@ def test_numbers_and_several_labels_are_targets(tmp_path: Path) -> None:
 
 def test_summed_moments_are_the_pooled_ones(tmp_path: Path) -> None:
     table, names = read_table(Path(write(tmp_path / "a.csv"))), ["age", "sex", "pain"]
-    whole = TableMoments.of(table, names, ["pain"])
-    parts = [TableMoments.of(table.take(rows), names, ["pain"]) for rows in (range(5), range(5, 31), range(31, 60))]
+    kinds: dict[str, Kind] = {"pain": "categorical"}
+    whole = TableMoments.of(table, names, kinds)
+    parts = [TableMoments.of(table.take(rows), names, kinds) for rows in (range(5), range(5, 31), range(31, 60))]
     summed = sum(parts[1:], parts[0])
     for ours, theirs in zip(summed.form().columns, whole.form().columns, strict=True):
         assert ours.model_dump(exclude={"mean", "std"}) == theirs.model_dump(exclude={"mean", "std"})

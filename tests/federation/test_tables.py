@@ -288,7 +288,7 @@ def test_columns_and_rows_that_are_too_few_or_too_many(fedfuse: Fedfuse) -> None
     refused(fedfuse("init", "x", "--columns", "sex:f|", "--target", "ill"), "'sex:f|' is no column")
     refused(fedfuse("init", "x", "--columns", "age", "--target", "age", "--classes", "a,b"), "'age' stands there twice")
     refused(fedfuse("init", "x", "--columns", "age", "--target", "ill"), "the classes of 'ill' are not named")
-    named = [row | {"name": f"patient {k}"} for k, row in enumerate(people(20, 5))]
+    named = [row | {"name": f"patient {k}"} for k, row in enumerate(people(40, 5))]
     write(Path("d.csv"), named)
     for command in (("init", "x"), ("moments", "-o", "d.moments"), ("update", "-o", "d.safetensors")):
         said = fedfuse(*command, "--data", "d.csv", "--target", "ill")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from fedfuse.cli import console
 from fedfuse.cli.files import AllExamples, Columns, FederationOption, MomentsFiles, Target, TaskName, refuse_said
-from fedfuse.cli.options import Json, MethodName, Source, said_of_table, split_words, typer
+from fedfuse.cli.options import Json, MethodName, Source, check_written, said_of_table, split_words, typer
 from fedfuse.errors import ConfigError
 
 if TYPE_CHECKING:  # it brings torch, which a person who asks for help need not wait for
@@ -71,6 +71,9 @@ def init(
     FOLDER is made, to be sent to every site. A table's columns get their scale from --moments, or wait for `scale`;
     MORE_MOMENTS are further files behind --moments.
     """
+    read = (start, characters, *_all_moments(moments, more_moments))
+    for made_here in ("federation.toml", "w0.safetensors"):
+        check_written(folder / made_here, *read, data=[data])
     from fedfuse.federation.create import create_federation
     from fedfuse.federation.texts import TextAgreement
 
@@ -149,6 +152,7 @@ def moments(
     from fedfuse.federation.moments import moments_by_federation
     from fedfuse.federation.tables import moments_by_words
 
+    check_written(output, data=[data], federation=federation)
     name = client or output.stem
     if federation is None:
         said = said_of_table(target, columns)
@@ -179,6 +183,9 @@ def scale(
     """
     from fedfuse.federation.agreement import read_federation
     from fedfuse.federation.moments import scale_by_moments
+
+    for made_here in ("federation.toml", "w0.safetensors"):
+        check_written(folder / made_here, *moments)
 
     made, added = scale_by_moments(read_federation(folder), moments)
     for warning in added.warnings:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fedfuse.cli import agree, console, files, flower, listing, models, reproduction, results
-from fedfuse.cli.options import Json, Log, Sets, Workers
+from fedfuse.cli.options import Json, Log, Sets, Workers, check_written
 from fedfuse.cli.stopping import interruption, stop_cleanly, stop_code
+from fedfuse.core.files import STREAM
 from fedfuse.errors import ClientsDropped, ConfigError, FuseError
 from fedfuse.experiment.watch import Watcher
 
@@ -85,6 +86,8 @@ def run(
     if check:
         _check(file, sets or [], workers, as_json)
         return
+    if (out is not None and out.exists() and not out.is_dir()) or out == STREAM:
+        raise ConfigError(f"--out is {out}, expected a folder that is there or can be made; name another one")
     _run(file, sets or [], out, resume=resume, workers=workers, memo=memo, as_json=as_json, page=page, log=log)
 
 
@@ -102,6 +105,7 @@ def partition(
     """
     from fedfuse.experiment.config import load_experiment
 
+    check_written(output, file)
     experiment = load_experiment(file, sets or [])
     from fedfuse.data import heat_map, save_heat_map  # late: torch, once the file is sound
     from fedfuse.experiment.prepare import prepare

@@ -15,10 +15,12 @@ from fedfuse.cli.options import (
     Trust,
     check_method,
     check_task,
+    check_written,
     said_of_table,
     split_words,
     typer,
 )
+from fedfuse.core.files import write_output
 from fedfuse.core.lazy import without_collecting
 from fedfuse.errors import ConfigError
 
@@ -136,6 +138,9 @@ def update(
     name = client or output.stem
     if hold_out and cross_validate:
         raise ConfigError("--hold-out and --cross-validate are two ways to judge; choose one")
+    read = (start, *(moments or []), privacy_ledger)
+    check_written(output, *read, data=[data], federation=federation)
+    check_written(_broken_file(output), *read, data=[data], federation=federation)
     judged: dict[str, Any] = {"hold_out": hold_out, "folds": cross_validate, "skip_broken": skip_broken}
     judged |= {"client": name, "limit": train_limit}
     if federation is None:
@@ -187,6 +192,9 @@ def evidence(
     for a method that does not train, such as refit, the model all sites have (--start of `fuse`), else the site's own;
     or a folder of transformers or an adapter (--base), into which evidence is written for `fuse` unless -o says where.
     """
+    if output is not None:
+        read = (model, own, base, *(moments or []), privacy_ledger)
+        check_written(output, *read, data=[data], federation=federation)
     if model.is_dir():
         reading = {"client": client or (output or model).stem, "limit": train_limit, "length": length, "base": base}
         _folder_evidence(model, data, output, method or "regmean", sets or [], reading, as_json)
@@ -274,9 +282,11 @@ def _write_broken(output: Path, broken: Mapping[str, str]) -> Path | None:
     """Write down which pictures were left out, beside the file that was made without them."""
     if not broken:
         return None
-    path = output.with_suffix(".broken.txt")
-    path.write_text("".join(f"{name}\t{why}\n" for name, why in broken.items()), encoding="utf-8")
-    return path
+    return write_output(_broken_file(output), "".join(f"{n}\t{why}\n" for n, why in broken.items()).encode())
+
+
+def _broken_file(output: Path) -> Path:
+    return output.with_suffix(".broken.txt")
 
 
 def _say_update(done: SiteUpdate, facts: Mapping[str, Any], broken: Path | None) -> None:
@@ -368,7 +378,10 @@ def fuse(
     with without_collecting():
         from fedfuse.federation.fusion import fuse_files
 
-    updates = updates or []
+    updates, brought = updates or [], evidence_files(evidence)
+    read = (*updates, start, into, *(brought or []), *map(Path, remove or []))
+    if not output.is_dir() or all(path.suffix == ".safetensors" for path in updates):  # of folders a folder is made
+        check_written(output, *read, data=[server_data, unlabelled], federation=federation)
     agreed = read_agreed(federation, model or [])
     with console.err.status(f"fusing {len(updates)} updates"):
         fused = fuse_files(
@@ -389,7 +402,7 @@ def fuse(
             into=into,
             remove=remove or [],
             keep_sites=keep_sites,
-            evidence=evidence_files(evidence),
+            evidence=brought,
         )
     save(fused.partial() if partial else fused, output, shard_size, dtype)
     how = f"{'added up' if partial else 'fused'}{f' into the sums of {into}' if into else ''}"

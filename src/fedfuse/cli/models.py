@@ -7,13 +7,15 @@ from typing import Annotated
 
 from fedfuse.cli import console
 from fedfuse.cli.files import Columns, ImageSize, MomentsFiles, SkipBroken, Target, TaskName
-from fedfuse.cli.options import Json, Source, Trust, said_of_table, typer
-from fedfuse.errors import ConfigError
+from fedfuse.cli.options import Json, Source, Trust, check_written, said_of_table, typer
+from fedfuse.core.files import STREAM
 
 
 def show(
     file: Annotated[Path, typer.Argument()],
-    card: Annotated[Path | None, typer.Option(help="Also write a model card in Markdown here.")] = None,
+    card: Annotated[
+        Path | None, typer.Option(help="Also write a model card in Markdown here; - prints it alone.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say what a file is, from its header alone: its network, classes, inputs, method, sites and what it reveals.
@@ -24,7 +26,10 @@ def show(
 
     facts = describe_file(file)
     if card is not None:
+        check_written(card, file, streams=True, as_json=as_json)
         save_card(facts, card)
+    if card == STREAM:
+        return
     if as_json:
         console.say_json(facts | ({} if card is None else {"card": str(card)}))
         return
@@ -39,7 +44,7 @@ def show(
 def predict(
     model: Annotated[Path, typer.Argument()],
     data: Source,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The CSV file to write.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The CSV file to write; - prints it.")],
     limit: Annotated[int | None, typer.Option(min=1, help="Use only so many rows.")] = None,
     image_size: ImageSize = None,
     skip_broken: SkipBroken = False,
@@ -57,8 +62,7 @@ def predict(
     from fedfuse.federation.evaluate import Reading
     from fedfuse.federation.predict import predict_file
 
-    if output.resolve() == model.resolve():
-        raise ConfigError(f"{output} is the model itself; write to another file")
+    check_written(output, model, *(moments or []), data=[data], streams=True, as_json=as_json)
     table = said_of_table(target, columns, moments)
     reading = Reading(limit, image_size, skip_broken, task=task, table=table)
     found = predict_file(model, data, reading, frozenset(trust or []))
@@ -72,7 +76,8 @@ def predict(
         console.say_json(facts)
         return
     counts = ", ".join(f"{name} {count:,}" for name, count in found.counts.items() if count)
-    console.say(f"{output}: {len(found):,} rows ({counts or ', '.join(found.classes)})")
+    say = console.note if output == STREAM else console.say
+    say(f"{output}: {len(found):,} rows ({counts or ', '.join(found.classes)})")
 
 
 def export(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from fedfuse.core.files import STREAM, check_output
 from fedfuse.errors import ConfigError
 
 if TYPE_CHECKING:  # it brings torch, which a person who asks for help need not wait for
@@ -27,10 +28,14 @@ __all__ = [
     "Workers",
     "check_method",
     "check_task",
+    "check_written",
     "said_of_table",
     "split_words",
     "typer",
 ]
+
+EVIDENCE = "fedfuse_evidence.safetensors"
+"""Of `fedfuse.wire.folders`, which brings torch: what a folder of weights may hold of our own making."""
 
 _TASKS = ("classification", "binary", "multilabel", "regression", "text-classification", "language-model")
 """Of `fedfuse.tasks`, which brings torch."""
@@ -69,6 +74,39 @@ def said_of_table(
     from fedfuse.federation.tables import TableAgreement
 
     return TableAgreement(tuple(split_words(target)), tuple(split_words(columns)), tuple(moments or ()), unscaled)
+
+
+def check_written(
+    output: Path,
+    *read: Path | None,
+    data: Sequence[str | None] = (),
+    federation: Path | None = None,
+    streams: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Refuse an output that would destroy something, before a command does any work.
+
+    Args:
+        output: what the command writes.
+        read: files and folders of weights that it reads.
+        data: sources of rows that it reads.
+        federation: the folder of what sites agreed on.
+        streams: whether `-` may be standard output.
+        as_json: whether the command prints JSON there.
+
+    Raises:
+        ConfigError: if it is an input, by whatever links, or is there and no regular file.
+    """
+    if output == STREAM and streams and as_json:
+        raise ConfigError("--json and an output to - would both be printed; choose one of them")
+    inputs = [path for path in read if path is not None]
+    inputs += [path for folder in inputs if folder.is_dir() for path in folder.iterdir() if path.name != EVIDENCE]
+    inputs += [] if federation is None else [federation / name for name in ("federation.toml", "w0.safetensors")]
+    if any(data):
+        from fedfuse.data.locations import files_at  # late: torch
+
+        inputs += [path for source in data if source for path in files_at(source, output)]
+    check_output(output, inputs, streams)
 
 
 Sets = Annotated[list[str] | None, typer.Option("--set", help="key.key=value; beats the file. May be repeated.")]

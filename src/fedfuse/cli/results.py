@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from fedfuse.cli import console
-from fedfuse.cli.options import Json, typer
+from fedfuse.cli.options import Json, check_written, typer
+from fedfuse.core.files import STREAM, write_output
 from fedfuse.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,8 +30,11 @@ def report(
     from fedfuse.report import find_runs, read_run, write_page
     from fedfuse.report.sheet import as_data
 
+    check_written(output, *_files_of(runs), streams=True, as_json=as_json)
     path = write_page(runs, output)
     _warn_of_other_code([read_run(run) for run in find_runs(runs)])
+    if output == STREAM:
+        return
     if as_json:
         console.say_json({"page": str(path), "runs": as_data([read_run(run) for run in find_runs(runs)])})
         return
@@ -54,15 +58,16 @@ def table(
     from fedfuse.report import find_runs, read_run
     from fedfuse.report.sheet import WRITERS, make_sheet
 
+    if output is not None:
+        check_written(output, *_files_of(runs), streams=True)
     write = WRITERS["json" if as_json else _format(form, output)]
     found = [read_run(run) for run in find_runs(runs)]
     _warn_of_other_code(found)
     text = write(make_sheet(found, _split(rows), _split(columns), "interval" if interval else "sd"))
-    if output is None:
+    if output in (None, STREAM):
         console.say(text)
         return
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text + "\n", encoding="utf-8")
+    write_output(output, f"{text}\n".encode())
     console.say(f"table: {output}")
 
 
@@ -71,6 +76,14 @@ def _warn_of_other_code(runs: Sequence[Run]) -> None:
 
     if words := code_caution(runs):
         console.warn(words)
+
+
+def _files_of(runs: Sequence[Path]) -> list[Path]:
+    """What runs wrote of themselves, and what pages and tables are read from."""
+    from fedfuse.report import find_runs
+
+    names = ("ledger.jsonl", "config.toml", "environment.json", "partition.json", "results.json")
+    return [run / name for run in find_runs(runs) for name in names]
 
 
 def _format(form: str | None, output: Path | None) -> Format:
@@ -121,6 +134,7 @@ def plot(
     from fedfuse.report.scores import headline_of
     from fedfuse.report.sheet import choose_labels
 
+    check_written(output, *_files_of(runs))
     found = [read_run(run) for run in find_runs(runs)]
     chosen = choose_labels(found, _split(rows))
     shown = score or headline_of(row for run in found for row in run.rows).key
@@ -144,6 +158,8 @@ def compare(
     from fedfuse.report import find_runs, read_run
     from fedfuse.report.compare import compare_all
 
+    if output is not None:
+        check_written(output, *_files_of(runs))
     compared = [read_run(run) for run in find_runs(runs)]
     _warn_of_other_code(compared)
     found = compare_all(compared, score, against)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from fedfuse.core.files import regular
 from fedfuse.core.folders import cache_folder
+from fedfuse.data.images import SUFFIXES as PICTURES
 from fedfuse.data.official import Official, Part
 from fedfuse.data.stores import Store, open_store
 from fedfuse.data.tables import SUFFIXES
@@ -70,10 +72,27 @@ def _inspect_store(store: Store, official: Official) -> LocatedDataset | None:
 _FILES = (".npz", *SUFFIXES, *TEXTS)
 
 
+def files_at(source: str, output: Path) -> list[Path]:
+    """The files of a source that an output could be: the source itself, or what is a row of it within its folder.
+
+    Example:
+        >>> files_at("digits", Path("out.csv"))
+        []
+    """
+    location = find_local(source)
+    if location is None or not location.is_dir():
+        return [] if location is None else [location]
+    rows = {*PICTURES, *TEXTS, ".gz", ".zip", ".tar", ".mat", ".bin"}
+    inside = location.resolve() in output.resolve().parents
+    return [output] if inside and output.exists() and output.suffix.lower() in rows else []
+
+
 def find_local(name: str) -> Path | None:
     """The folder, `.npz` file, table or text of this name, from here or from a search root."""
     for base in chain([Path()], roots()):
         location = base / Path(name).expanduser()
+        if location.exists():
+            regular(location)
         if location.is_dir() or (location.is_file() and location.suffix in _FILES):
             return location
     return None

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from fedfuse.core.files import write_atomically
 from fedfuse.errors import ConfigError
 
 # Dark blue-green to pale yellow; light enough at the start to be told from a black terminal.
@@ -191,7 +192,7 @@ def save_heat_map(
     """The heat map as a PNG file, with the number of rows of each client beside it.
 
     Args:
-        path: where to write; its folder must exist.
+        path: where to write.
         counts: rows per client and class.
         client_ids: the names of the rows of `counts`.
         class_names: the names of its columns.
@@ -208,10 +209,8 @@ def save_heat_map(
     FigureCanvasAgg(figure)
     _paint(figure, counts, client_ids, class_names)
     figure.suptitle(f"{title}: {len(client_ids)} clients, {int(counts.sum()):,} rows", color=INK, weight="bold")
-    try:
-        figure.savefig(path, dpi=150, facecolor="white", metadata={"Software": None})
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; choose another folder") from error
+    with write_atomically(Path(path)) as file:
+        figure.savefig(file, format="png", dpi=150, facecolor="white", metadata={"Software": None})
     return Path(path)
 
 

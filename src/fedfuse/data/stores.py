@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
+from fedfuse.core.files import regular
 from fedfuse.errors import ConfigError
 
 ARCHIVE_ERRORS = (OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError, RuntimeError, ValueError)
@@ -65,7 +66,7 @@ class Folder:
         plain = self._path(name)
         path = plain if plain.exists() else self._path(f"{name}.gz")
         try:
-            data = path.read_bytes()
+            data = regular(path).read_bytes()
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be read: {error.strerror}; check that it is a file you may read"

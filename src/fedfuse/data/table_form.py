@@ -116,16 +116,27 @@ class TableMoments:
     columns: Mapping[str, ColumnMoments] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, table: RawTable, names: Sequence[str], categorical: Sequence[str] = ()) -> TableMoments:
-        """The moments of one table's columns; text is categorical, numbers are unless they are listed so.
+    def of(cls, table: RawTable, names: Sequence[str], kinds: Mapping[str, Kind] | None = None) -> TableMoments:
+        """The moments of one table's columns, of the kinds that were agreed on.
+
+        Cells decide the kind of a column that nobody has decided: it is numeric if all of them are numbers.
 
         Example:
             >>> table = RawTable("here", {"age": ["60", "40", None], "sex": ["f", "m", "m"]})
             >>> found = TableMoments.of(table, ["age", "sex"])
             >>> found.columns["age"].total, found.columns["age"].missing, found.columns["sex"].levels
             (100.0, 1, {'f': 1, 'm': 2})
+
+        Raises:
+            ConfigError: naming the row of a word among numbers that were agreed on.
         """
-        return cls({n: _moments(table, n, n in categorical or not table.is_numeric(n)) for n in names})
+        known = kinds or {}
+        return cls(
+            {
+                name: _moments(table, name, known.get(name) or ("numeric" if table.is_numeric(name) else "categorical"))
+                for name in names
+            }
+        )
 
     def __add__(self, other: TableMoments) -> TableMoments:
         if odd := sorted(self.columns.keys() ^ other.columns.keys()):
@@ -140,8 +151,8 @@ class TableMoments:
                 )
             if mine.kind != other.columns[name].kind:
                 raise ConfigError(
-                    f"column {name!r} is {mine.kind} at one site and {other.columns[name].kind} at another; list it as "
-                    "categorical everywhere, or correct its values"
+                    f"column {name!r} is {mine.kind} at one site and {other.columns[name].kind} at another; correct "
+                    f"its values, or name its categories everywhere (--columns {name}:…|…)"
                 )
         return TableMoments({name: mine.plus(other.columns[name]) for name, mine in self.columns.items()})
 
@@ -197,8 +208,8 @@ def looks_like_another_unit(mean: float, std: float, common_mean: float, common_
     return apart > 5 * wide or (apart > 2 * wide and wide > 5 * narrow)
 
 
-def _moments(table: RawTable, name: str, categorical: bool) -> ColumnMoments:
-    if categorical:
+def _moments(table: RawTable, name: str, kind: Kind) -> ColumnMoments:
+    if kind == "categorical":
         words = table.words(name)
         levels = {w: words.count(w) for w in sorted({w for w in words if w is not None})}
         return ColumnMoments(kind="categorical", count=sum(levels.values()), missing=words.count(None), levels=levels)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +12,14 @@ import torch
 
 from fedfuse.core.columns import CategoricalColumn, NumericColumn, TableForm, TargetColumn
 from fedfuse.data.rows import Array, Rows
-from fedfuse.data.table_form import TableMoments, encode_table, looks_like_another_unit
+from fedfuse.data.table_form import Kind, TableMoments, encode_table, looks_like_another_unit
 from fedfuse.data.table_source import encode_targets
-from fedfuse.data.tables import RawTable, read_table
+from fedfuse.data.tables import RawTable, is_number, level_name, read_table
 from fedfuse.errors import ConfigError
 from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Multilabel, Regression, Task
 
-_FEW = 5  # rows of which a mean says nothing
+FEW = 5  # rows of which a mean says nothing, and a word points at persons
+MOST_CATEGORIES = 50  # that cells alone may tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +108,50 @@ def other_columns(table: RawTable, targets: Sequence[str]) -> list[str]:
     """The columns beside the targets, where nobody chose any.
 
     Raises:
-        ConfigError: if one of them names the rows, for its words would become categories that everybody sees.
+        ConfigError: if the words of one of them would tell single rows.
     """
     names = [name for name in table.columns if name not in targets]
     for name in names:
-        words = table.column(name)
-        if len(words) >= _FEW and len(set(words)) == len(words) and not table.is_numeric(name):
-            raise ConfigError(
-                f"{table.where}: column {name!r} has another word in every row and would name them to everybody; "
-                "choose the columns to learn from with --columns"
-            )
+        if not table.is_numeric(name):
+            _check_categories(table, name)
     return names
+
+
+def _check_categories(table: RawTable, name: str) -> None:
+    """Refuse a column of words as categories, which all sites will see, unless each stands for several rows."""
+    where, cells = f"{table.where}: column {name!r}", table.column(name)
+    remedy = f"name its categories (--columns '{name}:…|…'), or the columns to learn from without it (--columns)"
+    words = [cell for cell in cells if cell is not None and not is_number(cell)]
+    present = sum(cell is not None for cell in cells)
+    if 2 * len(words) <= present:
+        odd = cells.index(words[0])
+        raise ConfigError(
+            f"{where} holds {words[0]!r} in row {table.row_number(odd)} among numbers, of which each would become a "
+            f"category that all sites see; correct it or leave the cell empty, or {remedy}"
+        )
+    if present >= FEW and len(set(words)) == len(cells):
+        raise ConfigError(f"{where} has another word in every row and would name them to all sites; {remedy}")
+    check_common(where, Counter(level_name(cell) for cell in cells if cell is not None), remedy)
+
+
+def check_common(where: str, counts: Mapping[str, int], remedy: str) -> None:
+    """Refuse words that a site's cells alone tell if they are too many, or one is that of a few rows.
+
+    Raises:
+        ConfigError: naming the rarest of them.
+    """
+    found = {word: count for word, count in counts.items() if count}
+    if len(found) > MOST_CATEGORIES:
+        raise ConfigError(
+            f"{where} has {len(found)} different words and all sites would see them, expected at most "
+            f"{MOST_CATEGORIES}; {remedy}"
+        )
+    for word, count in found.items():
+        if count < FEW:
+            raise ConfigError(
+                f"{where} has {word!r} in {count} row{'' if count == 1 else 's'} and all sites would see it, expected "
+                f"words of at least {FEW} rows; {remedy}"
+            )
 
 
 def form_of_table(table: RawTable, choice: TableChoice, task: Task) -> TableForm:
@@ -126,9 +161,9 @@ def form_of_table(table: RawTable, choice: TableChoice, task: Task) -> TableForm
     for name in choice.targets:
         table.column(name)
     names = [c.name for c in choice.columns] or other_columns(table, choice.targets)
-    words = [c.name for c in choice.columns if isinstance(c, CategoricalColumn)]
     numbers = choice.targets if isinstance(task, Regression) else ()
-    moments = TableMoments.of(table, [*names, *numbers], words)
+    moments = TableMoments.of(table, [*names, *numbers], kinds_of(table, choice.columns, numbers))
+    check_present(table, moments, min(FEW, len(table)))
     targets = tuple(TargetColumn(name=name, unit=table.units.get(name, "")) for name in choice.targets)
     if choice.columns:
         form = moments.rescale(TableForm(columns=choice.columns, targets=targets))
@@ -136,6 +171,36 @@ def form_of_table(table: RawTable, choice: TableChoice, task: Task) -> TableForm
         found = TableMoments({name: moments.columns[name] for name in names}).form(targets)
         form = moments.rescale(found) if numbers else found
     return form.model_copy(update={"scale": "site"})
+
+
+def kinds_of(
+    table: RawTable, columns: Sequence[NumericColumn | CategoricalColumn], numbers: Sequence[str]
+) -> dict[str, Kind]:
+    """The kinds that were decided, of columns and of targets that are numbers, if the table's cells are of these kinds.
+
+    Raises:
+        ConfigError: naming an unknown category, or a column in another unit.
+    """
+    for column in columns:
+        if isinstance(column, CategoricalColumn):
+            table.words(column.name, column.levels)
+        else:
+            table.check_unit(column.name, column.unit)
+    return {**{column.name: column.kind for column in columns}, **dict.fromkeys(numbers, "numeric")}
+
+
+def check_present(table: RawTable, moments: TableMoments, least: int) -> None:
+    """Refuse sums of a few numbers, which are nearly those numbers themselves.
+
+    Raises:
+        ConfigError: naming the column.
+    """
+    for name, column in moments.columns.items():
+        if column.kind == "numeric" and 0 < column.count < least:
+            raise ConfigError(
+                f"{table.where}: column {name!r} has a number in {column.count} of {len(table)} rows, expected at "
+                f"least {least} or none: sums of so few tell the numbers themselves; leave its cells empty here"
+            )
 
 
 def rows_with(table: RawTable, names: Sequence[str]) -> list[int]:
@@ -167,7 +232,8 @@ def _check_switch(table: RawTable, name: str) -> None:
     for row, value in enumerate(values.tolist()):
         if value == value and value not in (0.0, 1.0):
             raise ConfigError(
-                f"{table.where}: label {name!r} is {value:g} in row {row + 1}, expected 0 or 1; correct it"
+                f"{table.where}: label {name!r} is {value:g} in row {table.row_number(row)}, expected 0 or 1; "
+                "correct it"
             )
 
 
@@ -185,7 +251,7 @@ def _far_columns(table: RawTable, form: TableForm) -> list[str]:
             continue
         values = table.numbers(column.name)
         values = values[~np.isnan(values)]
-        if len(values) < _FEW:
+        if len(values) < FEW:
             continue
         if looks_like_another_unit(float(values.mean()), float(values.std()), column.mean, column.std):
             unit = f" {column.unit}" if column.unit else ""

@@ -13,7 +13,7 @@ import torch
 from fedfuse.core.columns import TableForm, TargetColumn
 from fedfuse.data.rows import Array, Rows, stratified_split
 from fedfuse.data.stores import Store
-from fedfuse.data.table_form import TableMoments, encode_table
+from fedfuse.data.table_form import Kind, TableMoments, encode_table
 from fedfuse.data.tables import RawTable, read_table, table_of_lines
 from fedfuse.errors import ConfigError
 from fedfuse.tasks import Binary, Classification, Multilabel, Task
@@ -78,7 +78,8 @@ def open_table(path: Path, options: Mapping[str, object], task: Task) -> TableHa
     train, test = _split(y, options.get("test_fraction", 0.2), path)
     own, rest = table.take(train.tolist()), table.take(test.tolist())
     targeted = [TargetColumn(name=name) for name in targets]
-    form = TableMoments.of(own, names, _words(options, "categorical", path)).form(targeted)
+    kinds: dict[str, Kind] = dict.fromkeys(_words(options, "categorical", path), "categorical")
+    form = TableMoments.of(own, names, kinds).form(targeted)
     owners = tuple(v or "unknown" for v in own.words(extra[0])) if extra else ()
     return TableHalves(_rows(own, form, y[train], owners), _rows(rest, form, y[test]), classes, form)
 
@@ -179,7 +180,8 @@ def heart_halves(store: Store, hospitals: Sequence[str]) -> TableHalves:
     """
     kept = hospital_halves(store, hospitals)
     names = [name for name in _HEART if name not in (*_DROPPED, "num")]
-    first, *rest = (TableMoments.of(train, names, ("cp", "restecg")) for train, _ in kept.values())
+    kinds: dict[str, Kind] = {name: "categorical" if name in ("cp", "restecg") else "numeric" for name in names}
+    first, *rest = (TableMoments.of(train, names, kinds) for train, _ in kept.values())
     form = sum(rest, first).form()
     train = [_rows(own, form, _ill(own), (hospital,) * len(own)) for hospital, (own, _) in kept.items()]
     test = [_rows(own, form, _ill(own)) for _, own in kept.values()]

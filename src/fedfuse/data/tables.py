@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from fedfuse.core.columns import split_heading
+from fedfuse.core.files import regular
 from fedfuse.core.words import suggest
 from fedfuse.data.rows import Array
 from fedfuse.errors import ConfigError
@@ -35,13 +36,19 @@ class RawTable:
     where: str
     columns: Mapping[str, Sequence[str | None]]
     units: Mapping[str, str] = field(default_factory=dict)
+    numbering: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
 
     def take(self, index: Sequence[int]) -> RawTable:
-        """The rows at these positions."""
-        return replace(self, columns={name: [values[i] for i in index] for name, values in self.columns.items()})
+        """The rows at these positions, which keep their numbers in the file."""
+        columns = {name: [values[i] for i in index] for name, values in self.columns.items()}
+        return replace(self, columns=columns, numbering=[self.row_number(i) for i in index])
+
+    def row_number(self, position: int) -> int:
+        """Which row of the file stands at a position, counted from 1."""
+        return self.numbering[position] if self.numbering else position + 1
 
     def without(self, names: Sequence[str]) -> RawTable:
         """The table without some columns, which must be there."""
@@ -86,7 +93,7 @@ class RawTable:
 
     def is_numeric(self, name: str) -> bool:
         """Whether everything that is there in a column is a number."""
-        return all(value is None or _as_number(value) is not None for value in self.column(name))
+        return all(value is None or is_number(value) for value in self.column(name))
 
     def numbers(self, name: str) -> Array:
         """A column as float64, NaN where it is missing.
@@ -101,8 +108,8 @@ class RawTable:
             number = _as_number(value)
             if number is None:
                 raise ConfigError(
-                    f"{self.where}: column {name!r} holds {value!r} in row {row + 1}, expected numbers; correct it, or "
-                    "list the column as categorical everywhere"
+                    f"{self.where}: column {name!r} holds {value!r} in row {self.row_number(row)}, expected numbers; "
+                    "correct it, or leave the cell empty"
                 )
             found[row] = number
         return found
@@ -117,7 +124,7 @@ class RawTable:
         odd = next((row for row, word in enumerate(found) if known and word is not None and word not in known), None)
         if odd is not None:
             raise ConfigError(
-                f"{self.where}: column {name!r} holds {found[odd]!r} in row {odd + 1}, expected one of "
+                f"{self.where}: column {name!r} holds {found[odd]!r} in row {self.row_number(odd)}, expected one of "
                 f"{', '.join(known)}{suggest(str(found[odd]), known)} correct it, or let the federation know it"
             )
         return found
@@ -132,7 +139,7 @@ def read_table(path: Path) -> RawTable:
     if path.suffix == ".parquet":
         return _read_parquet(path)
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with regular(path).open(newline="", encoding="utf-8-sig") as file:
             lines = list(csv.reader(file, skipinitialspace=True))
     except (OSError, UnicodeDecodeError, csv.Error) as why:
         raise ConfigError(f"{path} cannot be read as a CSV file: {why}") from why
@@ -160,7 +167,7 @@ def _read_parquet(path: Path) -> RawTable:
     except ImportError as why:
         raise ConfigError(f"{path}: to read Parquet files install pyarrow: pip install 'fedfuse[tables]'") from why
     try:
-        found = parquet.read_table(path).to_pydict()
+        found = parquet.read_table(regular(path)).to_pydict()
     except (OSError, ArrowException) as why:
         raise ConfigError(f"{path} cannot be read as a Parquet file: {why}") from why
     return RawTable(str(path), {n: [None if v is None else _as_value(str(v)) for v in c] for n, c in found.items()})
@@ -177,6 +184,16 @@ def _as_number(text: str) -> float | None:
     except ValueError:
         return None
     return number if np.isfinite(number) else None
+
+
+def is_number(text: str) -> bool:
+    """Whether a cell holds a finite number.
+
+    Example:
+        >>> is_number("104.1"), is_number("<100")
+        (True, False)
+    """
+    return _as_number(text) is not None
 
 
 def level_name(text: str) -> str:

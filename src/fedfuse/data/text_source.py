@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fedfuse.core.characters import UNKNOWN
+from fedfuse.core.files import regular
 from fedfuse.data.rows import stratified_split
 from fedfuse.data.stores import Store, damaged_error
 from fedfuse.data.texts import TextHalves, TextSplit, language_halves, pad, vocabulary_of
@@ -178,7 +179,7 @@ def read_words(path: Path) -> str:
         ConfigError: if it is none.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return regular(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as why:
         raise ConfigError(f"{path} cannot be read as UTF-8 text: {why}") from why
 

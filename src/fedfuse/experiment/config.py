@@ -23,6 +23,7 @@ from pydantic import (
 
 from fedfuse.core.bounds import Bounds
 from fedfuse.core.catalogue import method_options
+from fedfuse.core.files import regular
 from fedfuse.core.settings import LocalSettings, Settings, validate_settings
 from fedfuse.core.words import check_options, suggest
 from fedfuse.data.schemes import Iid, Scheme, ServerRowsConfig
@@ -292,7 +293,7 @@ def read_values(path: Path) -> dict[str, Any]:
         ConfigError: if it cannot be read, or is no TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(regular(path).read_text(encoding="utf-8"))
     except OSError as why:
         raise ConfigError(f"cannot read the experiment {path}: {why.strerror or why}") from why
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as why:

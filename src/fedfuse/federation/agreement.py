@@ -14,7 +14,7 @@ from fedfuse.api.update import check_supported, prepared_start, start_of
 from fedfuse.core.about import About, ClassName, check_class_names, names_text, versions
 from fedfuse.core.characters import TextForm
 from fedfuse.core.columns import TableForm
-from fedfuse.core.files import write_atomically
+from fedfuse.core.files import regular, write_atomically
 from fedfuse.core.forms import RowForm
 from fedfuse.core.inputs import run_once
 from fedfuse.core.params import Params
@@ -304,7 +304,7 @@ def _check_start(federation: FederationFolder) -> None:
 def _read_toml(path: Path) -> dict[str, Any]:
     """The values of a federation file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(regular(path).read_text(encoding="utf-8"))
     except OSError as why:
         raise ConfigError(
             f"cannot read {path}: {why.strerror or why}; name the folder that `fedfuse init` made, with {FILE} inside"

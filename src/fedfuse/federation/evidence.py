@@ -21,7 +21,7 @@ from fedfuse.experiment.prepare import spec_with
 from fedfuse.federation.agreement import FederationFolder
 from fedfuse.federation.fusion import chosen_recipe, read_options
 from fedfuse.federation.site import SiteUpdate
-from fedfuse.federation.tables import TableAgreement, chosen_table
+from fedfuse.federation.tables import TableAgreement, check_told_by_cells, chosen_table
 from fedfuse.tasks import CLASSIFICATION, Classification, Task, task_header, task_named
 from fedfuse.wire.codec import Malformed, read
 from fedfuse.wire.files import load_answering
@@ -96,6 +96,7 @@ def site_evidence(
     about = finished.about if federation is None else _agreed_about(federation)
     recipe = chosen_recipe(method, options, federation, default="refit")
     site = _read_rows(source, about, saying, limit, skip_broken)
+    check_told_by_cells(site, about.class_names or saying.classes)
     spec = finished.spec or _name_network(model, trusted, federation, of_model, site)
     update = bring_evidence(
         spec,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fedfuse.core.about import About
 from fedfuse.core.characters import TextForm
 from fedfuse.core.columns import CategoricalColumn, NumericColumn, TableForm
-from fedfuse.core.files import write_atomically
+from fedfuse.core.files import check_output, write_atomically
 from fedfuse.core.forms import ArrayForm, PictureForm, RowForm
 from fedfuse.core.inputs import example_inputs, own_form, shape_read
 from fedfuse.core.model import Model, Single
@@ -164,8 +164,9 @@ def export_model(path: Path, to: str, output: Path, trusted: Collection[str] = (
     """
     if to not in TARGETS:
         raise ConfigError(f"a model cannot be exported to {to!r}, expected {', '.join(TARGETS)}")
-    if output.resolve() == path.resolve():
-        raise ConfigError(f"{output} is the model itself; write to another file")
+    beside = output.with_name(f"{output.name}.json")
+    for file in (output, beside):
+        check_output(file, [path])
     model, about = load_answering(path, trusted)
     note = _note(about, to)
     if to == "state-dict":
@@ -173,7 +174,6 @@ def export_model(path: Path, to: str, output: Path, trusted: Collection[str] = (
     else:
         module, rows = _runnable(model, about, to)
         contents = _torchscript_bytes(module, rows) if to == "torchscript" else _onnx_bytes(module, rows, about, note)
-    beside = output.with_name(f"{output.name}.json")
     text = json.dumps(note, indent=1, ensure_ascii=False) + "\n"
     for file, data in ((output, contents), (beside, text.encode())):
         with write_atomically(file) as opened:

@@ -11,6 +11,7 @@ from fedfuse.api import Fused, fuse
 from fedfuse.api import recipe as recipe_of
 from fedfuse.api.checkpoints import default_method
 from fedfuse.core.about import names_text
+from fedfuse.core.files import regular
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
@@ -130,6 +131,7 @@ def _check_files(paths: Sequence[Path]) -> None:
     for path in paths:
         if not path.exists():
             raise ConfigError(f"there is no file or folder {path}")
+        regular(path)
 
 
 def chosen_recipe(

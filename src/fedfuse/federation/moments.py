@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from fedfuse.core.columns import CategoricalColumn, NumericColumn, TableForm, TargetColumn
-from fedfuse.core.files import write_atomically
+from fedfuse.core.columns import TableForm, TargetColumn
+from fedfuse.core.files import regular, write_output
 from fedfuse.core.messages import client_order
 from fedfuse.core.settings import Settings, validate_settings
 from fedfuse.data.sources import local_path
 from fedfuse.data.table_form import ColumnMoments, TableMoments, looks_like_another_unit
-from fedfuse.data.table_site import TableChoice, other_columns, rows_with
+from fedfuse.data.table_site import FEW, TableChoice, check_common, check_present, kinds_of, other_columns, rows_with
 from fedfuse.data.tables import RawTable, read_table
 from fedfuse.errors import ConfigError
 from fedfuse.federation.agreement import FederationFolder, scale_federation
@@ -24,7 +25,6 @@ from fedfuse.tasks import Binary, Classification, Regression, Task, task_named
 
 LEAST_ROWS = 10
 _LARGEST = 1 << 26  # bytes of a file that names columns and categories
-_FEW = 5  # rows of a category that point at persons
 
 
 class MomentsFile(Settings):
@@ -69,7 +69,7 @@ class MomentsFile(Settings):
             f"{name} = {level} ({count} {'row' if count == 1 else 'rows'})"
             for name, column in self.columns.items()
             for level, count in column.levels.items()
-            if 0 < count < _FEW
+            if 0 < count < FEW
         ]
         return [f"a category of few rows points at persons: {'; '.join(few)}"] if few else []
 
@@ -78,9 +78,7 @@ class MomentsFile(Settings):
         plain = self.model_dump(mode="json")
         columns = ",\n".join(f"  {json.dumps(n)}: {json.dumps(_short(m))}" for n, m in plain.pop("columns").items())
         head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in plain.items())
-        with write_atomically(path) as file:
-            file.write(f'{{\n{head} "columns": {{\n{columns}\n }}\n}}\n'.encode())
-        return path
+        return write_output(path, f'{{\n{head} "columns": {{\n{columns}\n }}\n}}\n'.encode())
 
 
 def _short(column: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,14 +98,12 @@ def moments_by_federation(federation: FederationFolder, source: str, site: str) 
     form, table = agreed.inputs, _open(source)
     table = table.take(rows_with(table, form.target_names)) if _reads_targets(table, form) else table
     _check_rows(table, agreed.least_rows)
-    for column in form.columns:
-        if isinstance(column, CategoricalColumn):
-            table.words(column.name, column.levels)
-        else:
-            table.check_unit(column.name, column.unit)
     numbers = _numbers_of(agreed.learns, form.target_names)
-    words = [column.name for column in form.columns if isinstance(column, CategoricalColumn)]
-    found = TableMoments.of(table, [*(column.name for column in form.columns), *numbers], words)
+    for target in form.targets if numbers else ():
+        table.check_unit(target.name, target.unit)
+    kinds = kinds_of(table, form.columns, numbers)
+    found = TableMoments.of(table, list(kinds), kinds)
+    check_present(table, found, min(FEW, agreed.least_rows))
     columns = {name: m.model_copy(update={"unit": ""}) for name, m in found.columns.items()}
     values = {"site": site, "rows": len(table), "task": agreed.task, "targets": form.target_names, "columns": columns}
     return validate_settings(MomentsFile, values)
@@ -125,20 +121,21 @@ def moments_of_table(source: str, site: str, task: Task, choice: TableChoice, le
     table = table.take(rows_with(table, choice.targets))
     _check_rows(table, least_rows)
     names = [c.name for c in choice.columns] or other_columns(table, choice.targets)
-    words = [c.name for c in choice.columns if isinstance(c, CategoricalColumn)]
-    for column in choice.columns:
-        if isinstance(column, NumericColumn):
-            table.check_unit(column.name, column.unit)
-    found = TableMoments.of(table, [*names, *_numbers_of(task, choice.targets)], words)
+    numbers, classes = _numbers_of(task, choice.targets), Counter[str]()
+    found = TableMoments.of(table, [*names, *numbers], kinds_of(table, choice.columns, numbers))
+    check_present(table, found, min(FEW, least_rows))
+    if isinstance(task, Classification | Binary):
+        (target,) = choice.targets
+        classes.update(map(str, table.words(target)))
+        remedy = "agree on the classes first (`fedfuse init --classes`) and give that folder (--federation)"
+        check_common(f"{table.where}: column {target!r}", classes, remedy)
     values = {
         "site": site,
         "rows": len(table),
         "task": task.name,
         "targets": choice.targets,
         "columns": dict(found.columns),
-        "classes": sorted({str(word) for word in table.words(choice.targets[0])}, key=client_order)
-        if isinstance(task, Classification | Binary)
-        else (),
+        "classes": sorted(classes, key=client_order),
     }
     return validate_settings(MomentsFile, values)
 
@@ -171,7 +168,7 @@ def read_moments(path: Path) -> MomentsFile:
         ConfigError: if it is none, or tells what cannot be.
     """
     try:
-        if path.stat().st_size > _LARGEST:
+        if regular(path).stat().st_size > _LARGEST:
             raise ConfigError(f"{path} has {path.stat().st_size:,} bytes, more than moments can have")
         given = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as why:

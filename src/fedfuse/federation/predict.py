@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fedfuse.core.about import About
 from fedfuse.core.columns import TableForm
-from fedfuse.core.files import write_atomically
+from fedfuse.core.escape import spreadsheet_cell
+from fedfuse.core.files import write_output
 from fedfuse.core.model import Model, outputs
 from fedfuse.data.site import SiteRows
 from fedfuse.errors import ConfigError, error_text
@@ -77,26 +78,26 @@ class Predictions:
         """The rows of a CSV file, its head first."""
         numbers = isinstance(self.task, Regression)
         heads = self._headings() if numbers else ["predicted", *(f"p({name})" for name in self.classes)]
-        more = {"entropy": self.entropy, "information": self.information}
-        told = {name: values for name, values in more.items() if values is not None}
+        further = {"entropy": self.entropy, "information": self.information}
+        told = {name: values for name, values in further.items() if values is not None}
         yield ["row", *heads, *told, *(["answered"] if self.answered else [])]
         for i, (name, places, values) in enumerate(zip(self.names, self.places, self.values.tolist(), strict=True)):
-            words = [] if numbers else ["; ".join(self.classes[place] for place in places)]
+            words = [] if numbers else ["; ".join(spreadsheet_cell(self.classes[place]) for place in places)]
             each = [f"{value:.8g}" if numbers else f"{value:.6f}" for value in values]
-            yield [name, *words, *each, *(f"{float(v[i]):.6f}" for v in told.values()), *self.answered[i : i + 1]]
+            more = [f"{float(v[i]):.6f}" for v in told.values()]
+            yield [spreadsheet_cell(name), *words, *each, *more, *self.answered[i : i + 1]]
 
     def _headings(self) -> list[str]:
         """Of numbers: the targets' names with their units, as a table that is read back has them."""
         units = self.units or ("",) * len(self.classes)
-        return [f"{name} [{unit}]" if unit else name for name, unit in zip(self.classes, units, strict=True)]
+        told = zip(map(spreadsheet_cell, self.classes), units, strict=True)
+        return [f"{name} [{unit}]" if unit else name for name, unit in told]
 
     def save(self, path: Path) -> Path:
         """Write the table as CSV."""
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows(self.table())
-        with write_atomically(path) as file:
-            file.write(text.getvalue().encode())
-        return path
+        return write_output(path, text.getvalue().encode())
 
 
 def predict_file(path: Path, source: str, reading: Reading | None = None, trusted: Collection[str] = ()) -> Predictions:
@@ -179,4 +180,6 @@ def _who_answered(model: Model, about: About, site: SiteRows) -> tuple[str, ...]
     names = named if len(named) == len(model.members) else [f"member {k}" for k in range(len(model.members))]
     with torch.no_grad():
         chosen = model.who_answers(site.rows.x).T.tolist()
-    return tuple("; ".join(name for name, counts in zip(names, row, strict=True) if counts) for row in chosen)
+    return tuple(
+        "; ".join(spreadsheet_cell(n) for n, counts in zip(names, row, strict=True) if counts) for row in chosen
+    )

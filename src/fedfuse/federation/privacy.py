@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedfuse.core.files import write_atomically
+from fedfuse.core.files import regular, write_atomically
 from fedfuse.core.privacy import Release
 from fedfuse.errors import ConfigError
 
@@ -50,7 +50,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["releases"]
+        entries = json.loads(regular(path).read_text(encoding="utf-8"))["releases"]
     except (OSError, ValueError, KeyError, TypeError) as why:
         raise ConfigError(f"{path} is no privacy ledger: {why}; name the file that `--privacy-ledger` wrote") from why
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fedfuse.core.about import About
-from fedfuse.core.files import write_atomically
+from fedfuse.core.escape import markdown_text
+from fedfuse.core.files import check_output, write_output
 from fedfuse.errors import ConfigError
 from fedfuse.wire.codec import Malformed, Packet, read
 from fedfuse.wire.messages import NOTE
@@ -101,8 +102,12 @@ def _column_words(column: Mapping[str, Any]) -> str:
 def _column_lines(inputs: Mapping[str, Any]) -> str:
     """The columns of a table, with what stands for a missing value and by what numbers are scaled."""
     lines = [
-        f"| {_escape(_printable(_column_words(column)))} | "
-        + (f"{column['mode']} | |" if "levels" in column else f"{column['mean']:g} | {column['std']:g} |")
+        f"| {markdown_text(_column_words(column))} | "
+        + (
+            f"{markdown_text(column['mode'])} | |"
+            if "levels" in column
+            else f"{column['mean']:g} | {column['std']:g} |"
+        )
         for column in inputs["columns"]
     ]
     head = "| column | where it is missing | standard deviation |\n|---|---|---|\n"
@@ -120,17 +125,22 @@ def _plain(value: Any) -> str:
 
 def model_card(facts: Mapping[str, Any]) -> str:
     """A model card in Markdown: what the file is, what it is for, who is in it, what is not known of it."""
-    rows = "\n".join(f"| {name} | {_escape(words)} |" for name, words in facts_in_words(facts))
-    sites = "".join(f"- {_printable(s['client'])}: {s['num_examples']:,.0f} examples\n" for s in facts.get("sites", []))
+    rows = "\n".join(f"| {name} | {markdown_text(words)} |" for name, words in facts_in_words(facts))
+    sites = "".join(
+        f"- {markdown_text(s['client'])}: {s['num_examples']:,.0f} examples\n" for s in facts.get("sites", [])
+    )
     refused = "".join(
-        "- " + _printable(f"{r.get('client')}: {r.get('field')} is {r.get('got')}, expected {r.get('expected')}") + "\n"
+        "- "
+        + markdown_text(f"{r.get('client')}: {r.get('field')} is {r.get('got')}, expected {r.get('expected')}")
+        + "\n"
         for r in facts.get("refused", [])
     )
-    classes = "".join(f"{place}. {name}\n" for place, name in enumerate(facts.get("class_names", [])))
+    classes = "".join(f"{place}. {markdown_text(name)}\n" for place, name in enumerate(facts.get("class_names", [])))
     heading = "Targets" if facts.get("task") in ("regression", "multilabel") else "Classes"
     parts = [
-        f"# {Path(facts['file']).name}",
-        _with_article(facts["kind"]) + (f", made by `{_printable(facts['method'])}`." if "method" in facts else "."),
+        f"# {markdown_text(Path(facts['file']).name)}",
+        _with_article(facts["kind"])
+        + (f", made by `{_printable(facts['method']).replace('`', '’')}`." if "method" in facts else "."),
         f"## What it is\n\n| | |\n|---|---|\n{rows}",
         f"## {heading}\n\nIn the order of its outputs, counted from 0:\n\n{classes}" if classes else "",
         f"## Columns\n\n{_column_lines(facts['inputs'])}" if "columns" in facts.get("inputs", {}) else "",
@@ -146,17 +156,11 @@ def _with_article(kind: str) -> str:
     return kind if kind[0].isdigit() else f"{'An' if kind[0] in 'aeiou' else 'A'} {kind}"
 
 
-def _escape(words: str) -> str:
-    return words.replace("|", "\\|")
-
-
 def save_card(facts: Mapping[str, Any], path: Path) -> None:
     """Write the model card of these facts.
 
     Raises:
         ConfigError: if it would take the place of the file it is about, or cannot be written.
     """
-    if path.resolve() == Path(facts["file"]).resolve():
-        raise ConfigError(f"{path} is the file that the card is about; write to another one")
-    with write_atomically(path) as file:
-        file.write(model_card(facts).encode())
+    check_output(path, [Path(facts["file"])], streams=True)
+    write_output(path, model_card(facts).encode())

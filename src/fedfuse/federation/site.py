@@ -23,7 +23,7 @@ from fedfuse.data.site import SiteRows, read_site
 from fedfuse.errors import ConfigError
 from fedfuse.federation.agreement import Agreement, FederationFolder
 from fedfuse.federation.create import read_sets
-from fedfuse.federation.tables import TableAgreement, chosen_table
+from fedfuse.federation.tables import TableAgreement, check_told_by_cells, chosen_table
 from fedfuse.server.judge import answers
 from fedfuse.tasks import (
     CLASSIFICATION,
@@ -178,6 +178,7 @@ def site_update(
         task=learns,
         table=choice,
     )
+    check_told_by_cells(site, classes)
     named = not isinstance(site.form, TableForm | TextForm) or isinstance(learns, Classification | Binary)
     values = {
         "seed": seed,

@@ -9,8 +9,8 @@ from typing import Any
 
 from fedfuse.core.columns import NumericColumn, TableForm, TargetColumn, parse_columns, split_heading
 from fedfuse.core.settings import validate_settings
-from fedfuse.data.site import read_site
-from fedfuse.data.table_site import TableChoice
+from fedfuse.data.site import SiteRows, read_site
+from fedfuse.data.table_site import FEW, TableChoice, check_common
 from fedfuse.errors import ConfigError
 from fedfuse.federation.moments import MomentsFile, add_moments, moments_of_table
 from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Task, task_named
@@ -63,6 +63,7 @@ def _first_columns(
         site = read_site(data, classes=classes or None, task=task, table=choice)
         if not isinstance(site.form, TableForm):
             raise ConfigError(f"{data} is no table; give a .csv or .parquet file, or leave out --target and --columns")
+        check_told_by_cells(site, classes)
         return site.form, list(classes) or list(site.class_names)
     if not columns:
         raise ConfigError("nobody says which columns there are; give --columns, --moments or --data with a first table")
@@ -81,6 +82,25 @@ def _without_scale(form: TableForm) -> TableForm:
     return form.model_copy(
         update={"columns": columns, "targets": tuple(t.model_copy(update=plain) for t in form.targets)}
     )
+
+
+def check_told_by_cells(site: SiteRows, classes: Sequence[str]) -> None:
+    """Refuse a table's rows, before anything of them is written, if their own scale or names of classes tell of a few.
+
+    Args:
+        site: the rows.
+        classes: the names of all classes, where somebody else tells them.
+    """
+    if not isinstance(site.form, TableForm):
+        return
+    if site.form.scale == "site" and len(site) < FEW:
+        raise ConfigError(
+            f"{site.source} has {len(site)} rows, expected at least {FEW}, for they are scaled by their own mean and "
+            "deviation, which of so few tell the numbers themselves; agree on a scale (`fedfuse init`, or --moments)"
+        )
+    if not classes and isinstance(site.task, Classification | Binary):
+        where = f"{site.source}: column {site.form.target_names[0]!r}"
+        check_common(where, site.counts, "name all classes (--classes), so that they are not those of these rows")
 
 
 def chosen_table(table: TableAgreement, task: Task) -> tuple[TableForm | None, TableChoice]:

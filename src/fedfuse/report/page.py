@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
-from fedfuse.errors import ConfigError
+from fedfuse.core.files import write_output
 from fedfuse.report import calibration, costs, plots
 from fedfuse.report.answering import answer_cost
 from fedfuse.report.facts import MethodFacts, fact_name, fact_text, flatten, method_facts, remarks
@@ -370,14 +368,4 @@ def _spell_out(value: object) -> object:
 
 
 def _write(out: Path, text: str) -> Path:
-    """Write beside and rename, so that a page is whole or not there."""
-    draft = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_bytes(text.encode("utf-8", "backslashreplace"))
-        draft.replace(out)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise ConfigError(f"{out} cannot be written ({error.strerror}), expected a place for the page") from error
-    return out
+    return write_output(out, text.encode("utf-8", "backslashreplace"))

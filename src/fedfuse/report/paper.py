@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedfuse.core.files import write_atomically
 from fedfuse.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,9 +52,6 @@ def save_to(figure: Figure, out: Path) -> Path:
     if out.suffix not in ENDINGS:
         raise ConfigError(f"{out} ends with {out.suffix or 'nothing'!r}, expected one of {', '.join(ENDINGS)}")
     dates: dict[str, dict[str, Any]] = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}, ".png": {}}
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, metadata=dates[out.suffix])
-    except OSError as why:
-        raise ConfigError(f"{out} cannot be written ({why.strerror}), expected a place for the figure") from why
+    with write_atomically(out) as file:
+        figure.savefig(file, format=out.suffix[1:], metadata=dates[out.suffix])
     return out

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedfuse.core.files import regular
 from fedfuse.core.sealed import open_line
 from fedfuse.errors import ConfigError
 
@@ -195,7 +196,7 @@ def _parse(line: str) -> Row | None:
 
 def _read_text(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return regular(path).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None
     except OSError as error:

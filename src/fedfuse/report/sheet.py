@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
+from fedfuse.core.escape import markdown_text, spreadsheet_cell
 from fedfuse.errors import ConfigError
 from fedfuse.report.latex import latex_cell, latex_text
 from fedfuse.report.marks import EXPLAINED
@@ -161,15 +162,15 @@ def write_markdown(sheet: Sheet) -> str:
     lines = [_markdown_line([shared or "method", *texts]), "|---|" + "---:|" * len(texts)]
     for label in sheet.labels:
         cells = [found.get(label, Cell("–")) for _, _, found in sheet.columns]
-        lines.append(_markdown_line([label.replace("|", "\\|"), *map(_markdown_cell, cells)]))
+        lines.append(_markdown_line([markdown_text(label), *map(_markdown_cell, cells)]))
     return "\n".join(lines)
 
 
 def _flat_heading(title: str, heading: Heading, shared: str | None, several: bool) -> str:
     """What a column has over it, in one line; what all columns share stands over the methods."""
     if shared is not None:
-        return title
-    return f"{title}: {heading.text}" if several else heading.text
+        return markdown_text(title)
+    return f"{markdown_text(title)}: {heading.text}" if several else heading.text
 
 
 def _markdown_cell(cell: Cell) -> str:
@@ -224,7 +225,8 @@ def write_csv(sheet: Sheet) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, list(Figures.__dataclass_fields__), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(asdict(found) for found in figures(sheet))
+    for found in figures(sheet):
+        writer.writerow({k: spreadsheet_cell(v) if isinstance(v, str) else v for k, v in asdict(found).items()})
     return text.getvalue().rstrip("\n")
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedfuse.core.files import write_atomically
+from fedfuse.core.files import regular, write_atomically
 from fedfuse.core.large_pages import use_large_pages
 from fedfuse.core.messages import Form
 from fedfuse.core.params import Params
@@ -186,13 +186,15 @@ def read(path: Path, limits: Limits | None = None) -> Packet:
     """
     limits = limits or Limits()
     try:
-        size = path.stat().st_size
+        size = regular(path).stat().st_size
         check_size(size, limits)
         with path.open("rb") as file:
             # pread moves no file position, and only the header is read: a tensor waits until somebody asks
             contents, header, start = parse(lambda begin, length: os.pread(file.fileno(), length, begin), size, limits)
     except OSError as why:
         raise Malformed(f"cannot read {path}: {why.strerror or why}") from why
+    except ConfigError as why:
+        raise Malformed(str(why)) from why
 
     forms, offsets = contents.forms, contents.offsets
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedfuse.core.files import regular
 from fedfuse.core.messages import Form
 from fedfuse.errors import ConfigError
 from fedfuse.wire.codec import DTYPES, LazyParams, Malformed, Packet, decode, forms_size, read, write
@@ -144,7 +145,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ConfigError: naming the file.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(regular(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as why:
         raise ConfigError(f"{path} cannot be read as JSON ({why}); fetch the folder again") from why
     if not isinstance(found, dict):
