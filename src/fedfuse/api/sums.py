@@ -25,6 +25,7 @@ from fedfuse.server.door.admit import Admission
 from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read
 from fedfuse.wire.messages import NOTE, mark_notes
 from fedfuse.wire.sums import SUM, Summed
+from fedfuse.wire.table import Altered
 
 SUMS = "sums"  # the kind of notes under which a fused file keeps them, and the fact that describes them
 
@@ -128,6 +129,8 @@ def kept_updates(path: Path) -> list[Update]:
     """
     try:
         packet = read(path)
+    except Altered:
+        raise
     except Malformed as why:
         raise ConfigError(f"{path} is no model file: {why}") from why
     headers = packet.header.get("facts", {}).get(SUMS)

@@ -30,10 +30,11 @@ from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.door.differences import first_difference
 from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Task, task_header, task_named
 from fedfuse.training.round import client_round
-from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read, write
+from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read, write_sealed
 from fedfuse.wire.digest import fingerprint
 from fedfuse.wire.folders import is_folder, open_weights
 from fedfuse.wire.messages import NOTE, encode_brief, receive_brief, tell_memory
+from fedfuse.wire.table import Altered
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Update:
     def save(self, path: str | Path) -> Path:
         """Write one safetensors file that `fuse` reads anywhere."""
         packet = decode(self.payload)
-        write(Path(path), packet.tensors, packet.header)
+        write_sealed(Path(path), packet.tensors, packet.header)
         return Path(path)
 
 
@@ -288,6 +289,8 @@ def start_of(source: str | Path | Mapping[str, Tensor]) -> tuple[object, Params]
         return None, open_weights(Path(source)).tensors
     try:
         packet = read(Path(source))
+    except Altered:
+        raise
     except Malformed as why:
         raise ConfigError(f"{source} is no file of weights to start from: {why}") from why
     if "members" in packet.header:

@@ -12,6 +12,7 @@ from fedfuse.core.files import write_atomically
 from fedfuse.errors import ConfigError
 from fedfuse.wire.codec import Malformed, Packet, read
 from fedfuse.wire.messages import NOTE
+from fedfuse.wire.table import Altered
 
 _KINDS = {"reply": "update of a site", "model": "model"}
 
@@ -24,6 +25,8 @@ def describe_file(path: Path) -> dict[str, Any]:
     """
     try:
         packet = read(path)
+    except Altered:
+        raise
     except Malformed as why:
         raise ConfigError(f"{path} cannot be shown: {why}") from why
     header, forms = packet.header, packet.tensors.forms
@@ -33,6 +36,7 @@ def describe_file(path: Path) -> dict[str, Any]:
         "file": str(path),
         "kind": _kind(packet),
         "bytes": packet.size,
+        "checksum": "as it was written" if packet.sealed else "no checksum",
         "network": _network(header),
         "parameters": sum(math.prod(form.shape) for form in own),
         "evidence": evidence,

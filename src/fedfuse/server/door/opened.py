@@ -15,9 +15,10 @@ from fedfuse.server.door.differences import shorten
 from fedfuse.wire.codec import Malformed, Packet, forms_of
 from fedfuse.wire.folders import check_unpacked, open_weights
 from fedfuse.wire.messages import NOTE, split
-from fedfuse.wire.table import Packed
+from fedfuse.wire.table import Altered, Packed
 
 SHARED = ("spec", "layout", "round", "start", "classes", "task", "memory")  # common to all of one fusion
+_WHOLE = "the file as it was written; fetch it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,8 @@ def open_all(items: Sequence[Item], standing: Params | None) -> tuple[list[Opene
             opened.append(found)
         except Packed as why:
             refused.append(Refused(item.client, shorten(why.tensor), why.got, why.expected))
+        except Altered as why:
+            refused.append(Refused(item.client, "file", f"damaged or altered: {why.how}", _WHOLE))
         except Malformed as why:
             refused.append(Refused(item.client, "file", f"damaged: {why}", "a safetensors file"))
     return opened, refused
