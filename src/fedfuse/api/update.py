@@ -94,7 +94,7 @@ def local_update(
     rows: Rows | tuple[Tensor, Tensor],
     recipe: Recipe | str = "fedavg",
     *,
-    client: str = "site",
+    client: str = "",
     start: str | Path | Mapping[str, Tensor] | None = None,
     classes: int | Sequence[str] | None = None,
     inputs: RowForm | None = None,
@@ -112,7 +112,7 @@ def local_update(
         model: the network; its present weights are the start unless `start` is given.
         rows: the site's inputs and labels.
         recipe: the method, or its name.
-        client: the site's name.
+        client: the site's name, which `fuse` knows its update by.
         start: common weights to start from, as a state dict or a safetensors file.
         classes: names of all classes in the order of labels, or how many; by default as many as the network's outputs.
         inputs: the form the rows were brought to, where it is more than their shape.
@@ -145,7 +145,7 @@ def local_update(
     _check_fit(first)
     memory = {**(published or {}), **(tell_examples(all_examples) if EXAMPLES in recipe.publishes else {})}
     brief = Brief(0, first.spec, first.posterior.mean, memory, classes=count, task=task)
-    packet = decode(_answer(recipe.work(settings_from(settings)), brief, client, data, seed, own))
+    packet = decode(_answer(recipe.work(settings_from(settings)), brief, client or "site", data, seed, own))
     told = _tell(recipe, client, names, inputs or _form_of(data), fingerprint(brief.params))
     header = {**packet.header, **_tell_task(brief, published), **told}
     return Update(client, encode(packet.tensors, header), recipe.reveals, first.spec)
@@ -156,7 +156,7 @@ def bring_evidence(
     rows: Rows | tuple[Tensor, Tensor],
     method: Recipe | str,
     *,
-    client: str = "site",
+    client: str = "",
     weights: str | Path | Mapping[str, Tensor] | None = None,
     classes: int | Sequence[str] | None = None,
     inputs: RowForm | None = None,

@@ -80,7 +80,7 @@ def _printable(words: str) -> str:
 def _words(key: str, value: Any) -> str:
     match key, value:
         case "sites", list():
-            return ", ".join(f"{site['client']} ({site['num_examples']:,.0f} examples)" for site in value)
+            return ", ".join(f"{site['client']} ({_site_words(site)})" for site in value)
         case "refused", list():
             return "; ".join(f"{r.get('client')}: {r.get('field')} is {r.get('got')}" for r in value)
         case "inputs", {"columns": [*columns]}:
@@ -94,6 +94,12 @@ def _words(key: str, value: Any) -> str:
         case _, list():
             return ", ".join(map(_plain, value))
     return f"{value:,}" if isinstance(value, int) else _plain(value)
+
+
+def _site_words(site: Mapping[str, Any]) -> str:
+    """How many examples a site sent, for how many they counted, and where its update lay."""
+    counted = f", counted as {site['counted']:,.10g}" if "counted" in site else ""
+    return f"{site['num_examples']:,.0f} examples{counted}" + (f", from {site['file']}" if "file" in site else "")
 
 
 def _column_words(column: Mapping[str, Any]) -> str:
@@ -125,7 +131,7 @@ def _plain(value: Any) -> str:
 def model_card(facts: Mapping[str, Any]) -> str:
     """A model card in Markdown: what the file is, what it is for, who is in it, what is not known of it."""
     rows = "\n".join(f"| {name} | {_escape(words)} |" for name, words in facts_in_words(facts))
-    sites = "".join(f"- {_printable(s['client'])}: {s['num_examples']:,.0f} examples\n" for s in facts.get("sites", []))
+    sites = "".join(f"- {_printable(s['client'] + ': ' + _site_words(s))}\n" for s in facts.get("sites", []))
     refused = "".join(
         "- " + _printable(f"{r.get('client')}: {r.get('field')} is {r.get('got')}, expected {r.get('expected')}") + "\n"
         for r in facts.get("refused", [])

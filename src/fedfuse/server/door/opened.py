@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedfuse.core.messages import Form
 from fedfuse.core.params import Params
@@ -13,8 +14,10 @@ from fedfuse.core.spec import Spec
 from fedfuse.errors import Refused
 from fedfuse.server.door.differences import shorten
 from fedfuse.wire.codec import Malformed, Packet, forms_of
-from fedfuse.wire.folders import check_unpacked, open_weights
+from fedfuse.wire.digest import fingerprint
+from fedfuse.wire.folders import check_unpacked, is_folder, open_weights
 from fedfuse.wire.messages import NOTE, split
+from fedfuse.wire.sums import SUM_NAME
 from fedfuse.wire.table import Altered, Packed
 
 SHARED = ("spec", "layout", "round", "start", "classes", "task", "memory")  # common to all of one fusion
@@ -26,11 +29,13 @@ class Item:
     """Something to fuse.
 
     Attributes:
-        client: who it is from.
+        client: the site it is from: as its header says, else as its file is called.
         payload: its bytes or file.
         num_examples: how many examples stand behind it, if the user says so.
         spec: its network, for an update that was made in this process.
         packet: what is read instead of the payload, where somebody had to open it before.
+        place: where it lies: its file, or which of the updates it is.
+        named: whether its header says which site it is from.
     """
 
     client: str
@@ -38,6 +43,19 @@ class Item:
     num_examples: float | None = None
     spec: Spec | None = None
     packet: Packet | None = None
+    place: str = ""
+    named: bool = False
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a checkpoint folder."""
+        return isinstance(self.payload, Path) and is_folder(self.payload)
+
+    @property
+    def file(self) -> str:
+        """The file it lies in, if that is called otherwise than its site."""
+        path = self.payload
+        return path.name if self.named and isinstance(path, Path) and self.client != path.stem else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +119,51 @@ def open_all(items: Sequence[Item], standing: Params | None) -> tuple[list[Opene
         except Malformed as why:
             refused.append(Refused(item.client, "file", f"damaged: {why}", "a safetensors file"))
     return opened, refused
+
+
+def site_of(header: Mapping[str, Any]) -> str | None:
+    """The site that an update's header says it is from, None where it does not say.
+
+    Example:
+        >>> site_of({"kind": "reply", "client": "north"}), site_of({})
+        ('north', None)
+    """
+    client = header.get("client") if header.get("kind") == "reply" else None
+    return client if isinstance(client, str) and client not in ("", SUM_NAME) else None
+
+
+def refuse_twins(opened: Sequence[OpenedItem], refused: list[Refused]) -> list[OpenedItem]:
+    """Those that come once: of equal updates the first, and of several updates of one site none.
+
+    Which of two updates is the site's own word cannot be seen from them; both files are named.
+    """
+    firsts, contents = dict[tuple[str, str], OpenedItem](), Counter(_content(o) for o in opened)
+    different = []
+    for o in opened:
+        said = _content(o)
+        key = said, fingerprint(o.packet.tensors) if said and contents[said] > 1 else o.item.place
+        first = firsts.setdefault(key, o) if said else o
+        if first is o:
+            different.append(o)
+            continue
+        words = f"each update once, and {first.item.place} is the same, of {shorten(first.item.client)}; leave one out"
+        refused.append(Refused(o.item.client, "update", o.item.place, words))
+    sites: dict[str, list[OpenedItem]] = {}
+    for o in different:
+        sites.setdefault(o.item.client, []).append(o)
+    for client, twins in sites.items():
+        for o in twins if len(twins) > 1 else ():
+            others = ", ".join(t.item.place for t in twins if t is not o)
+            words = f"one update of each site, and {others} is of {shorten(client)} too; leave one out"
+            refused.append(Refused(client, "file", o.item.place, words))
+    return [o for o in different if len(sites[o.item.client]) == 1]
+
+
+def _content(opened: OpenedItem) -> str:
+    """What an update says of itself but for its site; nothing of plain tensors, which may be fused twice."""
+    header = {key: value for key, value in opened.packet.header.items() if key != "client"}
+    forms = sorted((name, *form) for name, form in opened.packet.tensors.forms.items())
+    return "" if opened.is_plain or opened.item.is_folder else repr((sorted(header.items()), forms))
 
 
 def find_typical(items: Sequence[Item]) -> OpenedItem | None:
