@@ -59,7 +59,7 @@ def _by_header(item: Item) -> Item:
     except Malformed:
         return item
     site = site_of(packet.header)
-    return replace(item, client=site or item.client, packet=packet, named=site is not None)
+    return replace(item, client=site or item.client, packet=packet, called=item.client, named=site is not None)
 
 
 def _item(source: Source, position: int, num_examples: float | None, folders: Folders) -> Item:

@@ -35,6 +35,7 @@ class Item:
         spec: its network, for an update that was made in this process.
         packet: what is read instead of the payload, where somebody had to open it before.
         place: where it lies: its file, or which of the updates it is.
+        called: what it is called there.
         named: whether its header says which site it is from.
     """
 
@@ -44,6 +45,7 @@ class Item:
     spec: Spec | None = None
     packet: Packet | None = None
     place: str = ""
+    called: str = ""
     named: bool = False
 
     @property
@@ -53,9 +55,9 @@ class Item:
 
     @property
     def file(self) -> str:
-        """The file it lies in, if that is called otherwise than its site."""
-        path = self.payload
-        return path.name if self.named and isinstance(path, Path) and self.client != path.stem else ""
+        """Where it lies, if it is called otherwise there than its site."""
+        place = self.payload.name if isinstance(self.payload, Path) else self.place
+        return place if self.named and self.called != self.client else ""
 
 
 @dataclass(frozen=True, slots=True)
