@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fedfuse.api import Fused, fuse
 from fedfuse.api import recipe as recipe_of
 from fedfuse.api.checkpoints import default_method
-from fedfuse.api.update import prepared_start, start_of
+from fedfuse.api.update import prepared_start
 from fedfuse.core.description import describe
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.spec import Spec
@@ -142,12 +142,13 @@ def chosen_recipe(
 
 def _fixed_by(federation: FederationFolder, recipe: Recipe, with_network: bool) -> Agreed:
     """What the folder fixes: of the network only where its start is begun with, as sites train it by either method."""
-    agreement, start = federation.agreement, start_of(federation.start)[1]
-    task, classes = agreement.learns, len(agreement.output_names)
+    agreement = federation.agreement
+    task, classes, plain = agreement.learns, len(agreement.output_names), agreement.spec
     header = {"task": task_header(task).get("task"), "classes": classes}
     bench = Bench(classes=classes, seed=agreement.seed, task=task)
-    made = [prepared_start(one, agreement.spec, start, bench).spec for one in (agreement.method.recipe(), recipe)]
-    specs = [agreement.spec, *made] if with_network else []
+    begin = plain.skeleton().state_dict()
+    made = [prepared_start(one, plain, begin, bench).spec for one in (agreement.method.recipe(), recipe)]
+    specs = [plain, *made] if with_network else []
     networks = tuple({"spec": spec.to_json(), "layout": describe(spec.layout)} for spec in specs)
     return Agreed(agreement.output_names, agreement.inputs, header, networks)
 
