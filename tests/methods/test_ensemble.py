@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,7 +145,7 @@ def picture_site(client: str, spec: Spec) -> Update:
         begin = spec.build().state_dict()
     x = IMAGES.flatten(1) if spec is OWN else IMAGES
     made = local_update(spec, (x, Y), client="trained", classes=3, start=begin, epochs=1, batch_size=8, lr=0.1)
-    return replace(made, client=client)  # a name also seeds the training, which must not differ here
+    return made.telling(client=client)  # a name also seeds the training, which must not differ here
 
 
 @pytest.mark.parametrize("pair", [(FLAT, PICTURES), (OWN, PICTURES)])

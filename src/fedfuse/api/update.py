@@ -71,7 +71,8 @@ class Update:
         """The same update with more entries in its header; None takes one out."""
         packet = decode(self.payload)
         header = {key: value for key, value in {**packet.header, **entries}.items() if value is not None}
-        return replace(self, payload=encode(packet.tensors, header))
+        client = str(header.get("client", "")) if "client" in entries else self.client
+        return replace(self, client=client, payload=encode(packet.tensors, header))
 
     def without_weights(self) -> Update:
         """The evidence alone, for weights that whoever fuses has."""
