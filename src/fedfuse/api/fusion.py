@@ -199,7 +199,7 @@ def fuse(
         remove: sites to take out of those sums, by name where they were kept apart, else by their update files.
         keep_sites: let the result's file keep each site's sums apart, not only their total.
         evidence: of checkpoint folders, a file each in their order, where it is not in the folders.
-        agreed: what a federation folder fixes; who differs is refused, even if most do.
+        agreed: what a federation folder fixes; an update that differs is refused, even if most do.
 
     Raises:
         QuorumLost: if too few were admitted, or no layout is shared by more than half of them.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedfuse.core.about import names_text
 from fedfuse.core.messages import Form
 from fedfuse.core.params import Params
 from fedfuse.core.spec import Spec
@@ -21,6 +22,7 @@ from fedfuse.wire.sums import SUM_NAME
 from fedfuse.wire.table import Altered, Packed
 
 SHARED = ("spec", "layout", "round", "start", "classes", "task", "memory")  # common to all of one fusion
+_LONGEST, _SHOWN = 1000, 110  # characters of a site's name, and of a path in a sentence
 _WHOLE = "the file as it was written; fetch it again"
 
 
@@ -131,7 +133,8 @@ def site_of(header: Mapping[str, Any]) -> str | None:
         ('north', None)
     """
     client = header.get("client") if header.get("kind") == "reply" else None
-    return client if isinstance(client, str) and client not in ("", SUM_NAME) else None
+    fit = isinstance(client, str) and len(client) <= _LONGEST and client not in ("", SUM_NAME)
+    return client if fit else None  # the door refuses a header with another kind of name
 
 
 def refuse_twins(opened: Sequence[OpenedItem], refused: list[Refused]) -> list[OpenedItem]:
@@ -148,17 +151,23 @@ def refuse_twins(opened: Sequence[OpenedItem], refused: list[Refused]) -> list[O
         if first is o:
             different.append(o)
             continue
-        words = f"each update once, and {first.item.place} is the same, of {shorten(first.item.client)}; leave one out"
-        refused.append(Refused(o.item.client, "update", o.item.place, words))
+        other = f"{_end_of(first.item.place)} is the same, of {shorten(first.item.client)}"
+        words = f"each update once, and {other}; leave one out"
+        refused.append(Refused(o.item.client, "update", _end_of(o.item.place), words))
     sites: dict[str, list[OpenedItem]] = {}
     for o in different:
         sites.setdefault(o.item.client, []).append(o)
     for client, twins in sites.items():
         for o in twins if len(twins) > 1 else ():
-            others = ", ".join(t.item.place for t in twins if t is not o)
+            others = names_text([_end_of(t.item.place) for t in twins if t is not o], most=3)
             words = f"one update of each site, and {others} is of {shorten(client)} too; leave one out"
-            refused.append(Refused(client, "file", o.item.place, words))
+            refused.append(Refused(client, "file", _end_of(o.item.place), words))
     return [o for o in different if len(sites[o.item.client]) == 1]
+
+
+def _end_of(place: str) -> str:
+    """A path as it ends, where it is too long for a sentence."""
+    return place if len(place) <= _SHOWN else f"…{place[-_SHOWN:]}"
 
 
 def _content(opened: OpenedItem) -> str:
