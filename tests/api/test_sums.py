@@ -87,8 +87,8 @@ def test_what_a_file_keeps_is_never_lost_unasked(files: dict[str, Path], tmp_pat
     total = fused(list(files.values())).save(tmp_path / "total.safetensors")
     start = {**START, "0.bias": START["0.bias"] + 1.0}
     y = torch.arange(30) % 3
-    rows = Rows(torch.randn(30, 4, generator=torch.Generator().manual_seed(9)) + y[:, None], y)
-    late = [fedfuse.local_update(NET, rows, REFIT, client=f"late-{k}", start=start, classes=3) for k in range(3)]
+    rows = [Rows(torch.randn(30, 4, generator=torch.Generator().manual_seed(k)) + y[:, None], y) for k in range(3)]
+    late = [fedfuse.local_update(NET, r, REFIT, client=f"late-{k}", start=start, classes=3) for k, r in enumerate(rows)]
     with pytest.raises(ConfigError, match="keeps of sum of sites does not suit the updates: start is another one"):
         fedfuse.fuse(late, REFIT, start=start, model=NET, into=total)
 
@@ -130,7 +130,10 @@ def test_sums_of_far_more_rows_than_others_have_need_somebody_to_vouch(files: di
     for factor, refused in ((2.0, []), (1e6, ["fifth"])):
         count = packet.header["num_examples"] * factor
         paths[-1].write_bytes(
-            encode({n: t * factor for n, t in packet.tensors.items()}, {**packet.header, "num_examples": count})
+            encode(
+                {n: t * factor for n, t in packet.tensors.items()},
+                {**packet.header, "client": "fifth", "num_examples": count},
+            )
         )
         assert [r["client"] for r in fused(list(paths)).refused] == refused
         assert not fused(list(paths)).clipped, "what is let in is the sum of rows and nothing else"

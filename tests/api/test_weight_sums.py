@@ -158,8 +158,8 @@ def claimed(sites: int, client: str = "site-6") -> fedfuse.Update:
     count = packet.header["num_examples"] * sites
     weights = {n: t for n, t in packet.tensors.items() if not n.startswith("~")}
     sums = {f"~sum/{n}": t.double() * count for n, t in weights.items() if t.is_floating_point()}
-    told = {"num_examples": count, "sums": {"sites": sites, "by": "examples", "weight": count}}
-    return replace(UPDATES[6], client=client, payload=encode({**weights, **sums}, {**packet.header, **told}))
+    told = {"client": client, "num_examples": count, "sums": {"sites": sites, "by": "examples", "weight": count}}
+    return replace(UPDATES[6], payload=encode({**weights, **sums}, {**packet.header, **told}))
 
 
 @pytest.mark.parametrize("sites", [9, 1000, 10**9])

@@ -274,7 +274,7 @@ def test_a_merge_that_is_stopped_says_so_and_leaves_nothing(
         assert [path for path in tmp_path.iterdir() if path.name.startswith(".out.")]  # in the middle of it
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr("fedfuse.wire.folders.write", stop)
+    monkeypatch.setattr("fedfuse.wire.folders.write_sealed", stop)
     monkeypatch.setattr(sys, "argv", ["fedfuse", "fuse", "m0", "m1", "-o", "out"])
     with pytest.raises(SystemExit) as end:
         cli.main()

@@ -54,6 +54,9 @@ HEADERS: dict[str, Callable[[Header], Header]] = {
     "four classes": lambda h: h | {"classes": 4},
     "classes in words": lambda h: h | {"classes": "three"},
     "a layout that is none": lambda h: h | {"layout": 7},
+    "a client that is none": lambda h: h | {"client": 7},
+    "a client of a megabyte": lambda h: h | {"client": "x" * 10**6},
+    "a client that steers a terminal": lambda h: h | {"client": "site-0\x1b[2J"},
     "nothing": lambda _: {},
 }
 
@@ -75,7 +78,7 @@ def test_whatever_one_header_says_the_others_are_fused(method: str, place: int, 
             pytest.fail(f"{name}: {why}")
         assert [r["client"] for r in fused.refused] in ([f"site-{place}"], []), name
         if fused.refused == ():
-            assert name in ("nothing", "no spec", "a layout that is none"), name
+            assert name in ("nothing", "no spec", "a layout that is none", "a client that steers a terminal"), name
 
 
 def test_tensors_of_other_names_in_the_first_file_do_not_say_what_all_began_with(tmp_path: Path) -> None:

@@ -111,12 +111,13 @@ def test_without_a_federation_other_classes_and_other_starts_are_told_with_the_r
 ) -> None:
     pictures("patients-x", ("aaa", "benign", "normal"))
     plain = ("--model", "mlp", "--set", "model.hidden=[4]", "--image-size", "16")
-    for site, seed in (("a", 0), ("c", 0), ("x", 0), ("b", 1)):
+    pictures("patients-d", seed=5)
+    for site, seed in (("a", 0), ("c", 0), ("d", 0), ("x", 0), ("b", 1)):
         data = "patients-c" if site == "b" else f"patients-{site}"
         words = ("update", "--data", data, *plain, "--seed", str(seed), "-o", f"{site}.safetensors")
         assert fedfuse(*words).code == 0
     files = [f"{site}.safetensors" for site in "cxb"]
-    said = fedfuse("fuse", *files, "c.safetensors", "-o", "all.safetensors")
+    said = fedfuse("fuse", *files, "d.safetensors", "-o", "all.safetensors")
     assert said.code == 0, said.err
     assert (
         "refused x: classes is aaa, benign, normal (with aaa, without malignant), expected benign, malignant"
@@ -213,8 +214,9 @@ def test_files_of_another_federation_are_not_fused_by_this_one(fedfuse: Fedfuse,
     update(fedfuse, "c")
     assert fedfuse(*INIT[:1], "other", *INIT[2:], "--seed", "9").code == 0
     said = fedfuse("fuse", "c.safetensors", "--federation", "other", "-o", "all.safetensors")
-    assert said.code == 2
-    assert "trained from other weights than the given start" in said.err
+    assert said.code == 3
+    assert "c: start is" in said.err
+    assert "as the federation folder says" in said.err
 
 
 @pytest.fixture

@@ -63,7 +63,8 @@ def test_unknown_words_are_told() -> None:
 
 
 def test_files_are_fused_with_the_methods_options(tmp_path: Path) -> None:
-    paths = [update(f"local.epochs={k + 1}", method="fedlpa").save(tmp_path / f"{k}.safetensors") for k in range(2)]
+    sites = [update(f"local.epochs={k + 1}", method="fedlpa").telling(client=f"site-{k}") for k in range(2)]
+    paths = [site.save(tmp_path / f"{site.about.client}.safetensors") for site in sites]
     weak, strong = (fuse_files(paths, "fedlpa", [f"damping={d}", "pi=one"]) for d in (1e-6, 1e9))
     mean = fuse_files(paths, "fedavg", []).state_dict()
     assert torch.allclose(strong.state_dict()["fc1.weight"], mean["fc1.weight"], atol=1e-5)
@@ -92,7 +93,7 @@ def test_a_pruned_start_brings_its_shape(tmp_path: Path) -> None:
     header = decode(sites[0].payload).header
     assert header["spec"]["kept"] == {"conv1": [0, 3]}
     assert header["start"] == fingerprint(dict(read(path).tensors))
-    paths = [site.save(tmp_path / f"{k}.safetensors") for k, site in enumerate(sites)]
+    paths = [s.telling(client=f"{k}").save(tmp_path / f"{k}.safetensors") for k, s in enumerate(sites)]
     fused = fuse_files(paths, "fedavg")
     assert tuple(fused.state_dict()["conv1.weight"].shape) == (2, 1, 3, 3)
     assert fused.logits(torch.zeros(3, 1, 8, 8)).shape == (3, 10)

@@ -202,6 +202,8 @@ def test_before_the_scale_is_there_nobody_trains_and_it_is_given_once(fedfuse: F
     refused(fedfuse("scale", "draft", "a.moments", "a.moments"), "the site 'a' stands there twice")
     text = json.loads(Path("a.moments").read_text())
     text["columns"]["age"]["square"] = 1.0
+    text |= {"format": 1}
+    del text["sha256"]  # a liar's file has none
     Path("lie.moments").write_text(json.dumps(text))
     refused(fedfuse("scale", "draft", "lie.moments"), "lie.moments.columns.age", "which no numbers have")
     Path("none.moments").write_text("[1")

@@ -15,6 +15,7 @@ from fedfuse.wire.codec import LazyParams, Malformed, Packet, read
 from fedfuse.wire.digest import fingerprint
 from fedfuse.wire.folders import EVIDENCE, read_folder
 from fedfuse.wire.messages import NOTE
+from fedfuse.wire.table import Altered
 
 WEIGHTS, BASE, NAMES = "weights", "base", "names"
 """Entries of an evidence file's header: digests of the weights it was taken at and, for an adapter, of its base's; what
@@ -61,6 +62,8 @@ def _open_evidence(folder: Path, file: Path, recipe: Recipe) -> Packet:
         raise ConfigError(f"method {recipe.name!r} reads evidence and {folder} brings none ({file} is missing); {how}")
     try:
         packet = read(file)
+    except Altered:
+        raise
     except Malformed as why:
         raise ConfigError(f"{file} is damaged: {why}; {how}") from why
     if packet.header.get("kind") != "reply" or WEIGHTS not in packet.header:

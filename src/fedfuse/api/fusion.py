@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from fedfuse.api.update import Update, check_supported, prepared_start, start_of
 from fedfuse.core.about import About, Contribution, versions
 from fedfuse.core.before import AsChosen
 from fedfuse.core.bounds import Bounds
-from fedfuse.core.messages import Brief
+from fedfuse.core.messages import Brief, ClientUpdate
 from fedfuse.core.model import Answering, Model, Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
@@ -47,9 +48,10 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.nets.head import logit_variance
 from fedfuse.server.door.admit import Admission, Rules
+from fedfuse.server.door.agreed import Agreed
 from fedfuse.server.door.files import Gathered, built_start, check_enough, gather
 from fedfuse.server.door.names import CommonNames
-from fedfuse.server.door.opened import Item, find_typical
+from fedfuse.server.door.opened import Item, OpenedItem, find_typical, open_all
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
 from fedfuse.tasks import CLASSIFICATION, Task, task_header, task_named
 from fedfuse.wire.codec import forms_size
@@ -174,8 +176,11 @@ def fuse(
     remove: Sequence[str | Path] = (),
     keep_sites: bool = False,
     evidence: Sequence[str | Path] | None = None,
+    agreed: Agreed | None = None,
 ) -> Fused:
     """Fuse what sites brought, by the layout most of them share; the odd ones are refused by name.
+
+    An update is of the site that its header names, wherever it lies; of one site there may be one update.
 
     Args:
         updates: what to fuse: updates, files, checkpoint folders, modules or plain state dicts.
@@ -194,6 +199,7 @@ def fuse(
         remove: sites to take out of those sums, by name where they were kept apart, else by their update files.
         keep_sites: let the result's file keep each site's sums apart, not only their total.
         evidence: of checkpoint folders, a file each in their order, where it is not in the folders.
+        agreed: what a federation folder fixes; an update that differs is refused, even if most do.
 
     Raises:
         QuorumLost: if too few were admitted, or no layout is shared by more than half of them.
@@ -207,12 +213,13 @@ def fuse(
     folders, kept = check_folders(updates, start, recipe, evidence, model), _read_kept(recipe, into, remove)
     quorum = (1.0 if folders else 0.5) if quorum is None else quorum
     items = _vouch_for(kept, name_items([*kept, *updates], num_examples, folders))
-    begin = folders.as_fused(_begin(recipe, start if folders.take_start(recipe) else None, items))
+    fitting = items if agreed is None else _keeping_to(agreed, items, recipe)
+    begin = folders.as_fused(_begin(recipe, start if folders.take_start(recipe) else None, fitting))
     own = None if server_rows is None else as_rows(server_rows)
     bench = Bench(rows=own, unlabelled=unlabelled, population=len(items), seed=seed)
     recipe.check(1, bench)
-    came = gather(items, recipe, begin, _networks(recipe, model, seed), _rules(quorum, bounds))
-    admission, brief, names, _ = came
+    came = gather(items, recipe, begin, _networks(recipe, model, seed), _rules(quorum, bounds), agreed)
+    admission, brief, names, *_ = came
     check_kept([item.client for item in items[: len(kept)]], admission, into)
     fused = _fuse(recipe, admission, *_ready(recipe, bench, brief, names), folders)
     check_enough(admission, len(items), quorum)
@@ -221,10 +228,9 @@ def fuse(
 
 def _with_origin(fused: Fused, recipe: Recipe, came: Gathered) -> Fused:
     """The result with who was fused, refused and weakened."""
-    admission, names = came.admission, came.names
-    refused, clipped = tuple(admission.refused), tuple(admission.clipped)
-    about = _about(recipe, admission, names, came.brief.task)
-    return replace(fused, refused=refused, clipped=clipped, about=about, remarks=names.remarks + fused.remarks)
+    refused, clipped = tuple(came.admission.refused), tuple(came.admission.clipped)
+    about = _about(recipe, came)
+    return replace(fused, refused=refused, clipped=clipped, about=about, remarks=came.remarks + fused.remarks)
 
 
 def _with_sums(fused: Fused, recipe: Recipe, came: Gathered, keep_sites: bool) -> Fused:
@@ -275,7 +281,10 @@ def _read_kept(recipe: Recipe, into: str | Path | None, remove: Sequence[str | P
 
 def _vouch_for(kept: Sequence[Update], items: Sequence[Item]) -> list[Item]:
     """The items, with the sums that come first because a fused file kept them: those were believed when it was made."""
-    own = [i if i.num_examples else replace(i, num_examples=u.num_examples) for i, u in zip(items, kept, strict=False)]
+    own = [
+        replace(item, num_examples=item.num_examples or update.num_examples, place=f"what was fused of {item.client}")
+        for item, update in zip(items, kept, strict=False)
+    ]
     return [*own, *items[len(kept) :]]
 
 
@@ -309,18 +318,33 @@ class PreparesWeights(Protocol):
         ...
 
 
-def _about(recipe: Recipe, admission: Admission, names: CommonNames, task: Task) -> About:
+def _keeping_to(agreed: Agreed, items: Sequence[Item], recipe: Recipe) -> list[Item]:
+    """Those of the items that keep to what a federation folder fixes, as far as their headers tell."""
+    opened, _ = open_all(items, None)
+    return [o.item for o in opened if agreed.find_difference(o, recipe.mixes_networks) is None]
+
+
+def _about(recipe: Recipe, came: Gathered) -> About:
     """What the fused model's file will say of itself."""
+    admission, names = came.admission, came.names
     return About(
         method=recipe.label or recipe.name,
         class_names=names.class_names,
         inputs=names.inputs,
-        task=task_header(task).get("task", ""),
+        task=task_header(came.brief.task).get("task", ""),
         reveals=recipe.reveals,
-        sites=tuple(Contribution(client=u.client, num_examples=u.num_examples) for u in admission.cohort),
+        sites=tuple(_contribution(u, came.opened[u.client]) for u in admission.cohort),
         refused=tuple(admission.refused),
         versions=versions(),
     )
+
+
+def _contribution(update: ClientUpdate, opened: OpenedItem) -> Contribution:
+    """What a site sent, and for what it counted."""
+    told, counted = opened.packet.header.get("num_examples"), update.num_examples
+    sent = float(told) if isinstance(told, int | float) and 0 < told < math.inf else counted
+    file, weighs = opened.item.file, None if sent == counted else counted
+    return Contribution(client=update.client, num_examples=sent, counted=weighs, file=file)
 
 
 def _networks(recipe: Recipe, model: nn.Module | Spec | Sequence[nn.Module | Spec] | None, seed: int) -> list[Spec]:

@@ -24,7 +24,8 @@ from fedfuse.server.aggregate.mean import largest, sums_of
 from fedfuse.server.door.admit import Admission
 from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read
 from fedfuse.wire.messages import NOTE, mark_notes
-from fedfuse.wire.sums import SUM, Summed
+from fedfuse.wire.sums import SUM, SUM_NAME, Summed
+from fedfuse.wire.table import Altered
 
 SUMS = "sums"  # the kind of notes under which a fused file keeps them, and the fact that describes them
 
@@ -95,7 +96,7 @@ def evidence_sums(
         return ()  # what was weakened is no sum of rows
     if keep_sites:
         return tuple(add_updates([u], header, u.client) for u in admission.cohort)
-    return (add_updates(admission.cohort.updates, header, "sum of sites"),)
+    return (add_updates(admission.cohort.updates, header, SUM_NAME),)
 
 
 def region_of(recipe: Recipe, admission: Admission, header: Mapping[str, Any], whole: bool) -> Callable[[], Update]:
@@ -108,7 +109,7 @@ def region_of(recipe: Recipe, admission: Admission, header: Mapping[str, Any], w
         return partial(no_sum, f"the say of {weak} was weakened at the door; leave it out, or widen bounds")
     if whole:
         return partial(no_sum, "checkpoint folders are fused whole; fuse all of them at once")
-    return no_sum if by == "evidence" else partial(add_weights, admission.cohort, by, header, "sum of sites")
+    return no_sum if by == "evidence" else partial(add_weights, admission.cohort, by, header, SUM_NAME)
 
 
 def no_sum(why: str = "sites were kept apart; fuse without keep_sites") -> Update:
@@ -128,6 +129,8 @@ def kept_updates(path: Path) -> list[Update]:
     """
     try:
         packet = read(path)
+    except Altered:
+        raise
     except Malformed as why:
         raise ConfigError(f"{path} is no model file: {why}") from why
     headers = packet.header.get("facts", {}).get(SUMS)

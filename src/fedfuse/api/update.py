@@ -30,10 +30,11 @@ from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.door.differences import first_difference
 from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Task, task_header, task_named
 from fedfuse.training.round import client_round
-from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read, write
+from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read, write_sealed
 from fedfuse.wire.digest import fingerprint
 from fedfuse.wire.folders import is_folder, open_weights
 from fedfuse.wire.messages import NOTE, encode_brief, receive_brief, tell_memory
+from fedfuse.wire.table import Altered
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,8 @@ class Update:
         """The same update with more entries in its header; None takes one out."""
         packet = decode(self.payload)
         header = {key: value for key, value in {**packet.header, **entries}.items() if value is not None}
-        return replace(self, payload=encode(packet.tensors, header))
+        client = str(header.get("client", "")) if "client" in entries else self.client
+        return replace(self, client=client, payload=encode(packet.tensors, header))
 
     def without_weights(self) -> Update:
         """The evidence alone, for weights that whoever fuses has."""
@@ -84,7 +86,7 @@ class Update:
     def save(self, path: str | Path) -> Path:
         """Write one safetensors file that `fuse` reads anywhere."""
         packet = decode(self.payload)
-        write(Path(path), packet.tensors, packet.header)
+        write_sealed(Path(path), packet.tensors, packet.header)
         return Path(path)
 
 
@@ -93,7 +95,7 @@ def local_update(
     rows: RowSource,
     recipe: Recipe | str = "fedavg",
     *,
-    client: str = "site",
+    client: str = "",
     start: str | Path | Mapping[str, Tensor] | None = None,
     classes: int | Sequence[str] | None = None,
     inputs: RowForm | None = None,
@@ -111,7 +113,7 @@ def local_update(
         model: the network; its present weights are the start unless `start` is given.
         rows: the site's inputs and labels: two tensors, a `Dataset` of pairs, read by its `len()`, or a `DataLoader`.
         recipe: the method, or its name.
-        client: the site's name.
+        client: the site's name, which `fuse` knows its update by.
         start: common weights to start from, as a state dict or a safetensors file.
         classes: names of all classes in the order of labels, or how many; by default as many as the network's outputs.
         inputs: the form the rows were brought to, where it is more than their shape, or their channels are last.
@@ -145,7 +147,7 @@ def local_update(
     first = prepared_start(recipe, spec, begin, Bench(classes=count, seed=seed, task=task))
     memory = {**(published or {}), **(tell_examples(all_examples) if EXAMPLES in recipe.publishes else {})}
     brief = Brief(0, first.spec, first.posterior.mean, memory, classes=count, task=task)
-    packet = decode(_answer(recipe.work(settings_from(settings)), brief, client, data, seed, own))
+    packet = decode(_answer(recipe.work(settings_from(settings)), brief, client or "site", data, seed, own))
     told = _tell(recipe, client, names, inputs or _form_of(data), fingerprint(brief.params))
     header = {**packet.header, **_tell_task(brief, published), **told}
     return Update(client, encode(packet.tensors, header), recipe.reveals, first.spec)
@@ -156,7 +158,7 @@ def bring_evidence(
     rows: RowSource,
     method: Recipe | str,
     *,
-    client: str = "site",
+    client: str = "",
     weights: str | Path | Mapping[str, Tensor] | None = None,
     classes: int | Sequence[str] | None = None,
     inputs: RowForm | None = None,
@@ -304,6 +306,8 @@ def start_of(source: str | Path | Mapping[str, Tensor]) -> tuple[object, Params]
         return None, open_weights(Path(source)).tensors
     try:
         packet = read(Path(source))
+    except Altered:
+        raise
     except Malformed as why:
         raise ConfigError(f"{source} is no file of weights to start from: {why}") from why
     if "members" in packet.header:

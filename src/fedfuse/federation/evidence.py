@@ -26,6 +26,7 @@ from fedfuse.tasks import CLASSIFICATION, Classification, Task, task_header, tas
 from fedfuse.wire.codec import Malformed, read
 from fedfuse.wire.files import load_answering
 from fedfuse.wire.messages import read_memory
+from fedfuse.wire.table import Altered
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,8 @@ def _open(path: Path, trusted: Collection[str]) -> _Finished:
     """A file of ours, or plain weights."""
     try:
         packet = read(path)
+    except Altered:
+        raise
     except Malformed as why:
         raise ConfigError(f"{path} is no safetensors file: {why}; save the network's state dict as one") from why
     if "kind" not in packet.header:

@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 from fedfuse.api import Fused, fuse
 from fedfuse.api import recipe as recipe_of
 from fedfuse.api.checkpoints import default_method
-from fedfuse.core.about import names_text
+from fedfuse.api.update import prepared_start
+from fedfuse.core.description import describe
 from fedfuse.core.files import regular
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.keys import assign
+from fedfuse.server.door.agreed import Agreed
+from fedfuse.tasks import task_header
 from fedfuse.wire.adapters import is_adapter
 from fedfuse.wire.folders import folder_of, is_folder
 from fedfuse.wire.network_names import build_network
@@ -54,7 +58,7 @@ def fuse_files(
         updates: the files.
         method: the method's name; by default the federation's, or else the mean: fedavg, and flora for adapters alone.
         sets: `key=value` for an option of the method, `guard.key`, `align.key` and `bounds.key` for one of theirs.
-        federation: what the sites agreed on: the method, the start and the classes.
+        federation: what the sites agreed on: the method, the start, the network, the classes and the form of rows.
         start: the weights all started from, or the folder of adapters' base.
         num_examples: examples behind each file.
         quorum: the share that must be admitted; by default half of updates, and all of checkpoint folders.
@@ -75,14 +79,16 @@ def fuse_files(
     told |= {kind: _with_options(kind, name, options) for kind, name in (("guard", guard), ("align", align))}
     told |= {"into": into, "remove": remove, "keep_sites": keep_sites, "evidence": evidence}
     _check_files([*updates, *([] if into is None else [into]), *(evidence or [])])
+    recipe = chosen_recipe(method or default_method(updates, start), options, federation)
     fused = fuse(
         updates,
-        chosen_recipe(method or default_method(updates, start), options, federation),
+        recipe,
         num_examples=num_examples or None,
         start=federation.start if start is None and federation is not None else start,
         model=[Spec(name) for name in models] or _network_in(updates, start, align),
         server_rows=None if server_data is None else _rows_of(server_data, federation),
         unlabelled=None if unlabelled is None else _rows_of(unlabelled, federation, labelled=False).x,
+        agreed=None if federation is None else _fixed_by(federation, recipe, with_network=start is None),
         **told,
     )
     return _as_agreed(federation, fused)
@@ -144,16 +150,24 @@ def chosen_recipe(
     return agreed.model_copy(update=options).recipe() if options else agreed.recipe()
 
 
+def _fixed_by(federation: FederationFolder, recipe: Recipe, with_network: bool) -> Agreed:
+    """What the folder fixes: of the network only where its start is begun with, as sites train it by either method."""
+    agreement = federation.agreement
+    task, classes, plain = agreement.learns, len(agreement.output_names), agreement.spec
+    header = {"task": task_header(task).get("task"), "classes": classes}
+    bench = Bench(classes=classes, seed=agreement.seed, task=task)
+    begin = plain.skeleton().state_dict()
+    made = [prepared_start(one, plain, begin, bench).spec for one in (agreement.method.recipe(), recipe)]
+    specs = [plain, *made] if with_network else []
+    networks = tuple({"spec": spec.to_json(), "layout": describe(spec.layout)} for spec in specs)
+    return Agreed(agreement.output_names, agreement.inputs, header, networks)
+
+
 def _as_agreed(federation: FederationFolder | None, fused: Fused) -> Fused:
-    """The fused model, if its classes are those of the federation, where there is one."""
+    """The fused model, if its task is that of the federation, where there is one."""
     if federation is None:
         return fused
-    agreed, found = federation.agreement, fused.about.class_names
-    if found and found != agreed.output_names:
-        raise ConfigError(
-            f"the updates' classes are {names_text(found)}, expected {names_text(agreed.output_names)}; "
-            "fuse updates that were made by this federation folder"
-        )
+    agreed = federation.agreement
     if fused.task.name != agreed.task:
         raise ConfigError(
             f"the updates' task is {fused.task.name}, expected {agreed.task}; fuse updates made by this folder"

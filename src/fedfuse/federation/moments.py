@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from fedfuse.data.tables import RawTable, read_table
 from fedfuse.errors import ConfigError
 from fedfuse.federation.agreement import FederationFolder, scale_federation
 from fedfuse.tasks import Binary, Classification, Regression, Task, task_named
+from fedfuse.wire.table import Altered
 
 LEAST_ROWS = 10
 _LARGEST = 1 << 26  # bytes of a file that names columns and categories
@@ -31,7 +33,8 @@ class MomentsFile(Settings):
     """What a site's file of moments holds: nothing but counts and sums.
 
     Attributes:
-        format: of this file.
+        format: of this file; from 2 on it carries a checksum.
+        sha256: of all other entries, as JSON with sorted keys and no blanks.
         site: whose it is.
         rows: how many rows were counted.
         task: what the targets are.
@@ -40,7 +43,8 @@ class MomentsFile(Settings):
         classes: how many rows each class has, where the classes are not agreed on.
     """
 
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 2
+    sha256: Annotated[str, Field(max_length=64)] = ""
     site: Annotated[str, Field(min_length=1, max_length=1000)]
     rows: PositiveInt
     task: Literal["classification", "binary", "multilabel", "regression"]
@@ -75,10 +79,18 @@ class MomentsFile(Settings):
 
     def save(self, path: Path) -> Path:
         """Write it as readable JSON, one line per column."""
-        plain = self.model_dump(mode="json")
-        columns = ",\n".join(f"  {json.dumps(n)}: {json.dumps(_short(m))}" for n, m in plain.pop("columns").items())
+        plain = self.model_dump(mode="json", exclude={"sha256"})
+        plain["columns"] = {name: _short(column) for name, column in plain["columns"].items()}
+        plain["sha256"] = _checksum(plain)
+        columns = ",\n".join(f"  {json.dumps(n)}: {json.dumps(m)}" for n, m in plain.pop("columns").items())
         head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in plain.items())
         return write_output(path, f'{{\n{head} "columns": {{\n{columns}\n }}\n}}\n'.encode())
+
+
+def _checksum(entries: Mapping[str, Any]) -> str:
+    """SHA-256 of what a file says, however its lines are broken."""
+    rest = {key: value for key, value in entries.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _short(column: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,7 +177,7 @@ def read_moments(path: Path) -> MomentsFile:
     """Read a file that a site sent.
 
     Raises:
-        ConfigError: if it is none, or tells what cannot be.
+        ConfigError: if it is none, tells what cannot be, or is not as it was written.
     """
     try:
         if regular(path).stat().st_size > _LARGEST:
@@ -177,6 +189,10 @@ def read_moments(path: Path) -> MomentsFile:
         raise ConfigError(f"{path} is no file of moments: {why}; make it with `fedfuse moments`") from why
     if not isinstance(given, dict):
         raise ConfigError(f"{path} is no file of moments; make it with `fedfuse moments`")
+    if "sha256" in given and given["sha256"] != _checksum(given):
+        raise Altered(path, "its checksum is not the one it was written with")
+    if given.get("format") == 2 and "sha256" not in given:
+        raise Altered(path, "it has no checksum, and files of its format have one")
     found = validate_settings(MomentsFile, {str(key): value for key, value in given.items()}, str(path))
     for name, column in found.columns.items():
         if column.count + column.missing != found.rows:

@@ -13,6 +13,7 @@ from fedfuse.core.files import check_output, write_output
 from fedfuse.errors import ConfigError
 from fedfuse.wire.codec import Malformed, Packet, read
 from fedfuse.wire.messages import NOTE
+from fedfuse.wire.table import Altered
 
 _KINDS = {"reply": "update of a site", "model": "model"}
 
@@ -25,6 +26,8 @@ def describe_file(path: Path) -> dict[str, Any]:
     """
     try:
         packet = read(path)
+    except Altered:
+        raise
     except Malformed as why:
         raise ConfigError(f"{path} cannot be shown: {why}") from why
     header, forms = packet.header, packet.tensors.forms
@@ -34,6 +37,7 @@ def describe_file(path: Path) -> dict[str, Any]:
         "file": str(path),
         "kind": _kind(packet),
         "bytes": packet.size,
+        "checksum": "as it was written" if packet.sealed else "no checksum",
         "network": _network(header),
         "parameters": sum(math.prod(form.shape) for form in own),
         "evidence": evidence,
@@ -77,7 +81,7 @@ def _printable(words: str) -> str:
 def _words(key: str, value: Any) -> str:
     match key, value:
         case "sites", list():
-            return ", ".join(f"{site['client']} ({site['num_examples']:,.0f} examples)" for site in value)
+            return ", ".join(f"{site['client']} ({_site_words(site)})" for site in value)
         case "refused", list():
             return "; ".join(f"{r.get('client')}: {r.get('field')} is {r.get('got')}" for r in value)
         case "inputs", {"columns": [*columns]}:
@@ -91,6 +95,12 @@ def _words(key: str, value: Any) -> str:
         case _, list():
             return ", ".join(map(_plain, value))
     return f"{value:,}" if isinstance(value, int) else _plain(value)
+
+
+def _site_words(site: Mapping[str, Any]) -> str:
+    """How many examples a site sent, for how many they counted, and where its update lay."""
+    counted = f", counted as {site['counted']:,.10g}" if "counted" in site else ""
+    return f"{site['num_examples']:,.0f} examples{counted}" + (f", from {site['file']}" if "file" in site else "")
 
 
 def _column_words(column: Mapping[str, Any]) -> str:
@@ -126,9 +136,7 @@ def _plain(value: Any) -> str:
 def model_card(facts: Mapping[str, Any]) -> str:
     """A model card in Markdown: what the file is, what it is for, who is in it, what is not known of it."""
     rows = "\n".join(f"| {name} | {markdown_text(words)} |" for name, words in facts_in_words(facts))
-    sites = "".join(
-        f"- {markdown_text(s['client'])}: {s['num_examples']:,.0f} examples\n" for s in facts.get("sites", [])
-    )
+    sites = "".join(f"- {markdown_text(s['client'] + ': ' + _site_words(s))}\n" for s in facts.get("sites", []))
     refused = "".join(
         "- "
         + markdown_text(f"{r.get('client')}: {r.get('field')} is {r.get('got')}, expected {r.get('expected')}")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedfuse.core.messages import Form
 from fedfuse.errors import ConfigError
-from fedfuse.wire.codec import LazyParams, Packet, write
+from fedfuse.wire.codec import LazyParams, Packet, write_sealed
 from fedfuse.wire.folders import INDEX as MODEL_INDEX
 from fedfuse.wire.folders import read_files, read_json
 
@@ -271,5 +271,5 @@ def write_adapter(folder: Path, source: Path, tensors: LazyParams, header: Mappi
     odd = {module: rank for module, rank in ranks.items() if rank != usual}
     config |= {"r": usual, "lora_alpha": usual, "use_rslora": False, "rank_pattern": odd, "alpha_pattern": odd}
     config |= {"init_lora_weights": True, "inference_mode": True}
-    write(folder / WEIGHTS, tensors, header, marks={"format": "pt"})
+    write_sealed(folder / WEIGHTS, tensors, header, marks={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -3,15 +3,20 @@
 The format is safetensors' own (8 bytes of length, a JSON table, the data), so any safetensors reader opens our
 files; our header stands in its metadata under "fedfuse". Reading never trusts a length: the table is checked in
 full, against given limits, before a single tensor exists.
+
+A sealed file has under "fedfuse.sha256" the SHA-256 of all its bytes, with zeros for the 64 digits themselves. It is
+looked at when the file is opened, in one pass; the tensors are then read from where the system keeps them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +29,11 @@ from fedfuse.core.large_pages import use_large_pages
 from fedfuse.core.messages import Form
 from fedfuse.core.params import Params
 from fedfuse.errors import ConfigError
-from fedfuse.wire.reading import fill
+from fedfuse.wire.reading import fill, sha256_of
 from fedfuse.wire.table import DTYPES as DTYPES
+from fedfuse.wire.table import FILE_FORMAT, NO_SEAL, SEAL, Altered, check_size, parse
 from fedfuse.wire.table import Limits as Limits
 from fedfuse.wire.table import Malformed as Malformed
-from fedfuse.wire.table import check_size, parse
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -123,11 +128,12 @@ class LazyParams(Mapping[str, Tensor]):
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """A parsed message: its header, and its tensors on demand."""
+    """A parsed message: its header, its tensors on demand, and whether it had a checksum, which was then right."""
 
     header: Mapping[str, Any]
     tensors: LazyParams
     size: int
+    sealed: bool = False
 
 
 def encode(tensors: Params, header: Mapping[str, Any]) -> bytes:
@@ -157,6 +163,35 @@ def write(
         return file.tell()
 
 
+def write_sealed(path: Path, tensors: Params, header: Mapping[str, Any], marks: Mapping[str, str] | None = None) -> int:
+    """The same for a file that others will read: it carries a checksum of itself, by which `read` sees damage.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     size = write_sealed(path := Path(folder) / "w", {"w": torch.ones(2)}, {})
+        ...     whole = path.read_bytes()
+        ...     damaged = path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        ...     read(path)
+        Traceback (most recent call last):
+        ...
+        fedfuse.wire.table.Altered: ...w is damaged or altered: its checksum is not the one it was written with; ...
+    """
+    head, ordered = _head(tensors, {**header, "format": FILE_FORMAT}, {SEAL: NO_SEAL, **(marks or {})})
+    digest = hashlib.sha256(head)
+    with write_atomically(path) as file, ThreadPoolExecutor(1) as pool:
+        file.write(head)
+        for name in ordered:
+            data = tensor_bytes(tensors[name])
+            hashed = pool.submit(digest.update, data)  # a core of its own, while this one copies to the system
+            file.write(data)
+            hashed.result()
+        size = file.tell()
+        file.seek(head.index(NO_SEAL.encode()))
+        file.write(digest.hexdigest().encode())
+    return size
+
+
 def decode(data: bytes, limits: Limits | None = None) -> Packet:
     """Parse a message in memory; tensors are views of its bytes.
 
@@ -165,7 +200,7 @@ def decode(data: bytes, limits: Limits | None = None) -> Packet:
     """
     limits = limits or Limits()
     check_size(len(data), limits)
-    contents, header, start = parse(lambda begin, length: data[begin : begin + length], len(data), limits)
+    contents, header, start, *_ = parse(lambda begin, length: data[begin : begin + length], len(data), limits)
     forms, offsets = contents.forms, contents.offsets
 
     def fetch(name: str, begin: int, end: int) -> Tensor:
@@ -183,6 +218,7 @@ def read(path: Path, limits: Limits | None = None) -> Packet:
 
     Raises:
         Malformed: with the reason, before anything is allocated.
+        Altered: if it is not what was written, by its checksum.
     """
     limits = limits or Limits()
     try:
@@ -190,7 +226,12 @@ def read(path: Path, limits: Limits | None = None) -> Packet:
         check_size(size, limits)
         with path.open("rb") as file:
             # pread moves no file position, and only the header is read: a tensor waits until somebody asks
-            contents, header, start = parse(lambda begin, length: os.pread(file.fileno(), length, begin), size, limits)
+            found = parse(lambda begin, length: os.pread(file.fileno(), length, begin), size, limits)
+        contents, header, start, seal, promised = found
+        if promised and seal is None:
+            raise Altered(path, "it has no checksum, and files of its format have one")
+        if seal is not None and seal != sha256_of(path, start, (str(seal).encode(), NO_SEAL.encode())):
+            raise Altered(path, "its checksum is not the one it was written with")
     except OSError as why:
         raise Malformed(f"cannot read {path}: {why.strerror or why}") from why
     except ConfigError as why:
@@ -210,7 +251,7 @@ def read(path: Path, limits: Limits | None = None) -> Packet:
         read_into(name, begin, out := use_large_pages(torch.empty(end - begin, dtype=forms[name].dtype)))
         return out
 
-    return Packet(header, LazyParams(forms, fetch, offsets, fill=read_into), size)
+    return Packet(header, LazyParams(forms, fetch, offsets, fill=read_into), size, sealed=seal is not None)
 
 
 def piece_of(params: Params, name: str, begin: int, end: int) -> Tensor:

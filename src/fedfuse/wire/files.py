@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +20,7 @@ from fedfuse.errors import ConfigError
 from fedfuse.nets.combine import combine_named
 from fedfuse.nets.mixture import Mixture
 from fedfuse.nets.regions import FeatureRegion
-from fedfuse.wire.codec import Malformed, Packet, forms_of, read, tensor_bytes, write
+from fedfuse.wire.codec import Malformed, Packet, forms_of, read, write_sealed
 from fedfuse.wire.messages import VERSION, mark_notes, split
 
 
@@ -49,7 +47,7 @@ def save_model(
     header |= {} if about is None else about.to_json()
     if isinstance(model, Single):
         tensors = {**_tensors(model), **mark_notes(notes or {})}
-        return _write_sealed(path, tensors, header | {"spec": model.spec.to_json()})
+        return write_sealed(path, tensors, header | {"spec": model.spec.to_json()})
     tensors = dict[str, Tensor]()
     for index, member in enumerate(model.members):
         tensors |= {f"{index}/{n}": t for n, t in _tensors(member).items()}
@@ -59,7 +57,7 @@ def save_model(
     if isinstance(model, Mixture):
         header |= {"combine": type(model.combine).__name__, "options": asdict(model.combine)}  # type: ignore[call-overload]
         header |= {"weights": model.weights.tolist()}
-    return _write_sealed(path, tensors, header)
+    return write_sealed(path, tensors, header)
 
 
 def load_model(path: Path, trusted: Collection[str] = (), like: Spec | None = None) -> tuple[Model, Mapping[str, Any]]:
@@ -74,7 +72,7 @@ def load_model(path: Path, trusted: Collection[str] = (), like: Spec | None = No
         ConfigError: if the file is damaged, is no model, or names a network that was not named here.
     """
     try:
-        packet = _read_sealed(path)
+        packet = read(path)
         task = {"task": packet.header["task"]} if "task" in packet.header else {}
         return _model(packet, trusted, like), {**packet.header.get("facts", {}), **task}
     except (Malformed, KeyError, TypeError, IndexError, ValueError) as why:
@@ -90,7 +88,7 @@ def load_answering(path: Path, trusted: Collection[str] = ()) -> tuple[Model, Ab
         ConfigError: if the file is damaged, holds no network, or names one that was not named here.
     """
     try:
-        packet = _read_sealed(path)
+        packet = read(path)
         if packet.header.get("kind") == "reply":
             own, _ = split(packet)
             return _single(Spec.from_json(packet.header.get("spec"), trusted), own, {}), About.of(packet.header)
@@ -101,30 +99,6 @@ def load_answering(path: Path, trusted: Collection[str] = ()) -> tuple[Model, Ab
         if isinstance(why, ConfigError):
             raise
         raise ConfigError(f"{path} is neither a model nor an update of fedfuse: {why}") from why
-
-
-def _write_sealed(path: Path, tensors: Params, header: Mapping[str, Any]) -> int:
-    """Write a message whose header has a checksum of all the rest."""
-    return write(path, tensors, {**header, "checksum": _checksum(tensors, header)})
-
-
-def _read_sealed(path: Path) -> Packet:
-    """Read a message back; where it has a checksum, it must be as it was written."""
-    packet = read(path)
-    told, rest = packet.header.get("checksum"), {k: v for k, v in packet.header.items() if k != "checksum"}
-    if told is not None and told != _checksum(packet.tensors, rest):
-        raise Malformed("it is damaged, for its checksum is another one; take a sound copy or make it again")
-    return packet
-
-
-def _checksum(tensors: Params, header: Mapping[str, Any]) -> str:
-    """SHA-256 of a header and of every tensor's name, form and bytes."""
-    words = json.loads(json.dumps(header))  # as a reader will have it
-    digest = hashlib.sha256(json.dumps(words, sort_keys=True).encode())
-    for name, form in sorted(forms_of(tensors).items()):
-        digest.update(f"\n{name} {form.dtype} {list(form.shape)}\n".encode())
-        digest.update(tensor_bytes(tensors[name]))
-    return digest.hexdigest()
 
 
 def _tensors(model: Single) -> Params:

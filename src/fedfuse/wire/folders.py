@@ -21,8 +21,8 @@ from torch import Tensor
 from fedfuse.core.files import regular
 from fedfuse.core.messages import Form
 from fedfuse.errors import ConfigError
-from fedfuse.wire.codec import DTYPES, LazyParams, Malformed, Packet, decode, forms_size, read, write
-from fedfuse.wire.table import Packed
+from fedfuse.wire.codec import DTYPES, LazyParams, Malformed, Packet, decode, forms_size, read, write_sealed
+from fedfuse.wire.table import Altered, Packed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EVIDENCE = "fedfuse_evidence.safetensors"  # what a folder brings beside its weights
@@ -210,6 +210,8 @@ def _read_shard(folder: Path, file: str, index: str | None) -> Packet:
         return read(folder / file)
     except Packed as why:
         raise ConfigError(f"{folder / file}: {why}") from why
+    except Altered:
+        raise
     except Malformed as why:
         raise ConfigError(f"{folder / file} is damaged: {why}; fetch the folder again") from why
 
@@ -303,7 +305,7 @@ def write_tensors(
     files = files if len(files) > 1 else [SINGLE]
     for place, (file, names) in enumerate(zip(files, shards, strict=True)):
         part = _with_watch(tensors.part(frozenset(names).__contains__), watch)
-        write(folder / file, part, header if not place else {}, marks={"format": "pt"})
+        write_sealed(folder / file, part, header if not place else {}, marks={"format": "pt"})
     if len(files) > 1:
         homes = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": forms_size(tensors.forms)}, "weight_map": homes}

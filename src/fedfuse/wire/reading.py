@@ -1,9 +1,12 @@
-"""Pieces of files, read often and little at a time."""
+"""Pieces of files, read often and little at a time, and whole files, read once for their checksum."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
+
+_BLOCK = 1 << 20  # bytes that stay in a core's cache between the read and the hash
 
 
 def fill(path: Path, place: int, room: memoryview) -> bool:
@@ -19,3 +22,17 @@ def fill(path: Path, place: int, room: memoryview) -> bool:
     finally:
         os.close(file)
     return not room
+
+
+def sha256_of(path: Path, start: int, instead: tuple[bytes, bytes]) -> str:
+    """SHA-256 of a file, one text of which, before `start`, is read as another.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        digest = hashlib.sha256(file.read(start).replace(*instead, 1))
+        room = memoryview(bytearray(_BLOCK))
+        while got := file.readinto(room):
+            digest.update(room[:got])
+    return digest.hexdigest()

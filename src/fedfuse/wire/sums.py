@@ -18,6 +18,7 @@ from fedfuse.core.params import Params
 from fedfuse.wire.codec import LazyParams, Malformed, forms_of, piece_of
 from fedfuse.wire.messages import NOTE
 
+SUM_NAME = "sum of sites"  # what a sum without a name of its own is called
 SUM = "sum/"  # the kind of notes that carry the float64 sums
 _MOST_SITES = 10**9
 _MOST_WEIGHT = 1e15

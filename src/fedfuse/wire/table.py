@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fedfuse.core.messages import Form
-from fedfuse.errors import FuseError
+from fedfuse.errors import ConfigError, FuseError
 
 DTYPES = {
     "F64": torch.float64,
@@ -29,9 +29,21 @@ DTYPES = {
 _ENTRY = frozenset({"dtype", "shape", "data_offsets"})
 _LEVELS = 32  # that a header may nest
 
+FILE_FORMAT = 2  # of files for others: from 2 on they carry a checksum
+SEAL = "fedfuse.sha256"  # the metadata's word that is the checksum
+NO_SEAL = "0" * 64  # what stands in its place while it is computed
+
 
 class Malformed(FuseError):
     """Bytes that are not what they claim to be."""
+
+
+class Altered(ConfigError, Malformed):
+    """A file that was whole when it was written and is another one now."""
+
+    def __init__(self, path: object, how: str) -> None:
+        self.how = how
+        super().__init__(f"{path} is damaged or altered: {how}; fetch it again")
 
 
 class Packed(Malformed):
@@ -76,8 +88,21 @@ def check_size(size: int, limits: Limits) -> None:
         raise Malformed(f"{size:,} bytes are more than the {limits.bytes:,} that fit here")
 
 
-def parse(piece: Callable[[int, int], bytes], size: int, limits: Limits) -> tuple[Contents, Mapping[str, Any], int]:
-    """The table of a message of so many bytes, its header, and where its data begin; `piece` gives bytes of it.
+class Parsed(NamedTuple):
+    """What stands before a message's data: its table, its header, and its checksum if it has one.
+
+    `start` is where the data begin; `promised` tells that a message of this format has a checksum.
+    """
+
+    contents: Contents
+    header: Mapping[str, Any]
+    start: int
+    seal: str | None
+    promised: bool
+
+
+def parse(piece: Callable[[int, int], bytes], size: int, limits: Limits) -> Parsed:
+    """What stands before the data of a message of so many bytes; `piece` gives bytes of it.
 
     Raises:
         Malformed: with the reason.
@@ -95,7 +120,11 @@ def parse(piece: Callable[[int, int], bytes], size: int, limits: Limits) -> tupl
     meta = table.pop("__metadata__", {})
     if len(table) > limits.tensors:
         raise Malformed(f"{len(table):,} tensors are more than the {limits.tensors:,} allowed")
-    return _contents(table, size - 8 - length), _header(meta), 8 + length
+    header = _header(meta)
+    written = header.pop("format", 1)
+    if type(written) is not int or not 1 <= written <= FILE_FORMAT:
+        raise Malformed(f"its format is {written!r:.40}, expected 1 to {FILE_FORMAT}; a newer fedfuse may read it")
+    return Parsed(_contents(table, size - 8 - length), header, 8 + length, meta.get(SEAL), written > 1)
 
 
 def _contents(table: Mapping[str, Any], body: int) -> Contents:
@@ -128,7 +157,7 @@ def _table(text: str | bytes) -> dict[str, Any]:
     return table
 
 
-def _header(meta: object) -> Mapping[str, Any]:
+def _header(meta: object) -> dict[str, Any]:
     text = meta.get("fedfuse", "{}") if isinstance(meta, dict) else None
     if not isinstance(text, str):
         raise Malformed("its metadata are not text")

@@ -86,8 +86,8 @@ def test_files_without_names_are_taken_at_their_word_with_a_sentence() -> None:
 
 def test_what_one_file_of_many_says_alone_is_not_the_fused_models_word() -> None:
     """One file among silent ones named the classes of all, and said how everybody's rows are scaled."""
-    rows = torch.randn(9, 4), torch.arange(9) % 3
-    plain = [fedfuse.local_update(SPEC, rows, client=f"s{k}", start=START, epochs=1) for k in range(4)]
+    rows = [(torch.randn(9, 4), torch.arange(9) % 3) for _ in range(4)]
+    plain = [fedfuse.local_update(SPEC, each, client=f"s{k}", start=START, epochs=1) for k, each in enumerate(rows)]
     bare = [replace(u, payload=encode((p := decode(u.payload)).tensors, _without(p.header, "inputs"))) for u in plain]
     packet = decode(bare[0].payload)
     form = PictureForm(height=2, width=2, channels=1, mean=(0.5,), std=(1e-3,))
@@ -121,7 +121,7 @@ def test_a_header_that_lies_about_its_names_is_refused() -> None:
     liar = update("c")
     packet = decode(liar.payload)
     lies = replace(liar, payload=encode(packet.tensors, {**packet.header, "class_names": ["a", "b"]}))
-    deep = replace(liar, client="d", payload=encode(packet.tensors, {**packet.header, "class_names": [["a"]]}))
+    deep = replace(liar, payload=encode(packet.tensors, {**packet.header, "client": "d", "class_names": [["a"]]}))
     fused = fedfuse.fuse([update("a"), update("b"), update("b2"), lies, deep])
     assert [(r["client"], r["field"]) for r in fused.refused] == [("c", "header"), ("d", "header")]
     assert "2 names for 3 classes" in fused.refused[0]["got"]

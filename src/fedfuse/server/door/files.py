@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from fedfuse.core.about import names_text
 from fedfuse.core.description import read_layout
 from fedfuse.core.messages import Brief, Envelope, Form, Start
 from fedfuse.core.params import Layout, Params
@@ -21,10 +22,11 @@ from fedfuse.core.rng import seeded
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, QuorumLost, Refused
 from fedfuse.server.door.admit import Admission, Rules, admit_all
+from fedfuse.server.door.agreed import Agreed, find_other_start
 from fedfuse.server.door.differences import first_difference, shorten
 from fedfuse.server.door.forms import widen_alike
 from fedfuse.server.door.names import CommonNames, agree_on_names, find_odd_numbers, put_in_order
-from fedfuse.server.door.opened import SHARED, Item, OpenedItem, find_typical, open_all
+from fedfuse.server.door.opened import SHARED, Item, OpenedItem, find_typical, open_all, refuse_twins
 from fedfuse.tasks import CLASSIFICATION, task_named
 from fedfuse.wire.codec import Packet, forms_of
 from fedfuse.wire.digest import fingerprint
@@ -40,18 +42,38 @@ _SAID = ("version", "num_examples", "steps", "facts", "training", "sums")  # wha
 
 
 class Gathered(NamedTuple):
-    """What came through the door, the brief it might have answered, the names it agrees on, and its headers' words."""
+    """What came through the door, the brief it might have answered, the names it agrees on, and its headers' words.
+
+    `opened` is each of them as it came, by its site.
+    """
 
     admission: Admission
     brief: Brief
     names: CommonNames
     shared: Mapping[str, Any]
+    opened: Mapping[str, OpenedItem]
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a reader should know before trusting names of sites and of classes."""
+        renamed = [
+            f"{shorten(file)} is of {shorten(update.client)}"
+            for update in self.admission.cohort
+            if (file := self.opened[update.client].item.file)
+        ]
+        said = f"files are called otherwise than their sites, and the headers decide: {names_text(renamed)}"
+        return (*([said] if renamed else []), *self.names.remarks)
 
 
 def gather(
-    items: Sequence[Item], recipe: Recipe, start: Params | None, networks: Sequence[Spec], rules: Rules
+    items: Sequence[Item],
+    recipe: Recipe,
+    start: Params | None,
+    networks: Sequence[Spec],
+    rules: Rules,
+    agreed: Agreed | None = None,
 ) -> Gathered:
-    """Let the items through the door under the contract most of them share.
+    """Let the items through the door under the contract most of them share, or that a federation folder fixes.
 
     Evidence that the method does not ask for is left unread, so that updates made for one method can be fused by
     another; what it does ask for and an update does not bring is refused by name.
@@ -62,25 +84,29 @@ def gather(
         start: the weights all began with, if they are known.
         networks: those the user named.
         rules: the quorum.
+        agreed: what a federation folder fixes, if there is one.
 
     Raises:
         QuorumLost: when too few can be read, agree and pass the door; every refusal is told.
         ConfigError: when what they agree on does not fit the network or the start that was named.
     """
     opened, refused = open_all(items, None if recipe.trains else start)
+    opened = refuse_twins(opened, refused)
     opened = _fitting(opened, recipe, refused)
     if recipe.align is not None and "start" not in recipe.needs:
         opened = [_without_start(o) for o in opened]  # networks are aligned because they began apart
-    if all(o.is_plain or o.item.packet for o in opened):  # half precision beside full is widened
+    if all(o.is_plain or o.item.is_folder for o in opened):  # half precision beside full is widened
         packets, start = widen_alike([o.packet for o in opened], start)
         opened = [replace(o, packet=packet) for o, packet in zip(opened, packets, strict=True)]
-    names, agreed = agree_on_names({o.item.client: o.packet.header for o in opened}, recipe, refused)
-    opened = [o for o in opened if o.item.client in agreed]
+    if agreed is not None:
+        opened = _keeping_to(agreed, opened, recipe, start, refused)
+    names, told = agree_on_names({o.item.client: o.packet.header for o in opened}, recipe, refused, agreed)
+    opened = [o for o in opened if o.item.client in told]
     if recipe.mixes_networks:
         odd = find_odd_numbers({o.item.client: o.packet.header for o in opened if not o.is_plain})
         refused.extend(odd.values())
         opened = [o for o in opened if o.item.client not in odd]
-    chosen = opened if recipe.mixes_networks else _majority(opened, refused)
+    chosen = opened if recipe.mixes_networks else _majority(opened, refused, agreed is not None)
     _check_quorum(len(chosen), len(items), rules.quorum, refused)
     briefs = _briefs(chosen, recipe, start, networks, refused)
     chosen = [o for o in chosen if o.signature in briefs]
@@ -92,7 +118,7 @@ def gather(
     own = {o.item.client: Start(b.spec, b.params) for o in chosen if (b := briefs[o.signature]) is not brief}
     brief = replace(brief, own=own, classes=max(b.classes for b in briefs.values()))
     replies = {o.item.client: _reply(o, brief.to(o.item.client), recipe) for o in chosen}
-    told, own_word = chosen[0].packet.header, {o.item.client for o in chosen if o.item.num_examples is None}
+    own_word = {o.item.client for o in chosen if o.item.num_examples is None}
     admission = admit_all(
         [Envelope(o.item.client, o.item.payload) for o in chosen],
         brief,
@@ -107,7 +133,9 @@ def gather(
     admission.cohort, unordered = put_in_order(admission.cohort, names)
     admission.refused = [r.facts() for r in [*refused, *unordered]] + admission.refused
     check_enough(admission, len(items), rules.quorum)
-    return Gathered(admission, brief, names, {k: told[k] for k in ("kind", "version", *SHARED) if k in told})
+    header = chosen[0].packet.header
+    shared = {key: header[key] for key in ("kind", "version", *SHARED) if key in header}
+    return Gathered(admission, brief, names, shared, {o.item.client: o for o in chosen})
 
 
 def _without_start(opened: OpenedItem) -> OpenedItem:
@@ -141,12 +169,32 @@ def _fitting(opened: Sequence[OpenedItem], recipe: Recipe, refused: list[Refused
     return [o for o in opened if o.has_weights == recipe.trains]
 
 
-def _majority(opened: Sequence[OpenedItem], refused: list[Refused]) -> list[OpenedItem]:
-    """Those who share what more than half have; the others are refused."""
+def _keeping_to(
+    agreed: Agreed, opened: Sequence[OpenedItem], recipe: Recipe, start: Params | None, refused: list[Refused]
+) -> list[OpenedItem]:
+    """Those who keep to what a federation folder fixes, however many do."""
+    odd = {o.item.client: why for o in opened if (why := agreed.find_difference(o, recipe.mixes_networks))}
+    if start is not None and not recipe.mixes_networks:
+        forms, name = forms_of(start), fingerprint(start)
+        rest = [o for o in opened if o.item.client not in odd]
+        odd |= {o.item.client: why for o in rest if (why := find_other_start(o, forms, name))}
+    refused.extend(odd.values())
+    return [o for o in opened if o.item.client not in odd]
+
+
+def _majority(opened: Sequence[OpenedItem], refused: list[Refused], by_folder: bool) -> list[OpenedItem]:
+    """Those who share what more than half have; the others are refused.
+
+    Where a folder says what files must say, those decide that name its start, if there are any.
+    """
     if not opened:
         return []
-    winner, count = Counter(o.signature for o in opened).most_common(1)[0]
-    if count * 2 <= len(opened):
+    voters = opened
+    if by_folder:
+        own = [o for o in opened if not o.is_plain]
+        voters = [o for o in own if "start" in o.packet.header] or own or opened
+    winner, count = Counter(o.signature for o in voters).most_common(1)[0]
+    if count * 2 <= len(voters):
         raise QuorumLost(f"no layout is shared by more than half of the updates: {_differences(opened)}")
     chosen = [o for o in opened if o.signature == winner]
     refused.extend(_refusal_of(o, chosen[0]) for o in opened if o.signature != winner)

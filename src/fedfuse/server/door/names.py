@@ -22,9 +22,11 @@ from fedfuse.core.model import Single, outputs
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.errors import ConfigError, QuorumLost, Refused
+from fedfuse.server.door.agreed import BY_FOLDER, Agreed
 
 T = TypeVar("T")
 
+_READ = ("client", "class_names", "inputs")
 _REMEDY = "make one federation file with `fedfuse init` and let every site train by it"
 
 
@@ -60,9 +62,9 @@ class CommonNames:
 
 
 def agree_on_names(
-    headers: Mapping[str, Mapping[str, Any]], recipe: Recipe, refused: list[Refused]
+    headers: Mapping[str, Mapping[str, Any]], recipe: Recipe, refused: list[Refused], agreed: Agreed | None = None
 ) -> tuple[CommonNames, dict[str, About]]:
-    """Let most files decide on classes and inputs; who says otherwise is refused by name.
+    """Let the federation folder decide on classes and inputs, else most files; who says otherwise is refused by name.
 
     Classes in another order are told apart by name: where networks are only asked for their answers, their outputs are
     put in order; where weights are fused, the file is refused, for its start was another one for every class.
@@ -71,6 +73,7 @@ def agree_on_names(
         headers: what each file says, by client.
         recipe: what will fuse them.
         refused: gets a line for every file that cannot be fused with the others.
+        agreed: what a federation folder fixes, if there is one.
 
     Returns:
         What is agreed, and what each remaining file says of itself.
@@ -80,17 +83,21 @@ def agree_on_names(
     """
     told, unheard = _read_all(headers, refused), dict[str, tuple[str, ...]]()
     classes = {client: about.class_names for client, about in told.items() if about.class_names}
-    if classes and 2 * len(classes) < len(told):
+    if agreed is None and classes and 2 * len(classes) < len(told):
         unheard["the names of classes"], classes = tuple(classes), {}
-    most = _majority({c: frozenset(n) for c, n in classes.items()}, "classes", lambda s: names_text(sorted(s)))
+    if agreed is None:
+        most = _majority({c: frozenset(n) for c, n in classes.items()}, "classes", lambda s: names_text(sorted(s)))
+    else:
+        most = frozenset(agreed.class_names)
     if most is not None:
         odd = {c: names for c, names in classes.items() if frozenset(names) != most}
-        refused.extend(_other_classes(c, names, most) for c, names in odd.items())
+        refused.extend(_other_classes(c, names, most, _whose(agreed)) for c, names in odd.items())
         told = {c: about for c, about in told.items() if c not in odd}
-    names = _common_order([n for c, n in classes.items() if c in told])
-    orders = _orders({c: n for c, n in classes.items() if c in told}, names, recipe, refused)
+    named = [n for c, n in classes.items() if c in told]
+    names = _common_order(named) if agreed is None else agreed.class_names
+    orders = _orders({c: n for c, n in classes.items() if c in told}, names, recipe, refused, agreed)
     told = {c: about for c, about in told.items() if c in orders or not names or about.class_names in ((), names)}
-    inputs = _agree_on_inputs(told, recipe, refused, unheard)
+    inputs = _agree_on_inputs(told, recipe, refused, unheard, agreed)
     silent = tuple(c for c, about in told.items() if names and not about.class_names)
     return CommonNames(names, inputs, orders, silent, unheard), told
 
@@ -159,7 +166,7 @@ def _read_all(headers: Mapping[str, Mapping[str, Any]], refused: list[Refused]) 
     told = {}
     for client, header in headers.items():
         try:
-            told[client] = about = About.of({key: header[key] for key in ("class_names", "inputs") if key in header})
+            told[client] = about = About.of({key: header[key] for key in _READ if key in header})
             if about.class_names and header.get("classes", len(about.class_names)) != len(about.class_names):
                 raise ConfigError(f"it gives {len(about.class_names)} names for {header['classes']!r:.20} classes")
         except ConfigError as why:
@@ -179,7 +186,12 @@ def _majority(said: Mapping[str, T], what: str, words: Callable[[T], str]) -> T 
     return winner
 
 
-def _other_classes(client: str, names: Sequence[str], most: frozenset[str]) -> Refused:
+def _whose(agreed: Agreed | None) -> str:
+    """Whose word it is that files are held to."""
+    return f"as most have; {_REMEDY}" if agreed is None else f"{BY_FOLDER}; train by that folder"
+
+
+def _other_classes(client: str, names: Sequence[str], most: frozenset[str], whose: str) -> Refused:
     extra, lacking = sorted(set(names) - most), sorted(most - set(names))
     parts = [f"with {names_text(extra)}"] if extra else []
     parts += [f"without {names_text(lacking)}"] if lacking else []
@@ -187,7 +199,7 @@ def _other_classes(client: str, names: Sequence[str], most: frozenset[str]) -> R
         client,
         "classes",
         f"{names_text(names)} ({', '.join(parts)})",
-        f"{names_text(sorted(most))} as most have; {_REMEDY}",
+        f"{names_text(sorted(most))} {whose}",
     )
 
 
@@ -200,32 +212,44 @@ def _common_order(named: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _orders(
-    classes: Mapping[str, tuple[str, ...]], names: tuple[str, ...], recipe: Recipe, refused: list[Refused]
+    classes: Mapping[str, tuple[str, ...]],
+    names: tuple[str, ...],
+    recipe: Recipe,
+    refused: list[Refused],
+    agreed: Agreed | None,
 ) -> dict[str, tuple[int, ...]]:
     """At which of its outputs each class stands, for sites where that is not the common order."""
     odd = {client: own for client, own in classes.items() if own != names}
     if recipe.mixes_networks and not {kind.name for kind in recipe.evidence} & recipe.needs:
         return {client: tuple(own.index(name) for name in names) for client, own in odd.items()}
-    expected = f"the order {names_text(names)}, in which its start was trained; {_REMEDY}"
+    whose = f"in which its start was trained; {_REMEDY}" if agreed is None else _whose(agreed)
+    expected = f"the order {names_text(names)}, {whose}"
     refused.extend(Refused(c, "the order of classes", names_text(own), expected) for c, own in odd.items())
     return {}
 
 
 def _agree_on_inputs(
-    told: dict[str, About], recipe: Recipe, refused: list[Refused], unheard: dict[str, tuple[str, ...]]
+    told: dict[str, About],
+    recipe: Recipe,
+    refused: list[Refused],
+    unheard: dict[str, tuple[str, ...]],
+    agreed: Agreed | None,
 ) -> RowForm | None:
-    """The form of rows that most tell, the others taken out; none where fewer than half tell any."""
+    """The folder's form of rows, or that which most tell, the others taken out; none where fewer than half tell any."""
     said = {client: about.inputs for client, about in told.items() if about.inputs is not None}
-    if said and 2 * len(said) < len(told):
+    if agreed is None and said and 2 * len(said) < len(told):
         unheard["the form of inputs"] = tuple(said)
         return None
     keys = {client: form_key(form, recipe.mixes_networks) for client, form in said.items()}
-    most = _majority(keys, "inputs", lambda key: str(next(said[c] for c in keys if keys[c] == key)))
-    common = next((said[client] for client in said if keys[client] == most), None)
+    if agreed is None:
+        most = _majority(keys, "inputs", lambda key: str(next(said[c] for c in keys if keys[c] == key)))
+        common = next((said[client] for client in said if keys[client] == most), None)
+    else:
+        most, common = form_key(agreed.inputs, recipe.mixes_networks), agreed.inputs
     for client in said:
         if keys[client] != most:
             got, wanted = _tell_forms_apart(said[client], common)
-            refused.append(Refused(client, "the form of inputs", got, f"{wanted} as most have; {_REMEDY}"))
+            refused.append(Refused(client, "the form of inputs", got, f"{wanted} {_whose(agreed)}"))
             del told[client]
     return common
 

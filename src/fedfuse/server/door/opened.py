@@ -6,18 +6,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from fedfuse.core.about import names_text
 from fedfuse.core.messages import Form
 from fedfuse.core.params import Params
 from fedfuse.core.spec import Spec
 from fedfuse.errors import Refused
 from fedfuse.server.door.differences import shorten
 from fedfuse.wire.codec import Malformed, Packet, forms_of
-from fedfuse.wire.folders import check_unpacked, open_weights
+from fedfuse.wire.digest import fingerprint
+from fedfuse.wire.folders import check_unpacked, is_folder, open_weights
 from fedfuse.wire.messages import NOTE, split
-from fedfuse.wire.table import Packed
+from fedfuse.wire.sums import SUM_NAME
+from fedfuse.wire.table import Altered, Packed
 
 SHARED = ("spec", "layout", "round", "start", "classes", "task", "memory")  # common to all of one fusion
+_LONGEST, _SHOWN = 1000, 110  # characters of a site's name, and of a path in a sentence
+_WHOLE = "the file as it was written; fetch it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +31,14 @@ class Item:
     """Something to fuse.
 
     Attributes:
-        client: who it is from.
+        client: the site it is from: as its header says, else as its file is called.
         payload: its bytes or file.
         num_examples: how many examples stand behind it, if the user says so.
         spec: its network, for an update that was made in this process.
         packet: what is read instead of the payload, where somebody had to open it before.
+        place: where it lies: its file, or which of the updates it is.
+        called: what it is called there.
+        named: whether its header says which site it is from.
     """
 
     client: str
@@ -37,6 +46,20 @@ class Item:
     num_examples: float | None = None
     spec: Spec | None = None
     packet: Packet | None = None
+    place: str = ""
+    called: str = ""
+    named: bool = False
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a checkpoint folder."""
+        return isinstance(self.payload, Path) and is_folder(self.payload)
+
+    @property
+    def file(self) -> str:
+        """Where it lies, if it is called otherwise there than its site."""
+        place = self.payload.name if isinstance(self.payload, Path) else self.place
+        return place if self.named and self.called != self.client else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +118,63 @@ def open_all(items: Sequence[Item], standing: Params | None) -> tuple[list[Opene
             opened.append(found)
         except Packed as why:
             refused.append(Refused(item.client, shorten(why.tensor), why.got, why.expected))
+        except Altered as why:
+            refused.append(Refused(item.client, "file", f"damaged or altered: {why.how}", _WHOLE))
         except Malformed as why:
             refused.append(Refused(item.client, "file", f"damaged: {why}", "a safetensors file"))
     return opened, refused
+
+
+def site_of(header: Mapping[str, Any]) -> str | None:
+    """The site that an update's header says it is from, None where it does not say.
+
+    Example:
+        >>> site_of({"kind": "reply", "client": "north"}), site_of({})
+        ('north', None)
+    """
+    client = header.get("client") if header.get("kind") == "reply" else None
+    fit = isinstance(client, str) and len(client) <= _LONGEST and client not in ("", SUM_NAME)
+    return client if fit else None  # the door refuses a header with another kind of name
+
+
+def refuse_twins(opened: Sequence[OpenedItem], refused: list[Refused]) -> list[OpenedItem]:
+    """Those that come once: of equal updates the first, and of several updates of one site none.
+
+    Which of two updates is the site's own word cannot be seen from them; both files are named.
+    """
+    firsts, contents = dict[tuple[str, str], OpenedItem](), Counter(_content(o) for o in opened)
+    different = []
+    for o in opened:
+        said = _content(o)
+        key = said, fingerprint(o.packet.tensors) if said and contents[said] > 1 else o.item.place
+        first = firsts.setdefault(key, o) if said else o
+        if first is o:
+            different.append(o)
+            continue
+        other = f"{_end_of(first.item.place)} is the same, of {shorten(first.item.client)}"
+        words = f"each update once, and {other}; leave one out"
+        refused.append(Refused(o.item.client, "update", _end_of(o.item.place), words))
+    sites: dict[str, list[OpenedItem]] = {}
+    for o in different:
+        sites.setdefault(o.item.client, []).append(o)
+    for client, twins in sites.items():
+        for o in twins if len(twins) > 1 else ():
+            others = names_text([_end_of(t.item.place) for t in twins if t is not o], most=3)
+            words = f"one update of each site, and {others} is of {shorten(client)} too; leave one out"
+            refused.append(Refused(client, "file", _end_of(o.item.place), words))
+    return [o for o in different if len(sites[o.item.client]) == 1]
+
+
+def _end_of(place: str) -> str:
+    """A path as it ends, where it is too long for a sentence."""
+    return place if len(place) <= _SHOWN else f"…{place[-_SHOWN:]}"
+
+
+def _content(opened: OpenedItem) -> str:
+    """What an update says of itself but for its site; nothing of plain tensors, which may be fused twice."""
+    header = {key: value for key, value in opened.packet.header.items() if key != "client"}
+    forms = sorted((name, *form) for name, form in opened.packet.tensors.forms.items())
+    return "" if opened.is_plain or opened.item.is_folder else repr((sorted(header.items()), forms))
 
 
 def find_typical(items: Sequence[Item]) -> OpenedItem | None:
