@@ -59,7 +59,7 @@ def test_the_journey_from_init_to_a_card(
     assert lines["newton, 7 files each"][2:5] == lines["pooled fit"][2:5]
     card = (tmp_path / "card.md").read_text(encoding="utf-8")
     assert "- switzerland: 30 examples" in card
-    assert "| chol [mg/dl] |" in card
+    assert r"| chol \[mg/dl\] |" in card
     assert len((tmp_path / "predictions.csv").read_text(encoding="utf-8").splitlines()) == 255
     head, *rows = csv.reader((tmp_path / "test.csv").read_text(encoding="utf-8").splitlines())
     gaps = [

@@ -149,7 +149,7 @@ def test_from_columns_to_answers(fedfuse: Fedfuse, task: str, method: str, score
         assert {a["answered"] for a in answers} == {"a; b; c"}
     shown = ok(fedfuse("show", "all.safetensors", "--card", "card.md")).out
     assert "table of age [years], chol [mg/dl], sex (f|m), pain (1|2|3); predicts" in shown
-    assert "| chol [mg/dl] |" in Path("card.md").read_text()
+    assert r"| chol \[mg/dl\] |" in Path("card.md").read_text()
 
 
 def test_the_scale_is_that_of_the_pooled_rows(fedfuse: Fedfuse, hospitals: Path) -> None:

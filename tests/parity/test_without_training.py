@@ -136,5 +136,5 @@ def test_weights_and_evidence_alone_are_not_mistaken_for_each_other() -> None:
     alone, trained = updates(ALONE, begin), updates(find_method("fedavg").recipe(), begin)
     with pytest.raises(QuorumLost, match="update is evidence alone, expected trained weights"):
         fedfuse.fuse(alone, "fedavg")
-    fused = fedfuse.fuse([*alone, trained[0]], ALONE, start=begin, quorum=0.5)
+    fused = fedfuse.fuse([*alone, trained[0].telling(client="another")], ALONE, start=begin, quorum=0.5)
     assert [r["field"] for r in fused.refused] == ["update"]

@@ -234,7 +234,9 @@ def read(path: Path, limits: Limits | None = None) -> Packet:
             raise Altered(path, "its checksum is not the one it was written with")
     except OSError as why:
         raise Malformed(f"cannot read {path}: {why.strerror or why}") from why
-    except ConfigError as why:
+    except Altered:
+        raise
+    except ConfigError as why:  # a pipe or a device
         raise Malformed(str(why)) from why
 
     forms, offsets = contents.forms, contents.offsets
