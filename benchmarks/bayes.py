@@ -29,10 +29,10 @@ from fedfuse.core.seams import TaskLoss, Work
 from fedfuse.core.settings import LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState
-from fedfuse.core.threads import one_thread
+from fedfuse.core.torch_utils import one_thread
 from fedfuse.kernels import why_not
+from fedfuse.methods.barycenters import AlphaDivergence
 from fedfuse.models.bayes import BayesianLayers
-from fedfuse.server.aggregate.barycenters import AlphaDivergence
 from fedfuse.server.aggregate.charts import CHARTS, MeanIn
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.training.round import train

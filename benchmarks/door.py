@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.control import ControlDelta
 from fedfuse.core.messages import Brief, Cohort, Envelope
 from fedfuse.core.seams import Evidence
 from fedfuse.core.spec import Spec
+from fedfuse.methods.scaffold import ControlDelta
+from fedfuse.server.admission.admit import Admission, admit_all
 from fedfuse.server.aggregate.mean import mean_of, weighted_mean
-from fedfuse.server.door.admit import Admission, admit_all
 from fedfuse.wire.messages import encode_reply
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from fedfuse.client.evidence.kfac import KroneckerFactors, kronecker_factors
+from fedfuse.client.kfac import KroneckerFactors, kronecker_factors
 from fedfuse.core.messages import ClientUpdate, Cohort, Envelope, Form
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
@@ -43,10 +43,9 @@ from fedfuse.core.state import Bench, Local, ServerState
 from fedfuse.data import Dirichlet, find, load, partition
 from fedfuse.linalg.kron import natural_mean
 from fedfuse.linalg.psd import pack
-from fedfuse.nets.blocks import Block, blocks_of
-from fedfuse.nets.factors import Packing
+from fedfuse.nets.kronecker import Block, Packing, blocks_of
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.server.aggregate.natural import NaturalKron
-from fedfuse.server.door.admit import admit_all
 from fedfuse.training.round import client_round, train
 from machine import here
 

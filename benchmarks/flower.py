@@ -28,7 +28,7 @@ import psutil
 import torch
 from torch import nn
 
-from fedfuse.experiment.watch import Callback
+from fedfuse.experiment.callbacks import Callback
 from fedfuse.flower.version import need_flower
 
 need_flower()

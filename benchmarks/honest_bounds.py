@@ -13,19 +13,18 @@ import statistics
 
 import torch
 
-from fedfuse.core.bounds import Bounds
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
 from fedfuse.core.rows import Rows
-from fedfuse.core.settings import LocalSettings
+from fedfuse.core.settings import Bounds, LocalSettings
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.data.partitions import partition
 from fedfuse.data.schemes import Classes, Dirichlet, Scheme, Shares
 from fedfuse.data.sources import load
-from fedfuse.server.door.admit import Rules, admit_all
+from fedfuse.server.admission.admit import Rules, admit_all
 from fedfuse.server.judge import log_probabilities
 from fedfuse.server.round import fuse_round
 from fedfuse.training.round import client_round

@@ -38,9 +38,8 @@ from fedfuse.data.schemes import Dirichlet
 from fedfuse.data.sources import load
 from fedfuse.errors import FuseError
 from fedfuse.linalg.psd import pack
-from fedfuse.nets.blocks import blocks_of
-from fedfuse.nets.factors import unpack_triangle
-from fedfuse.server.door.admit import Admission, admit_all
+from fedfuse.nets.kronecker import blocks_of, unpack_triangle
+from fedfuse.server.admission.admit import Admission, admit_all
 from fedfuse.server.filters import with_filters
 from fedfuse.server.judge import log_probabilities
 from fedfuse.server.round import fuse_round

@@ -25,7 +25,7 @@ from torch import Tensor
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.spec import Spec
-from fedfuse.core.threads import one_thread
+from fedfuse.core.torch_utils import one_thread
 from fedfuse.server.aggregate import mean as means
 from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.wire.codec import decode, encode, read

@@ -26,8 +26,7 @@ from fedfuse.core.model import Single
 from fedfuse.core.rng import seeded
 from fedfuse.core.spec import Spec
 from fedfuse.data import find, load
-from fedfuse.nets.combine import TopLogit
-from fedfuse.nets.mixture import MEMORY, Mixture
+from fedfuse.nets.mixture import MEMORY, Mixture, TopLogit
 
 SPECS = {
     "mlp 784-100-10": Spec("mlp"),

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from fedfuse.experiment.watch import Callback
+from fedfuse.experiment.callbacks import Callback
 
 ROUNDS, EARLY = 20, 5
 
@@ -101,7 +101,7 @@ def synthetic() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 def measure(clients: int, workers: int, method: str, memo: bool) -> Row:
     from fedfuse.data import find
     from fedfuse.experiment.config import Experiment
-    from fedfuse.experiment.execute import execute
+    from fedfuse.experiment.run import execute
 
     rows, asked = min(60 * clients, 60_000), min(50, clients)
     source = "mnist" if find("mnist") else f"{Path(__file__).stem}:synthetic"

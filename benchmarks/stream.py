@@ -10,7 +10,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 
-from fedfuse.api.sums import add_updates
+from fedfuse.api.fusion import add_updates
 from fedfuse.core.messages import Brief, ClientUpdate, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
@@ -19,7 +19,7 @@ from fedfuse.core.state import ServerState
 from fedfuse.linalg.ridge import Sums
 from fedfuse.methods.refit import refit
 from fedfuse.nets.head import moment_notes, total_sums
-from fedfuse.server.door.admit import admit_all
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.wire.codec import decode
 from fedfuse.wire.messages import NOTE, encode_reply
 from scale import peak_and_forget

@@ -23,7 +23,7 @@ from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.server.aggregate.gaussianity import NonGaussianMean, Renyi
+from fedfuse.methods.swa import NonGaussianMean, Renyi
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.wire.codec import decode, encode, read
 from machine import here

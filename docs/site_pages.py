@@ -15,14 +15,14 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from fedfuse.core.catalogue import FAMILIES, list_catalogue
-from fedfuse.core.effort import TRAINING_PASSES, Effort, HasPasses, passes_of
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
+from fedfuse.core.seams import TRAINING_PASSES, Effort, HasPasses, passes_of
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.experiment.claims import all_findings
+from fedfuse.experiment.reproduce import all_findings
 from fedfuse.report.claims import Finding
 from fedfuse.report.reproduction import method_verdicts
 

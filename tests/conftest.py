@@ -15,7 +15,7 @@ import torch
 
 from fedfuse import cli
 from fedfuse.core import registry
-from fedfuse.core.folders import cache_folder
+from fedfuse.core.files import cache_folder
 
 torch.set_num_threads(1)
 # nothing is timed in tests: a busy machine fails none of them

@@ -26,7 +26,7 @@ from fedfuse.core.registry import all_methods
 from fedfuse.data import load
 from fedfuse.extend import ALL_LAWS, Mean, Recipe, forget_method, method
 from fedfuse.server.align.alignment import ALIGNMENTS
-from fedfuse.server.robust import GUARDS
+from fedfuse.server.guards import GUARDS
 from fedfuse.testing import check_method
 
 sys.path.insert(0, str(Path(__file__).parent))

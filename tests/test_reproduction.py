@@ -10,11 +10,18 @@ from pathlib import Path
 import pytest
 
 from fedfuse.core.catalogue import list_catalogue
-from fedfuse.experiment.claims import SCALES, all_findings, fill_documents, load_claims, never_run, results_folder
 from fedfuse.experiment.config import load_experiments
-from fedfuse.experiment.figures import all_figures
+from fedfuse.experiment.reproduce import (
+    SCALES,
+    all_figures,
+    all_findings,
+    fill_documents,
+    load_claims,
+    never_run,
+    results_folder,
+)
+from fedfuse.report.claims import read_results
 from fedfuse.report.reproduction import NEVER_RUN, reproduction_document
-from fedfuse.report.stored import read_results
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -78,7 +85,7 @@ def test_stored_results_are_small_and_have_their_file() -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT / "src"))
-    from fedfuse.cli.reproduction import write_documents, write_verdicts
+    from fedfuse.cli.results import write_documents, write_verdicts
 
     write_documents()
     write_verdicts("cpu", None, as_json=False)

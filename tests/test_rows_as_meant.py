@@ -13,7 +13,7 @@ from tests.conftest import Fedfuse
 from torch import nn
 
 from fedfuse.api import local_update
-from fedfuse.core.forms import ArrayForm
+from fedfuse.core.inputs import ArrayForm
 from fedfuse.core.rows import Rows
 from fedfuse.data import Dataset, load
 from fedfuse.data.site import read_site

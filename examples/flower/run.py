@@ -17,7 +17,7 @@ from deployment import Deployment
 
 from fedfuse.data import load
 from fedfuse.experiment.config import load_experiment
-from fedfuse.experiment.ledger import Ledger
+from fedfuse.experiment.results import Ledger
 from fedfuse.flower.app import write_app
 
 HERE = Path(__file__).resolve().parent

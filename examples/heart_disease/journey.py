@@ -19,13 +19,13 @@ from run import OWN_RIDGE, PUBLISHED, fit, score_line, with_constant
 from torch import Tensor
 
 from fedfuse.data import load
-from fedfuse.data.locations import locate
+from fedfuse.data.download import locate
 from fedfuse.data.official import OFFICIAL
 from fedfuse.data.site import SiteRows, read_site
-from fedfuse.data.table_source import HOSPITALS, hospital_halves
+from fedfuse.data.table_sources import HOSPITALS, hospital_halves
 from fedfuse.data.tables import RawTable
 from fedfuse.federation.agreement import read_federation
-from fedfuse.nets.glm_layer import layer_matrix
+from fedfuse.nets.glm import layer_matrix
 from fedfuse.tasks import BINARY
 from fedfuse.wire.files import load_model
 

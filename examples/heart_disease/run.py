@@ -20,8 +20,7 @@ from torch import Tensor
 import fedfuse
 from fedfuse.data import Dataset, load
 from fedfuse.experiment.results import Results
-from fedfuse.nets.glm import fit_glm, penalties
-from fedfuse.nets.glm_layer import layer_matrix
+from fedfuse.nets.glm import fit_glm, layer_matrix, penalties
 from fedfuse.tasks import BINARY
 from fedfuse.wire.files import load_model
 

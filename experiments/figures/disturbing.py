@@ -20,12 +20,11 @@ from fedfuse.core.settings import Decay, LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.data import Dataset, load
 from fedfuse.engines.local import InProcess, Population
-from fedfuse.experiment.figures import figure
-from fedfuse.nets.combine import Combine, TopLogit
-from fedfuse.nets.mixture import Mixture
-from fedfuse.report.stored import StoredResult, Values, digest_of, write_result
+from fedfuse.experiment.reproduce import figure
+from fedfuse.nets.mixture import Combine, Mixture, TopLogit
+from fedfuse.report.claims import StoredResult, Values, digest_of, write_result
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.server.aggregate.ensemble import members_of
-from fedfuse.server.door.admit import admit_all
 from fedfuse.server.judge import log_probabilities
 from fedfuse.tasks.metrics import auroc
 

@@ -21,8 +21,8 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, representation
 from fedfuse.data import Dataset, Dirichlet, find, load, partition
 from fedfuse.engines.local import InProcess, Population
-from fedfuse.experiment.figures import figure
-from fedfuse.server.door.admit import Admission, admit_all
+from fedfuse.experiment.reproduce import figure
+from fedfuse.server.admission.admit import Admission, admit_all
 
 SHOWN = 1200  # test rows drawn
 SEED = 0

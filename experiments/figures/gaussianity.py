@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfuse.experiment.figures import figure
+from fedfuse.experiment.reproduce import figure
 from fedfuse.linalg.divergence import k_statistics, non_gaussianity, renyi_to_gaussian
 
 WEIGHTS = 2400  # of LeNet's second convolution

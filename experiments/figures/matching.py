@@ -20,14 +20,14 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.data import Dataset, find, load, standardize
 from fedfuse.engines.local import InProcess, Population
-from fedfuse.experiment.figures import figure
+from fedfuse.experiment.reproduce import figure
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.server.align.activations import ByActivations, cross_moments
 from fedfuse.server.align.alignment import AlignUnits, Matching
 from fedfuse.server.align.line import Line, straight_line
 from fedfuse.server.align.nets import Net
 from fedfuse.server.align.transport import ByTransport
 from fedfuse.server.align.weights import ByWeights
-from fedfuse.server.door.admit import admit_all
 
 POINTS = 21
 WAYS: Mapping[str, Matching | None] = {

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedfuse.client.evidence.kfac import kronecker_factors
+from fedfuse.client.kfac import kronecker_factors
 from fedfuse.core.model import Single
 from fedfuse.core.rng import seeded
 from fedfuse.core.rows import Rows
@@ -21,9 +21,9 @@ from fedfuse.core.settings import LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local, ServerState
 from fedfuse.data import load
-from fedfuse.experiment.figures import figure
+from fedfuse.experiment.reproduce import figure
 from fedfuse.linalg.kron import natural_mean, natural_mean_diag
-from fedfuse.nets.blocks import blocks_of
+from fedfuse.nets.kronecker import blocks_of
 from fedfuse.server.aggregate.charts import CHARTS, mean_in
 from fedfuse.training.round import train
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.claims import results_folder
-from fedfuse.experiment.figures import figure
-from fedfuse.report.stored import StoredResult, read_result, result_path
+from fedfuse.experiment.reproduce import figure, results_folder
+from fedfuse.report.claims import StoredResult, read_result, result_path
 
 NAME = "scoreboard/oneshot"
 MARKERS = "os^DvPX*<>hpd"  # as many as no multiple of the colours: ninety-one looks before one comes again

@@ -16,8 +16,8 @@ from fedfuse.core.rng import seeded, stream
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.data import Dataset, load, standardize
-from fedfuse.experiment.figures import figure
-from fedfuse.report.stored import StoredResult, digest_of, read_result, result_path, write_result
+from fedfuse.experiment.reproduce import figure
+from fedfuse.report.claims import StoredResult, digest_of, read_result, result_path, write_result
 
 NAME = "merging/tasks"
 SOURCES = ("mnist", "fashion-mnist", "svhn", "cifar10")

@@ -23,9 +23,9 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.data import Dirichlet, load, partition
 from fedfuse.engines.local import InProcess, Population
-from fedfuse.experiment.figures import figure
+from fedfuse.experiment.reproduce import figure
 from fedfuse.report.read import Row, number, read_run
-from fedfuse.server.door.admit import admit_all
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.server.judge import Judge
 from fedfuse.server.loop import RunPlan, run
 

@@ -18,9 +18,9 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.data import Dataset, Dirichlet, find, load, partition
 from fedfuse.engines.local import InProcess, Population
-from fedfuse.experiment.figures import figure
+from fedfuse.experiment.reproduce import figure
 from fedfuse.nets.mixture import Mixture
-from fedfuse.server.door.admit import admit_all
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.server.judge import Judge
 
 COUNTS = (2, 4, 8, 12, 16)

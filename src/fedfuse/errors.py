@@ -5,6 +5,9 @@ Each message is one sentence that says who, what came, what was expected and wha
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection, Iterable
+
 
 class FuseError(Exception):
     """Base of every error we raise on purpose; `exit_code` is what the command line returns."""
@@ -106,3 +109,29 @@ def _short(value: object, limit: int = 120) -> str:
     """A value as text that cannot flood a log, whatever a client put in it."""
     text = printable((value if isinstance(value, str) else repr(value))[: 2 * limit])
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown word: the nearest known one, if any is near.
+
+    Example:
+        >>> suggest("krumm", ["krum", "median"])
+        "; did you mean 'krum'?"
+    """
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ";"
+
+
+def check_options(who: str, given: Collection[str], known: Collection[str]) -> None:
+    """Refuse the first option nobody reads, with the nearest one that somebody does.
+
+    Example:
+        >>> check_options("model 'mlp'", ["hiden"], ["hidden", "classes"])
+        Traceback (most recent call last):
+        ...
+        fedfuse.errors.ConfigError: model 'mlp' has no option 'hiden'; did you mean 'hidden'? it has hidden, classes
+    """
+    for key in given:
+        if key not in known:
+            has = ", ".join(known) or "none"
+            raise ConfigError(f"{who} has no option {key!r}{suggest(key, known)} it has {has}")

@@ -20,12 +20,11 @@ Example:
 """
 
 from fedfuse.client.objectives import Contrastive, Controlled, Proximal
-from fedfuse.core.before import FirstStep, ModelPreparation
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Flaw, Form
 from fedfuse.core.model import Apart, Single
 from fedfuse.core.params import Layer, Layout, Params
 from fedfuse.core.posterior import Diag, Flat, Kron, Posterior
-from fedfuse.core.recipe import Recipe
+from fedfuse.core.recipe import FirstStep, ModelPreparation, Recipe
 from fedfuse.core.registry import forget_method, method
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import (

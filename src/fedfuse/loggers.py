@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedfuse.core.words import suggest
-from fedfuse.errors import ConfigError
-from fedfuse.experiment.keys import file_name, flatten_keys
-from fedfuse.experiment.watch import Callback, Watcher
+from fedfuse.errors import ConfigError, suggest
+from fedfuse.experiment.callbacks import Callback, Watcher
+from fedfuse.experiment.config import file_name, flatten_keys
 
 __all__ = ["LOGGERS", "Callback", "MLflow", "TensorBoard", "Watcher", "WeightsAndBiases", "find_logger"]
 

@@ -22,7 +22,7 @@ from fedfuse.core.settings import LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.server.door.admit import admit_all
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.server.round import check_fused, filter_cohort, fuse_round
 from fedfuse.training.round import client_round
 

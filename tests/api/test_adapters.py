@@ -392,7 +392,7 @@ def test_adapters_are_fused_in_the_metric_of_what_clients_read(tmp_path: Path) -
     """Folders of peft with evidence: moments are those of the adapted network, and the fused adapter is the best."""
     pytest.importorskip("peft")
     from fedfuse.federation.checkpoint import checkpoint_evidence, open_folder
-    from fedfuse.nets.factors import read_factor
+    from fedfuse.nets.kronecker import read_factor
     from fedfuse.wire.codec import read
     from fedfuse.wire.folders import EVIDENCE
     from fedfuse.wire.messages import split

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import fedfuse
 from fedfuse.cli.app import app
-from fedfuse.core.bounds import Bounds
+from fedfuse.core.settings import Bounds
 from fedfuse.errors import ConfigError
 from fedfuse.federation.fusion import fuse_files
 from fedfuse.wire.codec import write

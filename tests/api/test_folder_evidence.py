@@ -17,7 +17,7 @@ import tiny_checkpoints as tiny
 from fedfuse.api.fusion import Fused
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.federation.checkpoint import checkpoint_evidence
-from fedfuse.nets.factors import read_factor
+from fedfuse.nets.kronecker import read_factor
 from fedfuse.wire.codec import LazyParams, read
 from fedfuse.wire.folders import EVIDENCE, read_folder
 from fedfuse.wire.messages import split
@@ -143,7 +143,7 @@ def test_one_layer_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     made = folders(tmp_path, "bert")
     fused = fedfuse.fuse(made, "regmean")
     solved: list[str] = []
-    from fedfuse.server.aggregate.regression import RegressionMean
+    from fedfuse.methods.regmean import RegressionMean
 
     plain = RegressionMean.fuse_block
     monkeypatch.setattr(RegressionMean, "fuse_block", lambda self, c, b: (solved.append(b.name), plain(self, c, b))[1])

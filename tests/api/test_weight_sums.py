@@ -17,7 +17,7 @@ from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
 from fedfuse.errors import QuorumLost, RecipeError
-from fedfuse.server.door.admit import admit_all
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.wire.codec import decode, encode
 from fedfuse.wire.sums import Summed
 

@@ -267,7 +267,7 @@ def test_ctrl_c_says_how_to_go_on(fedfuse: Fedfuse, monkeypatch: pytest.MonkeyPa
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedfuse.experiment.execute.execute", interrupted)
+    monkeypatch.setattr("fedfuse.experiment.run.execute", interrupted)
     said = run(fedfuse, "--out", "my runs", "--set", 'name="x y"')
     assert said.code == 1
     how = """fedfuse run study.toml --set 'name="x y"' --out 'my runs' --resume"""
@@ -560,10 +560,10 @@ def test_a_check_says_where_feddu_is_fedavg(fedfuse: Fedfuse) -> None:
 
 
 def test_a_long_run_is_announced(fedfuse: Fedfuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedfuse.experiment.execute.estimate_seconds", lambda *_: {"fedavg": 900.0, "dense": 9000.0})
+    monkeypatch.setattr("fedfuse.experiment.run.estimate_seconds", lambda *_: {"fedavg": 900.0, "dense": 9000.0})
     said = run(fedfuse, "--no-page", "--set", "seeds=[0]")
     assert "this may take about 2 h 45 min (dense 2 h 30 min, fedavg 15 min); Ctrl-C stops it" in said.err
-    monkeypatch.setattr("fedfuse.experiment.execute.estimate_seconds", lambda *_: {"fedavg": 30.0})
+    monkeypatch.setattr("fedfuse.experiment.run.estimate_seconds", lambda *_: {"fedavg": 30.0})
     assert "may take" not in run(fedfuse, "--no-page", "--set", "seeds=[0]").err
 
 

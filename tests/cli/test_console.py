@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from fedfuse.cli import console
-from fedfuse.experiment.progress import Bars
+from fedfuse.experiment.callbacks import Bars
 
 
 @pytest.fixture

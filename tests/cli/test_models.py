@@ -14,14 +14,13 @@ from PIL import Image
 from safetensors.torch import load_file
 from tests.conftest import Fedfuse, Said
 
-from fedfuse.core.about import About, Contribution
-from fedfuse.core.forms import ArrayForm, PictureForm
+from fedfuse.core.inputs import ArrayForm, PictureForm
+from fedfuse.core.metadata import About, Contribution
 from fedfuse.core.model import Apart, Model, Single
 from fedfuse.core.spec import Spec
 from fedfuse.models.bayes import BayesianLayers
-from fedfuse.nets.combine import ClassShares, Combine, MeanLogit, MeanProbability, OpenSetVote, TopLogit
-from fedfuse.nets.mixture import Mixture
-from fedfuse.nets.routes import AtLayer
+from fedfuse.nets.forward import AtLayer
+from fedfuse.nets.mixture import ClassShares, Combine, MeanLogit, MeanProbability, Mixture, OpenSetVote, TopLogit
 from fedfuse.wire.codec import read, write
 from fedfuse.wire.files import load_answering, save_model
 

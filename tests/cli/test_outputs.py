@@ -13,9 +13,9 @@ import torch
 from tests.conftest import Fedfuse, Said
 
 import fedfuse as library
-from fedfuse.core.about import About, Contribution
 from fedfuse.core.escape import markdown_text
-from fedfuse.core.forms import ArrayForm
+from fedfuse.core.inputs import ArrayForm
+from fedfuse.core.metadata import About, Contribution
 from fedfuse.core.model import Single
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError

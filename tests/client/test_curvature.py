@@ -1,7 +1,6 @@
 import torch
 from torch import Tensor, nn
 
-from fedfuse.client.curvature import PosteriorPull
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import TaskLoss
@@ -9,7 +8,8 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
 from fedfuse.linalg.psd import pack
-from fedfuse.nets.blocks import blocks_of
+from fedfuse.methods.fedlpa import PosteriorPull
+from fedfuse.nets.kronecker import blocks_of
 
 
 def net() -> nn.Module:

@@ -11,24 +11,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from fedfuse.client.elbo import Elbo
-from fedfuse.client.evidence.calibration import LogitScale
-from fedfuse.client.evidence.gradients import SquaredGradients
-from fedfuse.client.evidence.kfac import KroneckerFactors
-from fedfuse.client.evidence.loss import StartLoss
-from fedfuse.client.evidence.spectrum import CurvatureSpectrum
-from fedfuse.client.evidence.units import UnitEvidence
-from fedfuse.client.evidence.variance import FisherDiagonal
+from fedfuse.client.fisher import FisherDiagonal
+from fedfuse.client.kfac import KroneckerFactors
 from fedfuse.client.objectives import Contrastive, Controlled, Proximal
-from fedfuse.client.openset import OpenSet
-from fedfuse.core.effort import Effort, HasPasses, passes_of
 from fedfuse.core.messages import Brief, ClientUpdate
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import Evidence, Objective, TaskLoss, Work
+from fedfuse.core.seams import Effort, Evidence, HasPasses, Objective, TaskLoss, Work, passes_of
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
+from fedfuse.methods._pruning import CurvatureSpectrum
+from fedfuse.methods.ams import LogitScale
+from fedfuse.methods.fedov import OpenSet
+from fedfuse.methods.prunefl import SquaredGradients
+from fedfuse.methods.qfedavg import StartLoss
+from fedfuse.methods.refit import UnitEvidence
 from fedfuse.models.bayes import BayesianLayers
 from fedfuse.nets.cost import cohort_flops, pass_flops
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fedfuse.client.evidence.kfac import KroneckerFactors
+from fedfuse.client.kfac import KroneckerFactors
 from fedfuse.client.memory import KeepFactors, KeepModel
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedfuse.client import moments
-from fedfuse.client.moments import input_moments, output_moments
+from fedfuse.client import second_moments
+from fedfuse.client.second_moments import input_moments, output_moments
 
 CONVS = {
     "plain": nn.Conv2d(3, 4, 3),
@@ -79,7 +79,7 @@ def test_windows_of_several_patches_give_the_same_moments(
         "grouped": (nn.Conv2d(4, 4, 3, groups=2), (7, 8)),
         "volume": (nn.Conv3d(2, 3, (2, 2, 3), stride=(1, 2, 1)), (4, 5, 8)),
     }[kind]
-    monkeypatch.setattr(moments, "_patches_per_window", lambda *_: wide)
+    monkeypatch.setattr(second_moments, "_patches_per_window", lambda *_: wide)
     x = draw(3, conv.in_channels, *side)
     rows = patches(conv, x)
     rows = torch.cat([rows, torch.ones(*rows.shape[:2], 1)], -1)
@@ -87,8 +87,10 @@ def test_windows_of_several_patches_give_the_same_moments(
 
 
 def test_a_window_is_as_wide_as_products_and_copies_are_fewest() -> None:
-    assert moments._patches_per_window(12, 5, 1, 1, 6) == 4  # 2 x 48 numbers with 48 each, where patches have 8 x 30
-    assert moments._patches_per_window(16, 3, 2, 1, 64) == 1  # patches that overlap little
+    assert (
+        second_moments._patches_per_window(12, 5, 1, 1, 6) == 4
+    )  # 2 x 48 numbers with 48 each, where patches have 8 x 30
+    assert second_moments._patches_per_window(16, 3, 2, 1, 64) == 1  # patches that overlap little
 
 
 def test_channels_last_and_narrow_inputs_are_the_same_to_rounding() -> None:

@@ -9,14 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedfuse.client.openset import OpenSet, with_mixed
-from fedfuse.client.outliers import make_outliers
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
 from fedfuse.errors import RecipeError
+from fedfuse.methods.fedov import OpenSet, make_outliers, with_mixed
 
 
 def local(module: nn.Module, classes: int, rows: Rows) -> Local:

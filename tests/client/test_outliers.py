@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedfuse.client import outliers
-from fedfuse.client.outliers import FEATURE_CORRUPTIONS, IMAGE_CORRUPTIONS, make_outliers
 from fedfuse.errors import RecipeError
+from fedfuse.methods import fedov
+from fedfuse.methods.fedov import FEATURE_CORRUPTIONS, IMAGE_CORRUPTIONS, make_outliers
 
 
 def draw(seed: int = 0) -> torch.Generator:
@@ -22,7 +22,7 @@ def images() -> Tensor:
 
 
 @pytest.mark.parametrize("way", [*dict.fromkeys(IMAGE_CORRUPTIONS)], ids=lambda w: w.__name__)
-def test_every_way_changes_images_and_keeps_their_range(images: Tensor, way: outliers.Corruption) -> None:
+def test_every_way_changes_images_and_keeps_their_range(images: Tensor, way: fedov.Corruption) -> None:
     out = way(images, draw())
     assert out.shape == images.shape
     assert out.equal(way(images, draw())), "same generator, same images"
@@ -34,7 +34,7 @@ def test_every_way_changes_images_and_keeps_their_range(images: Tensor, way: out
 
 def test_a_tight_crop_magnifies() -> None:
     ramp = torch.arange(32.0).view(1, 1, 1, 32).expand(50, 1, 32, 32)
-    out = outliers.tight_crop(ramp, draw())
+    out = fedov.tight_crop(ramp, draw())
     steps = out.diff(dim=-1)[:, 0, 16, 8:24]
     magnified = 1 / steps.mean(-1)  # how many pixels one old pixel became
     assert ((magnified > 1.3) & (magnified < 4)).all(), "windows of a tenth to a third, of ratio 3:4 to 4:3"
@@ -43,18 +43,18 @@ def test_a_tight_crop_magnifies() -> None:
 def test_blur_is_a_mean_over_a_window() -> None:
     spot = torch.zeros(80, 1, 21, 21)
     spot[:, :, 10, 10] = 1.0
-    out = outliers.blur(spot, draw())
+    out = fedov.blur(spot, draw())
     assert torch.allclose(out.sum((1, 2, 3)), torch.ones(80), atol=1e-4)
     sides = [(int((o[0] > 1e-6).any(1).sum()), int((o[0] > 1e-6).any(0).sum())) for o in out]
     for tall, wide in sides:
         assert max(tall, wide) in (3, 5, 7, 9)
         assert min(tall, wide) in (1, 3, 5)
     assert len(set(sides)) > 10
-    assert torch.allclose(outliers.blur(torch.ones(5, 1, 8, 8), draw()), torch.ones(5, 1, 8, 8), atol=1e-5)
+    assert torch.allclose(fedov.blur(torch.ones(5, 1, 8, 8), draw()), torch.ones(5, 1, 8, 8), atol=1e-5)
 
 
 def test_erasing_leaves_half_to_two_thirds(images: Tensor) -> None:
-    out = outliers.erase(images, draw())
+    out = fedov.erase(images, draw())
     gone = (out[:, 0] == 0).double().mean((1, 2))
     assert gone.min() > 0.2
     assert gone.max() < 0.62
@@ -65,7 +65,7 @@ def test_erasing_leaves_half_to_two_thirds(images: Tensor) -> None:
 
 
 def test_cutting_moves_whole_rows_or_columns(images: Tensor) -> None:
-    out = outliers.cut_and_paste(images, draw())
+    out = fedov.cut_and_paste(images, draw())
     kinds = set()
     for old, new in zip(images[:, 0], out[:, 0], strict=True):
         by_column = (
@@ -86,7 +86,7 @@ def _columns(old: Tensor, new: Tensor) -> bool:
 
 def test_quarters_are_turned_as_numpy_turns_them() -> None:
     x = torch.rand(40, 1, 8, 8, generator=draw(3))
-    out = outliers.rotate_quarters(x, draw())
+    out = fedov.rotate_quarters(x, draw())
     turns = set()
     for old, new in zip(x[:, 0].numpy(), out[:, 0].numpy(), strict=True):
         found = [(top, k) for top in range(5) for k in (1, 2, 3) if np.array_equal(_turned(old, top, k), new)]
@@ -107,14 +107,14 @@ def test_every_image_is_destroyed_in_one_way_of_its_own(images: Tensor) -> None:
     assert out.equal(make_outliers(images, draw()))
     assert not out.equal(images)
     assert images.equal(torch.rand(60, 2, 9, 12, generator=draw(9)) + 0.1), "the rows themselves stay as they are"
-    assert IMAGE_CORRUPTIONS.count(outliers.cut_and_paste) == IMAGE_CORRUPTIONS.count(outliers.rotate_quarters) == 2
+    assert IMAGE_CORRUPTIONS.count(fedov.cut_and_paste) == IMAGE_CORRUPTIONS.count(fedov.rotate_quarters) == 2
 
 
 def test_features_are_erased_or_shuffled() -> None:
     x = torch.rand(50, 10, generator=draw()) + 1
-    erased = outliers.erase_features(x, draw())
+    erased = fedov.erase_features(x, draw())
     assert set((erased == 0).sum(1).tolist()) <= {4, 5}
-    shuffled = outliers.shuffle_features(x, draw())
+    shuffled = fedov.shuffle_features(x, draw())
     assert shuffled.sort(1).values.allclose(x.sort(1).values)
     assert ((shuffled != x).sum(1) == 5).all()
     assert make_outliers(x, draw()).shape == x.shape

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.client.moments import input_moments, input_sums, outer_sum, output_moments, output_sums
 from fedfuse.client.recording import record_calls
+from fedfuse.client.second_moments import input_moments, input_sums, outer_sum, output_moments, output_sums
 from fedfuse.core.spec import Spec
-from fedfuse.nets.blocks import blocks_of
+from fedfuse.nets.kronecker import blocks_of
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fedfuse.core.about import About, Contribution, check_class_names, names_text, versions
-from fedfuse.core.forms import ArrayForm, PictureForm
+from fedfuse.core.inputs import ArrayForm, PictureForm
+from fedfuse.core.metadata import About, Contribution, check_class_names, names_text, versions
 from fedfuse.core.settings import validate_settings
 from fedfuse.errors import ConfigError
 

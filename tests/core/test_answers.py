@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.answers import ChooseOutput, choose_output, logits_in, output_of, validate_output
-from fedfuse.core.spec import Spec
+from fedfuse.core.spec import ChooseOutput, Spec, choose_output, logits_in, output_of, validate_output
 from fedfuse.errors import ConfigError
 
 Two = namedtuple("Two", ["features", "logits"])

@@ -1,6 +1,6 @@
 import torch
 
-from fedfuse.core.factor import LowRank, as_stack, dense
+from fedfuse.linalg.factor import LowRank, as_stack, dense
 
 
 def spiked(seed: int = 0, groups: tuple[int, ...] = (), d: int = 6, r: int = 2) -> LowRank:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedfuse.core import large_pages
-from fedfuse.core.large_pages import use_large_pages
+from fedfuse.core import torch_utils
+from fedfuse.core.torch_utils import use_large_pages
 
 
 def test_numbers_stay_what_they_are() -> None:
@@ -24,7 +24,7 @@ def test_small_tensors_are_left_alone(tensor: torch.Tensor) -> None:
 
 
 def test_a_system_without_them_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_pages, "_ADVICE", None)
+    monkeypatch.setattr(torch_utils, "_ADVICE", None)
     assert use_large_pages(torch.ones(1 << 21)).sum() == 1 << 21
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from fedfuse.core.lock import hold_folder
+from fedfuse.core.files import hold_folder
 from fedfuse.errors import ConfigError
 
 HOLD = """
 import sys, pathlib
-from fedfuse.core.lock import hold_folder
+from fedfuse.core.files import hold_folder
 with hold_folder(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

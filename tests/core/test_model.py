@@ -11,9 +11,8 @@ from torch import nn
 from fedfuse.core.model import Apart, Single, outputs
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
-from fedfuse.nets.combine import MeanProbability, TopLogit
-from fedfuse.nets.mixture import Mixture
-from fedfuse.nets.routes import AtLayer
+from fedfuse.nets.forward import AtLayer
+from fedfuse.nets.mixture import MeanProbability, Mixture, TopLogit
 
 SHALLOW = Spec("mlp", {"inputs": 16, "hidden": [5], "classes": 3})
 DEEP = Spec("mlp", {"inputs": 16, "hidden": [4, 6], "classes": 3})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedfuse.core.precision import answer_in_full, as_floats_of, full_dtype, in_full
+from fedfuse.core.torch_utils import answer_in_full, as_floats_of, full_dtype, in_full
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32])

@@ -5,14 +5,8 @@ import math
 import pytest
 from scipy import integrate, stats
 
-from fedfuse.core.privacy import (
-    compose_signals,
-    gaussian_delta,
-    gaussian_epsilon,
-    gaussian_sigma,
-    sampled_epsilon,
-)
 from fedfuse.errors import ConfigError
+from fedfuse.linalg.privacy import compose_signals, gaussian_delta, gaussian_epsilon, gaussian_sigma, sampled_epsilon
 
 
 def divergence(epsilon: float, signal: float) -> float:

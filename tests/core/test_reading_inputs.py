@@ -14,7 +14,7 @@ from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.nets.cost import cohort_flops, layer_costs
-from fedfuse.nets.stack import cost_of
+from fedfuse.nets.forward import cost_of
 
 LENET = Spec("lenet", {"size": 8, "maps": [2, 3], "hidden": [4], "classes": 3})
 MLP = Spec("mlp", {"inputs": 64, "hidden": [4], "classes": 3})

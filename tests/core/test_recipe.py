@@ -9,14 +9,12 @@ from typing import ClassVar
 import pytest
 import torch
 
-from fedfuse.client.evidence.control import ControlDelta
-from fedfuse.client.evidence.counts import LabelCounts
+from fedfuse.client.class_sums import LabelCounts
 from fedfuse.client.objectives import Proximal
-from fedfuse.core.before import AsChosen
 from fedfuse.core.messages import Cohort, Start
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
-from fedfuse.core.recipe import Recipe
+from fedfuse.core.recipe import AsChosen, Recipe
 from fedfuse.core.registry import find_method
 from fedfuse.core.rng import seed_for
 from fedfuse.core.rows import Rows
@@ -25,9 +23,9 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.server.aggregate.apart import KeepApart
+from fedfuse.methods.local import KeepApart
+from fedfuse.methods.scaffold import ControlDelta, ControlStep
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.steps.control import ControlStep
 from fedfuse.tasks import CLASSIFICATION, Task
 
 

@@ -14,8 +14,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState, entries_of, live_names, representation, with_kind
 from fedfuse.errors import RecipeError
-from fedfuse.nets.combine import MeanProbability
-from fedfuse.nets.mixture import Mixture
+from fedfuse.nets.mixture import MeanProbability, Mixture
 
 SPEC = Spec("mlp", {"inputs": 3, "hidden": [4], "classes": 2})
 

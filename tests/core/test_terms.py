@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedfuse.core.terms import Terms
+from fedfuse.core.seams import Terms
 
 
 def test_lent_rows_widen_everybodys_claim_alike() -> None:

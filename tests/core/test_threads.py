@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedfuse.core.threads import one_thread
+from fedfuse.core.torch_utils import one_thread
 
 
 def test_the_number_of_threads_comes_back_even_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 from scipy.io import savemat
 
-from fedfuse.data import download, locations
+from fedfuse.data import download
 from fedfuse.data.official import OFFICIAL, Official, Remote
 
 
@@ -34,7 +34,7 @@ def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv("FEDFUSE_DATA", str(real))
         monkeypatch.setenv("FEDFUSE_OFFLINE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(locations, "SHARED", tmp_path / "shared")
+    monkeypatch.setattr(download, "SHARED", tmp_path / "shared")
     monkeypatch.setattr(download, "PAUSE", 0.0)
     return tmp_path
 

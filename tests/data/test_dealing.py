@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedfuse.data import dealing
-from fedfuse.data.dealing import deal, dirichlet_shares
+from fedfuse.data import partitions
+from fedfuse.data.partitions import deal, dirichlet_shares
 from fedfuse.data.schemes import Classes, Dirichlet, Iid, Labels, Quantity, Shards, Shares
 from fedfuse.errors import ConfigError
 
@@ -46,7 +46,7 @@ def test_shares_are_numbers_for_every_alpha_and_stay_with_the_allowed(alpha, all
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=20).filter(lambda s: sum(s) > 1e-3), st.integers(0, 1000))
 def test_a_cut_gives_away_everything_nearly_in_proportion(weights, size):
     shares = np.array(weights) / sum(weights)
-    parts = dealing._counts_from_shares(shares, size)
+    parts = partitions._counts_from_shares(shares, size)
     assert parts.sum() == size
     assert (parts >= 0).all()
     assert (np.abs(parts - shares * size) <= 1 + 1e-6).all()
@@ -115,11 +115,11 @@ def test_the_minimum_sinks_when_there_are_too_few_rows():
 
 def test_mending_moves_as_few_rows_as_needed():
     before = np.array([[50, 50], [0, 0], [0, 4], [20, 0]])
-    after = dealing._move_rows_to_minimum(np.random.default_rng(0), before, 10)
+    after = partitions._move_rows_to_minimum(np.random.default_rng(0), before, 10)
     assert after.sum(0).tolist() == before.sum(0).tolist()
     assert after.sum(1).tolist() == [84, 10, 10, 20]
     assert (after >= 0).all()
-    assert np.abs(after - before).sum() == 2 * dealing._missing_rows(before, 10)
+    assert np.abs(after - before).sum() == 2 * partitions._missing_rows(before, 10)
 
 
 def test_classes_own_exactly_k_and_the_first_by_number():

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 
-from fedfuse.data.formats import parse_svhn
-from fedfuse.data.matlab import NotMatlab, read_arrays
+from fedfuse.data.formats import NotMatlab, parse_svhn, read_arrays
 from fedfuse.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedfuse.core.forms import ArrayForm, PictureForm
+from fedfuse.core.inputs import ArrayForm, PictureForm
 from fedfuse.data import load
 from fedfuse.data.site import read_site
 from fedfuse.errors import ConfigError

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from fedfuse.data import Natural, load, partition
-from fedfuse.data.table_form import Kind, TableMoments, encode_table
-from fedfuse.data.tables import RawTable, read_table
+from fedfuse.data.tables import Kind, RawTable, TableMoments, encode_table, read_table
 from fedfuse.errors import ConfigError
 from fedfuse.tasks import BINARY, CLASSIFICATION, MULTILABEL, REGRESSION
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from fedfuse.data import Natural, load, outline, partition
-from fedfuse.data.text_source import speeches
-from fedfuse.data.texts import cut_windows, encode, vocabulary_of
+from fedfuse.data.texts import cut_windows, encode, speeches, vocabulary_of
 from fedfuse.errors import ConfigError
 from fedfuse.tasks import CLASSIFICATION, LANGUAGE_MODEL, TEXT_CLASSIFICATION
 from fedfuse.tasks.language import NO_TARGET

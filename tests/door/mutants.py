@@ -35,9 +35,9 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.data import formats, images
 from fedfuse.data.stores import Folder
 from fedfuse.errors import FuseError
-from fedfuse.experiment.ledger import Ledger
-from fedfuse.server.door.admit import admit_all
-from fedfuse.server.sound import fuse_admitted
+from fedfuse.experiment.results import Ledger
+from fedfuse.server.admission.admit import admit_all
+from fedfuse.server.round import fuse_admitted
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import Packet, decode, encode
 from fedfuse.wire.files import load_model, save_model

@@ -12,14 +12,13 @@ import torch
 from mutants import LIAR, LOCAL, world
 from torch import Tensor
 
-from fedfuse.core.bounds import Bounds
 from fedfuse.core.messages import Envelope
 from fedfuse.core.model import Answering
 from fedfuse.core.registry import find_method
-from fedfuse.nets.combine import TopLogit
-from fedfuse.nets.mixture import Mixture
-from fedfuse.server.door.admit import Rules, admit_all
-from fedfuse.server.sound import fuse_admitted
+from fedfuse.core.settings import Bounds
+from fedfuse.nets.mixture import Mixture, TopLogit
+from fedfuse.server.admission.admit import Rules, admit_all
+from fedfuse.server.round import fuse_admitted
 from fedfuse.wire.codec import decode, encode
 
 Tensors = dict[str, Tensor]

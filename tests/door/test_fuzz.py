@@ -26,8 +26,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.client.evidence.control import ControlDelta
-from fedfuse.client.evidence.counts import LabelCounts
+from fedfuse.client.class_sums import LabelCounts
 from fedfuse.core import spec as spec_module
 from fedfuse.core.messages import Brief, Cohort, Envelope
 from fedfuse.core.model import Single
@@ -36,9 +35,9 @@ from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
+from fedfuse.methods.scaffold import ControlDelta, ControlStep
+from fedfuse.server.admission.admit import Admission, admit_all
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.door.admit import Admission, admit_all
-from fedfuse.server.steps.control import ControlStep
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import DTYPES, decode, encode
 

@@ -18,13 +18,12 @@ from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.registry import find_method
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import Work
+from fedfuse.core.seams import Terms, Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.core.terms import Terms
 from fedfuse.engines.local import InProcess, Population
-from fedfuse.server.door.admit import Contract, admit_all
+from fedfuse.server.admission.admit import Contract, admit_all
 from fedfuse.server.loop import RunPlan, run
 from fedfuse.wire.codec import decode, encode
 from fedfuse.wire.messages import encode_reply

@@ -14,13 +14,10 @@ from fedfuse.core.model import Answering, Single
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
-from fedfuse.engines.asking import WorkersAnswer
 from fedfuse.engines.local import Population
-from fedfuse.engines.pool import Pool
-from fedfuse.nets.combine import TopLogit
-from fedfuse.nets.mixture import Mixture
-from fedfuse.server.judge import Judge, ask_here, logits_of
-from fedfuse.server.uncertainty import each_draw
+from fedfuse.engines.pool import Pool, WorkersAnswer
+from fedfuse.nets.mixture import Mixture, TopLogit
+from fedfuse.server.judge import Judge, ask_here, each_draw, logits_of
 
 CHAIN = {"size": 8, "classes": 3, "maps": [2, 3], "hidden": [6]}
 

@@ -17,7 +17,7 @@ import pytest
 
 from fedfuse.engines import code
 from fedfuse.engines.code import MISSING, follow, is_ours
-from fedfuse.engines.naming import Nameless, code_of
+from fedfuse.engines.memo import Nameless, code_of
 
 Write = Callable[[str, str], Path]
 

@@ -12,8 +12,7 @@ import odd_parts
 import pytest
 import torch
 
-from fedfuse.client.evidence.control import ControlDelta
-from fedfuse.client.evidence.counts import LabelCounts
+from fedfuse.client.class_sums import LabelCounts
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.seams import Work
@@ -26,7 +25,7 @@ from fedfuse.errors import ConfigError
 from fedfuse.methods.fedavg import fedavg
 from fedfuse.methods.fednova import fednova
 from fedfuse.methods.moon import moon
-from fedfuse.methods.scaffold import scaffold
+from fedfuse.methods.scaffold import ControlDelta, scaffold
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ import odd_parts
 import pytest
 import torch
 
-from fedfuse.client.evidence.counts import LabelCounts
+from fedfuse.client.class_sums import LabelCounts
 from fedfuse.client.objectives import Proximal
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import Decay, LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.engines import naming
-from fedfuse.engines.naming import Nameless, Namer, brief_digest, canonical, digest
+from fedfuse.engines import memo
+from fedfuse.engines.memo import Nameless, Namer, brief_digest, canonical, digest
 
 
 @dataclass(frozen=True)
@@ -173,10 +173,10 @@ def test_a_walk_cut_short_under_a_falling_rate_does_not_stand_alone(work: Work) 
 
 
 def test_another_compiler_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = naming.machine("cpu")
-    naming.machine.cache_clear()
-    monkeypatch.setattr(naming, "signature", lambda: "none")
+    before = memo.machine("cpu")
+    memo.machine.cache_clear()
+    monkeypatch.setattr(memo, "signature", lambda: "none")
     try:
-        assert naming.machine("cpu") != before
+        assert memo.machine("cpu") != before
     finally:
-        naming.machine.cache_clear()
+        memo.machine.cache_clear()

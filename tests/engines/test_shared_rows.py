@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fedfuse.core.rows import Rows
-from fedfuse.engines import shared_rows as shared_rows_module
-from fedfuse.engines.shared_rows import MappedRows, RowBuffer, RowFiles
+from fedfuse.engines import worker as shared_rows_module
+from fedfuse.engines.worker import MappedRows, RowBuffer, RowFiles
 from fedfuse.errors import ConfigError
 
 

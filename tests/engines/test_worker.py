@@ -19,7 +19,7 @@ from fedfuse.core.messages import Brief
 from fedfuse.core.seams import Work
 from fedfuse.engines import worker
 from fedfuse.engines.local import InProcess, Population
-from fedfuse.engines.shared_rows import RowFiles
+from fedfuse.engines.worker import RowFiles
 from fedfuse.errors import ConfigError
 from fedfuse.wire.codec import decode, encode
 from fedfuse.wire.messages import encode_brief

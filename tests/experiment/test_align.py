@@ -11,16 +11,16 @@ import pytest
 from fedfuse.core.recipe import Recipe
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.experiment.config import Experiment, load_experiment
-from fedfuse.experiment.execute import execute
 from fedfuse.experiment.prepare import prepare
-from fedfuse.server.aggregate.gaussianity import NonGaussianMean
+from fedfuse.experiment.run import execute
+from fedfuse.methods.swa import NonGaussianMean
 from fedfuse.server.aggregate.natural import NaturalKron
 from fedfuse.server.align.activations import ByActivations
 from fedfuse.server.align.alignment import ALIGNMENTS, AlignUnits
 from fedfuse.server.align.transport import ByTransport
 from fedfuse.server.align.weights import ByWeights
-from fedfuse.server.robust import Krum
-from fedfuse.server.steps.renorm import RestateNorms
+from fedfuse.server.guards import Krum
+from fedfuse.server.steps.repair import RestateNorms
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.claims import all_findings, load_claims
-from fedfuse.experiment.execute import execute
 from fedfuse.experiment.jobs import jobs_of
-from fedfuse.experiment.reproduce import missing_names, run_missing, store_result
-from fedfuse.report.stored import read_result
+from fedfuse.experiment.reproduce import all_findings, load_claims, missing_names, run_missing, store_result
+from fedfuse.experiment.run import execute
+from fedfuse.report.claims import read_result
 
 GOOD = """
 [[claims]]

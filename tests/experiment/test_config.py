@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from fedfuse.core.recipe import Recipe
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.config import Experiment, load_experiment, load_experiments
-from fedfuse.experiment.keys import assign, file_name
-from fedfuse.server.robust import Krum
+from fedfuse.experiment.config import Experiment, assign, file_name, load_experiment, load_experiments
+from fedfuse.server.guards import Krum
 
 FILE = """
 rounds = 3

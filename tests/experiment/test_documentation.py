@@ -22,9 +22,9 @@ from fedfuse.experiment.config import (
     ServerConfig,
     load_experiments,
 )
-from fedfuse.experiment.ledger import FLAT
+from fedfuse.experiment.results import FLAT
 from fedfuse.models import model_names
-from fedfuse.server.robust import GUARDS
+from fedfuse.server.guards import GUARDS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TEXT = (DOCS / "experiments.md").read_text(encoding="utf-8")

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fedfuse.data import load
-from fedfuse.experiment.environment import commit, environment, versions
-from fedfuse.experiment.ledger import plain
+from fedfuse.experiment.results import plain
+from fedfuse.experiment.rundir import commit, environment, versions
 
 
 def test_versions_are_those_installed() -> None:
@@ -38,5 +38,5 @@ def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch, error: 
 
 
 def test_somebody_elses_tree_is_not_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("fedfuse.experiment.environment.__file__", str(tmp_path / "a" / "b" / "c" / "environment.py"))
+    monkeypatch.setattr("fedfuse.experiment.rundir.__file__", str(tmp_path / "a" / "b" / "c" / "environment.py"))
     assert commit() is None

@@ -19,8 +19,7 @@ from fedfuse.experiment.estimate import Pace, TimeInWorker, estimate_seconds
 from fedfuse.experiment.prepare import prepare
 from fedfuse.server.steps import synthesize
 from fedfuse.server.steps.distill import Distill
-from fedfuse.server.steps.distillation_inputs import ServerInputs
-from fedfuse.server.steps.synthesize import Generate, Impressions
+from fedfuse.server.steps.synthesize import Generate, Impressions, ServerInputs
 
 Tiny = Callable[..., Experiment]
 

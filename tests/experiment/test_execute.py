@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from fedfuse.core.lock import hold_folder
+from fedfuse.core.files import hold_folder
 from fedfuse.core.messages import Cohort
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import all_methods, forget_method, method
@@ -24,13 +24,12 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import InProcess
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.experiment import prepare as preparation
+from fedfuse.experiment.callbacks import Callback
 from fedfuse.experiment.config import Experiment, MethodConfig
-from fedfuse.experiment.execute import execute
 from fedfuse.experiment.jobs import run_folder, run_jobs
-from fedfuse.experiment.ledger import FLAT, Ledger
 from fedfuse.experiment.prepare import prepare
-from fedfuse.experiment.results import Results
-from fedfuse.experiment.watch import Callback
+from fedfuse.experiment.results import FLAT, Ledger, Results
+from fedfuse.experiment.run import execute
 from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.server.loop import one_round
 from fedfuse.server.steps.prune import Prune
@@ -232,7 +231,7 @@ ALONE = """
 import sys
 from pathlib import Path
 from fedfuse.experiment.config import Experiment
-from fedfuse.experiment.execute import execute
+from fedfuse.experiment.run import execute
 
 told = []
 done = execute(Experiment.model_validate_json(sys.argv[1]), Path(sys.argv[2]), workers=1, announce=told.append)

@@ -13,8 +13,8 @@ import torch
 from fedfuse.core.model import Single
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.experiment.config import Experiment, load_experiment
-from fedfuse.experiment.execute import execute
 from fedfuse.experiment.prepare import prepare
+from fedfuse.experiment.run import execute
 from fedfuse.federation.evaluate import Reading, evaluate_files
 from fedfuse.nets.mixture import Mixture
 from fedfuse.wire.files import load_model

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.ledger import FLAT, Ledger, flat, plain, write_json, write_results
+from fedfuse.experiment.results import FLAT, Ledger, flat, plain, write_json, write_results
 
 
 def line(round_: int, **more: object) -> dict[str, object]:

@@ -23,9 +23,9 @@ from fedfuse.data import load
 from fedfuse.engines.code import PACKAGE
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment
-from fedfuse.experiment.execute import execute
-from fedfuse.experiment.given import GivenObjects
-from fedfuse.experiment.made_of import FILE as MADE_OF
+from fedfuse.experiment.prepare import GivenObjects
+from fedfuse.experiment.run import execute
+from fedfuse.experiment.rundir import FILE as MADE_OF
 
 FILE = """
 rounds = 1

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from fedfuse.experiment.progress import Bars, Text, in_notebook, lines, show_progress
+from fedfuse.experiment.callbacks import Bars, Text, in_notebook, lines, show_progress
 
 
 class Clock:
@@ -87,7 +87,7 @@ def test_a_notebook_gets_one_line_that_changes_and_no_widget(
     kernel = type("ZMQInteractiveShell", (), {})()
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: kernel))  # type: ignore[arg-type]
     assert in_notebook()
-    monkeypatch.setattr("fedfuse.experiment.progress._BAR_SECONDS", 0.0)
+    monkeypatch.setattr("fedfuse.experiment.callbacks._BAR_SECONDS", 0.0)
     with show_progress(2, "study") as watch:
         watch.method_started("fedavg", 0, 0, 2, 1)
         watch.round_done("fedavg", 0, 1, {"accuracy": 0.5})
@@ -102,7 +102,7 @@ def test_the_line_of_a_notebook_ends_where_the_run_did(
 ) -> None:
     kernel = type("ZMQInteractiveShell", (), {})()
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: kernel))  # type: ignore[arg-type]
-    monkeypatch.setattr("fedfuse.experiment.progress._BAR_SECONDS", 1e9)
+    monkeypatch.setattr("fedfuse.experiment.callbacks._BAR_SECONDS", 1e9)
     with show_progress(1, "study") as watch:
         watch.method_started("fedavg", 0, 0, 1, 1)
         watch.round_done("fedavg", 0, 1, {"accuracy": 0.5})

@@ -8,8 +8,8 @@ import pytest
 
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import load_experiment
-from fedfuse.experiment.execute import execute
-from fedfuse.experiment.ledger import Ledger
+from fedfuse.experiment.results import Ledger
+from fedfuse.experiment.run import execute
 
 FILE = """
 rounds = {rounds}

@@ -19,8 +19,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.data import outline
 from fedfuse.errors import FuseError
 from fedfuse.experiment.config import Experiment
-from fedfuse.experiment.prepare import prepare
-from fedfuse.experiment.rehearse import rehearse, some_rows
+from fedfuse.experiment.prepare import prepare, rehearse, some_rows
 
 Tiny = Callable[..., Experiment]
 
@@ -140,7 +139,7 @@ def test_evidence_of_later_rounds_is_asked_for_too(monkeypatch: pytest.MonkeyPat
     def fails(*_: object, **__: object) -> None:
         raise ArithmeticError("no gradient here")
 
-    monkeypatch.setattr("fedfuse.client.evidence.gradients.squared_gradients", fails)
+    monkeypatch.setattr("fedfuse.methods.prunefl.squared_gradients", fails)
     step("prunefl", rounds=2, every=3)
     with pytest.raises(FuseError, match=r"cannot train by 'prunefl\(every=3\)': .*ArithmeticError: no gradient here"):
         step("prunefl", rounds=3, every=3)
@@ -150,7 +149,7 @@ def test_a_method_that_takes_over_is_rehearsed_too(monkeypatch: pytest.MonkeyPat
     def fails(*_: object, **__: object) -> None:
         raise ArithmeticError("no factor here")
 
-    monkeypatch.setattr("fedfuse.client.evidence.kfac.kronecker_factors", fails)
+    monkeypatch.setattr("fedfuse.client.kfac.kronecker_factors", fails)
     brief = Brief(0, MLP, dict(MLP.build().state_dict()), classes=2)
     handed = fedfuse.recipe("fedavg").then(2, fedfuse.recipe("fedlpa"))
     rows = Rows(torch.randn(2, 4), torch.arange(2))

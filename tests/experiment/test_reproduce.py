@@ -7,10 +7,16 @@ from pathlib import Path
 import pytest
 
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.claims import file_digests
-from fedfuse.experiment.figures import PaperFigure, all_figures
-from fedfuse.experiment.reproduce import catalogue, experiments_folder, find, store_result
-from fedfuse.report.stored import StoredResult, read_result, write_result
+from fedfuse.experiment.reproduce import (
+    PaperFigure,
+    all_figures,
+    catalogue,
+    experiments_folder,
+    file_digests,
+    find,
+    store_result,
+)
+from fedfuse.report.claims import StoredResult, read_result, write_result
 
 
 @pytest.fixture
@@ -78,7 +84,7 @@ def test_numbers_of_a_figure_are_stored_as_those_of_a_table_are(
     shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     toy = PaperFigure("x-toy", "X", lambda folder: [folder])
-    monkeypatch.setattr("fedfuse.experiment.figures._FIGURES", {"x-toy": toy})
+    monkeypatch.setattr("fedfuse.experiment.reproduce._FIGURES", {"x-toy": toy})
     with pytest.raises(ConfigError, match="no numbers of the figure x-toy in .*; fedfuse reproduce x-toy draws it"):
         store_result("x-toy", "cpu", tmp_path)
     drawn = StoredResult("x-toy", "cpu", "d", {"all": {"added": {"accuracy": {0: 0.9}}}})

@@ -15,7 +15,7 @@ from fedfuse.core.posterior import Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import ServerState
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.resume import Checkpoints, conflicts
+from fedfuse.experiment.rundir import Checkpoints, conflicts
 
 SPEC = Spec("mlp", {"inputs": 3, "hidden": [2], "classes": 2})
 WIDE = Spec("mlp", {"inputs": 3, "hidden": [4], "classes": 2})

@@ -15,8 +15,8 @@ from fedfuse.core.rows import Rows
 from fedfuse.engines.local import InProcess
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment
-from fedfuse.experiment.execute import execute
 from fedfuse.experiment.prepare import prepare
+from fedfuse.experiment.run import execute
 from fedfuse.server.loop import one_round, run
 from fedfuse.wire.files import load_model
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fedfuse.experiment.config import Experiment
-from fedfuse.experiment.execute import execute
 from fedfuse.experiment.prepare import prepare
+from fedfuse.experiment.run import execute
 from fedfuse.report.read import read_run
 from fedfuse.report.sheet import markdown
 from fedfuse.report.tables import summary

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedfuse.experiment.toml import to_toml
+from fedfuse.experiment.config import to_toml
 
 words = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
 plain = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | words

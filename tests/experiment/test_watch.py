@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedfuse.experiment.callbacks import Callback, Several, Watcher
 from fedfuse.experiment.config import Experiment
-from fedfuse.experiment.execute import execute
-from fedfuse.experiment.watch import Callback, Several, Watcher
+from fedfuse.experiment.run import execute
 
 
 class Diary(Callback):

@@ -11,7 +11,7 @@ import torch
 from tests.conftest import Fedfuse
 from tests.federation.conftest import CLASSES, Pictures
 
-from fedfuse.core.forms import ArrayForm, PictureForm
+from fedfuse.core.inputs import ArrayForm, PictureForm
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.federation.agreement import FILE, START, read_federation
 from fedfuse.federation.create import create_federation

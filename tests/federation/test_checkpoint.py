@@ -16,7 +16,7 @@ import fedfuse
 import tiny_checkpoints as tiny
 from fedfuse.errors import ConfigError
 from fedfuse.federation.checkpoint import checkpoint_evidence, open_folder
-from fedfuse.nets.factors import read_factor
+from fedfuse.nets.kronecker import read_factor
 from fedfuse.wire.codec import decode
 from fedfuse.wire.messages import split
 
@@ -134,7 +134,7 @@ def test_memory_is_bound_by_layers(data: Path, monkeypatch: pytest.MonkeyPatch) 
     source = str(data / "texts.jsonl")
     options = ["min_rows=1"]
     whole = notes_of(checkpoint_evidence(folder, source, "fedlpa", options, length=12))
-    monkeypatch.setattr("fedfuse.client.evidence.kfac._SUMS", 1)
+    monkeypatch.setattr("fedfuse.client.kfac._SUMS", 1)
     for name, note in notes_of(checkpoint_evidence(folder, source, "fedlpa", options, length=12)).items():
         torch.testing.assert_close(note, whole[name], msg=name)
 

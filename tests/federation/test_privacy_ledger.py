@@ -12,10 +12,10 @@ import torch
 from tests.conftest import Fedfuse
 
 import fedfuse as ff
-from fedfuse.core.privacy import Release, gaussian_epsilon, gaussian_sigma, release_of
 from fedfuse.data import load
 from fedfuse.errors import ConfigError
-from fedfuse.federation.privacy import charge
+from fedfuse.federation.fusion import charge
+from fedfuse.linalg.privacy import Release, gaussian_epsilon, gaussian_sigma, release_of
 
 SIGNAL = 1 / gaussian_sigma(1.0, 1e-5)
 

@@ -20,7 +20,7 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, QuorumLost, RecipeError
 from fedfuse.methods.fedavg import fedavg
 from fedfuse.methods.refit import refit
-from fedfuse.server.door.admit import admit_all
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import read
 

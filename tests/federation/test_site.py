@@ -10,8 +10,7 @@ from fedfuse.errors import ConfigError
 from fedfuse.federation.fusion import fuse_files
 from fedfuse.federation.site import site_update
 from fedfuse.nets.channels import channel_groups, keep_channels
-from fedfuse.wire.codec import decode, read
-from fedfuse.wire.digest import fingerprint
+from fedfuse.wire.codec import decode, fingerprint, read
 from fedfuse.wire.files import load_model, save_model
 
 

@@ -15,17 +15,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.conftest import Fedfuse, Said
 
-from fedfuse.core.about import About
-from fedfuse.core.columns import CategoricalColumn, NumericColumn, TableForm, TargetColumn
+from fedfuse.core.inputs import CategoricalColumn, NumericColumn, TableForm, TargetColumn
+from fedfuse.core.metadata import About
 from fedfuse.core.model import Single
 from fedfuse.core.spec import Spec
 from fedfuse.data.tables import MISSING
 from fedfuse.federation.agreement import FederationFolder, read_federation
 from fedfuse.federation.create import create_federation
 from fedfuse.federation.fusion import fuse_files
-from fedfuse.federation.moments import add_moments, moments_by_federation, scale_by_moments
+from fedfuse.federation.moments import TableAgreement, add_moments, moments_by_federation, scale_by_moments
 from fedfuse.federation.site import update_by_federation
-from fedfuse.federation.tables import TableAgreement
 from fedfuse.wire.codec import read
 from fedfuse.wire.codec import write as write_file
 from fedfuse.wire.files import save_model

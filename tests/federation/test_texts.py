@@ -14,10 +14,9 @@ import pytest
 import torch
 from tests.conftest import Fedfuse
 
-from fedfuse.core.characters import PLAIN, TextForm
-from fedfuse.core.forms import form_key
+from fedfuse.core.inputs import PLAIN, TextForm, form_key
 from fedfuse.data.site import read_site
-from fedfuse.data.text_site import read_text_rows
+from fedfuse.data.texts import read_text_rows
 from fedfuse.errors import ConfigError
 from fedfuse.federation.agreement import read_federation
 from fedfuse.federation.site import update_by_federation

@@ -11,11 +11,9 @@ import torch
 
 from fedfuse.core.rows import Rows
 from fedfuse.data import load
-from fedfuse.experiment.claims import load_claims
-from fedfuse.experiment.figures import all_figures, experiments_folder, load_figures
-from fedfuse.nets.combine import TopLogit
-from fedfuse.report.claims import judge_claim
-from fedfuse.report.stored import read_result
+from fedfuse.experiment.reproduce import all_figures, experiments_folder, load_claims, load_figures
+from fedfuse.nets.mixture import TopLogit
+from fedfuse.report.claims import judge_claim, read_result
 
 FIGURES = experiments_folder() / "figures"
 disturbing: Any = load_figures(FIGURES / "disturbing.py")

@@ -7,7 +7,7 @@ import pytest
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.data import Dirichlet, load
-from fedfuse.experiment.figures import all_figures, experiments_folder, load_figures
+from fedfuse.experiment.reproduce import all_figures, experiments_folder, load_figures
 
 FIGURES = experiments_folder() / "figures"
 features: Any = load_figures(FIGURES / "features.py")

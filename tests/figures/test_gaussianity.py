@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedfuse.experiment.figures import all_figures, experiments_folder, load_figures
+from fedfuse.experiment.reproduce import all_figures, experiments_folder, load_figures
 
 FIGURES = experiments_folder() / "figures"
 seen: Any = load_figures(FIGURES / "gaussianity.py")

@@ -13,7 +13,7 @@ import pytest
 from fedfuse.core.settings import LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.data import load
-from fedfuse.experiment.figures import all_figures, experiments_folder, load_figures
+from fedfuse.experiment.reproduce import all_figures, experiments_folder, load_figures
 from fedfuse.server.align.activations import ByActivations
 from fedfuse.server.align.weights import ByWeights
 

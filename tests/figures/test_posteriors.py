@@ -4,12 +4,12 @@ from typing import Any
 import pytest
 import torch
 
-from fedfuse.client.evidence.variance import diagonal_fisher
+from fedfuse.client.fisher import diagonal_fisher
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.data import load
-from fedfuse.experiment.figures import all_figures, experiments_folder, load_figures
-from fedfuse.nets.blocks import blocks_of
+from fedfuse.experiment.reproduce import all_figures, experiments_folder, load_figures
+from fedfuse.nets.kronecker import blocks_of
 
 FIGURES = experiments_folder() / "figures"
 posteriors: Any = load_figures(FIGURES / "posteriors.py")

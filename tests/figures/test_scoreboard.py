@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.figures import experiments_folder, load_figures
-from fedfuse.report.stored import StoredResult, write_result
+from fedfuse.experiment.reproduce import experiments_folder, load_figures
+from fedfuse.report.claims import StoredResult, write_result
 
 CELL = {
     "fedavg": {"accuracy": {0: 0.5, 1: 0.7}, "bytes_up": {0: 2e6, 1: 2e6}},

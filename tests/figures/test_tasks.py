@@ -10,9 +10,9 @@ import torch
 
 from fedfuse.core.rows import Rows
 from fedfuse.data import Dataset
-from fedfuse.experiment.figures import experiments_folder, load_figures
+from fedfuse.experiment.reproduce import experiments_folder, load_figures
+from fedfuse.report.claims import StoredResult, read_result
 from fedfuse.report.reproduction import stored_table
-from fedfuse.report.stored import StoredResult, read_result
 
 
 def made_up(source: str) -> Dataset:

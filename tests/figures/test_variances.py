@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedfuse.core.registry import find_method
-from fedfuse.experiment.figures import all_figures, experiments_folder, load_figures
+from fedfuse.experiment.reproduce import all_figures, experiments_folder, load_figures
 
 FIGURES = experiments_folder() / "figures"
 variances: Any = load_figures(FIGURES / "variances.py")

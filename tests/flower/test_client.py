@@ -28,10 +28,10 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import QuorumLost
 from fedfuse.flower import FuseStrategy, evaluate, train
-from fedfuse.flower.network import Network
+from fedfuse.flower.parts import Network
 from fedfuse.flower.records import FAILED, MEMORY, PARAMS, REPLY
+from fedfuse.server.judge import accuracy_and_loss
 from fedfuse.server.loop import RunPlan, run
-from fedfuse.server.steps.dynamic import accuracy_and_loss
 
 
 def images(seed: int, n: int) -> Rows:

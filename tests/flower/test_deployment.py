@@ -22,8 +22,8 @@ from fedfuse.core.spec import Spec
 from fedfuse.data import load
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.experiment.config import Experiment
-from fedfuse.experiment.ledger import Ledger
 from fedfuse.experiment.prepare import prepare
+from fedfuse.experiment.results import Ledger
 from fedfuse.flower.app import write_app
 from fedfuse.server.loop import run
 from fedfuse.wire.files import save_model

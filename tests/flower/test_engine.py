@@ -26,7 +26,7 @@ from fedfuse.flower import engine as flower
 from fedfuse.flower.engine import ENROL, SITE, Federation, FlowerEngine, Member
 from fedfuse.flower.records import PARAMS, REPLY
 from fedfuse.flower.site import client_app
-from fedfuse.server.door.admit import Admission, admit_all
+from fedfuse.server.admission.admit import Admission, admit_all
 
 LOCAL = LocalSettings(batch_size=8, optimizer={"lr": 0.1})
 SPEC = Spec("mlp", {"inputs": 6, "hidden": [4], "classes": 3})

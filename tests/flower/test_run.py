@@ -20,9 +20,8 @@ from flwr.app import Array, Context, Message, RecordDict
 from fedfuse.data import load
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.experiment.config import Experiment
-from fedfuse.experiment.execute import execute
-from fedfuse.experiment.ledger import Ledger
-from fedfuse.experiment.results import Results
+from fedfuse.experiment.results import Ledger, Results
+from fedfuse.experiment.run import execute
 from fedfuse.flower.records import PARAMS
 from fedfuse.flower.run import ExperimentServer
 from fedfuse.flower.site import FileSite, site_app

@@ -14,7 +14,7 @@ from fake_grid import small_options
 
 from fedfuse.core.registry import all_methods
 from fedfuse.experiment.config import load_experiment
-from fedfuse.experiment.execute import execute
+from fedfuse.experiment.run import execute
 from fedfuse.server.steps.prune import Prune
 
 pytestmark = pytest.mark.flower

@@ -19,12 +19,11 @@ from flwr.server import ServerAppComponents, ServerConfig
 from flwr.serverapp import ServerApp
 from torch import nn
 
-from fedfuse.core.bounds import Bounds
 from fedfuse.core.messages import Cohort
 from fedfuse.core.registry import all_methods, find_method
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import ServerPart
-from fedfuse.core.settings import LocalSettings
+from fedfuse.core.settings import Bounds, LocalSettings
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, MethodFault, QuorumLost, RecipeError
 from fedfuse.flower import FuseStrategy

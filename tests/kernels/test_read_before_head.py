@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedfuse.client.evidence.moments import collect_sums
+from fedfuse.client.class_sums import collect_sums
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.kernels import inputs_of_head, why_not

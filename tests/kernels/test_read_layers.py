@@ -9,13 +9,13 @@ import torch
 from plain_training import rows, seeded
 from torch import nn
 
-from fedfuse.client.evidence.kfac import kronecker_factors
+from fedfuse.client.kfac import kronecker_factors
 from fedfuse.client.recording import record_calls
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.kernels import chain_for, readings_of_layers, why_not
-from fedfuse.nets.blocks import Block, blocks_of
+from fedfuse.nets.kronecker import Block, blocks_of
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason="nothing can be compiled here")
 
@@ -95,7 +95,7 @@ def test_torch_does_it_where_evaluation_differs_or_the_user_says_so() -> None:
 
 def test_labels_that_are_drawn_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     net, data = seeded(NETWORKS["rows alone"]).eval(), rows(SHAPE, 20)
-    monkeypatch.setattr("fedfuse.client.layer_passes.readings_of_layers", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr("fedfuse.client.recording.readings_of_layers", lambda *_: pytest.fail("asked"))
     draw = torch.Generator().manual_seed(0)
     block = Block("1", "linear", "1.weight")
     kronecker_factors(net, [block], data, fisher="sampled", generator=draw, kernel="auto")

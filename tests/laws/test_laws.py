@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import fedfuse.client.evidence
+import fedfuse.client
+import fedfuse.methods
 import fedfuse.server.aggregate
 from fedfuse.core.messages import ClientUpdate, Cohort, Envelope
 from fedfuse.core.model import Apart, Single
@@ -36,11 +37,10 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.nets.mixture import Mixture
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.server.aggregate.mean import ALL_LAWS, Mean
-from fedfuse.server.door.admit import admit_all
-from fedfuse.server.parts import PartedRound
-from fedfuse.server.robust import GUARDS
-from fedfuse.server.round import filter_cohort
+from fedfuse.server.guards import GUARDS
+from fedfuse.server.round import PartedRound, filter_cohort
 from fedfuse.training.round import client_round
 
 CLIENTS, FEATURES, CLASSES = 5, 6, 3
@@ -64,10 +64,10 @@ NETWORKS = {
 }
 
 
-def classes_in(package: ModuleType) -> Iterator[type]:
-    """Every dataclass a package defines that can be made without arguments."""
-    for found in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"{package.__name__}.{found.name}")
+def classes_in(*packages: ModuleType) -> Iterator[type]:
+    """Every dataclass that these packages define."""
+    names = [f"{p.__name__}.{found.name}" for p in packages for found in pkgutil.iter_modules(p.__path__)]
+    for module in map(importlib.import_module, names):
         for _, cls in inspect.getmembers(module, inspect.isclass):
             if cls.__module__ == module.__name__ and is_dataclass(cls) and callable(cls):
                 yield cls
@@ -78,12 +78,14 @@ def needs_nothing(cls: type) -> bool:
 
 
 def evidence_for(needs: frozenset[str]) -> tuple[Evidence, ...]:
-    kinds = {c.name: c for c in classes_in(fedfuse.client.evidence) if hasattr(c, "expects") and needs_nothing(c)}
+    defined = [*classes_in(fedfuse.client, fedfuse.methods)][::-1]  # of those that share a name, the first stays
+    kinds = {c.name: c for c in defined if hasattr(c, "expects") and needs_nothing(c)}
     return tuple(kinds[n]() for n in sorted(needs) if n in kinds)
 
 
 def aggregators() -> list[type]:
-    return [c for c in classes_in(fedfuse.server.aggregate) if hasattr(c, "laws") and hasattr(c, "needs")]
+    defined = classes_in(fedfuse.server.aggregate, fedfuse.methods)
+    return [c for c in defined if hasattr(c, "laws") and hasattr(c, "needs")]
 
 
 @cache

@@ -18,7 +18,7 @@ from fedfuse.core.settings import LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.server.door.admit import admit_all
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.server.judge import Judge
 from fedfuse.server.round import fuse_round
 from fedfuse.tasks import CLASSIFICATION, LANGUAGE_MODEL, TEXT_CLASSIFICATION, Task

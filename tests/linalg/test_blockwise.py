@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedfuse.core.factor import BlockDiagonal, block_sizes
-from fedfuse.linalg.blockwise import solve_blockwise
 from fedfuse.linalg.cg import Solution
-from fedfuse.linalg.damping import damp
-from fedfuse.linalg.kron import natural_mean
+from fedfuse.linalg.factor import BlockDiagonal, block_sizes
+from fedfuse.linalg.kron import damp, natural_mean
+from fedfuse.linalg.subspace import solve_blockwise
 
 
 def moments(seed: int, size: int) -> Tensor:

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from fedfuse.errors import ConfigError, NotConverged
 from fedfuse.linalg import kron
-from fedfuse.linalg.damping import Split, balance, damp
-from fedfuse.linalg.kron import KronInverse, KronSum, kron_solve, natural_mean, natural_mean_diag
+from fedfuse.linalg.kron import KronInverse, KronSum, Split, balance, damp, kron_solve, natural_mean, natural_mean_diag
 
 Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

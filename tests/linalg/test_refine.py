@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from fedfuse.linalg import kron
-from fedfuse.linalg.cg import conjugate_gradient
+from fedfuse.linalg.cg import SinglePrecision, conjugate_gradient, solve_refined
 from fedfuse.linalg.kron import KronInverse, KronSum, natural_mean
-from fedfuse.linalg.refine import SinglePrecision, solve_refined
 
 CLIENTS, OUT, INN = 8, 20, 30
 

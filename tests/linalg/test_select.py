@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedfuse.linalg.select import kth_largest
+from fedfuse.server.aggregate.sparse import kth_largest
 
 SIZE = 200_003
 

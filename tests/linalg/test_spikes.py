@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fedfuse.linalg import spikes
-from fedfuse.linalg.spikes import SpikedInverse
+from fedfuse.linalg import kron
+from fedfuse.linalg.kron import SpikedInverse
 
 CLIENTS, OUT, INN = 3, 8, 12
 
@@ -41,19 +41,19 @@ def condition(lefts: torch.Tensor, rights: torch.Tensor) -> float:
 
 
 def test_it_is_the_inverse_where_all_directions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spikes, "_LOW", 0.0)
+    monkeypatch.setattr(kron, "_LOW", 0.0)
     lefts, rights = spiked(OUT, 3, 1), spiked(INN, 5, 2)
     assert torch.allclose(dense_inverse(found(lefts, rights)), torch.linalg.inv(dense_sum(lefts, rights)), rtol=1e-6)
 
 
 @pytest.fixture(autouse=True)
 def _any_number_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spikes, "_SHARE", 0.0)
+    monkeypatch.setattr(kron, "_SHARE", 0.0)
 
 
 @pytest.mark.parametrize("most", [0, 3, 20])
 def test_it_is_symmetric_and_positive_whatever_is_kept(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(spikes, "_MOST", most)
+    monkeypatch.setattr(kron, "_MOST", most)
     inverse = dense_inverse(found(spiked(OUT, 3, 1), spiked(INN, 5, 2)))
     assert torch.allclose(inverse, inverse.mT, rtol=1e-9, atol=1e-9)
     assert float(torch.linalg.eigvalsh(inverse).min()) > 0
@@ -63,7 +63,7 @@ def test_the_more_pairs_the_nearer(monkeypatch: pytest.MonkeyPatch) -> None:
     lefts, rights = spiked(OUT, 4, 1), spiked(INN, 6, 2)
     conditions = []
     for most in (0, 20, 60):
-        monkeypatch.setattr(spikes, "_MOST", most)
+        monkeypatch.setattr(kron, "_MOST", most)
         conditions.append(condition(lefts, rights))
     assert conditions == sorted(conditions, reverse=True)
     assert 3 * conditions[-1] < conditions[0]
@@ -71,8 +71,8 @@ def test_the_more_pairs_the_nearer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rank", [3, 20])
 def test_more_directions_are_found_where_the_first_are_not_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spikes, "_HIGH", 3.0)
-    found = spikes._Spikes.of(spiked(100, rank, 1))
+    monkeypatch.setattr(kron, "_HIGH", 3.0)
+    found = kron._Spikes.of(spiked(100, rank, 1))
     assert found.vectors.shape[2] == (12 if rank < 12 else 24)
     assert torch.allclose(found.rests, torch.tensor([0.1, 0.3, 0.2]).double(), rtol=1e-3)
     assert torch.allclose(found.heights[:, -rank:], torch.logspace(0, 1, rank).double(), rtol=1e-3)

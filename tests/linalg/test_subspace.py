@@ -4,10 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedfuse.core.factor import LowRank, dense
 from fedfuse.errors import NotConverged
-from fedfuse.linalg.damping import damp
-from fedfuse.linalg.kron import natural_mean
+from fedfuse.linalg.factor import LowRank, dense
+from fedfuse.linalg.kron import damp, natural_mean
 
 
 def spiked(d: int, r: int, rng: torch.Generator, rest: float) -> LowRank:

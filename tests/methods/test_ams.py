@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 
 from fedfuse.api import recipe as method
-from fedfuse.client.evidence.calibration import LogitScale
-from fedfuse.client.evidence.counts import LabelCounts
-from fedfuse.client.evidence.moments import Moments
+from fedfuse.client.class_sums import LabelCounts, Moments
 from fedfuse.core.seams import TaskLoss
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.nets.combine import MeanProbability, TopLogit
-from fedfuse.nets.routes import AtLayer, Nearest
-from fedfuse.server.aggregate.cover import CoverAnswers, CoverClasses
-from fedfuse.server.aggregate.ensemble import KeepAll
+from fedfuse.methods.ams import LogitScale
+from fedfuse.nets.forward import AtLayer, Nearest
+from fedfuse.nets.mixture import MeanProbability, TopLogit
+from fedfuse.server.aggregate.ensemble import CoverAnswers, CoverClasses, KeepAll
 from fedfuse.server.steps.distill import Distill
 from fedfuse.server.steps.disturb import Disturbance
 

@@ -20,11 +20,11 @@ from fedfuse.core.registry import find_method
 from fedfuse.engines.local import InProcess
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment
-from fedfuse.experiment.execute import execute
-from fedfuse.experiment.ledger import Ledger
 from fedfuse.experiment.prepare import Setting, prepare
+from fedfuse.experiment.results import Ledger
+from fedfuse.experiment.run import execute
+from fedfuse.methods.fednova import NormalizedMean
 from fedfuse.models.bayes import Bayesian, BayesianLayers
-from fedfuse.server.aggregate.normalized import NormalizedMean
 from fedfuse.server.loop import Record, run
 from fedfuse.wire.files import load_model
 

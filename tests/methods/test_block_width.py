@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import fedfuse
-from fedfuse.core.factor import BlockDiagonal, dense
 from fedfuse.errors import RecipeError
-from fedfuse.linalg.damping import damp
-from fedfuse.linalg.kron import natural_mean
-from fedfuse.nets.factors import read_factor
+from fedfuse.linalg.factor import BlockDiagonal, dense
+from fedfuse.linalg.kron import damp, natural_mean
+from fedfuse.nets.kronecker import read_factor
 from fedfuse.wire.codec import decode
 from fedfuse.wire.messages import split
 

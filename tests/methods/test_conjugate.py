@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedfuse.client.cavity import KeepFactor, cavity
-from fedfuse.client.elbo import Elbo, Prior
+from fedfuse.client.elbo import Elbo, KeepFactor, Prior, cavity
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
@@ -26,9 +25,9 @@ from fedfuse.core.seams import Batch
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState, tell_examples
+from fedfuse.methods.pvi import Product
 from fedfuse.models.bayes import BayesianLayers, factors
 from fedfuse.server.aggregate.charts import RKLB, MeanIn
-from fedfuse.server.aggregate.product import Product
 
 FEATURES, NOISE, SCALE = 3, 0.25, 1.5
 PRIOR = FEATURES / SCALE**2  # the precision of N(start, scale²/fan-in)

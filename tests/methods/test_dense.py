@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedfuse.api import recipe as method
 from fedfuse.core.settings import Optimizer
-from fedfuse.nets.combine import MeanLogit
+from fedfuse.nets.mixture import MeanLogit
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.steps.distill import Distill
 from fedfuse.server.steps.synthesize import Generate

@@ -15,10 +15,9 @@ from fedfuse.core.rng import seeded
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError, QuorumLost, RecipeError
-from fedfuse.nets.combine import Combine, MeanLogit, MeanProbability, OpenSetVote, TopLogit
-from fedfuse.nets.inputs import common_form
-from fedfuse.nets.mixture import Mixture
-from fedfuse.nets.routes import AtLayer
+from fedfuse.nets.forward import AtLayer
+from fedfuse.nets.mixture import Combine, MeanLogit, MeanProbability, Mixture, OpenSetVote, TopLogit
+from fedfuse.server.inputs import common_form
 from fedfuse.server.steps.disturb import with_disturbance
 from fedfuse.wire.codec import read, write
 from fedfuse.wire.files import load_model, save_model

@@ -15,10 +15,10 @@ import fedfuse
 from fedfuse.core.model import Single
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.experiment.callbacks import Callback
 from fedfuse.experiment.config import Experiment
-from fedfuse.experiment.execute import execute
 from fedfuse.experiment.prepare import prepare
-from fedfuse.experiment.watch import Callback
+from fedfuse.experiment.run import execute
 from fedfuse.wire.files import load_model
 
 METHODS: list[dict[str, Any]] = [

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fedfuse
-from fedfuse.client.evidence.kfac import KroneckerFactors
+from fedfuse.client.kfac import KroneckerFactors
 from fedfuse.core.messages import Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
@@ -19,9 +19,9 @@ from fedfuse.engines.local import InProcess
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import Setting, prepare
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.server.aggregate.mean import Mean, mean_of
 from fedfuse.server.aggregate.natural import NaturalKron
-from fedfuse.server.door.admit import admit_all
 from fedfuse.server.loop import Record, one_round, run
 from fedfuse.server.round import fuse_round
 from fedfuse.training.round import client_round

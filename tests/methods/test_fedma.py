@@ -7,8 +7,8 @@ import pytest
 from fedfuse.api import recipe as method
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError
+from fedfuse.methods.fedma import MatchedLayers
 from fedfuse.server.aggregate.chain import Matcher
-from fedfuse.server.aggregate.layerwise import MatchedLayers
 
 
 def test_the_defaults_are_the_released_ones() -> None:

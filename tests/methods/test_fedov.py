@@ -6,18 +6,17 @@ import torch
 
 from fedfuse.api import fuse, local_update
 from fedfuse.api import recipe as method
-from fedfuse.client.openset import OpenSet
 from fedfuse.core.model import Single, outputs
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import InProcess, Population
-from fedfuse.nets.combine import OpenSetVote
-from fedfuse.nets.mixture import Mixture
+from fedfuse.methods.fedov import OpenSet
+from fedfuse.nets.head import UnknownClass
+from fedfuse.nets.mixture import Mixture, OpenSetVote
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.loop import RunPlan, run
-from fedfuse.server.outputs import UnknownClass
 
 SPEC = Spec("mlp", {"inputs": 36, "hidden": [6], "classes": 3})
 

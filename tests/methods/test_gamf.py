@@ -13,7 +13,7 @@ from fedfuse.nets.channels import channel_groups, move_units
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.align.alignment import AlignUnits
 from fedfuse.server.align.graph import ByGraph
-from fedfuse.server.steps.renorm import RestateNorms
+from fedfuse.server.steps.repair import RestateNorms
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [6, 5], "classes": 3})
 

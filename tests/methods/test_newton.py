@@ -20,9 +20,8 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
-from fedfuse.nets.glm import newton_sums
-from fedfuse.nets.glm_layer import WEIGHTS
-from fedfuse.server.door.admit import admit_all
+from fedfuse.nets.glm import WEIGHTS, newton_sums
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.server.round import fuse_round
 from fedfuse.tasks import BINARY, CLASSIFICATION, REGRESSION, Task
 from fedfuse.training.round import client_round

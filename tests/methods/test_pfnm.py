@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from fedfuse.api import recipe as method
-from fedfuse.client.evidence.counts import LabelCounts
+from fedfuse.client.class_sums import LabelCounts
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError
+from fedfuse.methods.pfnm import MatchedUnits
 from fedfuse.server.aggregate.chain import Matcher
-from fedfuse.server.aggregate.matched import MatchedUnits
 
 
 def test_the_defaults_are_the_published_grid() -> None:

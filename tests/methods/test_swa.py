@@ -24,9 +24,9 @@ from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import NameWithOptions, load_experiments
 from fedfuse.experiment.prepare import prepare
-from fedfuse.server.aggregate.gaussianity import HigherOrder, NonGaussianMean, Renyi
+from fedfuse.methods.swa import HigherOrder, NonGaussianMean, Renyi
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.door.admit import admit_all
 from fedfuse.server.loop import RunPlan, one_round, run
 from fedfuse.training.round import client_round
 

@@ -9,7 +9,7 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from fedfuse.nets.calibrate import calibration, fit_temperature
+from fedfuse.nets.mixture import calibration, fit_temperature
 
 
 def loss(log_t: float, logits: Tensor, labels: Tensor) -> float:

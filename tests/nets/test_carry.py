@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fedfuse.core.spec import Spec
-from fedfuse.nets.carry import carry_over
-from fedfuse.nets.channels import channel_groups, keep_channels
+from fedfuse.nets.channels import carry_over, channel_groups, keep_channels
 
 SHAPE = (1, 8, 8)
 NETS = [

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.client.evidence.kfac import kronecker_factors
-from fedfuse.core.factor import dense
+from fedfuse.client.kfac import kronecker_factors
 from fedfuse.core.params import Layout, Params
 from fedfuse.core.posterior import Diag, Flat, Kron, Posterior
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
-from fedfuse.nets.blocks import blocks_of
+from fedfuse.linalg.factor import dense
 from fedfuse.nets.channels import (
     Group,
     Location,
@@ -29,6 +28,7 @@ from fedfuse.nets.channels import (
     permute_group,
     units_left_out,
 )
+from fedfuse.nets.kronecker import blocks_of
 from odd_networks import Cumulative
 
 SHIPPED: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fedfuse.errors import ConfigError
-from fedfuse.nets.combine import (
+from fedfuse.nets.forward import AtLayer, Count, Route, largest
+from fedfuse.nets.mixture import (
     COMBINES,
     ClassShares,
     MeanLogit,
@@ -26,7 +27,6 @@ from fedfuse.nets.combine import (
     rule_for_members,
     standardize_answers,
 )
-from fedfuse.nets.routes import AtLayer, Count, Route, largest
 
 ALIKE = torch.full((4,), 0.25, dtype=torch.float64)
 

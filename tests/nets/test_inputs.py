@@ -11,7 +11,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import RecipeError
-from fedfuse.nets.inputs import input_form
+from fedfuse.server.inputs import input_form
 
 
 def test_the_shape_of_an_input_is_found_wherever_it_is_known() -> None:

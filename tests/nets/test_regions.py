@@ -15,9 +15,8 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.linalg.ridge import Sums
-from fedfuse.nets.mixture import Mixture
-from fedfuse.nets.regions import DAMPING, FeatureRegion
-from fedfuse.nets.routes import AtLayer, Nearest
+from fedfuse.nets.forward import AtLayer, Nearest
+from fedfuse.nets.mixture import DAMPING, FeatureRegion, Mixture
 from fedfuse.wire.files import load_model, save_model
 
 MLP = Spec("mlp", {"inputs": 6, "hidden": [5, 4], "classes": 3})

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from fedfuse.core.params import Params
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
-from fedfuse.nets.partial import layer_output
-from fedfuse.nets.stack import Program, Stack, cost_of
+from fedfuse.nets.forward import Program, Stack, cost_of, layer_output
 
 
 def members(spec: Spec, count: int = 3, seed: int = 0) -> list[Params]:

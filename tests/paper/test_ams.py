@@ -19,12 +19,11 @@ from fedfuse.engines.local import InProcess
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import Setting, prepare
-from fedfuse.nets.combine import Combine, MeanProbability, TopLogit, find_disturbed
-from fedfuse.nets.mixture import Mixture
-from fedfuse.nets.routes import AtLayer
+from fedfuse.nets.forward import AtLayer
+from fedfuse.nets.mixture import Combine, MeanProbability, Mixture, TopLogit, find_disturbed
+from fedfuse.server.admission.admit import Admission, admit_all
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.door.admit import Admission, admit_all
 
 pytestmark = pytest.mark.paper
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from fedfuse.client.evidence.kfac import KroneckerFactors
+from fedfuse.client.kfac import KroneckerFactors
 from fedfuse.core.messages import Cohort
 from fedfuse.core.seams import Aggregator, Work
 from fedfuse.engines.local import InProcess
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import Setting, prepare
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.aggregate.natural import NaturalKron
-from fedfuse.server.door.admit import admit_all
 
 pytestmark = pytest.mark.paper
 

@@ -17,13 +17,13 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.engines.local import InProcess
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import PreparedExperiment, Setting, prepare
+from fedfuse.server.admission.admit import Admission, admit_all
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.align.activations import ByActivations
 from fedfuse.server.align.alignment import ALIGNMENTS, AlignUnits, Matching
 from fedfuse.server.align.line import Line, straight_line
 from fedfuse.server.align.nets import Net
 from fedfuse.server.align.weights import ByWeights
-from fedfuse.server.door.admit import Admission, admit_all
 from fedfuse.server.round import fuse_round
 
 pytestmark = pytest.mark.paper

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedfuse.client.evidence.counts import LabelCounts
+from fedfuse.client.class_sums import LabelCounts
 from fedfuse.core.messages import Cohort
 from fedfuse.core.registry import find_method
 from fedfuse.core.seams import Aggregator, Work
@@ -16,11 +16,11 @@ from fedfuse.core.state import ServerState
 from fedfuse.engines.local import InProcess
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import Setting, prepare
+from fedfuse.methods.pfnm import MatchedUnits
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.server.aggregate.chain import Matcher
 from fedfuse.server.aggregate.ensemble import KeepAll
-from fedfuse.server.aggregate.matched import MatchedUnits
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.door.admit import admit_all
 from fedfuse.server.loop import run
 
 pytestmark = pytest.mark.paper

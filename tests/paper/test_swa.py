@@ -18,9 +18,9 @@ from fedfuse.core.state import ServerState
 from fedfuse.engines.local import InProcess
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import Setting, prepare
-from fedfuse.server.aggregate.gaussianity import NonGaussianMean, Renyi
+from fedfuse.methods.swa import NonGaussianMean, Renyi
+from fedfuse.server.admission.admit import Admission, admit_all
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.door.admit import Admission, admit_all
 
 pytestmark = pytest.mark.paper
 

@@ -18,7 +18,7 @@ from fake_grid import Gathering, TestSite, grid_of
 from flwr.app import ArrayRecord, Context, Message
 
 import fedfuse
-from fedfuse.client.evidence.counts import LabelCounts
+from fedfuse.client.class_sums import LabelCounts
 from fedfuse.core.messages import Cohort
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedfuse.report.answering import answer_cost
+from fedfuse.report.plots import answer_cost
 
 INKS = {"all": 0, "few": 1, "mean": 2}
 

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from fedfuse.report.claims import VERDICTS, Claim, judge_all, judge_claim
-from fedfuse.report.stored import StoredResult
+from fedfuse.report.claims import VERDICTS, Claim, StoredResult, judge_all, judge_claim
 
 
 def result(**cells: dict[str, dict[int, float]]) -> StoredResult:

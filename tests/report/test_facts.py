@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from fedfuse.report.facts import LIMIT, fact_text, flatten, method_facts, tables
+from fedfuse.report.page import LIMIT, fact_text, flatten, method_facts, tables
 
 
 def row(seed: int, facts: object) -> dict[str, object]:

@@ -13,10 +13,9 @@ from matplotlib.figure import Figure
 
 from fedfuse.errors import ConfigError
 from fedfuse.report import Run, read_run
-from fedfuse.report.diagram import save_diagram
-from fedfuse.report.figures import KINDS, MARKERS, Plot, save_figure
-from fedfuse.report.looks import COLOURS, look
+from fedfuse.report.figures import KINDS, MARKERS, Plot, save_diagram, save_figure
 from fedfuse.report.stats import rank_methods
+from fedfuse.report.svg import COLOURS, look
 
 Make = Callable[..., Path]
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from fedfuse.experiment.config import Experiment
-from fedfuse.experiment.execute import execute
+from fedfuse.experiment.run import execute
 from fedfuse.report import write_page
-from fedfuse.report.facts import method_facts
-from fedfuse.report.layers import NAMED, layer_lines
+from fedfuse.report.page import method_facts
+from fedfuse.report.plots import NAMED, layer_lines
 
 KEY, TITLE = "gaussianity", "Distance from Gaussian"
 

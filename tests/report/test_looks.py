@@ -3,8 +3,7 @@ from __future__ import annotations
 import re
 from importlib import resources
 
-from fedfuse.report.looks import COLOURS, look
-from fedfuse.report.svg import line, marker
+from fedfuse.report.svg import COLOURS, line, look, marker
 
 
 def test_twelve_methods_differ_in_colour_and_in_print_too() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from fedfuse.report.marks import marks_of
-from fedfuse.report.scores import COLUMNS, summary
+from fedfuse.report.scores import COLUMNS, marks_of, summary
 
 ACCURACY, BYTES, NLL = (next(c for c in COLUMNS if c.key == key) for key in ("accuracy", "bytes_up", "nll"))
 

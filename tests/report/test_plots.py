@@ -5,7 +5,7 @@ import re
 import pytest
 
 from fedfuse.report import Run, plots
-from fedfuse.report.calibration import reliability
+from fedfuse.report.plots import reliability
 from fedfuse.report.sweeps import Panel, Swept
 
 

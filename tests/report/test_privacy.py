@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from fedfuse.errors import ConfigError
+from fedfuse.report.costs import privacy_curves, privacy_figures
 from fedfuse.report.figures import Plot, save_figure
 from fedfuse.report.page import render
-from fedfuse.report.privacy import privacy_curves, privacy_figures
 from fedfuse.report.read import Run
 
 

@@ -16,8 +16,7 @@ from matplotlib.mathtext import MathTextParser
 
 from fedfuse.errors import ConfigError
 from fedfuse.report import Run, read_run, summary
-from fedfuse.report.latex import latex_text
-from fedfuse.report.sheet import WRITERS, Sheet, as_data, make_sheet, write_latex, write_markdown
+from fedfuse.report.sheet import WRITERS, Sheet, as_data, latex_text, make_sheet, write_latex, write_markdown
 
 Make = Callable[..., Path]
 NASTY = r"a_b & 50 % #1 {x} ^ ~ \ $y$ <α|Σ> ≤ é 名"

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from fedfuse.errors import ConfigError
-from fedfuse.report.claims import Claim, judge_claim
+from fedfuse.report.claims import (
+    Claim,
+    StoredResult,
+    collect_result,
+    digest_of,
+    judge_claim,
+    read_result,
+    read_results,
+    write_result,
+)
 from fedfuse.report.reproduction import (
     fill_tables,
     method_verdicts,
@@ -16,7 +25,6 @@ from fedfuse.report.reproduction import (
     reproduction_page,
     stored_table,
 )
-from fedfuse.report.stored import StoredResult, collect_result, digest_of, read_result, read_results, write_result
 
 
 def write_run(folder: Path, name: str, accuracy: dict[str, list[list[float]]]) -> None:

@@ -9,8 +9,8 @@ import pytest
 from tests.conftest import Fedfuse
 
 from fedfuse.report import read_run, write_page
+from fedfuse.report.page import cautions, verdict
 from fedfuse.report.scores import best_first, headline_of, summary
-from fedfuse.report.verdict import cautions, verdict
 
 SCORES = {"fedavg": (12.0, 9.0, 0.5), "newton": (8.0, 6.0, 0.8)}
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fedfuse.report.page import cautions, overall, verdict
 from fedfuse.report.scores import summary
-from fedfuse.report.verdict import cautions, overall, verdict
 
 
 def rows(rounds: int = 1, **accuracies: list[float | None]) -> list[dict[str, object]]:

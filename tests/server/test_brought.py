@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.factor import LowRank
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Diag, Geometry, Kron, Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import ServerState
-from fedfuse.server.brought import brought_moves
-from fedfuse.server.robust import Krum
+from fedfuse.linalg.factor import LowRank
+from fedfuse.server.admission.influence import brought_moves
+from fedfuse.server.guards import Krum
 
 MODULE = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 SPEC = Spec.of(MODULE)

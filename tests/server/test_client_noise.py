@@ -12,18 +12,18 @@ import fedfuse
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
-from fedfuse.core.privacy import gaussian_epsilon, sampled_epsilon
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
 from fedfuse.core.settings import LocalSettings, MoveNoise
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.linalg.privacy import gaussian_epsilon, sampled_epsilon
 from fedfuse.server.aggregate.charts import Chart, MeanIn
-from fedfuse.server.client_noise import ClientNoise, _coordinates
 from fedfuse.server.filters import with_filters
+from fedfuse.server.guards import ClientNoise, _coordinates
 from fedfuse.server.round import fuse_round
-from fedfuse.training.private_move import disturb_move
+from fedfuse.training.round import disturb_move
 
 SPEC = Spec("mlp", {"inputs": 20, "hidden": [30], "classes": 3})
 START = ServerState(0, Single(SPEC, Posterior({n: torch.zeros_like(t) for n, t in SPEC.build().state_dict().items()})))

@@ -11,7 +11,7 @@ from fedfuse.core.model import Single
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.server.features import RandomFeatures
+from fedfuse.methods.ridge import RandomFeatures
 
 
 def single(spec: Spec) -> Single:

@@ -26,12 +26,10 @@ from fedfuse.core.posterior import Posterior
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.errors import RecipeError
-from fedfuse.nets.combine import MeanProbability
-from fedfuse.nets.mixture import Mixture
-from fedfuse.server.door.admit import Admission
+from fedfuse.nets.mixture import MeanProbability, Mixture
+from fedfuse.server.admission.admit import Admission, Spool
 from fedfuse.server.judge import Judge, ask_here, log_probabilities, summarize_clients
 from fedfuse.tasks import CLASSIFICATION
-from fedfuse.wire.spool import Spool
 
 LINEAR = Spec("mlp", {"inputs": 3, "hidden": [], "classes": 3})
 

@@ -11,7 +11,7 @@ from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import ServerState
-from fedfuse.server.labels import cohort_histogram, divergence, population_histogram, record_label_counts
+from fedfuse.server.training import cohort_histogram, divergence, population_histogram, record_label_counts
 
 SPEC = Spec("mlp")
 

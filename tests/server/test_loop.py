@@ -14,20 +14,18 @@ from fedfuse.core.model import Apart, Model, Single
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import Engine, Work
+from fedfuse.core.seams import Engine, Terms, Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.core.terms import Terms
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import QuorumLost
+from fedfuse.server.admission.admit import Admission, Rules, Spool
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.door.admit import Admission, Rules
 from fedfuse.server.judge import Judge
 from fedfuse.server.loop import Record, RunPlan, choose_clients, run
 from fedfuse.wire.codec import decode
 from fedfuse.wire.messages import encode_brief
-from fedfuse.wire.spool import Spool
 
 SPEC = Spec("mlp", {"inputs": 3, "hidden": [4], "classes": 2})
 SIZES = {"c0": 4, "c1": 6, "c2": 10, "c3": 12}

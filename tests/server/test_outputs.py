@@ -10,7 +10,7 @@ from fedfuse.core.messages import Start
 from fedfuse.core.model import Single, outputs
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
-from fedfuse.server.outputs import UnknownClass, with_outputs
+from fedfuse.nets.head import UnknownClass, with_outputs
 
 SPECS = [Spec("mlp", {"inputs": 16, "classes": 3}), Spec("lenet", {"size": 4, "classes": 3})]
 

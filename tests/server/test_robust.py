@@ -23,7 +23,7 @@ from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.server.aggregate.charts import RKLB, MeanIn
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.filters import find_guard
-from fedfuse.server.robust import GUARDS, CoordinateMedian, Krum, NormClip, TrimmedMean
+from fedfuse.server.guards import GUARDS, CoordinateMedian, Krum, NormClip, TrimmedMean
 from fedfuse.server.round import fuse_round
 from fedfuse.wire.codec import decode, encode
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedfuse.core.clock import Clock
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
@@ -20,8 +19,8 @@ from fedfuse.errors import ConfigError
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.filters import with_filters
-from fedfuse.server.robust import Krum
-from fedfuse.server.round import filter_cohort, fuse_round
+from fedfuse.server.guards import Krum
+from fedfuse.server.round import Clock, filter_cohort, fuse_round
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": 3})
 

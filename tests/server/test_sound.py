@@ -16,10 +16,9 @@ from fedfuse.core.seams import ServerPart
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import FuseError, NotConverged
+from fedfuse.server.admission.admit import Admission, Spool
 from fedfuse.server.aggregate.mean import ALL_LAWS, Mean
-from fedfuse.server.door.admit import Admission
-from fedfuse.server.sound import fuse_admitted
-from fedfuse.wire.spool import Spool
+from fedfuse.server.round import fuse_admitted
 
 SPEC = Spec("mlp", {"inputs": 2, "hidden": [], "classes": 2})
 START = ServerState(0, Single.of(SPEC.build(), SPEC))

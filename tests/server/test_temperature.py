@@ -14,8 +14,8 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
+from fedfuse.methods.temperature import Temperature, best_temperature
 from fedfuse.server.judge import answers
-from fedfuse.server.steps.temperature import Temperature, best_temperature
 
 NOBODY = Cohort(())
 

@@ -19,11 +19,11 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, entries_of
 from fedfuse.engines.local import InProcess, Population
+from fedfuse.methods.fedduap import DynamicUpdate
 from fedfuse.server.aggregate.adaptive import ServerOptimizer
 from fedfuse.server.loop import RunPlan, run
 from fedfuse.server.steps.distill import Distill
-from fedfuse.server.steps.distillation_inputs import ServerInputs
-from fedfuse.server.steps.dynamic import DynamicUpdate
+from fedfuse.server.steps.synthesize import ServerInputs
 from fedfuse.server.training import train_on
 from fedfuse.training.round import train_on_rows
 

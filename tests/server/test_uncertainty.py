@@ -13,10 +13,8 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.errors import RecipeError
 from fedfuse.models.bayes import BayesianLayers
-from fedfuse.nets.combine import MeanProbability
-from fedfuse.nets.mixture import Mixture
-from fedfuse.server.judge import Judge, log_probabilities
-from fedfuse.server.uncertainty import each_draw, mutual_information, predict
+from fedfuse.nets.mixture import MeanProbability, Mixture
+from fedfuse.server.judge import Judge, each_draw, log_probabilities, mutual_information, predict
 from fedfuse.tasks import CLASSIFICATION
 from fedfuse.tasks.metrics import auroc
 

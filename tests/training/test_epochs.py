@@ -17,8 +17,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local, with_kind
 from fedfuse.errors import ConfigError
-from fedfuse.training.projections import Masked
-from fedfuse.training.pulls import pull_of
+from fedfuse.training.pulls import Masked, pull_of
 from fedfuse.training.round import RoundAnswer, client_round
 from fedfuse.wire.codec import decode
 

@@ -21,9 +21,8 @@ from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.nets.channels import channel_groups, keep_channels
 from fedfuse.server.loop import Record, RunPlan, run
-from fedfuse.server.steps.prune import Prune
-from fedfuse.server.steps.rates import FixedRate
-from fedfuse.training.memory import CHANNELS, fit_memory
+from fedfuse.server.steps.prune import FixedRate, Prune
+from fedfuse.training.round import CHANNELS, fit_memory
 
 SHAPE = (1, 8, 8)
 LENET = Spec("lenet", {"size": 8, "maps": [6, 8], "hidden": [10], "classes": 3})
@@ -144,7 +143,7 @@ def test_a_pull_by_curvature_waits_for_factors_of_the_new_shape() -> None:
 
 
 def test_a_variate_that_cannot_follow_starts_again_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedfuse.server.steps.control.carry_over", lambda *_: None)
+    monkeypatch.setattr("fedfuse.methods.scaffold.carry_over", lambda *_: None)
     records, _ = pruned_run(with_prunings("scaffold", last=False), LENET, rounds=3)
     assert records[0].facts["facts"]["forgot"] == ["control"]
     assert not [r for r in records if r.facts["refused"] or r.facts["dropped"]]

@@ -8,7 +8,7 @@ from own_networks import CLASSES, IMAGE, OWN
 from torch import Tensor, nn
 
 from fedfuse.core.spec import Spec
-from fedfuse.training.memory_format import suits_channels_last
+from fedfuse.training.epochs import suits_channels_last
 
 IMAGES = ("viewed", "reshaped", "backbone", "transposed", "functional")
 

@@ -25,7 +25,7 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.engines.pool import Pool
 from fedfuse.errors import ConfigError, QuorumLost, RecipeError
-from fedfuse.server.door.admit import Contract, admit
+from fedfuse.server.admission.admit import Contract, admit
 from fedfuse.server.judge import Judge
 from fedfuse.server.loop import Record, RunPlan, run
 from fedfuse.training.round import client_round

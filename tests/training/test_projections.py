@@ -9,7 +9,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.training.projections import Masked
+from fedfuse.training.pulls import Masked
 from fedfuse.training.round import train_on_rows
 from fedfuse.wire.messages import decode_brief, encode_brief
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedfuse.client.evidence.counts import LabelCounts
+from fedfuse.client.class_sums import LabelCounts
 from fedfuse.core.messages import Brief
 from fedfuse.core.rng import stream
 from fedfuse.core.rows import Rows

@@ -9,8 +9,8 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.engines.naming import Namer
-from fedfuse.training.views import WithShared
+from fedfuse.engines.memo import Namer
+from fedfuse.server.roster import WithShared
 
 BRIEF = Brief(0, Spec("mlp"), {})
 

@@ -13,8 +13,7 @@ from fedfuse.core.model import Apart, Single
 from fedfuse.core.posterior import Diag, Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
-from fedfuse.nets.combine import MeanProbability
-from fedfuse.nets.mixture import Mixture
+from fedfuse.nets.mixture import MeanProbability, Mixture
 from fedfuse.wire.codec import write
 from fedfuse.wire.files import load_answering, load_model, save_model
 

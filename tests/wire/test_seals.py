@@ -14,8 +14,7 @@ from tests.conftest import Fedfuse
 import fedfuse as ff
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
-from fedfuse.wire.codec import read, write, write_sealed
-from fedfuse.wire.table import Altered
+from fedfuse.wire.codec import Altered, read, write, write_sealed
 
 SPEC = Spec("mlp", {"inputs": 3, "hidden": [2], "classes": 2})
 

@@ -10,7 +10,7 @@ import pytest
 
 from fedfuse.core.messages import Envelope
 from fedfuse.errors import ConfigError
-from fedfuse.wire.spool import Spool
+from fedfuse.server.admission.admit import Spool
 
 
 def test_payloads_beyond_the_limit_go_to_files_and_disappear_with_the_spool() -> None:

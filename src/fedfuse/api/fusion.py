@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import repeat
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from fedfuse.api.checkpoints import (
@@ -18,45 +24,265 @@ from fedfuse.api.checkpoints import (
     fuse_in_parts,
     write_checkpoint,
 )
-from fedfuse.api.items import Source, name_items
 from fedfuse.api.runs import recipe as make_recipe
-from fedfuse.api.sums import (
-    SUMS,
-    check_kept,
-    check_sums,
-    evidence_sums,
-    kept_updates,
-    no_sum,
-    region_of,
-    sum_header,
-    sums_to_keep,
-    take_out,
-)
 from fedfuse.api.update import Update, check_supported, prepared_start, start_of
-from fedfuse.core.about import About, Contribution, versions
-from fedfuse.core.before import AsChosen
-from fedfuse.core.bounds import Bounds
-from fedfuse.core.messages import Brief, ClientUpdate
+from fedfuse.core.messages import Brief, ClientUpdate, Cohort
+from fedfuse.core.metadata import About, Contribution, versions
 from fedfuse.core.model import Answering, Model, Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
-from fedfuse.core.recipe import Recipe
+from fedfuse.core.recipe import AsChosen, Recipe
 from fedfuse.core.rows import RowSource, as_rows
-from fedfuse.core.settings import validate_settings
+from fedfuse.core.settings import Bounds, validate_settings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.nets.head import logit_variance
-from fedfuse.server.door.admit import Admission, Rules
-from fedfuse.server.door.agreed import Agreed
-from fedfuse.server.door.files import Gathered, built_start, check_enough, gather
-from fedfuse.server.door.names import CommonNames
-from fedfuse.server.door.opened import Item, OpenedItem, find_typical, open_all
+from fedfuse.server.admission.admit import Admission, Rules
+from fedfuse.server.admission.agreed import Agreed
+from fedfuse.server.admission.names import CommonNames
+from fedfuse.server.admission.opened import Item, OpenedItem, find_typical, open_all, site_of
+from fedfuse.server.admission.updates import Gathered, built_start, check_enough, gather
+from fedfuse.server.aggregate.mean import largest, sums_of
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
 from fedfuse.tasks import CLASSIFICATION, Task, task_header, task_named
-from fedfuse.wire.codec import forms_size
+from fedfuse.wire.codec import Altered, Malformed, decode, encode, forms_of, forms_size, read
 from fedfuse.wire.files import save_model
-from fedfuse.wire.folders import parse_dtype, parse_size
+from fedfuse.wire.folders import folder_of, is_folder, open_weights, parse_dtype, parse_size
+from fedfuse.wire.messages import NOTE, mark_notes
+from fedfuse.wire.sums import SUM, SUM_NAME, Summed
+
+Source: TypeAlias = "Update | str | Path | Mapping[str, Tensor] | nn.Module"
+
+
+def name_items(updates: Sequence[Source], num_examples: Sequence[float] | None, folders: Folders) -> list[Item]:
+    """What is to be fused, each under its site's name; what names no site has a name that no other has.
+
+    Raises:
+        ConfigError: if there is nothing, or something that cannot be fused.
+    """
+    if not updates:
+        raise ConfigError("there is nothing to fuse: pass at least one update, file or state dict")
+    if num_examples is not None and len(num_examples) != len(updates):
+        raise ConfigError(
+            f"{len(num_examples)} numbers of examples were given for {len(updates)} updates; give one each"
+        )
+    given = list(num_examples) if num_examples is not None else [None] * len(updates)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # files are read once for their checksums, which cores do apart
+        items = list(pool.map(_item, updates, range(1, len(updates) + 1), given, repeat(folders)))
+    names = Counter(item.client for item in items)
+    items = [_by_path(item) if names[item.client] > 1 else item for item in items]
+    names = Counter(item.client for item in items)
+    return [
+        replace(item, client=f"{item.client} ({position})") if names[item.client] > 1 and not item.named else item
+        for position, item in enumerate(items, 1)  # plain weights may be fused twice
+    ]
+
+
+def _by_path(item: Item) -> Item:
+    """A file that names no site is called by its stem, and by its path where others have the same stem."""
+    return replace(item, client=str(item.payload)) if isinstance(item.payload, Path) and not item.named else item
+
+
+def _by_header(item: Item) -> Item:
+    """The item opened, and from the site that its header names; what cannot be read is left to the door."""
+    try:
+        packet = open_weights(item.payload)
+    except Malformed:
+        return item
+    site = site_of(packet.header)
+    return replace(item, client=site or item.client, packet=packet, called=item.client, named=site is not None)
+
+
+def _item(source: Source, position: int, num_examples: float | None, folders: Folders) -> Item:
+    place = f"update {position}"
+    match source:
+        case Update():
+            name = source.client or f"site-{position}"
+            return _by_header(Item(name, source.payload, num_examples, source.spec, place=place))
+        case str() | Path() if is_folder(source):
+            packet, path = folders.packets.get(folder_of(source)), Path(source)
+            return Item(folder_of(source).name, path, num_examples, packet=packet, place=str(source))
+        case str() | Path():
+            return _by_header(Item(Path(source).stem, Path(source), num_examples, place=str(source)))
+        case nn.Module():
+            return Item(f"model-{position}", encode(source.state_dict(), {}), num_examples, place=place)
+        case Mapping():
+            return Item(f"model-{position}", encode(source, {}), num_examples, place=place)
+    raise ConfigError(f"update {position} is a {type(source).__name__}; expected an update, a file or a state dict")
+
+
+SUMS = "sums"  # the kind of notes under which a fused file keeps them, and the fact that describes them
+
+
+def check_sums(recipe: Recipe, what: str) -> None:
+    """Go on only if the method reads sums of evidence and nothing else.
+
+    Raises:
+        RecipeError: naming what was asked for.
+    """
+    if recipe.sums_by != "evidence":
+        raise RecipeError(
+            f"{what} needs a method that reads sums of evidence and nothing else, such as ridge or refit, and "
+            f"{recipe.label or recipe.name!r} reads more of each client; fuse all updates at once"
+        )
+
+
+def add_updates(updates: Sequence[ClientUpdate], header: Mapping[str, Any], client: str) -> Update:
+    """The sum of admitted updates, an update again.
+
+    Args:
+        updates: what is added, in its order.
+        header: what one of them says of network, start and classes.
+        client: what the sum is called.
+    """
+    total: dict[str, Tensor] = {}
+    for update in updates:
+        for name, tensor in update.notes.items():
+            total[name] = total[name] + tensor if name in total else tensor.clone()
+    count = math.fsum(u.num_examples for u in updates)
+    told = {**header, "client": client, "num_examples": count, "steps": 0, "facts": {}}
+    if (sites := sum(u.sites for u in updates)) > 1:
+        told["sums"] = Summed(sites, "evidence", count).to_json()
+    return Update(client, encode(mark_notes(total), told), spec=updates[0].spec)
+
+
+def add_weights(cohort: Cohort, by: str, header: Mapping[str, Any], client: str) -> Update:
+    """The sum of admitted weights, an update again: their mean, and beside it the float64 sum it was rounded from.
+
+    Args:
+        cohort: what is added, in its order.
+        by: by what clients weigh: "examples", or alike as "clients".
+        header: what all of them say.
+        client: what the sum is called.
+    """
+    given = cohort.num_examples if by == "examples" else torch.tensor([float(u.sites) for u in cohort])
+    weight, totals = math.fsum(given.tolist()), sums_of(cohort, given)
+    sources = [u.posterior.mean for u in cohort]
+    forms = forms_of(sources[0])
+    mean = {n: (totals[n] / weight).to(f.dtype) if n in totals else largest(sources, n) for n, f in forms.items()}
+    sums = Summed(cohort.sites, by, weight).to_json()
+    examples, steps = math.fsum(cohort.num_examples.tolist()), max(u.steps for u in cohort)
+    told = {**header, "client": client, "num_examples": examples, "steps": steps, "facts": {}, "sums": sums}
+    notes = mark_notes({SUM + name: tensor for name, tensor in totals.items()})
+    return Update(client, encode({**mean, **notes}, told), spec=cohort.updates[0].spec)
+
+
+def sum_header(shared: Mapping[str, Any], about: About) -> dict[str, Any]:
+    """What a sum says of itself: all that its updates agree on, but none of their names."""
+    return {**about.model_copy(update={"sites": (), "refused": ()}).to_json(), **shared}
+
+
+def evidence_sums(
+    recipe: Recipe, admission: Admission, header: Mapping[str, Any], keep_sites: bool
+) -> tuple[Update, ...]:
+    """What a later fusion can go on from: the total, or everybody's own."""
+    if recipe.sums_by != "evidence" or admission.clipped:
+        return ()  # what was weakened is no sum of rows
+    if keep_sites:
+        return tuple(add_updates([u], header, u.client) for u in admission.cohort)
+    return (add_updates(admission.cohort.updates, header, SUM_NAME),)
+
+
+def region_of(recipe: Recipe, admission: Admission, header: Mapping[str, Any], whole: bool) -> Callable[[], Update]:
+    """What adds up the weights that were fused, when it is asked, or says why it cannot be done."""
+    by, name = recipe.sums_by, recipe.label or recipe.name
+    if by is None:
+        return partial(no_sum, f"{name!r} reads more of its clients than one sum; use ridge, refit or fedavg")
+    if admission.clipped:
+        weak = admission.clipped[0]["client"]
+        return partial(no_sum, f"the say of {weak} was weakened at the door; leave it out, or widen bounds")
+    if whole:
+        return partial(no_sum, "checkpoint folders are fused whole; fuse all of them at once")
+    return no_sum if by == "evidence" else partial(add_weights, admission.cohort, by, header, SUM_NAME)
+
+
+def no_sum(why: str = "sites were kept apart; fuse without keep_sites") -> Update:
+    """Say why there is no one sum of what was fused.
+
+    Raises:
+        RecipeError: always.
+    """
+    raise RecipeError(f"there is no one sum of what was fused, for {why}")
+
+
+def kept_updates(path: Path) -> list[Update]:
+    """The sums a fused file was made of: one for all sites, or one for each.
+
+    Raises:
+        ConfigError: if it keeps none.
+    """
+    try:
+        packet = read(path)
+    except Altered:
+        raise
+    except Malformed as why:
+        raise ConfigError(f"{path} is no model file: {why}") from why
+    headers = packet.header.get("facts", {}).get(SUMS)
+    if not isinstance(headers, list) or not all(isinstance(h, dict) for h in headers) or not headers:
+        raise ConfigError(f"{path} does not keep the sums it was made of; fuse it by ridge or refit, from updates")
+    found = []
+    for place, header in enumerate(headers):
+        prefix = f"{NOTE}{SUMS}/{place}/"
+        notes = {n.removeprefix(prefix): t for n, t in packet.tensors.items() if n.startswith(prefix)}
+        found.append(Update(str(header.get("client", place)), encode(mark_notes(notes), header)))
+    return found
+
+
+def sums_to_keep(kept: Sequence[Update]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """The notes and the headers that a fused file keeps of updates."""
+    packets = [decode(update.payload) for update in kept]
+    notes = {
+        f"{SUMS}/{place}/{name.removeprefix(NOTE)}": tensor
+        for place, packet in enumerate(packets)
+        for name, tensor in packet.tensors.items()
+    }
+    return notes, [dict(packet.header) for packet in packets]
+
+
+def take_out(kept: Sequence[Update], what: Sequence[str], whose: Path) -> list[Update]:
+    """The kept sums without some sites: by name where they are kept apart, by its update file where they are not.
+
+    Raises:
+        ConfigError: if a site is neither.
+    """
+    left = list(kept)
+    for site in what:
+        if any(update.client == site for update in left):
+            left = [update for update in left if update.client != site]
+        elif Path(site).is_file() and len(left) == 1:
+            left = [_subtract(left[0], Path(site))]
+        else:
+            names = ", ".join(update.client for update in left)
+            raise ConfigError(
+                f"{whose} does not keep the sums of {site!r} apart (it has {names}); pass that site's own update file, "
+                "or fuse with --keep-sites next time"
+            )
+    return left
+
+
+def _subtract(total: Update, path: Path) -> Update:
+    whole, part = decode(total.payload), read(path)
+    same = ("spec", "start", "classes")
+    if odd := [key for key in same if whole.header.get(key) != part.header.get(key)]:
+        raise ConfigError(f"{path} is no part of these sums: its {odd[0]} is another one")
+    if whole.tensors.forms != {n: f for n, f in part.tensors.forms.items() if n.startswith(NOTE)}:
+        raise ConfigError(f"{path} is no part of these sums: it brings other evidence")
+    notes = {name: tensor - part.tensors[name] for name, tensor in whole.tensors.items()}
+    left = float(whole.header["num_examples"]) - float(part.header["num_examples"])
+    if left <= 0 or not all(bool(torch.isfinite(t).all()) for t in notes.values()):
+        raise ConfigError(f"{path} is no part of these sums, or all of them: {left:g} examples would be left")
+    return Update(total.client, encode(notes, {**whole.header, "num_examples": left}))
+
+
+def check_kept(clients: Sequence[str], admission: Admission, into: str | Path | None) -> None:
+    """Go on only if all that a fused file keeps was fused again: otherwise sites would be lost unasked."""
+    for refusal in admission.refused:
+        if refusal["client"] in clients:
+            raise ConfigError(
+                f"what {into} keeps of {refusal['client']} does not suit the updates: {refusal['field']} is "
+                f"{refusal['got']}, expected {refusal['expected']}; add updates made for the same model"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from fedfuse.models import model_names
 if TYPE_CHECKING:
     from torch import nn
 
+    from fedfuse.experiment.callbacks import Watcher
     from fedfuse.experiment.results import Results
-    from fedfuse.experiment.watch import Watcher
 
 
 def list_methods() -> tuple[str, ...]:

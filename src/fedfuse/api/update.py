@@ -10,31 +10,27 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedfuse.api.runs import recipe as make_recipe
-from fedfuse.core.about import About, check_class_names, versions
-from fedfuse.core.before import NothingBefore
-from fedfuse.core.description import describe
-from fedfuse.core.forms import ArrayForm, RowForm
+from fedfuse.core.inputs import ArrayForm, RowForm
 from fedfuse.core.messages import Brief
+from fedfuse.core.metadata import About, check_class_names, describe, versions
 from fedfuse.core.model import Single, outputs
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
-from fedfuse.core.privacy import Release, release_of
-from fedfuse.core.recipe import Recipe
+from fedfuse.core.recipe import NothingBefore, Recipe
 from fedfuse.core.rows import Rows, RowSource, as_rows, is_channels_last
 from fedfuse.core.seams import ClientsOnly, Work
 from fedfuse.core.settings import LocalSettings, validate_settings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import EXAMPLES, Bench, ServerState, tell_examples, with_kind
-from fedfuse.core.threads import one_thread
+from fedfuse.core.torch_utils import one_thread
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.server.door.differences import first_difference
+from fedfuse.linalg.privacy import Release, release_of
+from fedfuse.server.admission.opened import first_difference
 from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Task, task_header, task_named
 from fedfuse.training.round import client_round
-from fedfuse.wire.codec import Malformed, decode, encode, forms_of, read, write_sealed
-from fedfuse.wire.digest import fingerprint
+from fedfuse.wire.codec import Altered, Malformed, decode, encode, fingerprint, forms_of, read, write_sealed
 from fedfuse.wire.folders import is_folder, open_weights
 from fedfuse.wire.messages import NOTE, encode_brief, receive_brief, tell_memory
-from fedfuse.wire.table import Altered
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +211,7 @@ def _check_channels(rows: Rows) -> None:
         raise ConfigError(
             f"a row's x is {'×'.join(map(str, shape))}, which looks like a picture with its channels last, expected "
             "channels × height × width; turn x by x.permute(0, 3, 1, 2), or, if this network reads it so, say "
-            f"inputs=fedfuse.core.forms.ArrayForm(shape={shape})"
+            f"inputs=fedfuse.core.inputs.ArrayForm(shape={shape})"
         )
 
 

@@ -15,12 +15,12 @@ from importlib.resources import files as resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fedfuse.cli import agree, console, files, flower, listing, models, reproduction, results
+from fedfuse.cli import console, flower, models, results, sites
+from fedfuse.cli.console import interruption, stop_cleanly, stop_code
 from fedfuse.cli.options import Json, Log, Sets, Workers, check_written
-from fedfuse.cli.stopping import interruption, stop_cleanly, stop_code
 from fedfuse.core.files import STREAM
 from fedfuse.errors import ClientsDropped, ConfigError, FuseError
-from fedfuse.experiment.watch import Watcher
+from fedfuse.experiment.callbacks import Watcher
 
 if TYPE_CHECKING:
     from fedfuse.experiment.prepare import PreparedExperiment
@@ -142,16 +142,16 @@ def reproduce(
 
     NAME is a table or a figure; without one, all are listed.
     """
-    reproduction.check_request(name, {"--all": run_all, "--store": store, "--verdicts": verdicts}, hours, partial)
-    chosen = reproduction.scale_of(scale)
+    results.check_request(name, {"--all": run_all, "--store": store, "--verdicts": verdicts}, hours, partial)
+    chosen = results.scale_of(scale)
     if run_all:
-        reproduction.run_all_missing(chosen, hours, out, workers, as_json)
+        results.run_all_missing(chosen, hours, out, workers, as_json)
         return
     if store:
-        reproduction.store_runs(name, chosen, out, partial, as_json)
+        results.store_runs(name, chosen, out, partial, as_json)
         return
     if verdicts:
-        reproduction.write_verdicts(chosen, out, as_json)
+        results.write_verdicts(chosen, out, as_json)
         return
     from fedfuse.experiment.reproduce import catalogue, find
 
@@ -173,16 +173,16 @@ def reproduce(
     console.say_json({"files": files_made}) if as_json else console.say("\n".join(files_made))
 
 
-for reads in (listing.methods, listing.models, results.report, results.table, results.plot, results.compare):
+for reads in (models.methods, models.models, results.report, results.table, results.plot, results.compare):
     app.command()(reads)
 for command in (
-    agree.init,
-    agree.moments,
-    agree.scale,
-    files.update,
-    files.evidence,
-    files.fuse,
-    files.evaluate,
+    sites.init,
+    sites.moments,
+    sites.scale,
+    sites.update,
+    sites.evidence,
+    sites.fuse,
+    sites.evaluate,
     models.show,
     models.predict,
     models.export,
@@ -259,7 +259,7 @@ def _tell_flaws(prepared: PreparedExperiment, as_json: bool) -> None:
 
 def _time_words(seconds: Mapping[str, float]) -> str:
     """How long an experiment may take, and what most of it goes to."""
-    from fedfuse.experiment.progress import time_text
+    from fedfuse.experiment.callbacks import time_text
 
     longest = sorted(seconds, key=lambda label: -seconds[label])[:3]
     each = ", ".join(f"{label} {time_text(seconds[label])}" for label in longest)
@@ -295,9 +295,9 @@ def _run(
     from fedfuse.experiment.jobs import jobs_of, memo_folder
 
     jobs, store = jobs_of(file, sets, out, resume), memo_folder() if memo else None
+    from fedfuse.experiment.callbacks import Several
     from fedfuse.experiment.doctor import compile_notice  # late: torch, once the file is sound
-    from fedfuse.experiment.execute import execute
-    from fedfuse.experiment.watch import Several
+    from fedfuse.experiment.run import execute
     from fedfuse.report import write_page
     from fedfuse.report.tables import rich_table, summary
 

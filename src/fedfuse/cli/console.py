@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +16,57 @@ from rich.table import Table
 from rich.text import Text
 
 from fedfuse.errors import printable
-from fedfuse.experiment.ledger import flat, plain
-from fedfuse.experiment.progress import show_progress
-from fedfuse.experiment.watch import Watcher
+from fedfuse.experiment.callbacks import Watcher, show_progress
+from fedfuse.experiment.results import flat, plain
 
-if TYPE_CHECKING:  # it brings torch, which a person who asks for help need not wait for
+if TYPE_CHECKING:
     from fedfuse.experiment.results import Results
+
+
+_TYPERS = 130  # the exit code that typer makes of any interruption
+
+
+class Terminated(KeyboardInterrupt):
+    """Somebody ended the process by a signal; it stops as by Ctrl-C and leaves nothing behind."""
+
+    def __init__(self, number: int) -> None:
+        self.exit_code = 128 + number  # as shells tell it
+        super().__init__(number)
+
+
+def stop_code(why: KeyboardInterrupt) -> int:
+    """The exit code of a command that was stopped: 1 after Ctrl-C, a shell's own for any other signal."""
+    return why.exit_code if isinstance(why, Terminated) else 1
+
+
+def interruption(end: BaseException) -> KeyboardInterrupt | None:
+    """What stopped a command, where it was stopped and has not said so: typer makes an exit of its own of it."""
+    found: BaseException | None = end if not isinstance(end, SystemExit) or end.code == _TYPERS else None
+    while found is not None and not isinstance(found, KeyboardInterrupt):
+        found = found.__context__
+    return found
+
+
+@contextmanager
+def stop_cleanly() -> Iterator[None]:
+    """Within, the signals that end a process are an exception, so that workers and temporary folders go with it."""
+
+    def stop(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the tidying up
+        raise Terminated(number)
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Windows lacks one
+    ours = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]  # `nohup` says otherwise
+    if threading.current_thread() is not threading.main_thread():
+        ours = []  # only the main thread may set handlers
+    for number in ours:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)

@@ -11,7 +11,7 @@ from fedfuse.core.files import STREAM, check_output
 from fedfuse.errors import ConfigError
 
 if TYPE_CHECKING:  # it brings torch, which a person who asks for help need not wait for
-    from fedfuse.federation.tables import TableAgreement
+    from fedfuse.federation.moments import TableAgreement
 
 with warnings.catch_warnings():  # typer imports what click will drop in its next version; that is between them
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -71,7 +71,7 @@ def said_of_table(
     target: str | None, columns: str | None, moments: Sequence[Path] | None = None, unscaled: bool = False
 ) -> TableAgreement:
     """What a user says of a table."""
-    from fedfuse.federation.tables import TableAgreement
+    from fedfuse.federation.moments import TableAgreement
 
     return TableAgreement(tuple(split_words(target)), tuple(split_words(columns)), tuple(moments or ()), unscaled)
 
@@ -103,7 +103,7 @@ def check_written(
     inputs += [path for folder in inputs if folder.is_dir() for path in folder.iterdir() if path.name != EVIDENCE]
     inputs += [] if federation is None else [federation / name for name in ("federation.toml", "w0.safetensors")]
     if any(data):
-        from fedfuse.data.locations import files_at  # late: torch
+        from fedfuse.data.download import files_at  # late: torch
 
         inputs += [path for source in data if source for path in files_at(source, output)]
     check_output(output, inputs, streams)

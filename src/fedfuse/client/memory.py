@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from fedfuse.core.params import Params
-from fedfuse.core.precision import in_full
 from fedfuse.core.state import Local, entries_of, with_kind
+from fedfuse.core.torch_utils import in_full
 
 
 @dataclass(frozen=True, slots=True)

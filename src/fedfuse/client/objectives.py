@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedfuse.core.effort import TRAINING_PASSES, Effort, passes_of
-from fedfuse.core.precision import in_full
-from fedfuse.core.seams import Batch, Objective, TaskLoss
+from fedfuse.core.seams import TRAINING_PASSES, Batch, Effort, Objective, TaskLoss, passes_of
 from fedfuse.core.state import Local, entries_of, representation
+from fedfuse.core.torch_utils import in_full
 from fedfuse.training.pulls import Pull, pull_of
 
 

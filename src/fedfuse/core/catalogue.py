@@ -12,8 +12,7 @@ from importlib.metadata import entry_points
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal
 
-from fedfuse.core.words import suggest
-from fedfuse.errors import ConfigError
+from fedfuse.errors import ConfigError, suggest
 
 if TYPE_CHECKING:
     from fedfuse.core.registry import Method

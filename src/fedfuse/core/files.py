@@ -1,17 +1,29 @@
-"""Files that appear whole or not at all, take the place of nothing that is needed, and end when they are read."""
+"""Files and folders: written whole or not at all, locked by one process, lines that carry their checksum."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import secrets
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import platformdirs
 
 from fedfuse.errors import ConfigError
+
+
+def cache_folder() -> Path:
+    """Where downloads and compiled code go: the user's cache, on Linux `$XDG_CACHE_HOME` or `~/.cache`."""
+    return platformdirs.user_cache_path("fedfuse")
+
 
 STREAM = Path("-")
 """Standard output, where a command can write to it."""
@@ -107,3 +119,75 @@ def write_atomically(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
                 f"cannot write {path}: {why.strerror or why}; free some space or choose another folder"
             ) from why
         raise
+
+
+@contextmanager
+def hold_folder(folder: Path, wait: bool = True) -> Iterator[None]:
+    """Hold a folder that is there against every other process that asks; however the holder ends, it is free again.
+
+    The folder itself is locked, so that nothing is left in it.
+
+    Args:
+        folder: what to hold.
+        wait: until another lets go of it; otherwise that is an error.
+
+    Example:
+        >>> with hold_folder(Path()):
+        ...     pass
+    """
+    try:
+        import fcntl
+    except ImportError:  # not on Windows: there nobody is kept out
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+    except BlockingIOError:
+        raise ConfigError(
+            f"{folder} is being written by another run; wait until that ends, or choose another --out"
+        ) from None
+    finally:
+        os.close(handle)
+
+
+_SEAL = re.compile(r',"check":"([0-9a-f]{8})"\}\s*$')
+
+
+def seal_line(line: Mapping[str, Any]) -> str:
+    """A line of JSON with its checksum as the last entry, without an end of line.
+
+    Example:
+        >>> seal_line({"round": 1})
+        '{"round":1,"check":"0180a319"}'
+    """
+    body = json.dumps(line, separators=(",", ":"))
+    return f'{body[:-1]},"check":"{_checksum(body)}"}}' if line else body
+
+
+def open_line(text: str) -> Any:
+    """What a line says, without its checksum; a line that has none is taken as it is.
+
+    Raises:
+        ValueError: if it is not JSON, or not what was written.
+
+    Example:
+        >>> open_line(seal_line({"round": 1})), open_line('{"round":1}')
+        ({'round': 1}, {'round': 1})
+        >>> open_line(seal_line({"round": 1}).replace("1,", "3,"))
+        Traceback (most recent call last):
+        ...
+        ValueError: another checksum than was written
+    """
+    seal = _SEAL.search(text)
+    if seal is None:
+        return json.loads(text)
+    body = text[: seal.start()] + "}"
+    if _checksum(body) != seal[1]:
+        raise ValueError("another checksum than was written")
+    return json.loads(body)
+
+
+def _checksum(body: str) -> str:
+    return f"{zlib.crc32(body.encode(errors='replace')):08x}"

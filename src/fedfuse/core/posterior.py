@@ -9,8 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fedfuse.core.factor import Factor, dense
 from fedfuse.core.params import Layer, Layout, Params
+from fedfuse.linalg.factor import Factor, dense
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import ClassVar, Protocol, TypeAlias, runtime_checkable
 
-from fedfuse.core.before import AsChosen, FirstStep, ModelPreparation, NothingBefore
-from fedfuse.core.messages import Start
+from fedfuse.core.messages import Form, Start
 from fedfuse.core.model import Single
+from fedfuse.core.params import Layout
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.rng import seed_for
 from fedfuse.core.seams import (
@@ -35,7 +35,53 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import EXAMPLES, Bench, ServerState, tell_examples
 from fedfuse.errors import RecipeError
-from fedfuse.tasks import Classification, LanguageModel, Task
+from fedfuse.tasks import CLASSIFICATION, Classification, LanguageModel, Task
+
+
+class ModelPreparation(Protocol):
+    """The network a method trains, made of the network the user chose."""
+
+    def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:
+        """The start with the layers or outputs the method needs; one that has them already stays as it is."""
+
+    def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:
+        """In plain words, what a network of this layout lacks that the method would have given it; None if nothing."""
+
+
+class FirstStep(Protocol):
+    """What a server does once, before it first speaks to a client."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """As for an aggregator."""
+
+    def __call__(self, state: ServerState, bench: Bench) -> ServerState:
+        """The state the first round begins with."""
+
+
+@dataclass(frozen=True, slots=True)
+class AsChosen:
+    """The network as the user chose it."""
+
+    def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:  # noqa: ARG002
+        """The start as it is."""
+        return start
+
+    def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:  # noqa: ARG002
+        """Nothing: any network will do."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class NothingBefore:
+    """Nothing comes before the first round."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def __call__(self, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002 - the seam's signature
+        """The state as it is."""
+        return state
+
 
 Lasts: TypeAlias = Callable[[Spec], int]
 Follows: TypeAlias = "Callable[[Recipe, int], Recipe]"
@@ -67,7 +113,7 @@ class Recipe:
     weights back, and every update stands at the model of the brief.
 
     Example:
-        >>> from fedfuse.server.aggregate.normalized import NormalizedMean
+        >>> from fedfuse.methods.fednova import NormalizedMean
         >>> Recipe(name="nova", aggregate=NormalizedMean()).result
         'single'
     """

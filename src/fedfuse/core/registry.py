@@ -23,8 +23,7 @@ from pydantic.fields import FieldInfo
 from fedfuse.core.catalogue import FAMILIES, Family, unknown_method
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.settings import Settings
-from fedfuse.core.words import suggest
-from fedfuse.errors import ConfigError, FuseError, error_text
+from fedfuse.errors import ConfigError, FuseError, error_text, suggest
 
 Maker = Callable[..., Recipe]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
@@ -15,7 +15,33 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState
-from fedfuse.core.terms import Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a roster has arranged beside who answers; the loop, the door and the ledger go by it.
+
+    Attributes:
+        always: who is asked in every round, beside those chosen.
+        shared_rows: rows of the server's that every client was given: they count in its num_examples.
+        shared_bytes: bytes of them in all, sent before the first round.
+        reveals: in plain words, what was given to whom.
+    """
+
+    always: tuple[str, ...] = ()
+    shared_rows: int = 0
+    shared_bytes: int = 0
+    reveals: tuple[str, ...] = ()
+
+    def claimable_examples(self, declared: Mapping[str, int]) -> dict[str, int]:
+        """How many examples each client may claim, the lent ones among them.
+
+        Example:
+            >>> Terms(shared_rows=5).claimable_examples({"a": 10})
+            {'a': 15}
+        """
+        return {client: count + self.shared_rows for client, count in declared.items()}
+
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 Result: TypeAlias = Literal["single", "mixture", "apart"]
@@ -128,6 +154,16 @@ class ServerPart:
     @property
     def mixes_networks(self) -> bool:
         """Whether clients may have networks of different architectures or widths."""
+        return False
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether the network it leaves may have other shapes than the one it found."""
+        return False
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether clients weigh by their numbers of local steps, which then must be known and not guessed."""
         return False
 
     @property
@@ -370,3 +406,59 @@ class Work:
         """Canonical text of the work, or None if a part has no stable one (a lambda, say)."""
         text = repr(self)
         return None if " at 0x" in text else text
+
+
+TRAINING_PASSES = 3.0
+"""What plain training takes of a row: a pass forward, the gradient of what goes in, the gradient of the weights."""
+
+
+class Effort(NamedTuple):
+    """What the work of a client's round is counted by.
+
+    Attributes:
+        spec: the network.
+        shape: of one input.
+        round: counted from 0.
+        rows: how many the client has.
+        settings: how it trains.
+    """
+
+    spec: Spec
+    shape: tuple[int, ...]
+    round: int
+    rows: float
+    settings: LocalSettings
+
+
+@runtime_checkable
+class HasPasses(Protocol):
+    """An objective that takes more of the network than plain training does says how much."""
+
+    def passes(self, effort: Effort) -> float:
+        """Passes through the network per row of a batch, a pass forward being one and plain training three."""
+        ...
+
+
+def passes_of(objective: object, effort: Effort) -> float:
+    """What an objective takes of a row: what it says, else what its base takes, else plain training.
+
+    Example:
+        >>> passes_of(object(), Effort(Spec("mlp"), (4,), 0, 10, LocalSettings()))
+        3.0
+    """
+    if isinstance(objective, HasPasses):
+        return objective.passes(effort)
+    base = getattr(objective, "base", None)
+    return TRAINING_PASSES if base is None else passes_of(base, effort)
+
+
+class CurvatureEvidence(PlainEvidence):
+    """Evidence that looks at the curvature of a client's loss: its FLOPs have a column of their own."""
+
+    __slots__ = ()
+
+
+class DiagnosticStep(ServerPart):
+    """A step that only notes something for the reader: its seconds are counted apart from the method's."""
+
+    __slots__ = ()

@@ -10,17 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedfuse.core.hooks import forward_hooks
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Brief, Start
 from fedfuse.core.model import Model, Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Geometry, Posterior
-from fedfuse.core.precision import in_full
 from fedfuse.core.rng import stream
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec, drop_tied_names, tie
+from fedfuse.core.torch_utils import forward_hooks, in_full
 from fedfuse.errors import RecipeError
 from fedfuse.tasks import CLASSIFICATION, Task
 

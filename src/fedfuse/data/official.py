@@ -13,13 +13,13 @@ from typing import Literal, Protocol, Self
 
 import numpy as np
 
-from fedfuse.core.characters import UNKNOWN, token_names
+from fedfuse.core.inputs import UNKNOWN, token_names
 from fedfuse.data import formats, images
 from fedfuse.data.formats import ArraySplit
 from fedfuse.data.rows import Array, Rows
 from fedfuse.data.stores import Store
-from fedfuse.data.table_source import HOSPITALS, TableSplit, heart_halves
-from fedfuse.data.text_source import CHARACTERS, PLAY_OPTIONS, PLAYS, read_first_words, read_last_words
+from fedfuse.data.table_sources import HOSPITALS, TableSplit, heart_halves
+from fedfuse.data.texts import CHARACTERS, PLAY_OPTIONS, PLAYS, read_first_words, read_last_words
 
 DIGITS = tuple("0123456789")
 Part = tuple[str, ...]

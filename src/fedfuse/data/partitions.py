@@ -2,18 +2,321 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial, singledispatch
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedfuse.core.messages import client_order
-from fedfuse.data.dealing import Deal, deal
 from fedfuse.data.rows import Array
-from fedfuse.data.schemes import Labels, Natural, Scheme, ServerRowsConfig
+from fedfuse.data.schemes import (
+    Classes,
+    Dirichlet,
+    Iid,
+    Labels,
+    Natural,
+    Quantity,
+    Scheme,
+    ServerRowsConfig,
+    Shards,
+    Shares,
+)
 from fedfuse.errors import ConfigError
+
+ATTEMPTS = 2000
+
+
+def dirichlet(labels: Array, clients: int, alpha: float, min_rows: int, seed: int) -> tuple[list[Array], int]:
+    """Rows per client, and how many attempts were thrown away.
+
+    For each class in order: shuffle its rows, draw one Dirichlet, set the share of every client that holds
+    at least N / clients rows to zero, normalize, cut at floor(cumulative share · class size). All of it again
+    until the smallest client has `min_rows`; the generator runs on.
+
+    Where the draw underflows, or every client with room drew zero, the shares are not numbers; the published
+    code then gives the whole class to the last client, and so does this.
+    """
+    state = np.random.RandomState(seed)
+    members = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+    for attempt in range(ATTEMPTS):
+        client_rows: list[Array] = [np.empty(0, dtype=np.int64)] * clients
+        for rows in members:
+            shuffled = _shuffle_copy(state, rows)
+            parts = np.split(shuffled, _cuts(state, len(rows), client_rows, alpha, len(labels)))
+            client_rows = [np.concatenate(pair) for pair in zip(client_rows, parts, strict=True)]
+        if min(map(len, client_rows)) >= min_rows:
+            return [_shuffle_copy(state, rows) for rows in client_rows], attempt
+    raise ConfigError(
+        f"partition: the published loop found no split with {min_rows} rows for each of {clients} clients in "
+        f"{ATTEMPTS} attempts at alpha {alpha:g}; leave compat out, or raise alpha"
+    )
+
+
+def _cuts(state: np.random.RandomState, size: int, client_rows: list[Array], alpha: float, total: int) -> Array:
+    """Where a class of this size is cut between clients."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share = state.dirichlet(np.repeat(alpha, len(client_rows)))
+        share = share * [len(own) < total / len(client_rows) for own in client_rows]
+        share = share / share.sum()
+    if not np.isfinite(share).all():
+        return np.zeros(len(client_rows) - 1, dtype=np.int64)
+    return (np.cumsum(share) * size).astype(np.int64)[:-1]
+
+
+def classes(labels: Array, clients: int, per_client: int, seed: int) -> list[Array]:
+    """Rows per client when client i owns class i mod K and others drawn by rejection with `randint`."""
+    state, rng = np.random.RandomState(seed), random.Random(seed)
+    present = np.unique(labels)
+    owned = [_draw_classes(rng, client % len(present), per_client, len(present)) for client in range(clients)]
+    client_rows: list[Array] = [np.empty(0, dtype=np.int64)] * clients
+    for label, value in enumerate(present):
+        rows = _shuffle_copy(state, np.flatnonzero(labels == value))
+        owners = [client for client in range(clients) if label in owned[client]]
+        for owner, part in zip(owners, np.array_split(rows, max(1, len(owners))), strict=False):
+            client_rows[owner] = np.concatenate((client_rows[owner], part))
+    return client_rows
+
+
+def _draw_classes(rng: random.Random, first: int, count: int, total: int) -> set[int]:
+    """A client's classes; at most `total`, which the caller has checked."""
+    owned = {first}
+    while len(owned) < count:
+        owned.add(rng.randint(0, total - 1))
+    return owned
+
+
+def _shuffle_copy(state: np.random.RandomState, rows: Array) -> Array:
+    rows = rows.copy()
+    state.shuffle(rows)
+    return rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Deal:
+    """The row positions of each client, and facts about how they were drawn (retries, rows moved)."""
+
+    rows: list[Array]
+    facts: dict[str, object] = field(default_factory=dict)
+
+
+@singledispatch
+def deal(scheme: object, labels: Array, clients: int, seed: int) -> Deal:  # noqa: ARG001
+    """Assign every row position to a client; the implementation is chosen by the scheme's type.
+
+    Example:
+        >>> [len(rows) for rows in deal(Iid(), np.zeros(7), 2, seed=0).rows]
+        [4, 3]
+    """
+    raise ConfigError(f"partition: {scheme!r} is no scheme, expected one of fedfuse.data.Scheme; use Iid()")
+
+
+@deal.register
+def _(scheme: Iid, labels: Array, clients: int, seed: int) -> Deal:  # noqa: ARG001
+    order = np.random.default_rng(seed).permutation(len(labels))
+    return Deal([np.sort(part) for part in np.array_split(order, clients)])
+
+
+@deal.register
+def _(scheme: Shares, labels: Array, clients: int, seed: int) -> Deal:
+    if clients != len(scheme.shares):
+        raise ConfigError(
+            f"partition: there are {len(scheme.shares)} shares for {clients} clients, expected one share per "
+            "client; change one of the two"
+        )
+    order = np.random.default_rng(seed).permutation(len(labels))
+    cuts = np.rint(np.cumsum(scheme.shares) * len(labels)).astype(np.int64)
+    return Deal([np.sort(part) for part in np.split(order, cuts)[:-1]])
+
+
+@deal.register
+def _(scheme: Dirichlet, labels: Array, clients: int, seed: int) -> Deal:
+    if scheme.compat:
+        rows, retries = dirichlet(labels, clients, scheme.alpha, scheme.min_rows, seed)
+        return Deal(rows, {"retries": retries, "min_rows": scheme.min_rows, "rows_moved": 0})
+    rng = np.random.default_rng(seed)
+    _, sizes = np.unique(labels, return_counts=True)
+    draw = partial(_dirichlet_counts, rng, sizes, clients, scheme.alpha, scheme.balance)
+    counts, facts = _draw_with_minimum(rng, draw, scheme.min_rows, scheme.retries)
+    return Deal(_assign_rows(rng, labels, counts), facts)
+
+
+@deal.register
+def _(scheme: Quantity, labels: Array, clients: int, seed: int) -> Deal:
+    rng = np.random.default_rng(seed)
+    draw = partial(_quantity_counts, rng, len(labels), clients, scheme)
+    counts, facts = _draw_with_minimum(rng, draw, scheme.min_rows, scheme.retries)
+    return Deal(_assign_rows(rng, np.zeros(len(labels), dtype=np.int64), counts), facts)
+
+
+@deal.register
+def _(scheme: Classes, labels: Array, clients: int, seed: int) -> Deal:
+    total = _class_count(labels, scheme.per_client, "per_client")
+    if scheme.compat:
+        return Deal(classes(labels, clients, scheme.per_client, seed))
+    rng = np.random.default_rng(seed)
+    owned = np.zeros((clients, total), dtype=bool)
+    for client, own in enumerate(owned):
+        own[client % total] = True
+        own[rng.permutation(np.flatnonzero(~own))[: scheme.per_client - 1]] = True
+    return Deal(_split_among_owners(rng, labels, owned))
+
+
+@deal.register
+def _(scheme: Labels, labels: Array, clients: int, seed: int) -> Deal:
+    total = _class_count(labels, scheme.high, "high")
+    rng = np.random.default_rng(seed)
+    owned = np.zeros((clients, total), dtype=bool)
+    for own in owned:
+        own[rng.permutation(total)[: rng.integers(scheme.low, scheme.high + 1)]] = True
+    if scheme.share == "split":
+        return Deal(_split_among_owners(rng, labels, owned))
+    index = np.unique(labels, return_inverse=True)[1]
+    return Deal([np.flatnonzero(own[index]) for own in owned])
+
+
+@deal.register
+def _(scheme: Shards, labels: Array, clients: int, seed: int) -> Deal:
+    count = clients * scheme.per_client
+    if count > len(labels):
+        raise ConfigError(
+            f"partition: {clients} clients with {scheme.per_client} shards each make {count} shards of "
+            f"{len(labels)} rows, expected at least one row in a shard; lower clients or per_client"
+        )
+    rng = np.random.default_rng(seed)
+    mixed = rng.permutation(len(labels))
+    shards = np.array_split(mixed[np.argsort(labels[mixed], kind="stable")], count)
+    dealt = rng.permutation(count).reshape(clients, scheme.per_client)
+    return Deal([np.sort(np.concatenate([shards[one] for one in own])) for own in dealt])
+
+
+def _class_count(labels: Array, asked: int, field_name: str) -> int:
+    """How many classes there are, which must be at least what a client is to own."""
+    total = len(np.unique(labels))
+    if asked > total:
+        raise ConfigError(
+            f"partition: {field_name} is {asked}, but there are {total} classes; lower it to at most {total}"
+        )
+    return total
+
+
+def dirichlet_shares(rng: np.random.Generator, alpha: float, allowed: Array) -> Array:
+    """One draw of Dirichlet(alpha, ..., alpha), conditioned on zero where not `allowed`.
+
+    A Gamma(alpha) variable is Gamma(alpha + 1) · U^(1/alpha), so its logarithm times alpha is
+    alpha · log Gamma(alpha + 1) − Exp(1). Normalizing these logarithms cannot underflow to all zeros,
+    however small alpha is, and the allowed client with the largest draw always has a share.
+
+    Example:
+        >>> dirichlet_shares(np.random.default_rng(0), 5e-4, np.array([False, True, True])).sum()
+        np.float64(1.0)
+    """
+    scaled = alpha * np.log(rng.standard_gamma(alpha + 1, len(allowed)))
+    scaled -= rng.standard_exponential(len(allowed))
+    scaled[~allowed] = -np.inf
+    with np.errstate(over="ignore"):  # A gap too wide for a float is a share of zero.
+        weights = np.exp((scaled - scaled.max()) / alpha)
+    return np.asarray(weights / weights.sum())
+
+
+def _counts_from_shares(shares: Array, size: int) -> Array:
+    """Whole numbers that sum to `size`, cut at the rounded cumulative shares.
+
+    The published loop takes the floor, which hands the last client a row of nearly every class.
+    """
+    edges = np.concatenate(([0], np.rint(np.cumsum(shares)[:-1] * size), [size]))
+    return np.diff(np.minimum(edges, size)).astype(np.int64)
+
+
+def _dirichlet_counts(rng: np.random.Generator, sizes: Array, clients: int, alpha: float, balance: bool) -> Array:
+    """One attempt: rows per client and class."""
+    counts = np.zeros((clients, len(sizes)), dtype=np.int64)
+    row_counts, fair = np.zeros(clients, dtype=np.int64), sizes.sum() / clients
+    for column, size in enumerate(sizes):
+        # Somebody always has room: were all at their fair number, no rows would be left.
+        room = row_counts < fair if balance else np.ones(clients, dtype=bool)
+        counts[:, column] = _counts_from_shares(dirichlet_shares(rng, alpha, room), size)
+        row_counts += counts[:, column]
+    return counts
+
+
+def _quantity_counts(rng: np.random.Generator, rows: int, clients: int, scheme: Quantity) -> Array:
+    """One attempt: rows per client, in a single column."""
+    if scheme.alpha is not None:
+        shares = dirichlet_shares(rng, scheme.alpha, np.ones(clients, dtype=bool))
+    else:
+        logs = (scheme.sigma or 0.0) * rng.standard_normal(clients)
+        shares = np.exp(logs - logs.max())
+        shares /= shares.sum()
+    return _counts_from_shares(shares, rows)[:, None]
+
+
+def _draw_with_minimum(
+    rng: np.random.Generator, draw: Callable[[], Array], min_rows: int, retries: int
+) -> tuple[Array, dict[str, object]]:
+    """Counts (clients × classes) that leave nobody with fewer than `min_rows`.
+
+    Draws until that holds. After `retries` failed attempts, rows are moved from the largest clients of the attempt
+    that came nearest. Where there are not enough rows for everybody, the minimum is lowered.
+    """
+    best = draw()
+    minimum = min(min_rows, int(best.sum()) // len(best))
+    attempts = 0
+    while (missing := _missing_rows(best, minimum)) and attempts < retries:
+        attempts += 1
+        best = min(best, draw(), key=partial(_missing_rows, minimum=minimum))
+    facts: dict[str, object] = {
+        "retries": attempts,
+        "min_rows": minimum,
+        "smallest_drawn": int(best.sum(1).min()),
+        "rows_moved": missing,
+    }
+    return (_move_rows_to_minimum(rng, best, minimum) if missing else best), facts
+
+
+def _missing_rows(counts: Array, minimum: int) -> int:
+    """How many rows are missing in all until every client has the minimum."""
+    return int(np.maximum(minimum - counts.sum(1), 0).sum())
+
+
+def _move_rows_to_minimum(rng: np.random.Generator, counts: Array, minimum: int) -> Array:
+    """Move random rows from the largest client to the smallest until every client has the minimum."""
+    counts = counts.copy()
+    row_counts = counts.sum(1)
+    while (need := minimum - row_counts.min()) > 0:
+        smallest, largest = int(row_counts.argmin()), int(row_counts.argmax())
+        moved = rng.multivariate_hypergeometric(counts[largest], min(need, row_counts[largest] - minimum))
+        counts[largest] -= moved
+        counts[smallest] += moved
+        row_counts[largest] -= moved.sum()
+        row_counts[smallest] += moved.sum()
+    return counts
+
+
+def _split_among_owners(rng: np.random.Generator, labels: Array, owned: Array) -> list[Array]:
+    """Each class cut equally among the clients that own it; classes without owner go to nobody."""
+    _, sizes = np.unique(labels, return_counts=True)
+    counts = np.zeros(owned.shape, dtype=np.int64)
+    for column, size in enumerate(sizes):
+        owners = np.flatnonzero(owned[:, column])
+        if len(owners):
+            counts[owners, column] = [len(part) for part in np.array_split(np.arange(size), len(owners))]
+    return _assign_rows(rng, labels, counts)
+
+
+def _assign_rows(rng: np.random.Generator, labels: Array, counts: Array) -> list[Array]:
+    """Positions per client, drawn at random so that client c gets counts[c, k] of the k-th class."""
+    clients = len(counts)
+    owner = np.full(len(labels), clients)
+    for column, label in enumerate(np.unique(labels)):
+        rows = rng.permutation(np.flatnonzero(labels == label))[: counts[:, column].sum()]
+        owner[rows] = np.repeat(np.arange(clients), counts[:, column])
+    order = np.argsort(owner, kind="stable")
+    return np.split(order, np.searchsorted(owner[order], np.arange(1, clients + 1)))[:clients]
+
 
 # One stream per purpose: asking for server rows or validation rows must not change who gets what.
 SERVER, VALIDATION = 1, 2

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedfuse.core.columns import TableForm
+from fedfuse.core.inputs import TableForm
 from fedfuse.core.rows import Rows, describe, is_channels_last
 from fedfuse.errors import ConfigError
 from fedfuse.tasks import CLASSIFICATION, Task

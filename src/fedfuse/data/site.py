@@ -15,24 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfuse.core.about import check_class_names, distinct_names, names_text
-from fedfuse.core.characters import TextForm
-from fedfuse.core.columns import TableForm
-from fedfuse.core.forms import ArrayForm, PictureForm, RowForm
+from fedfuse.core.inputs import ArrayForm, PictureForm, RowForm, TableForm, TextForm
 from fedfuse.core.messages import client_order
+from fedfuse.core.metadata import check_class_names, distinct_names, names_text
 from fedfuse.core.rows import is_channels_last
 from fedfuse.core.settings import validate_settings
-from fedfuse.core.words import suggest
-from fedfuse.data import formats, images, pictures, sources
+from fedfuse.data import formats, images, sources
 from fedfuse.data.images import ImageSplit
 from fedfuse.data.official import OFFICIAL
 from fedfuse.data.rows import Array, Rows, stratified_split
-from fedfuse.data.table_site import TableChoice, read_table_rows
+from fedfuse.data.table_sources import TableChoice, read_table_rows
 from fedfuse.data.tables import SUFFIXES
-from fedfuse.data.text_site import read_text_rows
-from fedfuse.data.text_source import reads_texts
+from fedfuse.data.texts import read_text_rows, reads_texts
 from fedfuse.data.transforms import Grayscale, Standardize
-from fedfuse.errors import ConfigError
+from fedfuse.errors import ConfigError, suggest
 from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Multilabel, Regression, Task
 
 Half = Literal["train", "test"]
@@ -171,7 +167,7 @@ def read_site(
         split = replace(found.inputs, y=y.numpy())
         form = form or _form_of_pictures(split, image_size)
         form = _as_pictures(source, form)
-        made = pictures.decode_pictures(split, form, skip_broken)
+        made = images.decode_pictures(split, form, skip_broken)
         rows, called, broken = made.rows, made.names, made.broken
     else:
         form = form or ArrayForm(shape=tuple(found.inputs.shape[1:]))
@@ -282,7 +278,7 @@ def _open(
         return _open_arrays(source, location, half, task)
     if not isinstance(task, Classification | Binary):
         raise ConfigError(f"{source} is a folder of classes, and the task is {task.name}; give arrays or a table")
-    if not labelled and (loose := pictures.loose_pictures(location)) is not None:
+    if not labelled and (loose := images.loose_pictures(location)) is not None:
         return _Found(loose, torch.from_numpy(loose.y), (), labelled=False)
     own = images.half_folder(location, half)
     split, names = images.class_folders(location if own is None else location / own, may_be_empty=classes)
@@ -361,7 +357,7 @@ def _take_limit(found: _Found, y: Tensor, limit: int) -> tuple[_Found, Tensor]:
 
 
 def _form_of_pictures(split: ImageSplit, image_size: int | None) -> PictureForm:
-    seen = pictures.survey(split)
+    seen = images.survey(split)
     if image_size is not None:
         return PictureForm(height=image_size, width=image_size, channels=1 if seen.gray else 3)
     return seen.form

@@ -17,23 +17,53 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from fedfuse.core.columns import TableForm
-from fedfuse.core.folders import cache_folder
+from fedfuse.core.files import cache_folder
+from fedfuse.core.inputs import TableForm
 from fedfuse.data import download, formats, images
+from fedfuse.data.download import find_local, locate
 from fedfuse.data.formats import NPZ_KEYS, ArraySplit
-from fedfuse.data.locations import find_local, locate
 from fedfuse.data.official import DIGITS, OFFICIAL, Official, Split
-from fedfuse.data.outlines import outline
 from fedfuse.data.rows import Dataset, Rows, stratified_split
-from fedfuse.data.table_source import OPTIONS, TableSplit, open_table
+from fedfuse.data.table_sources import OPTIONS, TableSplit, open_table
 from fedfuse.data.tables import SUFFIXES
-from fedfuse.data.text_source import OPTIONS as TEXT_OPTIONS
-from fedfuse.data.text_source import SUFFIXES as TEXTS
-from fedfuse.data.text_source import open_texts, reads_texts
-from fedfuse.data.texts import TextSplit
+from fedfuse.data.texts import OPTIONS as TEXT_OPTIONS
+from fedfuse.data.texts import SUFFIXES as TEXTS
+from fedfuse.data.texts import TextSplit, open_texts, reads_texts
 from fedfuse.errors import ConfigError, DataMissing
-from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Task
+from fedfuse.tasks import CLASSIFICATION, Binary, Classification, LanguageModel, Task
+
+
+def outline(
+    source: str, *, train_limit: int | None = None, test_limit: int | None = None, task: Task = CLASSIFICATION
+) -> Dataset:
+    """A public set's form without its contents: as many rows, of the same shape, blank, with the labels in turn.
+
+    It shows whether an experiment is sound where the set itself is not at hand, and trains nothing.
+
+    Example:
+        >>> form = outline("cifar100", train_limit=500)
+        >>> form.train.x.shape, len(form.test), len(form.classes)
+        (torch.Size([500, 3, 32, 32]), 10000, 100)
+    """
+    known = OFFICIAL[source]
+    train, test = (
+        _blank_rows(known, rows, task)
+        for rows in (min(known.rows[0], train_limit or known.rows[0]), min(known.rows[1], test_limit or known.rows[1]))
+    )
+    names = tuple(map(str, range(known.labels)))
+    facts = {"source": source, "outline": True}
+    owners = tuple(f"owner-{row % known.owners}" for row in range(len(train))) if known.owners else ()
+    tokens = names if reads_texts(task) else ()
+    return Dataset(source, train, test, names, facts, task, owners=owners, vocabulary=tokens)
+
+
+def _blank_rows(known: Official, rows: int, task: Task) -> Rows:
+    x = torch.zeros((1,) * (1 + len(known.shape))).expand(rows, *known.shape)
+    y = torch.arange(rows) % known.labels
+    return Rows(x.long(), y[:, None].expand(rows, *known.shape)) if isinstance(task, LanguageModel) else Rows(x, y)
+
 
 __all__ = [
     "Dataset",

@@ -7,17 +7,21 @@ add up without showing a row, so that no site's scale decides.
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Literal, Self
 
 import numpy as np
+import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 
-from fedfuse.core.columns import split_heading
 from fedfuse.core.files import regular
-from fedfuse.core.words import suggest
+from fedfuse.core.inputs import CategoricalColumn, NumericColumn, Scale, TableForm, TargetColumn, split_heading
+from fedfuse.core.settings import Settings, validate_settings
 from fedfuse.data.rows import Array
-from fedfuse.errors import ConfigError
+from fedfuse.errors import ConfigError, suggest
 
 MISSING = frozenset({"", "?", "na", "n/a", "nan", "null", "none"})
 SUFFIXES = (".csv", ".parquet")
@@ -205,3 +209,237 @@ def level_name(text: str) -> str:
     """
     number = _as_number(text)
     return str(int(number)) if number is not None and number == int(number) else text.strip()
+
+
+Kind = Literal["numeric", "categorical"]
+
+
+class ColumnMoments(Settings):
+    """What one site tells of one column.
+
+    Attributes:
+        kind: numeric or categorical.
+        count: rows in which it is there.
+        missing: rows in which it is not.
+        total: Σ x, of numbers.
+        square: Σ x².
+        levels: how many rows each category has.
+        unit: of numbers, where it is told.
+    """
+
+    kind: Kind
+    count: NonNegativeInt = 0
+    missing: NonNegativeInt = 0
+    total: float = 0.0
+    square: NonNegativeFloat = 0.0
+    levels: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    unit: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.total**2 > self.count * self.square * (1 + 1e-9) + 1e-9:
+            raise ValueError("(Σx)² is more than n Σx², which no numbers have")
+        if self.kind == "categorical" and sum(self.levels.values()) != self.count:
+            raise ValueError(f"its categories have {sum(self.levels.values())} rows and {self.count} are counted")
+        return self
+
+    @property
+    def mean(self) -> float:
+        """Of the numbers that are there."""
+        return self.total / max(self.count, 1)
+
+    @property
+    def std(self) -> float:
+        """Their deviation, dividing by n; 1 for numbers that do not vary."""
+        found = math.sqrt(max(self.square / max(self.count, 1) - self.mean**2, 0.0))
+        return found if found > 1e-9 * abs(self.mean) and found > 0 else 1.0
+
+    def plus(self, other: ColumnMoments) -> ColumnMoments:
+        """The moments of both sites' rows."""
+        levels = {n: self.levels.get(n, 0) + other.levels.get(n, 0) for n in (*self.levels, *other.levels)}
+        sums = {name: getattr(self, name) + getattr(other, name) for name in ("count", "missing", "total", "square")}
+        return ColumnMoments(kind=self.kind, levels=levels, unit=self.unit or other.unit, **sums)
+
+
+def encode_table(form: TableForm, table: RawTable) -> torch.Tensor:
+    """Rows as a network reads them, float32.
+
+    Example:
+        >>> form = TableForm(columns=[NumericColumn(name="age", mean=50, std=10),
+        ...                           CategoricalColumn(name="sex", levels=["f", "m"], mode="f")])
+        >>> encode_table(form, RawTable("here", {"sex": ["m", None], "age": ["60", None]})).tolist()
+        [[1.0, 1.0], [0.0, 0.0]]
+
+    Raises:
+        ConfigError: naming a column that is not there, or is of another kind or unit.
+    """
+    parts = [_encode(column, table) for column in form.columns]
+    return torch.from_numpy(np.concatenate(parts, 1)).float()
+
+
+def _encode(column: NumericColumn | CategoricalColumn, table: RawTable) -> Array:
+    if isinstance(column, CategoricalColumn):
+        return _encode_words(column, table)
+    table.check_unit(column.name, column.unit)
+    x = table.numbers(column.name)
+    absent = np.isnan(x)
+    z = np.where(absent, 0.0, (x - column.mean) / column.std)
+    return np.stack([z, absent], 1) if column.indicator else z[:, None]
+
+
+def _encode_words(column: CategoricalColumn, table: RawTable) -> Array:
+    """Zeros and ones."""
+    words = table.words(column.name, column.levels)
+    common = column.mode or column.levels[0]
+    at = np.array([column.levels.index(common if w is None else w) for w in words], dtype=np.int64)
+    one_hot = np.eye(len(column.levels))[at][:, 1:]
+    absent = np.array([[w is None] for w in words], dtype=np.float64)
+    return np.concatenate([one_hot, absent], 1) if column.indicator else one_hot
+
+
+@dataclass(frozen=True, slots=True)
+class TableMoments:
+    """Counts and sums of every column: all that sites exchange to agree on one scale.
+
+    What it reveals: per column the number of rows, the mean and variance, the categories and how many rows each has.
+    """
+
+    columns: Mapping[str, ColumnMoments] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, table: RawTable, names: Sequence[str], kinds: Mapping[str, Kind] | None = None) -> TableMoments:
+        """The moments of one table's columns, of the kinds that were agreed on.
+
+        Cells decide the kind of a column that nobody has decided: it is numeric if all of them are numbers.
+
+        Example:
+            >>> table = RawTable("here", {"age": ["60", "40", None], "sex": ["f", "m", "m"]})
+            >>> found = TableMoments.of(table, ["age", "sex"])
+            >>> found.columns["age"].total, found.columns["age"].missing, found.columns["sex"].levels
+            (100.0, 1, {'f': 1, 'm': 2})
+
+        Raises:
+            ConfigError: naming the row of a word among numbers that were agreed on.
+        """
+        known = kinds or {}
+        return cls(
+            {
+                name: _moments(table, name, known.get(name) or ("numeric" if table.is_numeric(name) else "categorical"))
+                for name in names
+            }
+        )
+
+    def __add__(self, other: TableMoments) -> TableMoments:
+        if odd := sorted(self.columns.keys() ^ other.columns.keys()):
+            raise ConfigError(
+                f"column {odd[0]!r} is in one site's moments and not in another's; give both the same ones"
+            )
+        for name, mine in self.columns.items():
+            if mine.unit and other.columns[name].unit not in ("", mine.unit):
+                raise ConfigError(
+                    f"column {name!r} is in {mine.unit} at one site and in {other.columns[name].unit} at another; "
+                    "bring it to one unit everywhere"
+                )
+            if mine.kind != other.columns[name].kind:
+                raise ConfigError(
+                    f"column {name!r} is {mine.kind} at one site and {other.columns[name].kind} at another; correct "
+                    f"its values, or name its categories everywhere (--columns {name}:…|…)"
+                )
+        return TableMoments({name: mine.plus(other.columns[name]) for name, mine in self.columns.items()})
+
+    def form(self, targets: Sequence[TargetColumn] = (), scale: Scale = "moments") -> TableForm:
+        """The form the pooled rows have: columns by name, mean and standard deviation, categories in order."""
+        columns = tuple(_column(name, m) for name, m in sorted(self.columns.items()))
+        return TableForm(columns=columns, targets=tuple(targets), scale=scale)
+
+    def rescale(self, form: TableForm) -> TableForm:
+        """An agreed form with the scale of these moments: its columns, units, categories and order stay.
+
+        Raises:
+            ConfigError: naming a column whose moments are not there, or that nobody has values of.
+        """
+        columns = tuple(_rescale_column(column, self._of(column.name)) for column in form.columns)
+        targets = tuple(_rescale_target(t, self.columns.get(t.name)) for t in form.targets)
+        return form.model_copy(update={"columns": columns, "targets": targets, "scale": "moments"})
+
+    def _of(self, name: str) -> ColumnMoments:
+        if name not in self.columns:
+            raise ConfigError(f"there are no moments of the column {name!r}; make them by this federation folder")
+        if not self.columns[name].count:
+            raise ConfigError(f"column {name!r} is missing in every row of every site; leave it out")
+        return self.columns[name]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for a file."""
+        return {name: column.model_dump(mode="json") for name, column in self.columns.items()}
+
+    @classmethod
+    def from_json(cls, given: object, where: str) -> TableMoments:
+        """Read them back.
+
+        Raises:
+            ConfigError: naming what cannot be.
+        """
+        if not isinstance(given, Mapping) or not given:
+            raise ConfigError(f"{where} holds no moments of columns; make it with `fedfuse moments`")
+        return cls({str(n): validate_settings(ColumnMoments, m, f"{where}: {n}") for n, m in given.items()})
+
+
+def looks_like_another_unit(mean: float, std: float, common_mean: float, common_std: float) -> bool:
+    """Whether a site's numbers lie so far from the others' that they may be in another unit.
+
+    They do if the means are five deviations apart, or two while one deviation is five times the other.
+
+    Example:
+        >>> looks_like_another_unit(6.1, 1.3, 237, 49), looks_like_another_unit(210, 55, 237, 49)
+        (True, False)
+    """
+    wide, narrow = max(std, common_std), min(std, common_std)
+    apart = abs(mean - common_mean)
+    return apart > 5 * wide or (apart > 2 * wide and wide > 5 * narrow)
+
+
+def _moments(table: RawTable, name: str, kind: Kind) -> ColumnMoments:
+    if kind == "categorical":
+        words = table.words(name)
+        levels = {w: words.count(w) for w in sorted({w for w in words if w is not None})}
+        return ColumnMoments(kind="categorical", count=sum(levels.values()), missing=words.count(None), levels=levels)
+    x = table.numbers(name)
+    there = x[~np.isnan(x)]
+    return ColumnMoments(
+        kind="numeric",
+        count=len(there),
+        missing=len(x) - len(there),
+        total=float(there.sum()),
+        square=float((there**2).sum()),
+        unit=table.units.get(name, ""),
+    )
+
+
+def _column(name: str, m: ColumnMoments) -> NumericColumn | CategoricalColumn:
+    if not m.count:
+        raise ConfigError(f"column {name!r} is missing in every row of every site; leave it out")
+    if m.kind == "categorical":
+        return _rescale_column(CategoricalColumn(name=name, levels=tuple(sorted(m.levels))), m)
+    return _rescale_column(NumericColumn(name=name, unit=m.unit), m)
+
+
+def _rescale_column(column: NumericColumn | CategoricalColumn, m: ColumnMoments) -> NumericColumn | CategoricalColumn:
+    if m.kind != column.kind:
+        raise ConfigError(f"column {column.name!r} is {column.kind} and its moments are of a {m.kind} one; ask anew")
+    if isinstance(column, NumericColumn):
+        return column.model_copy(update={"mean": m.mean, "std": m.std, "indicator": m.missing > 0})
+    if unknown := sorted(set(m.levels) - set(column.levels)):
+        raise ConfigError(
+            f"column {column.name!r}: a site has the category {unknown[0]!r}, expected one of "
+            f"{', '.join(column.levels)}; correct it there, or let the federation know it"
+        )
+    mode = max(column.levels, key=lambda level: (m.levels.get(level, 0), level))
+    return column.model_copy(update={"mode": mode, "indicator": m.missing > 0})
+
+
+def _rescale_target(target: TargetColumn, m: ColumnMoments | None) -> TargetColumn:
+    """A number's scale; names of classes have none."""
+    if m is None or m.kind == "categorical":
+        return target
+    return target.model_copy(update={"mean": m.mean, "std": m.std, "unit": target.unit or m.unit})

@@ -15,9 +15,8 @@ from torch import Tensor
 from fedfuse.core.messages import Brief, Envelope, client_order
 from fedfuse.core.params import Params
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import Work
-from fedfuse.core.terms import Terms
-from fedfuse.core.threads import one_thread
+from fedfuse.core.seams import Terms, Work
+from fedfuse.core.torch_utils import one_thread
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode, encode

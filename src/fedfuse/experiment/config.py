@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import itertools
+import json
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,18 +25,194 @@ from pydantic import (
     model_validator,
 )
 
-from fedfuse.core.bounds import Bounds
 from fedfuse.core.catalogue import method_options
 from fedfuse.core.files import regular
-from fedfuse.core.settings import LocalSettings, Settings, validate_settings
-from fedfuse.core.words import check_options, suggest
+from fedfuse.core.settings import Bounds, LocalSettings, Settings, validate_settings
 from fedfuse.data.schemes import Iid, Scheme, ServerRowsConfig
-from fedfuse.errors import ConfigError
-from fedfuse.experiment.keys import assign, file_name, sweep_cells
-from fedfuse.experiment.toml import to_toml
+from fedfuse.errors import ConfigError, check_options, suggest
 
-if TYPE_CHECKING:  # they bring torch, and whoever misspelt a key need not wait for it
+if TYPE_CHECKING:
     from fedfuse.core.recipe import Recipe
+
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """A table of plain values as a TOML file: numbers, words, lists and tables, each on a line of its own.
+
+    Example:
+        >>> print(to_toml({"rounds": 2, "data": {"source": "digits"}, "methods": [{"name": "fedavg"}]}), end="")
+        rounds = 2
+        <BLANKLINE>
+        [data]
+        source = "digits"
+        <BLANKLINE>
+        [[methods]]
+        name = "fedavg"
+    """
+    return "".join(_lines(values, ""))
+
+
+def _lines(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Plain values first, then tables and lists of tables, as TOML wants them."""
+    tables = {key: value for key, value in values.items() if isinstance(value, Mapping) or _is_tables(value)}
+    for key, value in values.items():
+        if key not in tables:
+            yield f"{_key(key)} = {_value(value)}\n"
+    for key, value in tables.items():
+        name = f"{prefix}{_key(key)}"
+        for head, each in [(f"[{name}]", value)] if isinstance(value, Mapping) else [(f"[[{name}]]", v) for v in value]:
+            yield f"\n{head}\n"
+            yield from _lines(each, f"{name}.")
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(v, Mapping) for v in value)
+
+
+def _key(key: str) -> str:
+    return key if _BARE.fullmatch(key) else _value(key)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_value(v) for v in value) + "]"
+    if isinstance(value, float):
+        return repr(value)  # inf and nan are words of TOML, and not of JSON
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def assign(values: dict[str, Any], text: str) -> None:
+    """Put one `a.b=c` into the values; c is TOML, or else a plain word.
+
+    Example:
+        >>> values = {"methods": [{"name": "fedprox"}]}
+        >>> assign(values, "methods.0.mu=0.5")
+        >>> values
+        {'methods': [{'name': 'fedprox', 'mu': 0.5}]}
+    """
+    path, equals, given = text.partition("=")
+    if not equals or not path:
+        raise ConfigError(f"--set {text!r} is not of the form key.key=value")
+    try:
+        value = tomllib.loads(f"v = {given}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = given
+    set_at_path(values, path.strip(), value, f"--set {text!r}")
+
+
+def set_at_path(values: dict[str, Any], path: str, value: Any, text: str) -> None:
+    """Put a value at a dotted path; numbers are places in a list."""
+    *parents, leaf = path.split(".")
+    container: Any = values
+    for key in parents:
+        container = _descend(container, key, text)
+    if isinstance(container, list):
+        container[_index(leaf, container, text)] = value
+    else:
+        container[leaf] = value
+
+
+def _descend(container: Any, key: str, text: str) -> Any:
+    if isinstance(container, list):
+        return container[_index(key, container, text)]
+    found = container.setdefault(key, {})
+    if not isinstance(found, dict | list):
+        raise ConfigError(f"{text}: {key!r} is a value, not a table")
+    return found
+
+
+def _index(key: str, container: list[Any], text: str) -> int:
+    if not key.isdecimal() or int(key) >= len(container):
+        raise ConfigError(f"{text}: {key!r} is not a place in a list of {len(container)}")
+    return int(key)
+
+
+def sweep_cells(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every combination of the sweep's values, written into the rest of the file."""
+    sweep = dict(flatten_keys(values.pop("sweep", {})))
+    if not all(key and isinstance(choices, list) and choices for key, choices in sweep.items()):
+        raise ConfigError("sweep must be a table of keys with a list of values each")
+    for choice in itertools.product(*sweep.values()):
+        cell = copy.deepcopy(values)
+        for key, value in zip(sweep, choice, strict=True):
+            set_at_path(cell, key, value, f"sweep.{key}")
+        words = [name_part(value) for value in choice]
+        yield cell | {"name": "-".join([str(values["name"]), *words])}
+
+
+def flatten_keys(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """A table's entries by dotted key, whether the user quoted the dots or not.
+
+    Example:
+        >>> dict(flatten_keys({"data": {"clients": [5, 10]}, "local.epochs": [1]}))
+        {'data.clients': [5, 10], 'local.epochs': [1]}
+    """
+    if not isinstance(table, dict):
+        yield prefix.rstrip("."), table
+        return
+    for key, value in table.items():
+        yield from flatten_keys(value, f"{prefix}{key}.")
+
+
+def changed_keys(old: object, new: object) -> dict[str, str]:
+    """What differs between two tables, by dotted key, in words; places in a list are keys too.
+
+    Example:
+        >>> changed_keys({"data": {"clients": 3}, "rounds": 2}, {"data": {"clients": 5}, "rounds": 2, "select": "last"})
+        {'data.clients': 'was 3 and is now 5', 'select': 'was not set and is now "last"'}
+    """
+    before, after = dict(_leaves(old)), dict(_leaves(new))
+    keys = dict.fromkeys([*before, *after])
+    return {
+        key: f"was {_value_text(before, key)} and is now {_value_text(after, key)}"
+        for key in keys
+        if key not in before or key not in after or before[key] != after[key]
+    }
+
+
+def _leaves(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    entries = value.items() if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else ()
+    if not entries:
+        yield prefix.rstrip("."), value
+    for key, part in entries:
+        yield from _leaves(part, f"{prefix}{key}.")
+
+
+def _value_text(values: Mapping[str, object], key: str) -> str:
+    text = json.dumps(values[key], default=str) if key in values else "not set"
+    return text if len(text) <= 60 else text[:59] + "…"
+
+
+def name_part(value: Any) -> str:
+    """A swept value as part of a name.
+
+    Example:
+        >>> name_part({"kind": "dirichlet", "alpha": 0.1})
+        'dirichlet-0.1'
+    """
+    if isinstance(value, dict):
+        return "-".join(name_part(v) for v in value.values())
+    if isinstance(value, list):
+        return "-".join(name_part(v) for v in value)
+    return str(value)
+
+
+def file_name(label: str) -> str:
+    """A label as part of a file's name.
+
+    Example:
+        >>> file_name("fedprox(mu=0.1)")
+        'fedprox_mu_0.1'
+    """
+    name = re.sub(r"[^A-Za-z0-9.+-]+", "_", label).strip("_.")
+    if name and len(name) <= 100:
+        return name
+    return f"{name[:80]}{hashlib.sha256(label.encode()).hexdigest()[:12]}"
+
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 SCHEMES: Mapping[str, type[BaseModel]] = {s.model_fields["kind"].default: s for s in get_args(get_args(Scheme)[0])}

@@ -11,7 +11,7 @@ import torch
 
 from fedfuse.data import cache_folder, find, source_names
 from fedfuse.errors import FuseError
-from fedfuse.experiment.environment import versions
+from fedfuse.experiment.rundir import versions
 from fedfuse.kernels import why_not
 from fedfuse.kernels.code_cache import is_cold
 

@@ -16,11 +16,10 @@ from fedfuse.core.rng import seeded
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
-from fedfuse.core.threads import one_thread
+from fedfuse.core.torch_utils import one_thread
 from fedfuse.engines.local import Population
 from fedfuse.engines.pool import Pool, count_cores
-from fedfuse.experiment.prepare import PreparedExperiment, Setting
-from fedfuse.experiment.rehearse import some_rows, without_remarks
+from fedfuse.experiment.prepare import PreparedExperiment, Setting, some_rows, without_remarks
 from fedfuse.training.round import client_round
 
 TimeRound: TypeAlias = Callable[[Work, Brief, Rows], float]  # seconds that one client's round takes

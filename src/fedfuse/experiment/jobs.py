@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedfuse.core.folders import cache_folder
+from fedfuse.core.files import cache_folder
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.config import Experiment, load_experiments, make_experiments, read_values
-from fedfuse.experiment.keys import file_name
+from fedfuse.experiment.callbacks import Callback, Several, Watcher
+from fedfuse.experiment.config import Experiment, file_name, load_experiments, make_experiments, read_values
 from fedfuse.experiment.results import Results
-from fedfuse.experiment.watch import Callback, Several, Watcher
 from fedfuse.report.read import find_runs, read_run
 
 if TYPE_CHECKING:
@@ -78,9 +77,9 @@ def run_jobs(
     callbacks: Sequence[Watcher] = (),
 ) -> Results:
     """Run all that a file or a table of values asks for, with a network and data that may come as objects."""
-    from fedfuse.experiment.execute import execute  # late: they bring torch
-    from fedfuse.experiment.given import GivenObjects
-    from fedfuse.experiment.progress import show_progress
+    from fedfuse.experiment.callbacks import show_progress
+    from fedfuse.experiment.prepare import GivenObjects
+    from fedfuse.experiment.run import execute  # late: they bring torch
 
     given = GivenObjects.of(model, data)
     if given.settings:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
-from fedfuse.core.bounds import AMONG_OWN, Bounds
 from fedfuse.core.inputs import InputForm
-from fedfuse.core.messages import Start
+from fedfuse.core.messages import Brief, Envelope, Start
 from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.rng import seeded
+from fedfuse.core.rng import seeded, stream
 from fedfuse.core.rows import Rows
-from fedfuse.core.settings import LocalSettings
-from fedfuse.core.spec import Spec, factory_of
+from fedfuse.core.seams import Work
+from fedfuse.core.settings import AMONG_OWN, Bounds, LocalSettings
+from fedfuse.core.spec import Spec, factory_of, logits_in
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.core.words import check_options
+from fedfuse.core.torch_utils import one_thread
 from fedfuse.data import (
     Dataset,
     Iid,
@@ -34,18 +38,215 @@ from fedfuse.data import (
     standardize,
 )
 from fedfuse.data.formats import empty_classes_text
-from fedfuse.data.sources import EMPTY
+from fedfuse.data.sources import EMPTY, load_arrays
 from fedfuse.engines.local import Population
-from fedfuse.errors import ConfigError, FuseError, error_text
+from fedfuse.errors import ConfigError, FuseError, Refused, check_options, error_text
 from fedfuse.experiment.config import Experiment, NameWithOptions
-from fedfuse.experiment.fit import check_equal_outputs, check_fit
-from fedfuse.experiment.given import GivenObjects
-from fedfuse.experiment.rehearse import rehearse, some_rows
 from fedfuse.models.adapted import adapted_spec
-from fedfuse.server.door.admit import Rules
+from fedfuse.server.admission.admit import Contract, Rules, admit
 from fedfuse.server.judge import Judge
 from fedfuse.server.loop import RunPlan
-from fedfuse.tasks import task_named
+from fedfuse.tasks import Classification, LanguageModel, task_named
+from fedfuse.training.round import client_round
+
+Data: TypeAlias = "Dataset | Sequence[Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class GivenObjects:
+    """What a program gives beside an experiment.
+
+    Attributes:
+        spec: the network, from whose weights every seed begins.
+        data: the rows.
+        source: what stands for the rows in the experiment's settings.
+    """
+
+    spec: Spec | None = None
+    data: Data | None = None
+    source: str = ""
+
+    @classmethod
+    def of(cls, model: nn.Module | None = None, data: Data | None = None) -> GivenObjects:
+        """A module, and a `Dataset` or x_train, y_train, x_test, y_test as tensors or arrays.
+
+        Raises:
+            ConfigError: for anything else.
+        """
+        if model is not None and not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"model is a {type(model).__name__}, expected a torch.nn.Module; to build one by name, say it in the "
+                "experiment: model = {name = 'package.module:Class'}"
+            )
+        spec = None if model is None else Spec.of(model)
+        if data is None or isinstance(data, Dataset):
+            return cls(spec, data, "" if data is None else data.name)
+        if not isinstance(data, tuple | list) or len(data) != 4:
+            raise ConfigError(
+                f"data is a {type(data).__name__}, expected a fedfuse.data.Dataset or x_train, y_train, x_test, y_test"
+            )
+        arrays = [torch.as_tensor(np.asarray(part)) for part in data]
+        return cls(spec, arrays, f"given-{digest_tensors(arrays)}")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What stands for the objects in an experiment's settings.
+
+        Names with checksums, so that a run that is resumed with other objects is known to be another run.
+        """
+        settings: dict[str, Any] = {}
+        if self.spec is not None:
+            weights = digest_tensors(self.spec.skeleton().state_dict().values())
+            settings["model"] = {"name": self.spec.factory, "weights": weights}
+        return settings | ({"data": {"source": self.source}} if self.source else {})
+
+    def replace_names(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """An experiment's values with the objects' names in the place of those they had."""
+        data = {**values.get("data", {}), **self.settings.get("data", {})}
+        model = self.settings.get("model", values.get("model"))
+        return {**values, **({"data": data} if data else {}), **({"model": model} if model else {})}
+
+    def fetch(self, source: str, *, options: object = None, **limits: Any) -> Dataset:
+        """The given rows under their name, any other source by `load`."""
+        if self.data is None or source != self.source:
+            return load(source, options=options, **limits)  # type: ignore[arg-type]
+        if not isinstance(self.data, Dataset):
+            return load_arrays(source, self.data, **limits)
+        if cut := [name for name in ("train_limit", "test_limit") if limits.get(name) is not None]:
+            raise ConfigError(f"data.{cut[0]} cannot cut a Dataset that a program gives; leave it out")
+        return self.data
+
+
+def digest_tensors(tensors: Iterable[Tensor]) -> str:
+    """A short checksum of tensors: their shapes, kinds and numbers."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(str((tuple(tensor.shape), tensor.dtype)).encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:12]
+
+
+def check_equal_outputs(outputs: set[int]) -> None:
+    """Refuse networks that tell different numbers of classes apart."""
+    if len(outputs) > 1:
+        counts = " and ".join(map(str, sorted(outputs)))
+        raise ConfigError(f"the networks of [model] and [[models]] give {counts} logits; all must give as many")
+
+
+def check_fit(spec: Spec, dataset: Dataset) -> int:
+    """How many logits a network gives, after checking that they fit the data."""
+    out, classes, task = logits_in(_answer(spec, dataset.train.x[:2]), spec.factory), len(dataset.classes), dataset.task
+    places = tuple(dataset.train.y.shape[1:]) if isinstance(task, LanguageModel) else ()
+    wanted = task.outputs(classes)
+    more = wanted + isinstance(task, Classification)  # open-set networks have one more: none of them
+    if tuple(out.shape) not in ((2, *places, wanted), (2, *places, more)):
+        why = f"{classes} classes" if isinstance(task, Classification) else f"the task {task.name}"
+        raise ConfigError(
+            f"model {spec.factory!r} gives outputs of shape {tuple(out.shape)} for two rows, expected "
+            f"{(2, *places, wanted)}: {dataset.name} has {why}"
+        )
+    return int(out.shape[-1])
+
+
+def _answer(spec: Spec, rows: torch.Tensor) -> object:
+    """A network's output for some rows; a user's network may raise anything while it is built or run."""
+    try:
+        network = spec.skeleton()
+    except FuseError:
+        raise
+    except Exception as why:
+        raise ConfigError(
+            f"model {spec.factory!r} cannot be built with {dict(spec.options)}: {error_text(why)}"
+        ) from why
+    try:
+        with torch.no_grad():
+            return network(spec.cast(rows))
+    except FuseError:
+        raise
+    except Exception as why:
+        shape = "×".join(map(str, rows.shape[1:]))
+        raise ConfigError(f"model {spec.factory!r} cannot read rows of shape {shape}: {error_text(why)}") from why
+
+
+_WHO = "rehearsal"
+_ROWS = 2
+
+
+def rehearse(recipe: Recipe, brief: Brief, rows: Rows, local: LocalSettings, rounds: int) -> None:
+    """Let every network of a brief take one step of a recipe on two rows, and pass the door with all its evidence.
+
+    Every kind of evidence is asked for in the first round that brings it, and whoever remembers something takes
+    another step with what it remembers.
+
+    Args:
+        recipe: the method, and those that take over from it.
+        brief: what the server would send in the first round.
+        rows: two rows, or a few.
+        local: how clients train.
+        rounds: how many there will be.
+
+    Raises:
+        ConfigError: naming the network, the method and what went wrong.
+    """
+    trial: dict[str, object] = {"epochs": 1, "max_steps": 1, "batch_size": _ROWS, "drop_last": False}
+    if local.kernel == "auto":  # loading compiled code for one step takes longer, and memory that stays
+        trial["kernel"] = "torch"
+    step = local.model_copy(update=trial)
+    networks = {variant.spec: variant for variant in (brief.to(client) for client in ("", *brief.own))}
+    for variant in networks.values():
+        for round_, now in _distinct_rounds(recipe, variant, rounds):
+            with one_thread(), seeded(0, _WHO):
+                _take_step(now, replace(variant, round=round_), now.work(step), rows)
+
+
+def some_rows(dataset: Dataset, form: InputForm) -> Rows:
+    """Two rows to take a step on: the first of the data, or noise of their form where they are not at hand."""
+    if "outline" in dataset.facts or len(dataset.train) < _ROWS:
+        return Rows(form.noise(_ROWS, stream(0, _WHO)), dataset.train.y[torch.arange(_ROWS) % len(dataset.train)])
+    return dataset.train.take(torch.arange(_ROWS))
+
+
+def _distinct_rounds(recipe: Recipe, brief: Brief, rounds: int) -> Iterator[tuple[int, Recipe]]:
+    """The first round of every recipe in force and of every set of evidence that is due together."""
+    seen: set[tuple[int, frozenset[str]]] = set()
+    for round_ in range(rounds):
+        now, variant = recipe.at(round_), replace(brief, round=round_)
+        due = id(now), frozenset(name for kind in now.evidence for name in kind.expects(variant))
+        if due not in seen:
+            seen.add(due)
+            yield round_, now
+
+
+@contextmanager
+def without_remarks() -> Iterator[None]:
+    """Leave unsaid what clients remark about their rows: two rows taken for a trial are nobody's."""
+    logger = logging.getLogger("fedfuse")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _take_step(recipe: Recipe, brief: Brief, work: Work, rows: Rows) -> None:
+    who = f"model {brief.spec.factory!r} cannot train by {recipe.label or recipe.name!r}"
+    try:
+        with without_remarks():
+            answer = client_round(work, brief, _WHO, rows)
+            if answer.memory:
+                answer = client_round(work, brief, _WHO, rows, memory=answer.memory)
+        admit(Envelope(_WHO, answer.payload), Contract.of(brief, recipe.evidence, trains=recipe.trains))
+    except Refused as why:
+        facts = why.facts()
+        raise ConfigError(
+            f"{who}: after one step {facts['field']} is {facts['got']}, expected {facts['expected']}"
+        ) from why
+    except FuseError:
+        raise
+    except Exception as why:  # the user's own network and parts run in here
+        raise ConfigError(f"{who}: one step on two rows ends in {error_text(why)}") from why
+
 
 _log = logging.getLogger(__name__)
 

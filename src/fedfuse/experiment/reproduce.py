@@ -2,21 +2,241 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from types import ModuleType
+from typing import Annotated, Any, Literal
 
-from fedfuse.core.words import suggest
-from fedfuse.errors import ConfigError, FuseError
-from fedfuse.experiment.claims import SCALES, Scale, file_digests, known_results, load_claims, results_folder
-from fedfuse.experiment.figures import PaperFigure, all_figures, experiments_folder
-from fedfuse.experiment.folder import RunFolder
+from pydantic import Field, model_validator
+
+from fedfuse.core.settings import Settings, validate_settings
+from fedfuse.errors import ConfigError, FuseError, suggest
+from fedfuse.experiment.callbacks import Callback
 from fedfuse.experiment.jobs import Job, jobs_of, run_jobs
-from fedfuse.experiment.watch import Callback
-from fedfuse.report.stored import Pair, StoredResult, collect_result, read_result, result_path, write_result
+from fedfuse.experiment.rundir import RunFolder
+from fedfuse.report.claims import (
+    STORED_COLUMNS,
+    Claim,
+    Direction,
+    Finding,
+    Pair,
+    StoredResult,
+    collect_result,
+    digest_of,
+    judge_all,
+    read_result,
+    read_results,
+    result_path,
+    write_result,
+)
+from fedfuse.report.reproduction import fill_tables
+
+Draw = Callable[[Path], list[Path]]
+
+
+@dataclass(frozen=True, slots=True)
+class PaperFigure:
+    """A figure: its name, whose it is, and how to draw it into a folder."""
+
+    name: str
+    paper: str
+    draw: Draw
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of its documentation."""
+        return (self.draw.__doc__ or "").strip().split("\n")[0]
+
+
+_FIGURES: dict[str, PaperFigure] = {}
+
+
+def figure(name: str, *, paper: str) -> Callable[[Draw], Draw]:
+    """Register a function that draws a figure into a folder and returns the files it wrote."""
+
+    def register(draw: Draw) -> Draw:
+        _FIGURES[name] = PaperFigure(name, paper, draw)
+        return draw
+
+    return register
+
+
+def experiments_folder() -> Path:
+    """Where experiment files and figures are: $FEDFUSE_EXPERIMENTS, ./experiments, or beside the source.
+
+    Raises:
+        ConfigError: if there is no such folder.
+    """
+    named = os.environ.get("FEDFUSE_EXPERIMENTS")
+    folders = [Path(named)] if named else [Path("experiments"), Path(__file__).resolve().parents[3] / "experiments"]
+    for folder in folders:
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"there is no folder of experiments at {folders[0]}; set FEDFUSE_EXPERIMENTS to it")
+
+
+def all_figures() -> Mapping[str, PaperFigure]:
+    """Every figure by name."""
+    for path in sorted((experiments_folder() / "figures").glob("*.py")):
+        load_figures(path)
+    return dict(sorted(_FIGURES.items()))
+
+
+def load_figures(path: Path) -> ModuleType:
+    """A file of figures as a module, loaded once."""
+    name = f"fedfuse_figures_{path.stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise ConfigError(f"{path} is no file of figures")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+Words = Annotated[str, Field(min_length=1)]
+Scale = Literal["cpu", "paper"]
+SCALES: tuple[Scale, ...] = ("cpu", "paper")
+
+
+class ClaimConfig(Settings):
+    """One `[[claims]]` table of the register; see `fedfuse.report.claims.Claim` for what each key means."""
+
+    id: Words
+    paper: Words
+    place: Words
+    says: Words
+    methods: tuple[str, ...] = ()
+    published: str = ""
+    file: str = ""
+    score: str = "accuracy"
+    first: tuple[str, ...] = ()
+    second: tuple[str, ...] = ()
+    direction: Direction = "above"
+    margin: float | None = None
+    effect: Literal["difference", "ratio"] = "difference"
+    cells: tuple[str, ...] = ("*",)
+    beside: str = ""
+    untestable: str = ""
+    picture: str = ""
+    note: str = ""
+
+    @model_validator(mode="after")
+    def _check_comparison(self) -> ClaimConfig:
+        """A claim is tested by a whole comparison, or says why it cannot be."""
+        if self.untestable:
+            if self.file or self.picture or self.first:
+                raise ValueError("a claim with `untestable` has no `file`, `picture` or `first`; leave them out")
+            return self
+        if bool(self.file) == bool(self.picture) or not self.first:
+            raise ValueError("it needs `file` or `picture`, and `first`; or `untestable` with the reason")
+        if self.score not in STORED_COLUMNS:
+            near = suggest(self.score, STORED_COLUMNS)
+            raise ValueError(f"score is {self.score!r}{near} expected one of {', '.join(STORED_COLUMNS)}")
+        needs_margin = self.direction == "level" or self.effect == "ratio" or not self.second
+        if self.margin is None and needs_margin:
+            raise ValueError("a level, a ratio and a score by itself need a `margin`: how far from what counts")
+        return self
+
+    def to_claim(self) -> Claim:
+        """The claim as the verdicts know it."""
+        return Claim(**{**self.model_dump(), "margin": self.margin or 0.0})
+
+
+def load_claims(path: Path | None = None) -> list[Claim]:
+    """Every claim of the register, in its order.
+
+    Raises:
+        ConfigError: one sentence about the first thing that is wrong, with the claim's place in the file.
+    """
+    path = path or experiments_folder() / "claims.toml"
+    found: dict[str, Claim] = {}
+    for at, values in enumerate(_read_tables(path), start=1):
+        where = f"{path.name}, claim {at} ({values.get('id', 'without id')})"
+        try:
+            claim = validate_settings(ClaimConfig, values).to_claim()
+        except ConfigError as why:
+            raise ConfigError(f"{where}: {why}") from why
+        if claim.id in found:
+            raise ConfigError(f"{where}: the id stands above already; give every claim a name of its own")
+        found[claim.id] = replace(claim, scale=_smallest_scale(claim.file, path.parent, where)) if claim.file else claim
+    return list(found.values())
+
+
+def _smallest_scale(file: str, folder: Path, where: str) -> Scale:
+    for scale in SCALES:
+        if (folder / f"{file}.{scale}.toml").is_file():
+            return scale
+    raise ConfigError(f"{where}: there is no experiment {file}.cpu.toml beside the register")
+
+
+def _read_tables(path: Path) -> list[dict[str, Any]]:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as why:
+        raise ConfigError(f"{path} cannot be read: {why}; expected a TOML file with [[claims]]") from why
+    tables = values.pop("claims", None)
+    if values or not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigError(f"{path} has {', '.join(values) or 'no claims'}; expected [[claims]] tables and nothing else")
+    return tables
+
+
+def results_folder() -> Path:
+    """Where stored results are."""
+    return experiments_folder() / "results"
+
+
+def known_results(scale: str = "cpu", runs: Path | None = None) -> dict[str, StoredResult]:
+    """Stored results by name, and what run directories hold of files that have none.
+
+    Args:
+        scale: cpu or paper.
+        runs: the folder in which `fedfuse reproduce NAME` puts its runs.
+    """
+    found = read_results(results_folder(), scale)
+    for name, digest in file_digests(scale).items():
+        folder = runs / name if runs else None
+        if name not in found and folder is not None and any(folder.glob("**/ledger.jsonl")):
+            found[name] = collect_result(name, scale, digest, folder)
+    return found
+
+
+def file_digests(scale: str = "cpu") -> dict[str, str]:
+    """The digest of every experiment file of a scale, by name."""
+    root, end = experiments_folder(), f".{scale}.toml"
+    return {
+        path.relative_to(root).as_posix().removesuffix(end): digest_of(path) for path in sorted(root.rglob(f"*{end}"))
+    }
+
+
+def all_findings(scale: str = "cpu", runs: Path | None = None, claims: Sequence[Claim] | None = None) -> list[Finding]:
+    """The verdict on every claim of the register, by stored results and run directories."""
+    return judge_all(claims or load_claims(), known_results(scale, runs), file_digests(scale))
+
+
+def never_run() -> list[str]:
+    """Experiment files without a stored result, with their scale."""
+    return [
+        f"{name}.{scale}"
+        for scale in SCALES
+        for name in file_digests(scale)
+        if not result_path(name, scale, results_folder()).exists()
+    ]
+
+
+def fill_documents() -> dict[Path, str]:
+    """The documents of experiments, and those beside them, with their marked parts as stored results have them."""
+    results, missing, root = known_results(), never_run(), experiments_folder()
+    paths = sorted([*root.rglob("*.md"), *(root.parent / "docs").glob("*.md")])
+    return {path: fill_tables(path.read_text(encoding="utf-8"), results, missing) for path in paths}
+
 
 State = Literal["stored", "in part", "older", ""]
 

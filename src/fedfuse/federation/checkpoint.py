@@ -13,22 +13,40 @@ from torch import Tensor, nn
 
 from fedfuse.api import Update, local_update
 from fedfuse.api import recipe as recipe_of
-from fedfuse.api.folder_evidence import BASE, NAMES, WEIGHTS, digest_of
-from fedfuse.core.padding import hide_padding
+from fedfuse.api.checkpoints import BASE, NAMES, WEIGHTS, digest_of
+from fedfuse.core.inputs import hide_padding
+from fedfuse.core.params import Layout
 from fedfuse.core.rng import stream
 from fedfuse.core.rows import Rows
 from fedfuse.data.site import read_site
 from fedfuse.errors import ConfigError, error_text
-from fedfuse.experiment.keys import assign
-from fedfuse.federation.file_names import names_in_folder
+from fedfuse.experiment.config import assign
 from fedfuse.models.adapted import adapt
 from fedfuse.nets.adapters import INPUTS
 from fedfuse.tasks import CLASSIFICATION, LANGUAGE_MODEL, TEXT_CLASSIFICATION, Task
 from fedfuse.tasks.language import NO_TARGET
 from fedfuse.wire.adapters import PREFIX, adapted_modules, is_adapter, merge_into, read_adapter, read_adapters
-from fedfuse.wire.codec import decode, encode
-from fedfuse.wire.folders import EVIDENCE, read_folder
+from fedfuse.wire.codec import LazyParams, decode, encode
+from fedfuse.wire.folders import EVIDENCE, names_in_files, read_folder
 from fedfuse.wire.messages import NOTE
+
+
+def names_in_folder(folder: Path, module: nn.Module, tensors: LazyParams) -> dict[str, str]:
+    """The name in a folder of each tensor of the network that is opened from it; tied ones may have fewer there.
+
+    Raises:
+        ConfigError: naming a tensor that one has and the other has not.
+    """
+    names = {name: home for name, home in names_in_files(module).items() if home in tensors}
+    layout = Layout.of(module)
+    further = {n for tied in layout.tied if any(n in names for n in tied) for n in tied}
+    odd = [n for n in layout.roles if n not in names and n not in further]
+    odd += [n for n in tensors if n not in names.values()]
+    if odd:
+        where = "is not in the folder" if odd[0] in layout.roles else "is not in the network that was opened"
+        raise ConfigError(f"{folder}: {odd[0]!r} {where}; save the network anew by save_pretrained of this version")
+    return names
+
 
 LENGTH = 128
 _MASKED = 0.15  # the share of tokens that BERT is asked for
@@ -309,7 +327,7 @@ def _all_tokens(opened: OpenedCheckpoint, source: str, length: int, limit: int |
 
 def _pictures(opened: OpenedCheckpoint, source: str, length: int, limit: int | None) -> Rows:  # noqa: ARG001 - the readers' form
     """Pictures in the size that the config says, scaled as the folder's preprocessor says."""
-    from fedfuse.core.forms import PictureForm
+    from fedfuse.core.inputs import PictureForm
 
     config, scale = opened.module.config, _read_scale(opened.path)
     channels = int(getattr(config, "num_channels", 3))

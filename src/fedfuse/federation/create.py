@@ -7,16 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from fedfuse.api.update import start_of
-from fedfuse.core.forms import ArrayForm, PictureForm, RowForm
+from fedfuse.core.inputs import ArrayForm, PictureForm, RowForm
 from fedfuse.core.settings import validate_settings
 from fedfuse.data import standardize
 from fedfuse.data.site import SiteRows, read_site
 from fedfuse.data.tables import SUFFIXES
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.keys import assign
-from fedfuse.federation.agreement import TEXT_NETWORKS, Agreement, FederationFolder, write_federation
-from fedfuse.federation.tables import TableAgreement, agree_on_table
-from fedfuse.federation.texts import TextAgreement, agree_on_texts, check_texts_said
+from fedfuse.experiment.config import assign
+from fedfuse.federation.agreement import (
+    TEXT_NETWORKS,
+    Agreement,
+    FederationFolder,
+    TextAgreement,
+    agree_on_texts,
+    check_texts_said,
+    write_federation,
+)
+from fedfuse.federation.moments import TableAgreement, agree_on_table
 from fedfuse.tasks import CLASSIFICATION, Task, task_named
 
 SECTIONS = ("model", "local", "method")

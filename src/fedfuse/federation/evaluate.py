@@ -7,17 +7,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fedfuse.core.about import About, names_text
-from fedfuse.core.characters import TextForm
-from fedfuse.core.columns import TableForm
-from fedfuse.core.forms import ArrayForm, RowForm
+from fedfuse.core.inputs import ArrayForm, RowForm, TableForm, TextForm
+from fedfuse.core.metadata import About, names_text
 from fedfuse.core.model import Model, outputs
 from fedfuse.core.rows import Rows
 from fedfuse.data import load
 from fedfuse.data import standardize as standardizer
 from fedfuse.data.site import SiteRows, read_site
 from fedfuse.errors import ConfigError, error_text
-from fedfuse.federation.tables import TableAgreement, chosen_table
+from fedfuse.federation.moments import TableAgreement, chosen_table
 from fedfuse.server.judge import Judge
 from fedfuse.tasks import CLASSIFICATION, Classification, Task, task_named
 from fedfuse.wire.files import load_answering

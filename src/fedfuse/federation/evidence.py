@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from fedfuse.api import bring_evidence
-from fedfuse.core.about import About
+from fedfuse.core.metadata import About
 from fedfuse.core.model import Single, outputs
 from fedfuse.core.params import Params
 from fedfuse.core.recipe import Recipe
@@ -20,13 +20,12 @@ from fedfuse.experiment.config import NameWithOptions
 from fedfuse.experiment.prepare import spec_with
 from fedfuse.federation.agreement import FederationFolder
 from fedfuse.federation.fusion import chosen_recipe, read_options
+from fedfuse.federation.moments import TableAgreement, check_told_by_cells, chosen_table
 from fedfuse.federation.site import SiteUpdate
-from fedfuse.federation.tables import TableAgreement, check_told_by_cells, chosen_table
 from fedfuse.tasks import CLASSIFICATION, Classification, Task, task_header, task_named
-from fedfuse.wire.codec import Malformed, read
+from fedfuse.wire.codec import Altered, Malformed, read
 from fedfuse.wire.files import load_answering
 from fedfuse.wire.messages import read_memory
-from fedfuse.wire.table import Altered
 
 
 @dataclass(frozen=True, slots=True)

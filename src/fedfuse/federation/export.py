@@ -17,23 +17,30 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from fedfuse.core.about import About
-from fedfuse.core.characters import TextForm
-from fedfuse.core.columns import CategoricalColumn, NumericColumn, TableForm
 from fedfuse.core.files import check_output, write_atomically
-from fedfuse.core.forms import ArrayForm, PictureForm, RowForm
-from fedfuse.core.inputs import example_inputs, own_form, shape_read
+from fedfuse.core.inputs import (
+    ArrayForm,
+    CategoricalColumn,
+    NumericColumn,
+    PictureForm,
+    RowForm,
+    TableForm,
+    TextForm,
+    example_inputs,
+    own_form,
+    shape_read,
+)
+from fedfuse.core.metadata import About
 from fedfuse.core.model import Model, Single
-from fedfuse.core.precision import answer_in_full, in_full
 from fedfuse.core.spec import Spec
+from fedfuse.core.torch_utils import answer_in_full, in_full
 from fedfuse.data.site import in_units
 from fedfuse.data.tables import MISSING, level_name
 from fedfuse.errors import ConfigError, error_text
 from fedfuse.federation.predict import answers_of
 from fedfuse.models.bayes import Bayesian
-from fedfuse.nets.combine import Choosing, Combine
-from fedfuse.nets.mixture import Mixture
-from fedfuse.nets.routes import Route
+from fedfuse.nets.forward import Route
+from fedfuse.nets.mixture import Choosing, Combine, Mixture
 from fedfuse.tasks import CLASSIFICATION, LanguageModel, Regression, Task, task_named
 from fedfuse.wire.files import load_answering
 

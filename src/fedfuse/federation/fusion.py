@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,24 +14,69 @@ from fedfuse.api import Fused, fuse
 from fedfuse.api import recipe as recipe_of
 from fedfuse.api.checkpoints import default_method
 from fedfuse.api.update import prepared_start
-from fedfuse.core.description import describe
-from fedfuse.core.files import regular
+from fedfuse.core.files import regular, write_atomically
+from fedfuse.core.metadata import describe
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.keys import assign
-from fedfuse.server.door.agreed import Agreed
+from fedfuse.experiment.config import assign
+from fedfuse.linalg.privacy import Release
+from fedfuse.server.admission.agreed import Agreed
 from fedfuse.tasks import task_header
 from fedfuse.wire.adapters import is_adapter
-from fedfuse.wire.folders import folder_of, is_folder
-from fedfuse.wire.network_names import build_network
+from fedfuse.wire.folders import build_network, folder_of, is_folder
 
-if TYPE_CHECKING:  # it brings experiments and their data, which nobody waits for who merges checkpoints
+if TYPE_CHECKING:
     from torch import nn
 
     from fedfuse.core.rows import Rows
     from fedfuse.federation.agreement import FederationFolder
+
+
+def charge(release: Release, path: Path, what: str, budget: float | None = None) -> Release:
+    """Write a release into a site's ledger, before it leaves, and give the total so far.
+
+    All entries of one ledger count as told of the same rows. Signals add in squares, exactly.
+
+    Args:
+        release: what is about to leave.
+        path: the ledger; it is made where there is none.
+        what: what the entry says of it: file and method.
+        budget: the most ε, at the release's own δ, that all of them may have together.
+
+    Raises:
+        ConfigError: if the budget would be exceeded, and then nothing is written; or if the ledger cannot be read.
+    """
+    entries = _read(path)
+    past = [Release.from_json(entry if entry.get("signal") is not None else None) for entry in entries]
+    total = release.after(past)
+    if budget is not None and total.epsilon > budget:
+        spent = total.epsilon if math.isfinite(total.epsilon) else "without bound, since something has no noise"
+        words = spent if isinstance(spent, str) else f"{spent:.4g}"
+        raise ConfigError(
+            f"the budget of {path} is ε = {budget:g} and with {what} it would be {words} (δ = {release.delta:g}, "
+            f"{len(entries)} releases before); nothing was written"
+        )
+    told: dict[str, Any] = {"what": what, "when": datetime.now(UTC).isoformat(timespec="seconds")}
+    told |= {"signal": None}
+    if math.isfinite(release.signal):
+        told |= {"signal": release.signal, "epsilon": release.epsilon, "delta": release.delta}
+    with write_atomically(path) as file:
+        file.write(json.dumps({"releases": [*entries, told]}, indent=1).encode() + b"\n")
+    return total
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    try:
+        entries = json.loads(regular(path).read_text(encoding="utf-8"))["releases"]
+    except (OSError, ValueError, KeyError, TypeError) as why:
+        raise ConfigError(f"{path} is no privacy ledger: {why}; name the file that `--privacy-ledger` wrote") from why
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"{path} is no privacy ledger: it has no list of releases")
+    return entries
 
 
 def fuse_files(

@@ -12,16 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedfuse.core.about import About
-from fedfuse.core.columns import TableForm
 from fedfuse.core.escape import spreadsheet_cell
 from fedfuse.core.files import write_output
+from fedfuse.core.inputs import TableForm
+from fedfuse.core.metadata import About
 from fedfuse.core.model import Model, outputs
 from fedfuse.data.site import SiteRows
 from fedfuse.errors import ConfigError, error_text
 from fedfuse.federation.evaluate import Reading
 from fedfuse.nets.mixture import Mixture
-from fedfuse.server.uncertainty import Prediction, predict
+from fedfuse.server.judge import Prediction, predict
 from fedfuse.tasks import CLASSIFICATION, Binary, Classification, LanguageModel, Multilabel, Regression, Task
 from fedfuse.tasks.language import NO_TARGET
 from fedfuse.wire.files import load_answering

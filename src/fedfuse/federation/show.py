@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedfuse.core.about import About
 from fedfuse.core.escape import markdown_text
 from fedfuse.core.files import check_output, write_output
+from fedfuse.core.metadata import About
 from fedfuse.errors import ConfigError
-from fedfuse.wire.codec import Malformed, Packet, read
+from fedfuse.wire.codec import Altered, Malformed, Packet, read
 from fedfuse.wire.messages import NOTE
-from fedfuse.wire.table import Altered
 
 _KINDS = {"reply": "update of a site", "model": "model"}
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fedfuse.api import Update, local_update
-from fedfuse.core.characters import TextForm
-from fedfuse.core.columns import TableForm
+from fedfuse.core.inputs import TableForm, TextForm
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.settings import validate_settings
@@ -23,7 +22,7 @@ from fedfuse.data.site import SiteRows, read_site
 from fedfuse.errors import ConfigError
 from fedfuse.federation.agreement import Agreement, FederationFolder
 from fedfuse.federation.create import read_sets
-from fedfuse.federation.tables import TableAgreement, check_told_by_cells, chosen_table
+from fedfuse.federation.moments import TableAgreement, check_told_by_cells, chosen_table
 from fedfuse.server.judge import answers
 from fedfuse.tasks import (
     CLASSIFICATION,

@@ -9,9 +9,7 @@ from pathlib import Path
 
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
-from fedfuse.experiment.config import Experiment
-from fedfuse.experiment.keys import file_name
-from fedfuse.experiment.toml import to_toml
+from fedfuse.experiment.config import Experiment, file_name, to_toml
 from fedfuse.flower.version import TESTED
 
 PACKAGE = "federation"

@@ -22,8 +22,7 @@ from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.engines.local import ClientResult, answer
 from fedfuse.errors import ConfigError
-from fedfuse.flower.network import Network, own_network, spec_of
-from fedfuse.flower.parts import recipe_from
+from fedfuse.flower.parts import Network, own_network, recipe_from, spec_of
 from fedfuse.flower.records import (
     BRIEF,
     MEMORY,
@@ -35,7 +34,7 @@ from fedfuse.flower.records import (
     to_arrays,
     to_tensors,
 )
-from fedfuse.server.steps.dynamic import accuracy_and_loss
+from fedfuse.server.judge import accuracy_and_loss
 from fedfuse.wire.codec import decode, encode
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict  # isort: skip - after the check

@@ -22,9 +22,8 @@ from typing import Any, ClassVar, NamedTuple
 from fedfuse.core.messages import Brief, Envelope, client_order
 from fedfuse.core.params import Params
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.seams import Work
+from fedfuse.core.seams import Terms, Work
 from fedfuse.core.settings import LocalSettings
-from fedfuse.core.terms import Terms
 from fedfuse.engines.local import OncePerBrief, OnClient
 from fedfuse.errors import ConfigError, QuorumLost, Refused
 from fedfuse.flower.records import (

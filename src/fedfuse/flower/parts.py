@@ -3,27 +3,80 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
-from fedfuse.core.before import AsChosen, NothingBefore
-from fedfuse.core.recipe import Recipe
+from torch import nn
+
+from fedfuse.core.model import Single
+from fedfuse.core.recipe import AsChosen, ModelPreparation, NothingBefore, Recipe
 from fedfuse.core.registry import all_methods, find_method
+from fedfuse.core.rng import seeded
 from fedfuse.core.seams import ClientsOnly, Free, OwnRows, TaskLoss
 from fedfuse.core.settings import LocalSettings
+from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.server.aggregate.layerwise import MatchedLayers
-from fedfuse.server.aggregate.matched import MatchedUnits
-from fedfuse.server.aggregate.normalized import NormalizedMean
-from fedfuse.server.steps.prune import Prune
+from fedfuse.tasks import CLASSIFICATION, Task
+
+Network: TypeAlias = "nn.Module | Spec | Callable[[], nn.Module]"
+
+
+def spec_of(network: Network) -> Spec:
+    """The spec of a network given as a module, as a class or function that makes one, or as a spec.
+
+    Example:
+        >>> spec_of(nn.Sequential(nn.Linear(2, 2))).factory
+        'torch.nn.modules.container:Sequential'
+    """
+    if isinstance(network, Spec):
+        return network
+    return Spec.of(network) if isinstance(network, nn.Module) else _spec_from_factory(network)
+
+
+@lru_cache(maxsize=4)
+def _spec_from_factory(factory: Callable[[], nn.Module]) -> Spec:
+    """Once per process: modules that were built before can then be used again."""
+    with seeded(0, "network"):  # its weights are never used, and nobody else's draws may depend on it
+        module = factory()
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"{factory!r:.80} gave a {type(module).__name__}, expected a torch.nn.Module")
+    return Spec.of(module)
+
+
+def own_network(
+    network: Network, asked: Spec, prepare_model: ModelPreparation, classes: int, task: Task = CLASSIFICATION
+) -> Spec:
+    """The network the server asks for, made of the one given here.
+
+    Raises:
+        ConfigError: if the server means another network.
+
+    Example:
+        >>> from fedfuse.core.recipe import AsChosen
+        >>> own_network(nn.Linear(2, 2), Spec("os:getcwd"), AsChosen(), 2)
+        Traceback (most recent call last):
+        ...
+        fedfuse.errors.ConfigError: the server's network is 'os:getcwd' and this client's is ...
+    """
+    own = spec_of(network)
+    if asked.factories != own.factories:
+        with seeded(0, "network"):
+            own = prepare_model(Single.of(own.build(), own), classes, 0, task).spec
+    if asked.factories != own.factories:
+        theirs, ours = (" in ".join(sorted(spec.factories)) for spec in (asked, own))
+        raise ConfigError(
+            f"the server's network is {theirs!r} and this client's is {ours!r}; give both sides the same class"
+        )
+    return asked if own.prototype is None else replace(asked, prototype=own.prototype)
+
 
 Clients: TypeAlias = Literal["plain", "fedfuse"]
 
 _AS_APP = "run it as an app (`fedfuse flower FILE --app`)"
 _HERE = "run it on one machine (`fedfuse run FILE`)"
 USE_FEDFUSE_CLIENTS = f"{_AS_APP}, or let your ClientApp train with `fedfuse.flower` and say clients='fedfuse'"
-_RESHAPE = (Prune, MatchedUnits, MatchedLayers)  # the network that comes out has other shapes
 
 
 def stages(recipe: Recipe) -> Iterator[Recipe]:
@@ -94,7 +147,7 @@ def _asked_of_clients(recipe: Recipe) -> Iterator[str]:
     if type(recipe.before_first_round) is not NothingBefore:
         yield f"takes a step before round one ({_kind(recipe.before_first_round)})"
     for part in _server_parts(recipe):
-        if isinstance(part, _RESHAPE):
+        if getattr(part, "reshapes", False):
             yield f"changes the network's shape ({_kind(part)})"
 
 
@@ -121,7 +174,7 @@ def counts_steps(recipe: Recipe) -> bool:
         >>> counts_steps(find_method("fednova").recipe()), counts_steps(find_method("fedavg").recipe())
         (True, False)
     """
-    return any(isinstance(part, NormalizedMean) for part in _server_parts(recipe))
+    return any(getattr(part, "counts_steps", False) for part in _server_parts(recipe))
 
 
 def _server_parts(recipe: Recipe) -> Iterator[object]:

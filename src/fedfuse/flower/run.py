@@ -16,17 +16,15 @@ from typing import Any, ClassVar
 
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.seams import Work
+from fedfuse.core.seams import Terms, Work
 from fedfuse.core.state import Bench
-from fedfuse.core.terms import Terms
 from fedfuse.data import client_ids
 from fedfuse.errors import ConfigError, FuseError
+from fedfuse.experiment.callbacks import Callback, Several, Watcher, lines
 from fedfuse.experiment.config import Experiment, load_experiment
-from fedfuse.experiment.execute import execute_with
 from fedfuse.experiment.prepare import PreparedExperiment, Setting
-from fedfuse.experiment.progress import lines
 from fedfuse.experiment.results import Results
-from fedfuse.experiment.watch import Callback, Several, Watcher
+from fedfuse.experiment.run import execute_with
 from fedfuse.flower.engine import Federation, FlowerEngine, log_incidents
 from fedfuse.flower.records import fingerprint
 from fedfuse.flower.site import site_app

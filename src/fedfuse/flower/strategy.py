@@ -7,51 +7,125 @@ stands in Flower's log, in the round's metrics and in `ledger`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fedfuse.core.messages import Brief, Envelope
+from fedfuse.core.settings import LocalSettings
+from fedfuse.flower.engine import printable
+from fedfuse.flower.records import to_tensors
+from fedfuse.wire.codec import Malformed, encode
+from fedfuse.wire.messages import reply_header
+
+from flwr.app import RecordDict  # isort: skip - after records has checked that it is there
 import copy
 import json
 import logging
-import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from fedfuse.api import Fused, settings_from
-from fedfuse.core.bounds import Bounds
-from fedfuse.core.messages import Brief, Envelope, client_order
+from fedfuse.core.messages import client_order
 from fedfuse.core.model import Single, outputs
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.settings import LocalSettings, validate_settings
+from fedfuse.core.settings import Bounds, validate_settings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import OncePerBrief
 from fedfuse.errors import ConfigError, QuorumLost, RecipeError
-from fedfuse.flower.engine import INBOX_BYTES, Inbox, content_or_reason, log_incidents, printable
-from fedfuse.flower.network import Network, spec_of
+from fedfuse.flower.engine import INBOX_BYTES, Inbox, content_or_reason, log_incidents
 from fedfuse.flower.parts import (
     USE_FEDFUSE_CLIENTS,
     Clients,
+    Network,
     counts_steps,
     named_recipe,
     refuse_unfit,
     refuse_unknown_training,
+    spec_of,
     stages,
 )
-from fedfuse.flower.plain import NUM_EXAMPLES, average_numbers, numbers_in, plain_envelope, steps_by
-from fedfuse.flower.records import BriefRecords, Order, fingerprint, to_arrays, to_tensors
+from fedfuse.flower.records import BriefRecords, Order, fingerprint, to_arrays
 from fedfuse.models.bayes import BayesianLayers
-from fedfuse.server.door.admit import Admission, Rules, admit_all
-from fedfuse.server.door.differences import first_difference
+from fedfuse.server.admission.admit import Admission, Rules, admit_all
+from fedfuse.server.admission.opened import first_difference
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
 from fedfuse.server.loop import check_quorum, choose_clients
-from fedfuse.server.sound import fuse_admitted
+from fedfuse.server.round import fuse_admitted
 from fedfuse.wire.codec import forms_of
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict  # isort: skip
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord  # isort: skip
 from flwr.serverapp import Grid  # isort: skip
 from flwr.serverapp.strategy import Result, Strategy  # isort: skip
+
+
+NUM_EXAMPLES, STEPS = "num-examples", "num-steps"
+_MANY = 10**9
+
+
+def numbers_in(content: RecordDict) -> dict[str, float]:
+    """The plain numbers of a reply's metric records."""
+    found: Mapping[str, Any] = {k: v for record in content.metric_records.values() for k, v in record.items()}
+    return {key: value for key, value in found.items() if isinstance(value, int | float)}
+
+
+def plain_envelope(
+    client: str, content: RecordDict, numbers: Mapping[str, float], brief: Brief, default_steps: int
+) -> Envelope:
+    """The reply of a client that is not ours, as the door wants it.
+
+    Args:
+        client: who sent it.
+        content: what it sent.
+        numbers: the numbers in it.
+        brief: what it was asked.
+        default_steps: how many steps it took, where it does not say so.
+    """
+    facts = {key: value for key, value in numbers.items() if key not in (NUM_EXAMPLES, STEPS)}
+    num_examples = numbers.get(NUM_EXAMPLES, math.nan)
+    try:
+        header = reply_header(
+            brief, num_examples=num_examples, steps=int(numbers.get(STEPS, default_steps)), facts=facts
+        )
+        if not math.isfinite(num_examples):
+            header["num_examples"] = str(num_examples)  # the door refuses it by name
+        (arrays,) = content.array_records.values()
+        return Envelope(client, encode(to_tensors(arrays), header))
+    except (Malformed, ValueError, OverflowError) as why:
+        return Envelope(client, None, dropped=f"malformed: {printable(why)}")
+
+
+def steps_by(local: LocalSettings, num_examples: float) -> int:
+    """How many steps a client takes that trains so on so many examples; 0, which no door lets in, for an odd number.
+
+    Example:
+        >>> steps_by(LocalSettings(epochs=3, batch_size=32), 100)
+        12
+    """
+    return local.steps_for(num_examples) if 0 < num_examples < _MANY else 0
+
+
+def average_numbers(numbers: Mapping[str, Mapping[str, float]], shares: Mapping[str, float]) -> dict[str, float]:
+    """The mean of each number that at least half of the clients report, over those whose own is finite, by examples.
+
+    Example:
+        >>> reported = {"a": {"loss": 1.0}, "b": {"loss": 3.0}, "c": {"loss": math.nan, "odd": 1.0}}
+        >>> average_numbers(reported, {"a": 0.125, "b": 0.375, "c": 0.5})
+        {'loss': 2.5}
+    """
+    means = {}
+    for key in sorted({key for name in shares for key in numbers[name]} - {NUM_EXAMPLES}):  # which is the weight
+        told = [(share, numbers[name][key]) for name, share in shares.items() if key in numbers[name]]
+        finite = [(share, value) for share, value in told if math.isfinite(value)]
+        if finite and 2 * len(told) >= len(shares):
+            means[key] = sum(share * value for share, value in finite) / sum(share for share, _ in finite)
+    return means
+
 
 CONFIG = "config"  # Flower's own name for the user's settings sent to clients
 _log = logging.getLogger("flwr")  # Flower's own: what a federation's operator reads

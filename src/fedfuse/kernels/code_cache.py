@@ -8,7 +8,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from fedfuse.core.folders import cache_folder
+from fedfuse.core.files import cache_folder
 
 
 @cache

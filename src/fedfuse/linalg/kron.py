@@ -16,20 +16,220 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from typing import Any, Literal, get_args
+from itertools import chain, pairwise
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
-from fedfuse.core.factor import Factor, LowRank
 from fedfuse.errors import ConfigError, NotConverged
-from fedfuse.linalg.cg import Solution, conjugate_gradient
-from fedfuse.linalg.damping import balance
-from fedfuse.linalg.psd import inverse
-from fedfuse.linalg.refine import SinglePrecision, solve_refined
-from fedfuse.linalg.spikes import SpikedInverse
+from fedfuse.linalg.cg import SinglePrecision, Solution, conjugate_gradient, solve_refined
+from fedfuse.linalg.factor import Factor, LowRank
+from fedfuse.linalg.psd import add_diagonal, inverse
 from fedfuse.linalg.subspace import Client, Mode, reciprocal, subspace_mean, times, written
+
+Split: TypeAlias = Literal["one", "trace", "frobenius"]
+
+
+def damp(A: Factor, B: Factor, lam: float, pi: Split = "one") -> tuple[Factor, Factor]:
+    """Damp both factors of a Kronecker product: A + π √λ I and B + √λ / π I.
+
+    π balances the two sides (Martens and Grosse 2015, section 6.3): `one` is 1; `trace` is
+    √((tr A / dim A) / (tr B / dim B)); `frobenius` is √((‖A‖_F / √dim A) / (‖B‖_F / √dim B)).
+    Where a balanced factor vanishes, A ⊗ B informs about nothing and only the damping remains: both sides become
+    √λ I, which is the limit of an ever smaller factor.
+
+    Example:
+        >>> import torch
+        >>> A, B = damp(torch.eye(2), 4 * torch.eye(2), lam=1.0, pi="trace")
+        >>> A[0, 0].item(), B[0, 0].item()
+        (1.5, 6.0)
+    """
+    if not (math.isfinite(lam) and lam >= 0):
+        raise ConfigError(f"damping: lambda is {lam}, expected a finite number of at least 0")
+    root, ratio = math.sqrt(lam), balance(A, B, pi)
+    if pi != "one" and not (bool(A.any()) and bool(B.any())):
+        A, B = A * 0.0, B * 0.0
+    return _add_diagonal(A, ratio * root), _add_diagonal(B, root / ratio)
+
+
+def mean_eigenvalue(factor: Factor) -> float:
+    """The mean eigenvalue of a symmetric matrix: its trace over its size.
+
+    Example:
+        >>> import torch
+        >>> mean_eigenvalue(torch.diag(torch.tensor([1.0, 3.0])))
+        2.0
+    """
+    return float(factor.trace()) / len(factor)
+
+
+def _add_diagonal(factor: Factor, shift: float) -> Factor:
+    return add_diagonal(factor, shift) if isinstance(factor, Tensor) else factor.plus(shift)
+
+
+def balance(A: Factor, B: Factor, pi: Split) -> float:
+    """π of `damp`: how much larger a share of the damping falls to A than to B; 1 where a factor is zero.
+
+    Example:
+        >>> import torch
+        >>> balance(4 * torch.eye(2), torch.eye(3), "trace")
+        2.0
+    """
+    if pi == "one":
+        return 1.0
+    if pi == "trace":
+        ratio = mean_eigenvalue(A), mean_eigenvalue(B)
+    elif pi == "frobenius":
+        ratio = float(A.norm()) / math.sqrt(len(A)), float(B.norm()) / math.sqrt(len(B))
+    else:
+        raise ConfigError(f"damping: pi is {pi!r}, expected one of {', '.join(get_args(Split))}")
+    return math.sqrt(ratio[0] / ratio[1]) if min(ratio) > 0 else 1.0
+
+
+_DIRECTIONS = 12  # of each factor that are looked at first
+_HIGH = 10.0  # the lowest of them, in units of the rest, from which twice as many are looked at
+_SPARE = 8  # more than that are swept, so that the last ones are found too
+_SWEEPS = 4  # each multiplies a direction by its height above the others
+_LOW = 0.05  # the height of a pair, in units of what the first sum is there, from which it is kept
+_FLAT = 1e-6  # of D's largest entry, down to which its smallest can be divided by in single precision
+_MOST = 512  # pairs that are kept, or, where that is more,
+_SHARE = 0.5  # of as many whose products among themselves cost as much as one sum
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpikedInverse:
+    """Z ↦ (D + V C Vᵀ)⁻¹ Z, where D is diagonal behind two orthogonal turns and V's columns are pairs r ⊗ l.
+
+    Attributes:
+        turns: the orthogonal matrices that lead where D is diagonal, from the left and from the right.
+        scale: D⁻¹, as a matrix.
+        rows: all directions r, turned, side by side.
+        columns: all directions l, turned, side by side.
+        pairs: which of all rows × columns, laid flat, are kept.
+        core: (C⁻¹ + Vᵀ D⁻¹ V)⁻¹, as C^½ (I + C^½ Vᵀ D⁻¹ V C^½)⁻¹ C^½.
+    """
+
+    turns: tuple[Tensor, Tensor]
+    scale: Tensor
+    rows: Tensor
+    columns: Tensor
+    pairs: Tensor
+    core: Tensor
+
+    @classmethod
+    def of(cls, lefts: Tensor, rights: Tensor) -> SpikedInverse | None:
+        """The inverse of M ↦ Σ lefts[k] M rights[k], nearly, or None where nothing stands along the diagonals.
+
+        Args:
+            lefts: B_k, (clients × out × out), positive semi-definite.
+            rights: A_k, (clients × in × in), positive semi-definite.
+        """
+        left, right = _Spikes.of(lefts), _Spikes.of(rights)
+        mu, U = torch.linalg.eigh(_weighted_sum(right.rests, lefts))
+        lam, V = torch.linalg.eigh(_weighted_sum(left.rests, rights))
+        even = mu[:, None] + lam - (left.rests * right.rests).sum()
+        # numbers along diagonals are means: where a factor falls below its own, the sum must not turn negative
+        even = torch.maximum(even, torch.maximum(mu[:, None], lam) / 2)
+        if not float(even.min()) > _FLAT * float(even.max()):
+            return None
+        return cls._with_pairs(even, (U.mT, V), left.turn_by(U.mT), right.turn_by(V.mT))
+
+    @classmethod
+    def _with_pairs(cls, even: Tensor, turns: tuple[Tensor, Tensor], left: _Spikes, right: _Spikes) -> SpikedInverse:
+        """The inverse of D and the highest pairs of directions of the same client."""
+        heights = left.heights[:, :, None] * right.heights[:, None, :]
+        under = (left.vectors.square().mT @ even) @ right.vectors.square()  # what D is along each pair
+        clients, inner, last = heights.shape
+        most = max(_MOST, int(_SHARE * math.sqrt(clients * len(even) * sum(even.shape))))
+        kept = _highest((heights / under).flatten(), most)
+        row_ids, row = (kept // last).unique(return_inverse=True)
+        column_ids, column = (kept // (inner * last) * last + kept % last).unique(return_inverse=True)
+        rows, columns = left.side_by_side()[:, row_ids], right.side_by_side()[:, column_ids]
+        scale, roots = 1 / even, heights.flatten()[kept].sqrt()
+        core = _pair_products(scale, rows, columns, row, column).mul_(roots).mul_(roots[:, None])
+        if len(kept):
+            core = inverse(add_diagonal(core.double(), 1.0)).to(core).mul_(roots).mul_(roots[:, None])
+        return cls(turns, scale, rows, columns, row * columns.shape[1] + column, core)
+
+    def __call__(self, Z: Tensor) -> Tensor:
+        """The solution for one right-hand side."""
+        turned = self.turns[0] @ Z @ self.turns[1]
+        seen = ((self.rows.mT @ (turned * self.scale)) @ self.columns).flatten()[self.pairs]
+        back = turned.new_zeros(self.rows.shape[1] * self.columns.shape[1])
+        back[self.pairs] = self.core @ seen
+        images = self.rows @ back.view(self.rows.shape[1], self.columns.shape[1])
+        found = torch.addmm(turned, images, self.columns.mT, alpha=-1).mul_(self.scale)
+        return self.turns[0].mT @ found @ self.turns[1].mT
+
+
+class _Spikes(NamedTuple):
+    """Symmetric matrices as rests[k] I + Σ_i heights[k, i] v_i v_iᵀ, nearly.
+
+    Attributes:
+        rests: one number per matrix.
+        heights: (matrices × directions).
+        vectors: (matrices × size × directions).
+    """
+
+    rests: Tensor
+    heights: Tensor
+    vectors: Tensor
+
+    @classmethod
+    def of(cls, stack: Tensor) -> _Spikes:
+        """As many leading directions as stand high above the rest, by orthogonal iteration."""
+        size, count = stack.shape[-1], _DIRECTIONS
+        found = cls._leading(stack, min(count, size // 2))
+        while count < size // 4 and bool((found.heights[:, 0] > _HIGH * found.rests).any()):
+            count *= 2
+            found = cls._leading(stack, min(count, size // 2))
+        return found
+
+    @classmethod
+    def _leading(cls, stack: Tensor, count: int) -> _Spikes:
+        """So many leading directions, and the mean of all other eigenvalues."""
+        size = stack.shape[-1]
+        draw = torch.Generator().manual_seed(size)
+        basis = torch.randn(size, min(size, count + _SPARE), generator=draw).to(stack).expand(len(stack), -1, -1)
+        for _ in range(_SWEEPS):
+            basis = torch.linalg.qr(stack @ basis).Q
+        values, turn = torch.linalg.eigh(basis.mT @ (stack @ basis))
+        others = values.shape[1] - count
+        values = values[:, others:]
+        traces = stack.diagonal(dim1=-2, dim2=-1).sum(-1)
+        rests = ((traces - values.sum(-1)) / (size - count)).clamp(min=0)
+        return cls(rests, (values - rests[:, None]).clamp(min=0), (basis @ turn)[:, :, others:])
+
+    def turn_by(self, turn: Tensor) -> _Spikes:
+        """The same behind an orthogonal matrix."""
+        return self._replace(vectors=turn @ self.vectors)
+
+    def side_by_side(self) -> Tensor:
+        """All directions of all matrices, (size × all)."""
+        return self.vectors.movedim(0, 1).flatten(1)
+
+
+def _weighted_sum(weights: Tensor, stack: Tensor) -> Tensor:
+    return (weights[:, None, None] * stack).sum(0)
+
+
+def _highest(shares: Tensor, most: int) -> Tensor:
+    """Where the largest of some numbers are that are worth keeping, ascending."""
+    order = shares.argsort(descending=True, stable=True)[:most]
+    return order[shares[order] > _LOW].sort().values
+
+
+def _pair_products(scale: Tensor, rows: Tensor, columns: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """Vᵀ D⁻¹ V for the pairs rows[row[n]] ⊗ columns[column[n]], ascending by row: Σ_ab r_a r'_a D⁻¹_ab l_b l'_b."""
+    across = columns.mT[column]
+    gram = across.new_zeros(len(row), len(row))
+    ends = row.bincount().cumsum(0).tolist()
+    for r, (begin, end) in enumerate(pairwise([0, *ends])):  # the products with later rows: the matrix is symmetric
+        along = (rows[:, r:] * rows[:, r, None]).mT @ scale
+        gram[begin:end, begin:] = across[begin:end] @ (along[row[begin:] - r] * across[begin:]).mT
+    return gram.triu() + gram.triu(1).mT
+
 
 Solver = Literal["exact", "expectation", "gradient"]
 Weights = Tensor | Sequence[float]

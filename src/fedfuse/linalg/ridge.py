@@ -18,8 +18,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from fedfuse.core.factor import Factor
 from fedfuse.errors import ConfigError
+from fedfuse.linalg.factor import Factor
 from fedfuse.linalg.psd import add_diagonal, inverse, solve, symmetrize
 from fedfuse.linalg.subspace import reciprocal, times, written
 

@@ -7,7 +7,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.core.settings import Optimizer
-from fedfuse.nets.combine import MeanLogit
+from fedfuse.nets.mixture import MeanLogit
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.steps.distill import Distill
 from fedfuse.server.steps.synthesize import Generate

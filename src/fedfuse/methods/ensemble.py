@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from fedfuse.client.evidence.counts import LabelCounts
+from fedfuse.client.class_sums import LabelCounts
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
-from fedfuse.nets.combine import MeanProbability
+from fedfuse.nets.mixture import MeanProbability
 from fedfuse.server.aggregate.ensemble import KeepAll, Shares
 from fedfuse.server.steps.distill import InputSource, distillation
 

@@ -2,23 +2,319 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
+import torch
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor
 
-from fedfuse.client.curvature import PosteriorPull
-from fedfuse.client.evidence.kfac import KroneckerFactors, Sharing
-from fedfuse.client.evidence.variance import Fisher
+from fedfuse.client.fisher import Fisher
+from fedfuse.client.kfac import KroneckerFactors, Sharing
 from fedfuse.client.memory import KeepFactors
+from fedfuse.core.messages import Cohort
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
-from fedfuse.core.seams import Aggregator, TaskLoss
+from fedfuse.core.seams import Aggregator, Batch, Objective, ServerPart, TaskLoss
+from fedfuse.core.state import Bench, Local, ServerState, entries_of
+from fedfuse.core.torch_utils import in_full
 from fedfuse.errors import RecipeError
-from fedfuse.linalg.kron import Solver
-from fedfuse.nets.blocks import Which
-from fedfuse.server.aggregate.early import Begin, BestStep, Early, EarlyStopped
-from fedfuse.server.aggregate.natural import Balance, Damping, NaturalKron, Scale, ShareFactors, Shares
+from fedfuse.linalg.cg import Solution, conjugate_gradient
+from fedfuse.linalg.factor import BlockDiagonal, Factor, LowRank, dense
+from fedfuse.linalg.kron import KronSum, Solver
+from fedfuse.linalg.ridge import regression_mean
+from fedfuse.linalg.subspace import times, written
+from fedfuse.nets.kronecker import SIDES, Block, Which, blocks_of, read_factor
+from fedfuse.server.aggregate.natural import (
+    Balance,
+    Damping,
+    Equation,
+    NaturalKron,
+    Scale,
+    ShareFactors,
+    Shares,
+    informed_blocks,
+    split_solutions,
+    with_the_rest_averaged,
+)
+from fedfuse.wire.codec import forms_of
+
+
+class _Gap(NamedTuple):
+    """A layer's global factors less the client's own, stacked over its groups, and where it began."""
+
+    block: Block
+    A: Tensor
+    B: Tensor
+    start: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PosteriorPull:
+    """FedLPA beyond the first round: base + η Σ_layers max(0, ½ ⟨D, (B − B_k) D (A − A_k)⟩), D = M − M_global.
+
+    A, B are the cohort's mean factors, which the server publishes, and A_k, B_k the client's own from its last round:
+    moving is dear along directions that matter to others and not to the client's own rows. A layer's term counts only
+    while it is positive, for a difference of curvatures can be of either sign. Until both are known, which is in
+    every client's first round, the loss is exactly the base's.
+
+    Attributes:
+        eta: η; the released code has 1.
+        base: the loss without the pull.
+    """
+
+    eta: float
+    base: Objective = field(default_factory=TaskLoss)
+
+    def __call__(self, local: Local, batch: Batch) -> Tensor:
+        """The base loss and the pull."""
+        loss = self.base(local, batch)
+        gaps = local.once("kron gaps", _gaps)
+        if not gaps or self.eta == 0:
+            return loss
+        return loss + self.eta / 2 * torch.stack([_pull(gap, local) for gap in gaps]).clamp(min=0).sum()
+
+
+def _pull(gap: _Gap, local: Local) -> Tensor:
+    away = in_full(gap.block.matrices(local.live)) - gap.start
+    inner = gap.B @ away
+    return (away * (inner * gap.A[:, None] if gap.block.has_diagonal_inputs else inner @ gap.A)).sum()
+
+
+def _gaps(local: Local) -> list[_Gap]:
+    theirs, mine = entries_of(local.brief.memory, "kron"), local.recall("kron")
+    known = [b for b in blocks_of(local.brief.spec) if _is_known(b, theirs, local) and _is_known(b, mine, local)]
+    return [_gap(block, theirs, mine, local) for block in known]
+
+
+def _is_known(block: Block, factors: dict[str, Tensor], local: Local) -> bool:
+    """Whether there are factors of this layer as it is now: after a pruning there are none of its size."""
+    if not local.live.keys() >= set(block.tensors):
+        return False
+    sizes = zip(SIDES, block.sizes(forms_of(local.brief.params)), strict=True)
+    return all(_size(read_factor(factors, f"{block.name}/{side}")) == size for side, size in sizes)
+
+
+def _size(factor: Factor | None) -> int:
+    if factor is None:
+        return 0
+    if isinstance(factor, BlockDiagonal):
+        return sum(factor.sizes)
+    return factor.rest.shape[-1] if isinstance(factor, LowRank) else factor.shape[-1]
+
+
+def _gap(block: Block, theirs: dict[str, Tensor], mine: dict[str, Tensor], local: Local) -> _Gap:
+    start = in_full(block.matrices(local.anchor))
+    A, B = (_difference(theirs, mine, f"{block.name}/{side}").to(start) for side in SIDES)
+    return _Gap(block, A, B, start)
+
+
+def _difference(theirs: dict[str, Tensor], mine: dict[str, Tensor], path: str) -> Tensor:
+    """The global factor less the client's own, stacked over groups; of diagonals, the diagonal."""
+    known = [read_factor(factors, path) for factors in (theirs, mine)]
+    if all(isinstance(f, LowRank) and f.is_diagonal for f in known):
+        first, second = (f.rest.double() for f in known if isinstance(f, LowRank))
+        return (first - second).reshape(-1, first.shape[-1])
+    first, second = (dense(f).double() for f in known if f is not None)
+    return (first - second).reshape(-1, *first.shape[-2:])
+
+
+_TOL = 1e-10  # by then there is nothing left to stop early
+
+
+def early_mean(
+    Ms: Sequence[Tensor],
+    As: Sequence[Factor],
+    Bs: Sequence[Factor],
+    shares: Tensor,
+    *,
+    start: Tensor,
+    iterations: int,
+    what: str,
+) -> Solution:
+    """So many iterations of plain conjugate gradients for Σ f_k B_k (M − M_k) A_k = 0, from a start (MaTS).
+
+    Example:
+        >>> I = torch.eye(2)
+        >>> early_mean([I, 4 * I], [I, I], [I, 2 * I], torch.tensor([0.5, 0.5]), start=I, iterations=1, what="w").x
+        tensor([[3., 0.],
+                [0., 3.]], dtype=torch.float64)
+    """
+    operator, Z = _system(Ms, As, Bs, shares)
+    return conjugate_gradient(operator, Z, x0=start, tol=_TOL, max_iters=iterations, strict=False, what=what)
+
+
+def descend(
+    Ms: Sequence[Tensor],
+    As: Sequence[Factor],
+    Bs: Sequence[Factor],
+    shares: Tensor,
+    *,
+    start: Tensor,
+    rate: float,
+    every: int,
+) -> Iterator[Tensor]:
+    """Adam's steps down Σ f_k tr((M − M_k)ᵀ B_k (M − M_k) A_k) from a start (FedFisher): M every so many steps.
+
+    Example:
+        >>> I = torch.eye(1)
+        >>> steps = descend([I, 3 * I], [I, I], [I, I], torch.tensor([0.5, 0.5]), start=I, rate=0.1, every=500)
+        >>> round(float(next(steps)), 3)
+        2.0
+    """
+    operator, Z = _system(Ms, As, Bs, shares)
+    M = start.double().clone()
+    optimizer = torch.optim.Adam([M], lr=rate)
+    while True:
+        for _ in range(every):
+            M.grad = operator(M) - Z
+            optimizer.step()
+        yield M.clone()
+
+
+def _system(Ms: Sequence[Tensor], As: Sequence[Factor], Bs: Sequence[Factor], shares: Tensor) -> tuple[KronSum, Tensor]:
+    """The operator M ↦ Σ f_k B_k M A_k, and Σ f_k B_k M_k A_k."""
+    inputs, outputs = [written(A) for A in As], [dense(B).double() for B in Bs]
+    Z = torch.zeros_like(Ms[0], dtype=torch.float64)
+    for f, M, A, B in zip(shares.tolist(), Ms, inputs, outputs, strict=True):
+        Z.add_(times(B @ M.double(), A), alpha=f)
+    return KronSum.of(inputs, outputs, shares), Z
+
+
+Begin: TypeAlias = Literal["mean", "regmean", "tasks"]
+Early: TypeAlias = Literal["early", "adam"]
+
+_TASKS = 0.3  # how far along the sum of all tasks task arithmetic goes where nothing is tuned
+
+
+@dataclass(frozen=True, slots=True)
+class _Begin:
+    """Where a solve begins: Σ f_k M_k, the same equation with B = I, or M_0 + 0.3 Σ (M_k − M_0)."""
+
+    at: Begin
+    state: ServerState
+
+    def __call__(self, block: Block, group: int, known: Equation) -> Tensor:
+        shares = known.shares.tolist()
+        if self.at == "regmean":
+            return regression_mean(known.layers, [written(A) for A in known.inputs], shares)
+        if self.at == "mean":
+            return sum(
+                (f * M.double() for f, M in zip(shares, known.layers, strict=True)),
+                torch.zeros_like(known.layers[0], dtype=torch.float64),
+            )
+        base = block.matrices(self.state.single.posterior.mean)[group].double()
+        return base + _TASKS * torch.stack([M.double() - base for M in known.layers]).sum(0)
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyStopped(ServerPart):
+    """MaTS: a few iterations of conjugate gradients from another merge (Tam et al., TMLR 2024).
+
+    Attributes:
+        of: the equation, with its damping and scales.
+        begin: the "mean", "regmean", or "tasks" for task arithmetic.
+        iterations: how many, for every layer.
+    """
+
+    of: NaturalKron = field(default_factory=NaturalKron)
+    begin: Begin = "mean"
+    iterations: int = 100
+    layerwise: ClassVar[bool] = True
+    laws: ClassVar[frozenset[str]] = frozenset({"order", "scale", "pure", "dtype", "finite", "repeat"})
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The factors, and for task arithmetic the common start."""
+        return self.of.needs | _base_of(self.begin)
+
+    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
+        """Iterate layer by layer; the facts say how far each came."""
+        start = _Begin(self.begin, state)
+        mean: dict[str, Tensor] = {}
+        solutions: dict[str, list[Solution]] = {}
+        for block in informed_blocks(cohort):
+            known = [self.of.equation(cohort, block, group) for group in range(block.groups)]
+            solutions[block.name] = [
+                early_mean(*one[:4], start=start(block, group, one), iterations=self.iterations, what=one.what)
+                for group, one in enumerate(known)
+            ]
+            mean |= split_solutions(cohort, block, [s.x for s in solutions[block.name]])
+        return with_the_rest_averaged(cohort, state, mean).noting(**self.of.facts(cohort, solutions))
+
+
+@dataclass(frozen=True, slots=True)
+class BestStep(ServerPart):
+    """FedFisher: Adam from the mean, and of all steps the one with the least loss on the server's rows.
+
+    Layers descend together, since they are judged together; the equations of all of them are held at once
+    (Jhunjhunwala et al., AISTATS 2024).
+
+    Attributes:
+        of: the equation, with its damping and scales.
+        begin: the "mean", "regmean", or "tasks" for task arithmetic.
+        steps: how many at most.
+        rate: Adam's.
+        every: how many steps lie between two looks at the server's rows.
+    """
+
+    of: NaturalKron
+    begin: Begin = "mean"
+    steps: int = 2000
+    rate: float = 0.01
+    every: int = 100
+    # it runs the network, which reads rows in the dtype it was built with and no other
+    laws: ClassVar[frozenset[str]] = EarlyStopped.laws - {"dtype"}
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The factors, rows to choose by and the network that answers to them."""
+        return self.of.needs | {"server_rows", "network"} | _base_of(self.begin)
+
+    def passes(self, clients: int, bench: Bench) -> float:  # noqa: ARG002 - the seam's signature
+        """The server's rows at every look."""
+        return (self.steps // self.every + 1) * float(len(bench.rows or ()))
+
+    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
+        """Descend and look, and keep the best."""
+        best, losses = state, list[float]()
+        for found in self._walk(cohort, state):
+            losses.append(_loss(found, bench))
+            best = found if losses[-1] <= min(losses) else best
+        return best.noting(step=losses.index(min(losses)) * self.every, server_losses=losses)
+
+    def _walk(self, cohort: Cohort, state: ServerState) -> Iterator[ServerState]:
+        """The fused state at the beginning and at every look."""
+        start = _Begin(self.begin, state)
+        now: dict[Block, list[Tensor]] = {}
+        walks: dict[Block, list[Iterator[Tensor]]] = {}
+        for block in informed_blocks(cohort):
+            known = [self.of.equation(cohort, block, group) for group in range(block.groups)]
+            now[block] = [start(block, group, one) for group, one in enumerate(known)]
+            walks[block] = [
+                descend(*one[:4], start=M, rate=self.rate, every=self.every)
+                for one, M in zip(known, now[block], strict=True)
+            ]
+        for look in range(self.steps // self.every + 1):
+            if look:
+                now = {block: [next(walk) for walk in mine] for block, mine in walks.items()}
+            tensors = {n: t for block, found in now.items() for n, t in split_solutions(cohort, block, found).items()}
+            yield with_the_rest_averaged(cohort, state, tensors)
+
+
+def _base_of(begin: Begin) -> frozenset[str]:
+    return frozenset({"start"} if begin == "tasks" else ())
+
+
+@torch.no_grad()
+def _loss(state: ServerState, bench: Bench) -> float:
+    rows = bench.need_rows("FedFisher's choice of a step")
+    total = sum(
+        float(bench.task.loss(state.single.logits(x), y, "sum"))
+        for x, y in zip(rows.x.split(1000), rows.y.split(1000), strict=True)
+    )
+    return total / len(rows)
 
 
 @method("fedlpa", paper="arXiv:2310.00339", family="posterior")

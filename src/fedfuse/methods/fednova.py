@@ -2,9 +2,78 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from fedfuse.core.messages import Cohort
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
-from fedfuse.server.aggregate.normalized import NormalizedMean
+from fedfuse.core.seams import ServerPart
+from fedfuse.core.settings import effective_steps
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.errors import ConfigError
+from fedfuse.server.aggregate.mean import mean_by_examples, weighted_mean
+from fedfuse.server.training import training_of
+
+
+@dataclass(frozen=True, slots=True)
+class NormalizedMean(ServerPart):
+    """FedNova: average the clients' walks per gradient, then go as far as they went on average.
+
+    w = w₀ − τ_eff Σ_k f_k (w₀ − w_k)/a_k with a_k = `effective_steps`(τ_k, ρ_k) and τ_eff = Σ_k f_k a_k
+    (Wang et al. 2020). With equal a_k this is FedAvg. Each client says which momentum ρ_k it trained with, and at
+    which rate: where rates differ, a_k is measured in steps of the first client's rate.
+
+    Attributes:
+        momentum: ρ of the clients' SGD, to be taken instead of what they say; their rates are then taken to agree.
+    """
+
+    counts_steps: ClassVar[bool] = True
+    momentum: float | None = None
+    only_sums: ClassVar[bool] = True
+    tensorwise: ClassVar[bool] = True
+    laws: ClassVar[frozenset[str]] = frozenset({"order", "one", "scale", "pure", "dtype", "finite", "repeat"})
+
+    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
+        """Mean of normalized walks, as one weighted mean of the start and the clients."""
+        steps = torch.tensor(self._effective_steps(cohort, state.round), dtype=torch.float64)
+        reach = float((cohort.weights * steps).sum())
+        shares = cohort.weights * reach / steps
+        roles = state.single.spec.layout.roles
+        start, sources = state.single.posterior.mean, [u.posterior.mean for u in cohort]
+        # w₀ − Σ s_k (w₀ − w_k) = (1 − Σ s_k) w₀ + Σ s_k w_k: one pass over the clients, no copy of their differences
+        shares_with_start = torch.cat([1 - shares.sum().reshape(1), shares])
+        mean = {
+            # statistics are no walk: they are averaged as they are
+            n: mean_by_examples(cohort, n)
+            if roles.get(n) in ("statistic", "counter")
+            else weighted_mean([start, *sources], shares_with_start, n)
+            for n in cohort.names
+        }
+        return state.fused(mean, spec=cohort.updates[0].spec).noting(effective_steps=reach)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The start, and how clients trained unless that was given."""
+        return frozenset({"start"} if self.momentum is not None else {"start", "training"})
+
+    def _effective_steps(self, cohort: Cohort, round_: int) -> list[float]:
+        """a_k of every client, none of them 0."""
+        if idle := [u.client for u in cohort if not u.steps]:
+            raise ConfigError(
+                f"{idle[0]} took no local step and FedNova divides by them; leave it out, or fuse by another method"
+            )
+        if self.momentum is not None:
+            return [effective_steps(u.steps, self.momentum) for u in cohort]
+        settings = [training_of(u, "FedNova") for u in cohort]
+        first = settings[0].rate(round_, 0)
+        return [
+            effective_steps(u.steps, t.optimizer.own_momentum)
+            * (t.rate(round_, 0) / first)  # exactly 1 where rates agree
+            for u, t in zip(cohort, settings, strict=True)
+        ]
 
 
 @method("fednova", paper="arXiv:2007.07481")

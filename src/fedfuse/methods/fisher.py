@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import PositiveFloat
 
-from fedfuse.client.evidence.variance import Fisher
+from fedfuse.client.fisher import Fisher
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.methods.laplace import laplace

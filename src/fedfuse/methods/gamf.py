@@ -9,8 +9,7 @@ from fedfuse.core.registry import method
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.align.alignment import AlignUnits
 from fedfuse.server.align.graph import ByGraph
-from fedfuse.server.steps.renorm import RestateNorms
-from fedfuse.server.steps.repair import Repair
+from fedfuse.server.steps.repair import Repair, RestateNorms
 
 
 @method("gamf", paper="Liu et al., ICML 2022", family="matched")

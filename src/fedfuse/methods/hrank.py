@@ -8,8 +8,7 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.methods._pruning import RANKING, FilterRanking
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.steps.prune import Share
-from fedfuse.server.steps.rates import FixedRate
+from fedfuse.server.steps.prune import FixedRate, Share
 
 
 @method("hrank", paper="arXiv:2002.10179", family="pruned")

@@ -9,7 +9,7 @@ from fedfuse.core.registry import method
 from fedfuse.methods._pruning import RATES, Rates
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.steps.mask import MagnitudeMask
-from fedfuse.training.projections import Masked
+from fedfuse.training.pulls import Masked
 
 
 @method(

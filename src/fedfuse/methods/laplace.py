@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import PositiveFloat
 
-from fedfuse.client.evidence.variance import Fisher, FisherDiagonal
+from fedfuse.client.fisher import Fisher, FisherDiagonal
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.server.aggregate.charts import RKLB, MeanIn

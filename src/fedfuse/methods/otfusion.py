@@ -10,8 +10,7 @@ from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.align.activations import Inputs
 from fedfuse.server.align.alignment import AlignUnits, Reference
 from fedfuse.server.align.transport import ByTransport, Ground, Reading
-from fedfuse.server.steps.renorm import RestateNorms
-from fedfuse.server.steps.repair import Repair
+from fedfuse.server.steps.repair import Repair, RestateNorms
 
 
 @method("otfusion", paper="arXiv:1910.05653", family="matched")

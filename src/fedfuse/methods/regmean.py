@@ -2,16 +2,93 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
+import torch
 from pydantic import Field, PositiveInt
+from torch import Tensor
 
-from fedfuse.client.evidence.inputs import InputFactors
+from fedfuse.client.layer_inputs import InputFactors
+from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
-from fedfuse.nets.blocks import Which
-from fedfuse.server.aggregate.natural import Shares
-from fedfuse.server.aggregate.regression import RegressionMean
+from fedfuse.core.seams import ServerPart
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.errors import RecipeError
+from fedfuse.linalg.factor import BlockDiagonal, Factor, as_stack
+from fedfuse.linalg.ridge import regression_mean, shrink_moments
+from fedfuse.linalg.subspace import blocks_of_all
+from fedfuse.nets.kronecker import Block, Which
+from fedfuse.server.aggregate.mean import ALL_LAWS
+from fedfuse.server.aggregate.natural import (
+    Shares,
+    factors_of,
+    known_blocks,
+    shares_of,
+    split_solutions,
+    with_the_rest_averaged,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RegressionMean(ServerPart):
+    """M = (Σ f_k M_k Ã_k)(Σ f_k Ã_k)⁻¹ for every layer M = [W | b], where Ã_k = α A_k + (1 − α) diag(A_k).
+
+    It is the equation Σ f_k B_k (M − M_k) A_k = 0 with B_k = I, which has a closed form. Shrinking the off-diagonals by
+    α keeps every system well conditioned: at 1 − α or more of its diagonal. Tensors without an input factor, and layers
+    that no client's factors inform, take the weighted mean and are named in the facts. Only input factors are read, so
+    factors sent for FedLPA will do.
+
+    Attributes:
+        alpha: what off-diagonals are multiplied by; 1 leaves them, 0 is a mean weighed by the inputs' squares.
+        shares: f_k by "examples", or "uniform".
+    """
+
+    alpha: float = 0.9
+    shares: Shares = "examples"
+    needs: ClassVar[frozenset[str]] = frozenset({"kron"})
+    layerwise: ClassVar[bool] = True
+    laws: ClassVar[frozenset[str]] = ALL_LAWS
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise RecipeError(f"fusing by input moments: alpha is {self.alpha}, expected a number from 0 to 1")
+
+    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
+        """Solve layer by layer; the facts name what was averaged."""
+        mean: dict[str, Tensor] = {}
+        for block in known_blocks(cohort):
+            if block.kind != "norm" and any(bool(factors_of(u, block)[0].any()) for u in cohort):
+                mean |= self.fuse_block(cohort, block)
+        return with_the_rest_averaged(cohort, state, mean)
+
+    def fuse_block(self, cohort: Cohort, block: Block) -> dict[str, Tensor]:
+        """One layer's fused tensors."""
+        fused = [self._fuse_group(cohort, block, group) for group in range(block.groups)]
+        return split_solutions(cohort, block, fused)
+
+    def _fuse_group(self, cohort: Cohort, block: Block, group: int) -> Tensor:
+        """One matrix; where moments are blocks along a diagonal, the columns of each by themselves."""
+        shares, layers = (
+            shares_of(cohort, self.shares).tolist(),
+            [block.matrices(u.posterior.mean)[group] for u in cohort],
+        )
+        if not isinstance(self._factor(cohort.updates[0], block, group), BlockDiagonal):
+            whole = (self._moments(u, block, group) for u in cohort)
+            return regression_mean(layers, whole, shares, layers[0].dtype)
+        parts = []
+        for columns, moments in blocks_of_all([self._factor(u, block, group) for u in cohort]):
+            own = (shrink_moments(factor, self.alpha) for factor in moments)
+            parts.append(regression_mean([M[:, columns] for M in layers], own, shares, layers[0].dtype))
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def _factor(update: ClientUpdate, block: Block, group: int) -> Factor:
+        return as_stack(factors_of(update, block)[0])[group]
+
+    def _moments(self, update: ClientUpdate, block: Block, group: int) -> Tensor:
+        return shrink_moments(self._factor(update, block, group), self.alpha)
 
 
 @method("regmean", paper="arXiv:2212.09849", family="posterior")

@@ -2,10 +2,77 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedfuse.core.messages import Cohort, Start
+from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
+from fedfuse.core.seams import ServerPart
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench, ServerState
+from fedfuse.errors import ConfigError
 from fedfuse.server.aggregate.mean import Mean
-from fedfuse.server.steps.temperature import Temperature
+from fedfuse.server.judge import answers
+
+_REACH = math.log(100.0)  # temperatures from a hundredth to a hundred
+_STEPS = 60  # halvings of that range: more than float64 has digits
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature(ServerPart):
+    """Divide the logits by the T > 0 under which the server's rows are likeliest (Guo et al., ICML 2017).
+
+    No class changes its rank. The last linear layer is divided, so that the network stays what it is; the next round
+    begins with the undivided one.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"server_rows", "network"})
+    needs_classes: ClassVar[bool] = True
+
+    def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:  # noqa: ARG002
+        """The model with its last layer divided; the facts name T."""
+        model, rows = state.single, bench.need_rows("temperature scaling")
+        found = best_temperature(answers(model, rows.x)[:, : bench.classes or None], rows.y)
+        names, mean = _last_layer(model.spec), dict(model.posterior.mean)
+        mean |= {name: mean[name] / found for name in names}
+        cooled = Single(model.spec, replace(model.posterior, mean=mean))
+        begin = Start(model.spec, model.posterior.mean)
+        return replace(state, model=cooled, starts={"": begin}).noting(temperature=found)
+
+
+def best_temperature(logits: Tensor, labels: Tensor) -> float:
+    """The T from 1/100 to 100 that minimizes the mean negative log-likelihood of logits / T.
+
+    It is convex in 1/T; its slope in β = 1/T, the mean of Σ_c p_c z_c − z_y, is bisected.
+
+    Example:
+        >>> import torch
+        >>> round(best_temperature(torch.tensor([[4.0, 0.0]] * 4), torch.tensor([0, 0, 0, 1])), 6)  # 4 / log 3
+        3.640957
+    """
+    z, right = logits.double(), logits.double().gather(1, labels[:, None])[:, 0]
+    low, high = -_REACH, _REACH
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        expected = ((math.exp(middle) * z).softmax(1) * z).sum(1)
+        low, high = (low, middle) if float((expected - right).mean()) > 0 else (middle, high)
+    return math.exp(-(low + high) / 2)
+
+
+def _last_layer(spec: Spec) -> tuple[str, ...]:
+    """The names of the weights and biases that make the logits."""
+    layers = spec.layout.layers
+    if not layers or layers[-1].kind != "linear":
+        raise ConfigError(
+            "temperature scaling divides the last layer and the network does not end with a linear one; "
+            "give it a linear classifier"
+        )
+    return tuple(name for name in (layers[-1].weight, layers[-1].bias) if name is not None)
 
 
 @method("temperature", paper="arXiv:1706.04599", family="server rows")

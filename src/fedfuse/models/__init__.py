@@ -15,9 +15,8 @@ from torch import nn
 from fedfuse.errors import ConfigError
 from fedfuse.models.adapted import adapt, build_adapted
 from fedfuse.models.bayes import bayesian, build_bayesian
-from fedfuse.models.convnet import convnet_ams, convnet_feddu
-from fedfuse.models.heads import add_projection
-from fedfuse.models.lenet import lenet
+from fedfuse.models.convnet import convnet_ams, convnet_feddu, lenet
+from fedfuse.models.layers import add_projection
 from fedfuse.models.mlp import mlp
 from fedfuse.models.random_features import random_convolution, random_fourier
 from fedfuse.models.resnet import resnet18, resnet50

@@ -25,8 +25,7 @@ from fedfuse.core.settings import Settings, validate_settings
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.tasks import CLASSIFICATION, Task
-from fedfuse.wire.codec import LazyParams, Malformed
-from fedfuse.wire.digest import fingerprint
+from fedfuse.wire.codec import LazyParams, Malformed, fingerprint
 from fedfuse.wire.folders import open_weights
 
 _FITTING = "name the checkpoint of this network, with its options and its classes"

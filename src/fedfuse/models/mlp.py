@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from fedfuse.models.heads import with_head
 from fedfuse.models.layers import (
     ACTIVATIONS,
     Rule,
@@ -20,6 +19,7 @@ from fedfuse.models.layers import (
     stack,
     whole,
     wholes,
+    with_head,
 )
 
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fedfuse.models.heads import with_head
-from fedfuse.models.layers import reject, stack, whole
+from fedfuse.models.layers import reject, stack, whole, with_head
 
 
 class Cosine(nn.Module):

@@ -8,8 +8,17 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fedfuse.models.heads import with_head
-from fedfuse.models.layers import Named, flag, he_convolutions, initialize, linear_layers, scale_widths, stack, whole
+from fedfuse.models.layers import (
+    Named,
+    flag,
+    he_convolutions,
+    initialize,
+    linear_layers,
+    scale_widths,
+    stack,
+    whole,
+    with_head,
+)
 
 # The convolutions of one block: (kernel, output channels per unit of width).
 Plan: TypeAlias = tuple[tuple[int, int], ...]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fedfuse.models.heads import with_head
 from fedfuse.models.layers import (
     convolutions,
     default_init,
@@ -25,6 +24,7 @@ from fedfuse.models.layers import (
     stack,
     whole,
     wholes,
+    with_head,
 )
 
 

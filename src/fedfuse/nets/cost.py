@@ -10,15 +10,14 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from fedfuse.core.effort import TRAINING_PASSES, CurvatureEvidence, Effort, HasPasses, passes_of
-from fedfuse.core.hooks import forward_hooks
 from fedfuse.core.inputs import run_once
 from fedfuse.core.messages import Brief, ClientUpdate
 from fedfuse.core.params import Params
-from fedfuse.core.seams import Work
+from fedfuse.core.seams import TRAINING_PASSES, CurvatureEvidence, Effort, HasPasses, Work, passes_of
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, entries_of
+from fedfuse.core.torch_utils import forward_hooks
 from fedfuse.errors import ConfigError
 
 MASK = "mask"  # the kind of memory that says which weights a network has

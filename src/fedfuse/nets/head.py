@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedfuse.core.factor import dense
 from fedfuse.core.inputs import as_read
-from fedfuse.core.messages import Form
-from fedfuse.core.model import Single
+from fedfuse.core.messages import Form, Start
+from fedfuse.core.model import Single, outputs
 from fedfuse.core.params import Layer, Layout, Params
-from fedfuse.core.posterior import Kron
+from fedfuse.core.posterior import Kron, Posterior
+from fedfuse.core.rng import stream
+from fedfuse.core.spec import Spec
 from fedfuse.core.state import representation
-from fedfuse.core.words import suggest
-from fedfuse.errors import ConfigError, RecipeError
+from fedfuse.errors import ConfigError, RecipeError, suggest
+from fedfuse.linalg.factor import dense
 from fedfuse.linalg.psd import inverse, pack, packed_size, solve, unpack
 from fedfuse.linalg.ridge import Sums
+from fedfuse.nets.kronecker import Block, mixing_blocks
+from fedfuse.tasks import CLASSIFICATION, Task
 
 KIND = "moments"  # the first part of the notes' names
 NUMBERS = "target_squares"
@@ -107,3 +112,101 @@ def logit_variance(model: Single, x: Tensor) -> Tensor:
     phi = phi if layer.bias is None else torch.cat([phi, phi.new_ones(len(phi), 1)], 1)
     spread = (phi.mT * solve(A, phi.mT, what="the posterior's precision")).sum(0)
     return spread[:, None] * inverse(B).diagonal()
+
+
+TURN = "turn"  # the kind of server memory that says how many layers are done
+
+
+def block_in_turn(spec: Spec, memory: Params, head: str = "") -> Block | None:
+    """The layer that is fitted next, in the order in which the network names its layers; None for the head.
+
+    Args:
+        spec: the network.
+        memory: what the server publishes.
+        head: the linear layer that comes last, by name; by default the last linear one.
+
+    Example:
+        >>> import torch
+        >>> net = Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2})
+        >>> block_in_turn(net, {}).name, block_in_turn(net, {f"{TURN}/done": torch.tensor(1)})
+        ('fc1', None)
+    """
+    below = _below(spec, head)
+    done = turns_done(memory)
+    return below[done] if done < len(below) else None
+
+
+def turns_done(memory: Params) -> int:
+    """How many layers are done."""
+    return int(memory[f"{TURN}/done"]) if f"{TURN}/done" in memory else 0
+
+
+def count_turns(network: Spec, layer: str = "") -> int:
+    """How many exchanges it takes: one for every layer that mixes what it reads, the head last.
+
+    Example:
+        >>> count_turns(Spec("lenet"))
+        5
+    """
+    return len(_below(network, layer)) + 1
+
+
+def _below(spec: Spec, head: str) -> list[Block]:
+    last = linear_layer(spec.layout, head).weight
+    return [block for block in mixing_blocks(spec) if block.weight != last]
+
+
+def with_outputs(start: Start, count: int, seed: int) -> Start:
+    """The same network with this many outputs: new ones are drawn as PyTorch draws a linear layer, others cut off.
+
+    The last linear layer is taken for the classifier, as in every network of `fedfuse.models`. A network that has the
+    right number already is returned as it is.
+
+    Example:
+        >>> from fedfuse.core.spec import Spec
+        >>> spec = Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2})
+        >>> wide = with_outputs(Start(spec, spec.build().state_dict()), 3, seed=0)
+        >>> wide.spec.build().classifier
+        Linear(in_features=3, out_features=3, bias=True)
+    """
+    linear = [layer for layer in start.spec.layout.layers if layer.kind == "linear"]
+    if not linear:
+        raise ConfigError(f"model {start.spec.factory!r} has no linear layer at its end, so its outputs cannot change")
+    last, params, draw = linear[-1], dict(start.params), stream(seed, "outputs")
+    have, reads = params[last.weight].shape
+    if have == count:
+        return start
+    for name in filter(None, (last.weight, last.bias)):
+        old = params[name]
+        bound = reads**-0.5
+        fresh = torch.rand(max(0, count - have), *old.shape[1:], generator=draw).mul(2 * bound).sub(bound)
+        params[name] = torch.cat([old[:count], fresh.to(old)])
+    return Start(start.spec.with_shapes_of(params), params)
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownClass:
+    """One output more than there are classes, the last one: it means "none of them".
+
+    Example:
+        >>> from fedfuse.core.spec import Spec
+        >>> spec = Spec("mlp", {"inputs": 4, "classes": 2})
+        >>> outputs(UnknownClass()(Single.of(spec.build(), spec), classes=2, seed=0))
+        3
+    """
+
+    needs_classes: ClassVar[bool] = True
+
+    def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:  # noqa: ARG002
+        """The network with the output; where the number of classes is not told, one that was resized has it."""
+        have = outputs(start) or 0
+        wanted = classes + 1 if classes else have if start.spec.surgery else have + 1
+        spec, params = with_outputs(Start(start.spec, start.posterior.mean), wanted, seed)
+        return start if spec is start.spec else Single(spec, Posterior(params))
+
+    def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:
+        """The output that means "none of them", beside one for each class."""
+        linear = [forms[layer.weight].shape[0] for layer in layout.layers if layer.kind == "linear"]
+        if classes and linear and linear[-1] == classes + 1:
+            return None
+        return 'an output that means "none of the classes" beside one for each class'

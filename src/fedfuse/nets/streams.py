@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedfuse.core.hooks import forward_hooks
 from fedfuse.core.params import Params
 from fedfuse.core.rng import seeded, stream
 from fedfuse.core.spec import Spec, drop_tied_names
+from fedfuse.core.torch_utils import forward_hooks
 from fedfuse.nets.channels import Group, Location, channel_groups
 from fedfuse.nets.trace import answer, drawn_inputs, in_double, randomize, same_answers, without_noise
 

@@ -22,9 +22,8 @@ from fedfuse.core.inputs import reads_tokens
 from fedfuse.core.rng import seeded, stream
 from fedfuse.core.spec import Spec, drop_tied_names
 from fedfuse.errors import ConfigError, error_text
-from fedfuse.nets.channels import Group, Location, by_axis, move_units
-from fedfuse.nets.follow import OUTPUT, Axis, Follower, follow
-from fedfuse.nets.operations import POSITION_IN_BLOCK
+from fedfuse.nets.channels import Group, Location, by_axis, keep_channels, move_units
+from fedfuse.nets.follow import OUTPUT, POSITION_IN_BLOCK, Axis, Follower, follow
 
 _ROWS = 4  # inputs that go through the network: enough to tell functions apart
 _TOLERANCE = 1e-7  # relative, in float64: rounding is a million times smaller, a unit out of place far larger
@@ -355,3 +354,59 @@ def _shuffle(group: Group) -> Tensor:
 def _ties(spec: Spec) -> str:
     pairs = [" and ".join(same) for same in spec.layout.tied]
     return f" ({', '.join(pairs)} are one tensor, which moves as one)" if pairs else ""
+
+
+@torch.no_grad()
+def removal_flaw(spec: Spec, shape: Sequence[int], group: Group) -> str | None:
+    """What goes wrong when one unit of each section of a group is removed; None if it is as if nobody read them.
+
+    A norm over all units of an input sees that some are gone, so that behind one only the answer's shape is compared.
+
+    Example:
+        >>> from fedfuse.nets.channels import channel_groups
+        >>> (hidden,) = channel_groups(net := Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2}), (4,))
+        >>> removal_flaw(net, (4,), hidden) is None
+        True
+    """
+    with seeded(0, "trace"):
+        net = without_noise(spec.build())
+        randomize(net)
+        x = drawn_inputs(spec, tuple(shape))
+    weights = dict(net.state_dict())
+    room = group.size // group.sections
+    kept = [u for u in range(group.size) if (u + 1) % room] if room > 1 else list(range(group.size))
+    gone = [u for u in range(group.size) if u not in set(kept)]
+    small, rest = keep_channels(spec, weights, {group: kept})
+    want = answer(net, drop_tied_names(spec, _without_readers(weights, group, gone)), x)
+    try:
+        smaller = without_noise(small.build())
+        found = answer(smaller, drop_tied_names(small, rest), x)
+    except (RuntimeError, ValueError, IndexError) as why:
+        return f"the network then fails ({error_text(why)})"
+    if found.shape != want.shape:
+        return f"it then answers {tuple(found.shape)} numbers for {len(x)} inputs instead of {tuple(want.shape)}"
+    across = any(_normalizes_units(net, place.tensor) for place in group.makers)
+    return (
+        None if across or same_answers(want, found) else "what is left then answers otherwise than if nobody read them"
+    )
+
+
+def _without_readers(weights: dict[str, Tensor], group: Group, gone: Sequence[int]) -> dict[str, Tensor]:
+    """The weights with zeros wherever one of these units is read."""
+    deaf = dict(weights)
+    for place in group.readers:
+        t = deaf[place.tensor].clone()
+        if place.blocks > 1:
+            share = group.size // place.blocks
+            for unit in gone:
+                t.chunk(place.blocks)[unit // share][:, unit % share] = 0
+        else:
+            positions = [place.offset + u * place.per + k for u in gone for k in range(place.per)]
+            t.index_fill_(place.axis, torch.tensor(positions, dtype=torch.long), 0)
+        deaf[place.tensor] = t
+    return deaf
+
+
+def _normalizes_units(net: nn.Module, tensor: str) -> bool:
+    part = net.get_submodule(tensor.rpartition(".")[0])
+    return isinstance(part, nn.LayerNorm) or (isinstance(part, nn.GroupNorm) and part.num_groups < part.num_channels)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedfuse.core.hooks import forward_hooks
 from fedfuse.core.inputs import as_read
 from fedfuse.core.params import Layer, Params
 from fedfuse.core.spec import Spec, drop_tied_names
+from fedfuse.core.torch_utils import forward_hooks
 from fedfuse.errors import ConfigError
 from fedfuse.nets.cost import layer_costs
 
-TURN = "unit_turn"  # the kind of server memory that says which layers are still to be rescaled
+UNIT_TURN = "unit_turn"  # the kind of server memory that says which layers are still to be rescaled
 
 _BATCH = 500
 
@@ -145,11 +145,11 @@ def layers_in_turn(spec: Spec, memory: Params) -> list[Layer]:
         >>> [layer.name for layer in layers_in_turn(lenet, turn_memory(lenet, rescalable_layers(lenet)[2:]))]
         ['fc1', 'fc2']
     """
-    places = memory.get(f"{TURN}/layers")
+    places = memory.get(f"{UNIT_TURN}/layers")
     return [] if places is None else [spec.layout.layers[place] for place in places.tolist()]
 
 
 def turn_memory(spec: Spec, layers: Sequence[Layer]) -> dict[str, Tensor]:
     """What the server remembers and tells of the layers that are still to be rescaled: their places in the layout."""
     places = [spec.layout.layers.index(layer) for layer in layers]
-    return {f"{TURN}/layers": torch.tensor(places, dtype=torch.long)}
+    return {f"{UNIT_TURN}/layers": torch.tensor(places, dtype=torch.long)}

@@ -3,29 +3,111 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedfuse.core.files import write_atomically
 from fedfuse.errors import ConfigError
-from fedfuse.report.calibration import pooled_bins
-from fedfuse.report.costs import spent_paths
-from fedfuse.report.looks import COLOURS, look
-from fedfuse.report.paper import paper_style, save_to
-from fedfuse.report.plots import SHARES, Groups, by_round, by_value, class_names, spans_decades
-from fedfuse.report.privacy import EPSILON, privacy_curves
+from fedfuse.report.costs import EPSILON, privacy_curves, spent_paths
+from fedfuse.report.plots import SHARES, Groups, by_round, by_value, class_names, pooled_bins, spans_decades
 from fedfuse.report.read import Run, finite, items, number, part
 from fedfuse.report.scores import COLUMNS, MeanSd, by_label, last_rows, mean_sd, summary
-from fedfuse.report.svg import legible, short, wide
+from fedfuse.report.stats import Ranking
+from fedfuse.report.svg import COLOURS, legible, look, short, wide
 from fedfuse.report.sweeps import differing_keys, run_titles, sweep_panels
 from fedfuse.report.tables import byte_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+ENDINGS = (".pdf", ".svg", ".png")
+STYLE = {
+    "font.size": 8,
+    "axes.labelsize": 8,
+    "axes.titlesize": 8,
+    "legend.fontsize": 7,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.5,
+    "lines.linewidth": 1.3,
+    "pdf.fonttype": 42,  # as text and not as curves: publishers ask for it
+    "svg.fonttype": "none",
+    "svg.hashsalt": "fedfuse",  # the same ledger, the same bytes
+    "savefig.dpi": 300,
+    "text.parse_math": False,  # a label is text, whatever it says
+}
+
+
+@contextmanager
+def paper_style() -> Iterator[Figure]:
+    """An empty figure in the style of all."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+        yield Figure(layout="constrained")
+
+
+def save_to(figure: Figure, out: Path) -> Path:
+    """Write a figure, the same bytes for the same figure."""
+    if out.suffix not in ENDINGS:
+        raise ConfigError(f"{out} ends with {out.suffix or 'nothing'!r}, expected one of {', '.join(ENDINGS)}")
+    dates: dict[str, dict[str, Any]] = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}, ".png": {}}
+    with write_atomically(out) as file:
+        figure.savefig(file, format=out.suffix[1:], metadata=dates[out.suffix])
+    return out
+
+
+def save_diagram(ranking: Ranking, out: Path, width: float = 3.35) -> Path:
+    """Draw mean ranks on a line, with bars over those that are not told apart, into a .pdf, .svg or .png file.
+
+    Raises:
+        ConfigError: if the file has another ending or cannot be written.
+    """
+    with paper_style() as figure:
+        _draw_diagram(figure, ranking, width)
+        return save_to(figure, out)
+
+
+def _draw_diagram(figure: Figure, ranking: Ranking, width: float) -> None:
+    """Names left and right of the line, each joined to its mean rank, as Demšar draws them."""
+    names, count = list(ranking.ranks), len(ranking.ranks)
+    half = math.ceil(count / 2)
+    figure.set_size_inches(width, 0.62 + 0.17 * half + 0.1 * len(ranking.alike))
+    axes = figure.subplots()
+    depth = 0.55 * len(ranking.alike) + 0.6
+    axes.set(xlim=(count + 0.05, 0.95), ylim=(-(depth + half), 1.9))
+    axes.set_axis_off()
+    axes.plot([1, count], [0, 0], color="black", linewidth=0.9)
+    for rank in range(1, count + 1):
+        axes.plot([rank, rank], [0, 0.18], color="black", linewidth=0.9)
+        axes.text(rank, 0.28, str(rank), ha="center", va="bottom", fontsize=7)
+    axes.plot([1, min(count, 1 + ranking.distance)], [1.35, 1.35], color="black", linewidth=1.2)
+    axes.text(1, 1.45, f"critical difference {ranking.distance:.2f}", ha="right", va="bottom", fontsize=6.5)
+    for at, name in enumerate(names):
+        left = at >= half
+        level = -(depth + (count - 1 - at if left else at) + 0.2)
+        end, side = (count, "right") if left else (1, "left")
+        axes.plot([ranking.ranks[name]] * 2 + [end], [0, level, level], color="#444444", linewidth=0.7)
+        text = f"{short(legible(name), 22)} {ranking.ranks[name]:.2f}"
+        axes.text(end + (0.04 if left else -0.04), level, text, ha=side, va="center", fontsize=7)
+    for at, group in enumerate(ranking.alike):
+        ends = [ranking.ranks[group[0]] - 0.04, ranking.ranks[group[-1]] + 0.04]
+        axes.plot(ends, [-0.45 - 0.55 * at] * 2, color="black", linewidth=2.6, solid_capstyle="round")
+
 
 MARKERS = {"circle": "o", "square": "s", "up": "^", "diamond": "D", "down": "v", "plus": "P"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -370,3 +371,208 @@ def _nan_mean(stack: np.ndarray) -> np.ndarray:
     there = ~np.isnan(stack)
     sums, counts = np.where(there, stack, 0.0).sum(axis=0), there.sum(axis=0)
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+
+NAMED = 8
+"""Lines that get a colour and a name; of more layers, so many from the first to the last; the others are thin."""
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, WIDTH - 92.0, 10.0, 238.0
+_GAP = 13.0
+
+Curve = Mapping[int, float]
+
+
+def layer_lines(rows: Sequence[Row], key: str, title: str) -> Figure | None:
+    """The mean over clients and seeds of a fact {layer: {client: number}}, against the round.
+
+    Nothing where there are fewer than two rounds of it.
+
+    Example:
+        >>> rows = [{"round": at, "facts": {"gaussianity": {"fc1": {"a": at, "b": 3 * at}}}} for at in (1, 2)]
+        >>> "fc1, round 2: 4" in layer_lines(rows, "gaussianity", "Distance from Gaussian").picture
+        True
+    """
+    curves = {layer: curve for layer, curve in _curves(rows, key).items() if len(curve) > 1}
+    values = [value for curve in curves.values() for value in curve.values()]
+    if not curves:
+        return None
+    log = wide(values)
+    x = scale_for([float(at) for curve in curves.values() for at in curve], _LEFT, _RIGHT, pad=0.02)
+    y = scale_for(values, _BOTTOM, _TOP, log=log)
+    named = _sample_evenly(list(curves))
+    thin = [_line(name, curve, x, y, None) for name, curve in curves.items() if name not in named]
+    bold = [_line(name, curves[name], x, y, color_index) for color_index, name in enumerate(named)]
+    picture = drawing(
+        WIDTH,
+        274,
+        f"{title} by round",
+        y_axis(y, _LEFT, _RIGHT, "", {at: f"{at:.4g}" for at in y.ticks()}),
+        x_axis(x, _TOP, _BOTTOM, "round", {at: f"{at:g}" for at in x.ticks(6) if float(at).is_integer()}),
+        *thin,
+        *bold,
+        _names({name: y(list(curves[name].values())[-1]) for name in named}),
+    )
+    return Figure(title, picture, "Mean over clients and seeds." + (" Logarithmic scale." if log else ""))
+
+
+def _curves(rows: Sequence[Row], key: str) -> dict[str, dict[int, float]]:
+    """Per layer, in the network's order, the mean of each round."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for row in sorted(rows, key=lambda r: r["round"]):
+        for layer in (table := part(part(row, "facts"), key)):
+            numbers = [n for value in part(table, layer).values() if (n := finite(value)) is not None]
+            if numbers:
+                found.setdefault(str(layer), {}).setdefault(row["round"], []).extend(numbers)
+    return {layer: {at: statistics.fmean(v) for at, v in by.items()} for layer, by in found.items()}
+
+
+def _sample_evenly(layers: Sequence[str]) -> list[str]:
+    """All of a few layers; of many, some from the first to the last."""
+    if len(layers) <= NAMED:
+        return list(layers)
+    return [layers[round(k * (len(layers) - 1) / (NAMED - 1))] for k in range(NAMED)]
+
+
+def _line(name: str, curve: Curve, x: Scale, y: Scale, color_index: int | None) -> Markup:
+    points = [(x(at), y(value)) for at, value in curve.items()]
+    tooltip = "; ".join(f"{name}, round {at}: {value:.3g}" for at, value in curve.items())
+    drawn = line(points, 5 if color_index is None else color_index)
+    return tag("g", tag("title", tooltip), drawn, opacity=0.3 if color_index is None else None)
+
+
+def _names(ends: Mapping[str, float]) -> Markup:
+    """The layers' names beside their lines' ends, pushed apart where they would touch."""
+    names = sorted(ends, key=ends.__getitem__)
+    spots: list[float] = []
+    for name in names:
+        spots.append(max(ends[name], spots[-1] + _GAP) if spots else ends[name])
+    spots = [min(spot, _BOTTOM - _GAP * (len(spots) - 1 - k)) for k, spot in enumerate(spots)]
+    order = list(ends)
+    return Markup("").join(
+        tag("text", short(name, 13), x=_RIGHT + 7, y=spot + 4, class_=f"fill {ink(order.index(name))}")
+        for name, spot in zip(names, spots, strict=True)
+    )
+
+
+TITLE = "What an answer costs"
+
+
+def answer_cost(groups: Groups, inks: Inks) -> Figure | None:
+    """Accuracy against the work of one answer, in per cent of running every client's network.
+
+    Only methods that noted a cost are shown, and nothing where all cost the same: then there is no choice to make.
+
+    Example:
+        >>> rows = {"all": [{"seed": 0, "round": 1, "accuracy": 0.8, "facts": {"cost": 1.0}}],
+        ...         "few": [{"seed": 0, "round": 1, "accuracy": 0.7, "facts": {"cost": 0.3}}]}
+        >>> "few: 70.0 % for 30 % of the work" in answer_cost(rows, {"all": 0, "few": 1}).picture
+        True
+    """
+    points = {label: point for label, rows in groups.items() if (point := _point(last_rows(rows)))}
+    costs = [100 * cost.mean for cost, _ in points.values()]
+    if not costs or min(costs) <= 0 or max(costs) - min(costs) < 0.1:
+        return None
+    log = wide(costs)
+    x = scale_for(costs, 46, WIDTH - 14, log=log)
+    edges = [edge for _, score in points.values() for edge in edges_of(score)]
+    y = scale_for(edges, 238, 22, least=LEAST_SHARE)
+    axes = (
+        y_axis(y, 46, WIDTH - 8, "accuracy, %", {at: f"{100 * at:g}" for at in y.ticks()}),
+        x_axis(x, 22, 238, "multiplications per input, % of all networks'", {at: f"{at:g}" for at in x.ticks()}),
+    )
+    marks = []
+    for label, (cost, score) in points.items():
+        at, (low, high) = 100 * cost.mean, edges_of(score)
+        words = f"{label}: {100 * score.mean:.1f} % for {at:.3g} % of the work"
+        marks += [
+            tag("path", d=f"M{x(at):.1f} {y(low):.1f}V{y(high):.1f}", class_=f"bar {ink(inks[label])}"),
+            marker(inks[label], x(at), y(score.mean), 4.5, words),
+        ]
+    note = "Up and to the left is better; bars reach one standard deviation." + (" Logarithmic scale." if log else "")
+    return Figure(TITLE, drawing(WIDTH, 274, TITLE, *axes, Markup("").join(marks)), note, tuple(points))
+
+
+def _point(rows: Sequence[Row]) -> tuple[MeanSd, MeanSd] | None:
+    cost, score = (
+        mean_sd(number(part(row, "facts"), "cost") for row in rows),
+        mean_sd(number(r, "accuracy") for r in rows),
+    )
+    return (cost, score) if cost is not None and score is not None else None
+
+
+def reliability(label: str, rows: Sequence[Row], index: int) -> Figure | None:
+    """How often the model is right when it says so: bars on the diagonal are honest.
+
+    Example:
+        >>> bins = {"confidence": [0.4, 0.9], "accuracy": [None, 0.7], "count": [0, 50]}
+        >>> "says 90 %, is right 70 % of 50 rows" in reliability("wb", [{"round": 1, "reliability": bins}], 0).picture
+        True
+    """
+    bins = pooled_bins(last_rows(rows))
+    if not bins:
+        return None
+    x, y = Scale(0, 1, 30, 190), Scale(0, 1, 168, 8)
+    most = max(count for *_, count in bins)
+    width = 160 / max(10, *(len(items(part(row, "reliability"), "count")) for row in last_rows(rows))) - 1.5
+    bars = [
+        tag(
+            "rect",
+            tag("title", f"says {100 * confidence:.0f} %, is right {100 * right:.0f} % of {count:.0f} rows"),
+            x=x(confidence) - width / 2,
+            y=y(right),
+            width=width,
+            height=168 - y(right),
+            fill_opacity=0.25 + 0.75 * (count / most) ** 0.5,
+            class_=f"fill {ink(index)}",
+        )
+        for confidence, right, count in bins
+    ]
+    words = {0.0: "0", 0.5: "50", 1.0: "100"}
+    axes = y_axis(y, 30, 190, "", words) + x_axis(x, 8, 168, "confidence, %", words)
+    diagonal = tag("path", d=f"M{x(0):.1f} {y(0):.1f}L{x(1):.1f} {y(1):.1f}", class_="ideal")
+    ece = mean_sd(number(row, "ece") for row in last_rows(rows))
+    note = "" if ece is None else f"ECE {100 * ece.mean:.1f} %"
+    return Figure(label, drawing(200, 204, f"Reliability of {label}", axes, *bars, diagonal), note)
+
+
+def calibration_curve(groups: Groups, inks: Inks) -> Figure | None:
+    """How often it was so, against the probability that was given: the calibration curve of every method.
+
+    Example:
+        >>> bins = {"confidence": [0.2, 0.9], "accuracy": [0.3, 0.7], "count": [10, 50]}
+        >>> calibration_curve({"wb": [{"round": 1, "reliability": bins}]}, {"wb": 0}).legend
+        ('wb',)
+    """
+    curves = {label: pooled_bins(last_rows(rows)) for label, rows in groups.items()}
+    curves = {label: bins for label, bins in curves.items() if len(bins) > 1}
+    if not curves:
+        return None
+    x, y = Scale(0, 1, 46, WIDTH - 8), Scale(0, 1, 238, 22)
+    words = {0.0: "0", 0.25: "25", 0.5: "50", 0.75: "75", 1.0: "100"}
+    drawn = [line([(x(p), y(often)) for p, often, _ in bins], inks[label]) for label, bins in curves.items()]
+    marks = [
+        marker(
+            inks[label], x(p), y(often), 3.6, f"{label}: said {100 * p:.0f} %, was so {100 * often:.0f} % of {n:.0f}"
+        )
+        for label, bins in curves.items()
+        for p, often, n in bins
+    ]
+    axes = y_axis(y, 46, WIDTH - 8, "was so, %", words) + x_axis(x, 22, 238, "probability, %", words)
+    diagonal = tag("path", d=f"M{x(0):.1f} {y(0):.1f}L{x(1):.1f} {y(1):.1f}", class_="ideal")
+    picture = drawing(WIDTH, 274, "Calibration curve", axes, diagonal, *drawn, *marks)
+    note = "Points on the diagonal are honest; above it the model gave too little, below it too much."
+    return Figure("Calibration curve", picture, note, tuple(curves))
+
+
+def pooled_bins(rows: Sequence[Row]) -> list[tuple[float, float, float]]:
+    """(confidence, accuracy, count) of each bin that holds rows, pooled over seeds by count."""
+    sums: dict[int, tuple[float, float, float]] = {}
+    for row in rows:
+        found = part(row, "reliability")
+        columns = (items(found, "confidence"), items(found, "accuracy"), items(found, "count"))
+        for at, (confidence, right, count) in enumerate(zip(*columns, strict=False)):
+            a, b, n = finite(confidence), finite(right), finite(count)
+            if a is not None and b is not None and n:
+                old = sums.get(at, (0.0, 0.0, 0.0))
+                sums[at] = (old[0] + a * n, old[1] + b * n, old[2] + n)
+    return [(a / n, b / n, n) for _, (a, b, n) in sorted(sums.items())]

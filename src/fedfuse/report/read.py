@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedfuse.core.files import regular
-from fedfuse.core.sealed import open_line
+from fedfuse.core.files import open_line, regular
 from fedfuse.errors import ConfigError
 
 Row = Mapping[str, Any]

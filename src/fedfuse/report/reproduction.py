@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from fedfuse.errors import ConfigError
-from fedfuse.report.claims import VERDICTS, Claim, Finding, Verdict
+from fedfuse.report.claims import STORED_COLUMNS, VERDICTS, Claim, Finding, StoredResult, Verdict
 from fedfuse.report.scores import MeanSd
-from fedfuse.report.stored import STORED_COLUMNS, StoredResult
 
 TABLE = re.compile(r"<!-- stored (?P<asked>[^>]*?) -->\n.*?<!-- /stored -->", re.DOTALL)
 NEVER_RUN = re.compile(r"<!-- never run (?P<folder>[^>]*?) -->\n.*?<!-- /never run -->", re.DOTALL)

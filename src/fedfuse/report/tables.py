@@ -6,8 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from fedfuse.report.marks import EXPLAINED, SAME_COST, Mark, marks_of
-from fedfuse.report.scores import COLUMNS, Column, Kind, MeanSd, SummaryRow, summary
+from fedfuse.report.scores import (
+    COLUMNS,
+    EXPLAINED,
+    SAME_COST,
+    Column,
+    Kind,
+    Mark,
+    MeanSd,
+    SummaryRow,
+    marks_of,
+    summary,
+)
 from fedfuse.report.stats import half_width
 
 if TYPE_CHECKING:

@@ -11,13 +11,10 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.seams import Alignment, Guard, ServerStep
 from fedfuse.core.settings import explain
-from fedfuse.core.words import check_options, suggest
-from fedfuse.errors import ConfigError
+from fedfuse.errors import ConfigError, check_options, suggest
 from fedfuse.server.align.alignment import ALIGNMENTS, AlignUnits, Matching, Reference, TurnedBy
-from fedfuse.server.client_noise import ClientNoise
-from fedfuse.server.robust import GUARDS
-from fedfuse.server.steps.renorm import RestateNorms
-from fedfuse.server.steps.repair import Repair
+from fedfuse.server.guards import GUARDS, ClientNoise
+from fedfuse.server.steps.repair import Repair, RestateNorms
 
 GuardChoice: TypeAlias = "Guard | str | Mapping[str, Any] | None"
 AlignChoice: TypeAlias = "Alignment | Matching | str | Mapping[str, Any] | None"

@@ -9,18 +9,16 @@ from typing import Any, Protocol
 
 import torch
 
-from fedfuse.core.clock import Clock
 from fedfuse.core.messages import Brief, client_order
 from fedfuse.core.model import Model
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.rng import stream
-from fedfuse.core.seams import Engine
+from fedfuse.core.seams import Engine, Terms
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.core.terms import Terms
 from fedfuse.errors import QuorumLost
 from fedfuse.nets.cost import CohortFlops, cohort_flops, sparse_savings
-from fedfuse.server.door.admit import Admission, Rules, admit_all
-from fedfuse.server.sound import fuse_admitted
+from fedfuse.server.admission.admit import Admission, Rules, admit_all
+from fedfuse.server.round import Clock, fuse_admitted
 from fedfuse.wire.messages import brief_size
 
 

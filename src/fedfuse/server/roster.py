@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import Engine, Work
+from fedfuse.core.seams import Engine, OwnRows, Terms, View, Work
 from fedfuse.core.state import Bench
-from fedfuse.core.terms import Terms
-from fedfuse.core.threads import one_thread
+from fedfuse.core.torch_utils import one_thread
 from fedfuse.errors import ConfigError
 from fedfuse.training.round import client_round
-from fedfuse.training.views import WithShared
 from fedfuse.wire.messages import encode_brief, receive_brief
+
+
+@dataclass(frozen=True, slots=True)
+class WithShared:
+    """A client's own rows and some that everybody was given.
+
+    Attributes:
+        shared: the rows everybody has.
+        base: what the client would see without them.
+
+    Example:
+        >>> given = Rows(torch.ones(2, 1), torch.tensor([1, 1]))
+        >>> own = Rows(torch.zeros(1, 1), torch.tensor([0]))
+        >>> WithShared(given)(own, Brief(0, None, {})).y.tolist()
+        [0, 1, 1]
+    """
+
+    shared: Rows
+    base: View = field(default_factory=OwnRows)
+
+    def __call__(self, rows: Rows, brief: Brief) -> Rows:
+        """Own rows first, then the shared ones."""
+        own = self.base(rows, brief)
+        return Rows(torch.cat([own.x, self.shared.x.to(own.x)]), torch.cat([own.y, self.shared.y.to(own.y)]))
+
 
 SERVER = "server"
 

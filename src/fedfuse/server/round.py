@@ -6,24 +6,74 @@ door.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fedfuse.core.clock import Clock
-from fedfuse.core.effort import DiagnosticStep
-from fedfuse.core.messages import Cohort, Form
-from fedfuse.core.params import Params
+from fedfuse.core.messages import ClientUpdate, Cohort, Form
+from fedfuse.core.model import Single
+from fedfuse.core.params import Layout, Params
+from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
+from fedfuse.core.seams import DiagnosticStep
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench, ServerState
-from fedfuse.errors import ConfigError, MethodFault
+from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
+from fedfuse.errors import ConfigError, FuseError, MethodFault, NotConverged, RecipeError, Refused
+from fedfuse.linalg.privacy import release_of, released_epsilon
 from fedfuse.nets.adapters import PARTS
-from fedfuse.server.accounting import account_rows
-from fedfuse.server.door.differences import first_difference
+from fedfuse.server.admission.admit import Admission
+from fedfuse.server.admission.opened import first_difference
+from fedfuse.server.admission.values import is_finite
 from fedfuse.wire.codec import LazyParams, forms_of
+
+
+@dataclass(slots=True)
+class Clock:
+    """Adds up the seconds of each kind of work.
+
+    Example:
+        >>> clock = Clock()
+        >>> with clock.counting("server"):
+        ...     pass
+        >>> clock.seconds["server"] >= 0, clock.seconds.get("diagnostics", 0.0)
+        (True, 0.0)
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def counting(self, what: str) -> Iterator[None]:
+        """Count the seconds inside under a name."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
+
+
+SPENT = "privacy"  # the kind of server memory that has everybody's Σ μ² about rows
+
+
+def account_rows(recipe: Recipe, cohort: Cohort, state: ServerState) -> ServerState:
+    """The state with this exchange added to what its clients have spent, where sums left them with noise.
+
+    Signals add in squares, so a client that was asked in four rounds at μ has spent 2μ. What clients told without
+    noise, before or after, is not in it.
+    """
+    release = release_of(recipe.evidence, recipe.trains)
+    if release is None:
+        return state
+    before = entries_of(state.memory, SPENT)
+    now = {c: float(before.get(c, torch.zeros(()))) + release.signal**2 for c in cohort.clients}
+    spent = with_kind(SPENT, {**before, **{c: torch.tensor(s, dtype=torch.float64) for c, s in now.items()}})
+    by_client = {client: released_epsilon(square, release.delta) for client, square in now.items()}
+    facts = {"of": "a row", "epsilon": max(by_client.values()), "delta": release.delta, "by_client": by_client}
+    return replace(state, memory={**state.memory, **spent}).noting(privacy=facts)
 
 
 def fuse_round(
@@ -182,3 +232,204 @@ def refuse_adapters(names: Iterable[str], method: str) -> None:
                 f"{name!r} belongs to a low-rank adapter and method {method!r} would fuse its factors apart, which is "
                 "not the mean of their products; fuse by flora or flexlora, or merge adapters into their base (--base)"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class PartedRound:
+    """A round of a recipe that looks at tensors or layers, part by part, with the bytes of the whole round.
+
+    Attributes:
+        recipe: what fuses.
+        cohort: the admitted updates.
+        state: what the round began with.
+        bench: what the server may touch.
+        facts: what the rule noted of the tensors that were asked for so far.
+    """
+
+    recipe: Recipe
+    cohort: Cohort
+    state: ServerState
+    bench: Bench
+    facts: dict[str, Any] = field(default_factory=dict)
+    _waiting: dict[str, Tensor] = field(default_factory=dict, repr=False)  # of the last layer, not asked for yet
+
+    def __post_init__(self) -> None:
+        if not self.recipe.layerwise:
+            raise RecipeError(f"method {self.recipe.label or self.recipe.name!r} looks at the whole network at once")
+
+    def result(self) -> Single:
+        """The fused model, whose tensors are fused when they are asked for, every time anew."""
+        spec, mean = self.cohort.updates[0].spec, self.cohort.updates[0].posterior.mean
+        first = {name: names[0] for names in spec.layout.tied for name in names[1:]}
+        layers = {} if self.recipe.tensorwise else _layers_of(spec.layout)
+
+        def fetch(name: str, begin: int, end: int) -> Tensor:
+            known = first.get(name, name)
+            whole = self.fuse(known, layers.get(known, (known,)))
+            flat = whole.reshape(-1)
+            return flat if end - begin == len(flat) else flat[begin:end].clone()
+
+        return Single(spec, Posterior(LazyParams(dict(forms_of(mean)), fetch)))
+
+    def fuse(self, name: str, part: Collection[str]) -> Tensor:
+        """One tensor of the fused model; the others of its part wait until they are asked for, or another part is.
+
+        Args:
+            name: the tensor.
+            part: the names of what is fused together, this one among them.
+
+        Raises:
+            NotConverged: if it is not finite.
+        """
+        if name not in self._waiting:
+            self._waiting.clear()
+            self._waiting.update(self._fuse_part(part))
+        tensor = self._waiting.pop(name)
+        if not is_finite(tensor):
+            raise NotConverged(f"the fused {name} is not finite; write it in a wider dtype, or scale the moves less")
+        return tensor
+
+    def _fuse_part(self, part: Collection[str]) -> Mapping[str, Tensor]:
+        spec = Spec("state-dict", description=_part_of_layout(self.cohort.updates[0].spec.layout, part))
+        start = Single(spec, Posterior(_only(self.state.single.posterior.mean, part)))
+        cohort = Cohort(tuple(_part_of(update, spec, part) for update in self.cohort))
+        after = fuse_round(self.recipe, cohort, replace(self.state, model=start, starts={}), self.bench)
+        merge_facts(self.facts, after.facts)
+        return dict(after.single.posterior.mean)
+
+
+def _layers_of(layout: Layout) -> dict[str, tuple[str, ...]]:
+    """The weight and bias of every layer whose weights are its own, under both names."""
+    own = frozenset(layout.roles).difference(*layout.tied)
+    pairs = [(layer.weight, layer.bias) for layer in layout.layers if layer.bias is not None]
+    return {name: pair for pair in pairs if own.issuperset(pair) for name in pair}
+
+
+def _part_of_layout(layout: Layout, part: Collection[str]) -> Layout:
+    """What a layout says of some tensors; what is tied stays known to be."""
+    layers = [layer for layer in layout.layers if layer.weight in part and layer.bias in (None, *part)]
+    return Layout(
+        {name: role for name, role in layout.roles.items() if name in part},
+        tuple(replace(layer, followers=(), log_variances=()) for layer in layers),
+        tuple(names for names in layout.tied if names[0] in part),
+        layout.frozen.intersection(part),
+    )
+
+
+def _part_of(update: ClientUpdate, spec: Spec, part: Collection[str]) -> ClientUpdate:
+    mean = _only(update.posterior.mean, part)
+    return replace(update, spec=spec, posterior=replace(update.posterior, mean=mean))
+
+
+def _only(params: Params, part: Collection[str]) -> Params:
+    return params.only(part) if isinstance(params, LazyParams) else {n: params[n] for n in part}
+
+
+def merge_facts(into: dict[str, Any], facts: Mapping[str, Any]) -> None:
+    """Add what was noted of one tensor to what was noted of others: tables and lists grow, anything else is replaced.
+
+    Example:
+        >>> facts = {"ratio": {"a": 1}, "straight_means": ["a"]}
+        >>> merge_facts(facts, {"ratio": {"b": 2}, "straight_means": ["b"]})
+        >>> facts
+        {'ratio': {'a': 1, 'b': 2}, 'straight_means': ['a', 'b']}
+    """
+    for key, value in facts.items():
+        known = into.get(key)
+        if isinstance(value, Mapping) and isinstance(known, Mapping):
+            into[key] = {**known, **value}
+        elif isinstance(value, list) and isinstance(known, list):
+            into[key] = known + [entry for entry in value if entry not in known]
+        else:
+            into[key] = value
+
+
+_FAILURES = (FuseError, ArithmeticError, RuntimeError, LookupError, ValueError)
+
+
+def fuse_admitted(
+    recipe: Recipe, admission: Admission, state: ServerState, bench: Bench, clock: Clock | None = None
+) -> ServerState:
+    """The state after a round whose fused model is sound; a minority that breaks it is moved to `admission.refused`.
+
+    Args:
+        recipe: the recipe in force in this round.
+        admission: the admitted updates; its cohort loses whom the fusion could not bear.
+        state: what the round began with.
+        bench: what the server may touch.
+        clock: see `fuse_round`.
+
+    Raises:
+        FuseError: the fusion's own, where the absence of no minority would mend it.
+        MethodFault: at once, if a part of the method returns no model of its network.
+    """
+    fusion = _Fusion(recipe, state, bench, clock)
+    try:
+        return fusion.run(admission.cohort)
+    except MethodFault:  # whoever is left out, the method is at fault
+        raise
+    except _FAILURES as why:
+        broken = why
+    found = fusion.find_culprits(admission.cohort.updates) if len(admission.cohort) > 1 else []
+    rest = Cohort(tuple(u for u in admission.cohort if u not in found))
+    try:  # of two who do not fit each other, nobody can say who is wrong
+        after = fusion.run(rest) if len(rest) > len(found) else None
+    except _FAILURES:
+        after = None
+    if after is None:
+        raise _ours(recipe, broken) from broken
+    words = f"one with which {recipe.name or 'the method'} can fuse"
+    admission.refused += [Refused(u.client, "update", str(broken), words).facts() for u in found]
+    admission.cohort = rest
+    return after
+
+
+def _ours(recipe: Recipe, broken: Exception) -> FuseError:
+    if isinstance(broken, FuseError):
+        return broken
+    return FuseError(
+        f"method {recipe.name!r} could not fuse these updates: {type(broken).__name__}: {broken}; try another method, "
+        "or a guard before this one"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Fusion:
+    recipe: Recipe
+    state: ServerState
+    bench: Bench
+    clock: Clock | None
+
+    def run(self, cohort: Cohort) -> ServerState:
+        """Fuse, and look at what came out."""
+        after = fuse_round(self.recipe, cohort, self.state, self.bench, self.clock)
+        for params in (after.memory, *(member.posterior.mean for member in after.model.members)):
+            if (name := _first_odd(params)) is not None:
+                raise NotConverged(f"the fused {name} is not finite")
+        return after
+
+    def is_sound(self, updates: Sequence[ClientUpdate]) -> bool:
+        """Whether these can be fused."""
+        try:
+            self.run(Cohort.of(list(updates)))
+        except _FAILURES:
+            return False
+        return True
+
+    def find_culprits(
+        self, suspects: Sequence[ClientUpdate], others: Sequence[ClientUpdate] = ()
+    ) -> list[ClientUpdate]:
+        """Those of the suspects with whom the others cannot be fused: some log₂ n fusions for each."""
+        if len(suspects) == 1:
+            return list(suspects)
+        left, right = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
+        if self.is_sound([*others, *left]):
+            return self.find_culprits(right, [*others, *left])
+        if self.is_sound([*others, *right]):
+            return self.find_culprits(left, [*others, *right])
+        return self.find_culprits(left, others) + self.find_culprits(right, others)
+
+
+def _first_odd(params: Params) -> str | None:
+    """The first tensor that has a number which is none."""
+    return next((name for name in params if not is_finite(params[name])), None)

@@ -1,19 +1,69 @@
-"""How the cohort trained, where a method has to know; and a server that trains as its clients did."""
+"""What the server knows of how the cohort trained, and on which labels; and a server that trains as its clients did."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
 
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort
+from fedfuse.core.params import Params
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.errors import ConfigError
+from fedfuse.linalg.divergence import jensen_shannon
 from fedfuse.nets.cost import MASK
-from fedfuse.training.projections import Masked
+from fedfuse.training.pulls import Masked
 from fedfuse.training.round import TrainingResult, train_on_rows
+
+MissingCounts: TypeAlias = Literal["uniform", "ignored"]
+
+_KIND = "labels"
+
+
+def record_label_counts(state: ServerState, cohort: Cohort) -> ServerState:
+    """The state with the cohort's label counts in its memory, beside those of clients that answered before."""
+    counts = {u.client: u.notes["counts/labels"].clone() for u in cohort}
+    return replace(state, memory={**state.memory, **with_kind(_KIND, counts)})
+
+
+def population_histogram(memory: Params, population: int, missing_counts: MissingCounts = "uniform") -> Tensor:
+    """The label histogram of all clients, float64: the sum over those known, and a guess for the others.
+
+    A client that never answered counts with the mean number of rows, evenly over the classes ("uniform"), or is
+    left out ("ignored"). Once everybody has answered the histogram is exact and the guess is gone.
+
+    Example:
+        >>> population_histogram({"labels/a": torch.tensor([4, 0])}, population=2)
+        tensor([6., 2.], dtype=torch.float64)
+        >>> population_histogram({"labels/a": torch.tensor([4, 0])}, population=2, missing_counts="ignored")
+        tensor([4., 0.], dtype=torch.float64)
+    """
+    known = torch.stack(list(entries_of(memory, _KIND).values())).double()
+    total = known.sum(0)
+    missing = max(0, population - len(known)) if missing_counts == "uniform" else 0
+    return total + missing * total.sum() / len(known) / len(total)
+
+
+def divergence(counts: Tensor, everyone: Tensor) -> float:
+    """D(P): the Jensen–Shannon divergence, base 2, of a histogram from everybody's.
+
+    Example:
+        >>> two_classes = torch.tensor([1, 1, 0, 0, 0, 0, 0, 0, 0, 0])
+        >>> round(divergence(two_classes, torch.ones(10)), 4)
+        0.61
+    """
+    return jensen_shannon(counts.double(), everyone.double())
+
+
+def cohort_histogram(cohort: Cohort) -> Tensor:
+    """The label histogram of a cohort's rows together."""
+    return torch.stack([u.notes["counts/labels"] for u in cohort]).sum(0)
 
 
 def training_of(update: ClientUpdate, who: str) -> LocalSettings:

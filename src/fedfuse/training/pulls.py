@@ -1,7 +1,4 @@
-"""Objectives that are the task's loss with pulls: their gradients are closed and need no autograd.
-
-The pulls are μ/2 ‖w − w₀‖², ⟨c, w⟩, and κ KL(q ‖ prior) of Gaussian weights.
-"""
+"""What holds weights during training: pulls with closed gradients, and projections after each step."""
 
 from __future__ import annotations
 
@@ -11,8 +8,10 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from fedfuse.core.messages import Brief
 from fedfuse.core.seams import Objective, TaskLoss
 from fedfuse.core.state import Local
+from fedfuse.nets.cost import MASK
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +53,20 @@ def pull_of(objective: Objective, local: Local) -> Pull | None:
         return Pull()
     says = isinstance(objective, HasPull) and "pull" in vars(type(objective))
     return objective.pull(local) if says else None  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class Masked:
+    """Weights that the server's mask leaves out stay zero; without a mask they are free.
+
+    Example:
+        >>> import torch
+        >>> brief = Brief(0, None, {}, {"mask/w": torch.tensor([True, False])})
+        >>> Masked()("w", torch.ones(2), brief), Masked()("b", torch.ones(2), brief)
+        (tensor([1., 0.]), tensor([1., 1.]))
+    """
+
+    def __call__(self, name: str, value: Tensor, brief: Brief) -> Tensor:
+        """The value, zero where the mask is."""
+        mask = brief.memory.get(f"{MASK}/{name}")
+        return value if mask is None else value * mask.to(value)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import secrets
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -9,20 +12,85 @@ import torch
 from torch import Tensor, nn
 
 from fedfuse.core.messages import Brief
-from fedfuse.core.params import Params
+from fedfuse.core.params import Params, squared_distance
 from fedfuse.core.rng import seeded
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
+from fedfuse.core.settings import MoveNoise
 from fedfuse.core.spec import Spec, tie
-from fedfuse.core.state import Local
-from fedfuse.core.threads import one_thread
+from fedfuse.core.state import Local, entries_of, with_kind
+from fedfuse.core.torch_utils import one_thread
 from fedfuse.errors import ConfigError
-from fedfuse.training.epochs import TorchEpochs, compiled_epochs
-from fedfuse.training.memory import fit_memory, with_channels
-from fedfuse.training.memory_format import suits_channels_last
-from fedfuse.training.private_move import disturb_move
-from fedfuse.wire.codec import decode
+from fedfuse.nets.channels import carry_over
+from fedfuse.training.epochs import TorchEpochs, compiled_epochs, suits_channels_last
+from fedfuse.wire.codec import decode, forms_of
 from fedfuse.wire.messages import encode_reply, split
+
+CHANNELS = "channels"  # of a pruned network: which of its original channels the remembered tensors have
+
+
+def fit_memory(memory: Params, brief: Brief, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """A client's memory as it fits the network of a brief, and what had to be done, as facts for the reply.
+
+    Control variates and last models are kept by tensor. Where a pruning has taken channels since, those of the others
+    are carried over; where nobody can tell which those are, everything of that kind is forgotten together, so that a
+    control variate is zero again and there is no last model.
+
+    Args:
+        memory: what the client kept.
+        brief: what the server sent.
+        shape: the shape of one of its inputs.
+    """
+    fitted, facts = dict(memory), dict[str, float]()
+    before = {layer: t.tolist() for layer, t in entries_of(memory, CHANNELS).items()}
+    for kind in sorted({name.partition("/")[0] for name in memory} - {CHANNELS}):
+        own = entries_of(memory, kind)
+        if _fits(own, brief):
+            continue
+        moved = carry_over(own, before, brief.spec, shape)
+        fitted = {n: t for n, t in fitted.items() if not n.startswith(f"{kind}/")} | with_kind(kind, moved or {})
+        facts[f"{'forgot' if moved is None else 'carried over'} {kind}"] = float(len(own))
+    return fitted, facts
+
+
+def with_channels(memory: Mapping[str, Tensor], brief: Brief) -> dict[str, Tensor]:
+    """The memory after a round, with the channels of the network it is of, if that was pruned."""
+    rest = {n: t for n, t in memory.items() if not n.startswith(f"{CHANNELS}/")}
+    kept = {layer: torch.tensor(units) for layer, units in brief.spec.kept.items()}
+    return rest | with_kind(CHANNELS, kept) if rest else {}
+
+
+def _fits(own: Params, brief: Brief) -> bool:
+    """Whether what is remembered by tensor has the network's names and shapes; other things have names of their own."""
+    forms = forms_of(brief.params)
+    known = [name for name in own if name in forms]
+    return not known or (len(known) == len(own) and all(own[n].shape == forms[n].shape for n in known))
+
+
+def disturb_move(trained: Params, brief: Brief, how: MoveNoise, seeded: torch.Generator) -> dict[str, Tensor]:
+    """Trained weights whose move from the brief's is no longer than C and has noise N(0, (zC)²/K) in every number.
+
+    Counters stay as they are, and variances of running statistics are kept from falling below zero.
+
+    Args:
+        trained: the weights.
+        brief: what the client began with.
+        how: C, z and K.
+        seeded: where noise comes from if it is to be reproducible.
+    """
+    length = math.sqrt(squared_distance(trained, brief.params))
+    share = min(1.0, how.clip / length) if length else 1.0
+    draw = seeded if how.reproducible else torch.Generator().manual_seed(secrets.randbits(63))
+    roles, moved = brief.spec.layout.roles, dict[str, Tensor]()
+    for name, tensor in trained.items():
+        moved[name] = tensor
+        if tensor.is_floating_point():
+            start = brief.params[name].to(tensor.device).double()
+            noise = torch.randn(tensor.shape, generator=draw, dtype=torch.float64).to(tensor.device) * how.sigma
+            moved[name] = (start + share * (tensor.double() - start) + noise).to(tensor.dtype)
+        if roles.get(name) == "statistic" and name.endswith("running_var"):
+            moved[name] = moved[name].clamp(min=0)
+    return moved
 
 
 class RoundAnswer(NamedTuple):

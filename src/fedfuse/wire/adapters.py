@@ -235,7 +235,7 @@ def _home(name: str, base: LazyParams, folder: Path) -> str:
     """What a base's file calls a tensor of its network, where that is otherwise."""
     if name in base:
         return name
-    from fedfuse.wire.network_names import names_by_config  # it loads `transformers`, if that is installed
+    from fedfuse.wire.folders import names_by_config  # it loads `transformers`, if that is installed
 
     return names_by_config(folder).get(name, name)
 

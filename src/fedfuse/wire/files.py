@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedfuse.core.about import About
+from fedfuse.core.metadata import About
 from fedfuse.core.model import Apart, Model, Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Diag, Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import entries_of, with_kind
 from fedfuse.errors import ConfigError
-from fedfuse.nets.combine import combine_named
-from fedfuse.nets.mixture import Mixture
-from fedfuse.nets.regions import FeatureRegion
+from fedfuse.nets.mixture import FeatureRegion, Mixture, combine_named
 from fedfuse.wire.codec import Malformed, Packet, forms_of, read, write_sealed
 from fedfuse.wire.messages import VERSION, mark_notes, split
 

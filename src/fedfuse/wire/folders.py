@@ -12,17 +12,29 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedfuse.core.files import regular
 from fedfuse.core.messages import Form
+from fedfuse.core.params import Layout
 from fedfuse.errors import ConfigError
-from fedfuse.wire.codec import DTYPES, LazyParams, Malformed, Packet, decode, forms_size, read, write_sealed
-from fedfuse.wire.table import Altered, Packed
+from fedfuse.wire.codec import (
+    DTYPES,
+    Altered,
+    LazyParams,
+    Malformed,
+    Packed,
+    Packet,
+    decode,
+    forms_size,
+    read,
+    write_sealed,
+)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EVIDENCE = "fedfuse_evidence.safetensors"  # what a folder brings beside its weights
@@ -120,7 +132,7 @@ def check_unpacked(forms: Mapping[str, Form], ours: bool = False) -> None:
         >>> check_unpacked({"fc.weight": Form((8, 1), torch.uint8), "bn.num_batches_tracked": Form((), torch.int64)})
         Traceback (most recent call last):
         ...
-        fedfuse.wire.table.Packed: tensor 'fc.weight' is 8×1 uint8, packed numbers; expected plain weights: ...
+        fedfuse.wire.codec.Packed: tensor 'fc.weight' is 8×1 uint8, packed numbers; expected plain weights: ...
     """
     for name, (shape, dtype) in forms.items():
         parent, _, leaf = name.rpartition(".")
@@ -348,3 +360,134 @@ def is_companion(path: Path) -> bool:
     """Whether a file of a folder goes with the model whatever its weights: config, tokenizer, code; no weights."""
     told = path.suffix not in _WEIGHTS and not path.name.endswith(".index.json") and path.suffix.lower() != ".md"
     return path.is_file() and told and not path.name.startswith(".")
+
+
+def names_in_files(module: nn.Module) -> Mapping[str, str]:
+    """What the library would write each tensor as, where that is one tensor again."""
+    state = module.state_dict()
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # a version that renames nothing
+        return {name: name for name in state}
+    found = {name: list(revert_weight_conversion(module, {name: tensor})) for name, tensor in state.items()}
+    return {name: homes[0] for name, homes in found.items() if len(homes) == 1}
+
+
+def homes_of_network(module: nn.Module, tensors: LazyParams) -> dict[str, str]:
+    """Every name of a network's tensors with the one that a folder has it under; further names of tied ones last."""
+    homes = {name: home for name, home in names_in_files(module).items() if home in tensors}
+    for names in Layout.of(module).tied:
+        first = next((homes[name] for name in names if name in homes), None)
+        homes |= {name: first for name in names if first is not None and name not in homes}
+    return homes
+
+
+def under_names(tensors: LazyParams, homes: Mapping[str, str]) -> LazyParams:
+    """The tensors under the network's names."""
+    forms = {name: tensors.forms[home] for name, home in homes.items() if home in tensors}
+    return LazyParams(forms, lambda name, begin, end: tensors.piece(homes[name], begin, end))
+
+
+def build_network(folder: Path) -> nn.Module | None:
+    """The network that a folder's config names, without its weights; None where `transformers` does not know it.
+
+    No code of the folder runs.
+    """
+    import transformers
+
+    named = read_config(folder).get("architectures")
+    made: Any = getattr(transformers, str(named[0]), None) if isinstance(named, list) and named else None
+    if not (isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)):
+        return None
+    make: Any = made
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        network: nn.Module = make._from_config(config, attn_implementation="eager")
+    except Exception:  # the library raises whatever it meets in a config
+        return None
+    return network.eval()
+
+
+@lru_cache(maxsize=4)
+def names_by_config(folder: Path) -> Mapping[str, str]:
+    """What a folder's file calls the tensors of its network; nothing where the library is not there to tell."""
+    try:
+        with torch.device("meta"):  # names need no numbers
+            network = build_network(folder)
+    except ImportError:
+        return {}
+    return {} if network is None else names_in_files(network)
+
+
+# What a network computes with its tensors: where these differ, equal shapes mean different things.
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "n_embd", "n_layer", "n_inner")
+_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "n_head")
+_PLACES = ("max_position_embeddings", "n_positions", "position_embedding_type", "image_size", "patch_size")
+_ROTATIONS = ("rope_theta", "rope_scaling", "rope_parameters")
+_FUNCTIONS = ("hidden_act", "activation_function", "layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps")
+_STRUCTURE = ("model_type", "tie_word_embeddings", *_SIZES, *_HEADS, *_PLACES, *_ROTATIONS, *_FUNCTIONS)
+_VOCABULARIES = ("vocab.txt", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+
+
+def check_alike(folders: Sequence[Path]) -> None:
+    """Go on only if the folders' networks and vocabularies are those of the first.
+
+    Raises:
+        ConfigError: naming both files, the entry, and what to do.
+    """
+    for folder in folders[1:]:
+        _check_configs(folders[0], folder)
+        _check_vocabularies(folders[0], folder)
+
+
+def _check_configs(first: Path, other: Path) -> None:
+    ours, theirs = read_config(first), read_config(other)
+    for key in _STRUCTURE:
+        if key in ours and key in theirs and ours[key] != theirs[key]:
+            what = "vocabulary" if key == "vocab_size" else "architecture"
+            raise ConfigError(
+                f"{other / 'config.json'} has another {what} than {first / 'config.json'}: {key} is {theirs[key]!r} "
+                f"and there {ours[key]!r}; fuse models that were fine-tuned from one base"
+            )
+
+
+def _check_vocabularies(first: Path, other: Path) -> None:
+    for name in _VOCABULARIES:
+        ours, theirs = first / name, other / name
+        if ours.is_file() and theirs.is_file() and ours.read_bytes() != theirs.read_bytes():
+            raise _other_vocabulary(ours, theirs, "their contents differ")
+    ours, theirs = first / "tokenizer.json", other / "tokenizer.json"
+    if ours.is_file() and theirs.is_file():
+        a, b = _tokens(read_json(ours)), _tokens(read_json(theirs))
+        if odd := next((token for token in sorted(a.keys() | b.keys()) if a.get(token) != b.get(token)), None):
+            raise _other_vocabulary(ours, theirs, f"{odd!r:.60} has number {b.get(odd)}, there {a.get(odd)}")
+
+
+def _other_vocabulary(ours: Path, theirs: Path, how: str) -> ConfigError:
+    return ConfigError(
+        f"{theirs} is another vocabulary than {ours}: {how}, so rows of the embeddings stand for different tokens; "
+        "fuse models that share one tokenizer"
+    )
+
+
+def _tokens(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """The number of every token that a tokenizer.json knows; lists are numbered in their order."""
+    model = tokenizer.get("model")
+    known = model.get("vocab", {}) if isinstance(model, dict) else {}
+    if isinstance(known, list):
+        known = {str(entry[0]) if isinstance(entry, list) and entry else str(entry): i for i, entry in enumerate(known)}
+    added = tokenizer.get("added_tokens")
+    own = {str(t.get("content")): t.get("id") for t in added if isinstance(t, dict)} if isinstance(added, list) else {}
+    return {**known, **own} if isinstance(known, dict) else own
+
+
+def carry_over(source: Path, target: Path, dtype: torch.dtype | None) -> None:
+    """Copy config, tokenizer and the like; the config is told in which dtype the weights are now, if in one."""
+    for path in sorted(source.iterdir()):
+        if is_companion(path):
+            shutil.copyfile(path, target / path.name)
+    config = read_config(source)
+    if config and dtype is not None:
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        config[key] = str(dtype).removeprefix("torch.")
+        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

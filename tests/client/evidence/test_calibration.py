@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedfuse.client.evidence.calibration import LogitScale
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.nets.calibrate import calibration
+from fedfuse.methods.ams import LogitScale
+from fedfuse.nets.mixture import calibration
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode
 

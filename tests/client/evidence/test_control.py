@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.client.evidence.control import ControlDelta, total_step_size
 from fedfuse.client.memory import KeepControl
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.rows import Rows
@@ -14,7 +13,8 @@ from fedfuse.core.seams import Batch, Work
 from fedfuse.core.settings import LocalSettings, effective_steps
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local, with_kind
-from fedfuse.server.door.admit import Contract, admit
+from fedfuse.methods.scaffold import ControlDelta, total_step_size
+from fedfuse.server.admission.admit import Contract, admit
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode
 

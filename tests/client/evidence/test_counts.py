@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedfuse.client.evidence.counts import LabelCounts
+from fedfuse.client.class_sums import LabelCounts
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
-from fedfuse.server.door.admit import Contract, admit
+from fedfuse.server.admission.admit import Contract, admit
 from fedfuse.training.round import client_round
 
 SPEC = Spec("mlp", {"inputs": 2, "hidden": [], "classes": 4})

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fedfuse.client.evidence.gradients import SquaredGradients
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.nets.gradients import maskable, squared_gradients
-from fedfuse.server.door.admit import Contract, admit
-from fedfuse.training.projections import Masked
+from fedfuse.methods.prunefl import SquaredGradients
+from fedfuse.nets.curvature import maskable, squared_gradients
+from fedfuse.server.admission.admit import Contract, admit
+from fedfuse.training.pulls import Masked
 from fedfuse.training.round import client_round
 
 SPEC = Spec("mlp", {"inputs": 3, "hidden": [4], "classes": 2})

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.calibration import LogitScale
-from fedfuse.client.evidence.control import ControlDelta
-from fedfuse.client.evidence.counts import LabelCounts
-from fedfuse.client.evidence.gradients import SquaredGradients
-from fedfuse.client.evidence.kfac import KroneckerFactors
-from fedfuse.client.evidence.loss import StartLoss
-from fedfuse.client.evidence.spectrum import CurvatureSpectrum
-from fedfuse.client.evidence.variance import FisherDiagonal
+from fedfuse.client.class_sums import LabelCounts
+from fedfuse.client.fisher import FisherDiagonal
+from fedfuse.client.kfac import KroneckerFactors
 from fedfuse.core.seams import Evidence
 from fedfuse.linalg.psd import pack
+from fedfuse.methods._pruning import CurvatureSpectrum
+from fedfuse.methods.ams import LogitScale
+from fedfuse.methods.prunefl import SquaredGradients
+from fedfuse.methods.qfedavg import StartLoss
+from fedfuse.methods.scaffold import ControlDelta
 
 TWO = torch.tensor([1.0, 3.0], dtype=torch.float64)
 SPECTRUM = {"spectrum/values": torch.tensor([[-5.0, 2.0]]), "spectrum/lipschitz": torch.tensor(7.0)}

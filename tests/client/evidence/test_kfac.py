@@ -5,17 +5,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedfuse.client.evidence.kfac import KroneckerFactors, kronecker_factors
-from fedfuse.core.factor import LowRank, dense
+from fedfuse.client.kfac import KroneckerFactors, kronecker_factors
 from fedfuse.core.messages import Brief, Envelope, Form
 from fedfuse.core.posterior import Kron
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
+from fedfuse.linalg.factor import LowRank, dense
 from fedfuse.linalg.psd import is_psd, unpack
-from fedfuse.nets.blocks import blocks_of
-from fedfuse.server.door.admit import Contract, admit
+from fedfuse.nets.kronecker import blocks_of
+from fedfuse.server.admission.admit import Contract, admit
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode
 from fedfuse.wire.messages import split

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedfuse.client.evidence.loss import StartLoss
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
-from fedfuse.server.door.admit import Contract, admit
+from fedfuse.methods.qfedavg import StartLoss
+from fedfuse.server.admission.admit import Contract, admit
 from fedfuse.training.round import client_round
 
 SPEC = Spec("mlp", {"inputs": 3, "hidden": [4], "classes": 2})

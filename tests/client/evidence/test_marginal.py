@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from fedfuse.client.evidence.marginal import LayerBelief, best_damping
-from fedfuse.linalg.damping import damp
+from fedfuse.client.kfac import LayerBelief, best_damping
+from fedfuse.linalg.kron import damp
 
 
 def layer(out: int = 2, inn: int = 3, rows: int = 40, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

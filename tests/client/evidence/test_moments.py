@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedfuse.client.evidence.moments import Moments, collect_sums
+from fedfuse.client.class_sums import Moments, collect_sums
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
@@ -18,7 +18,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, Refused
 from fedfuse.nets.head import linear_layer, sums_in, total_sums
-from fedfuse.server.door.admit import Contract, admit
+from fedfuse.server.admission.admit import Contract, admit
 from fedfuse.tasks import REGRESSION
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode, encode

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedfuse.client.evidence.spectrum import CurvatureSpectrum
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
+from fedfuse.methods._pruning import CurvatureSpectrum
 from fedfuse.nets.curvature import CurvatureProbe, curvature_in
-from fedfuse.server.door.admit import Contract, admit
+from fedfuse.server.admission.admit import Contract, admit
 from fedfuse.training.round import client_round
 
 CLASSES = 3

@@ -3,14 +3,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedfuse.client.evidence import variance
-from fedfuse.client.evidence.variance import FisherDiagonal, diagonal_fisher
+from fedfuse.client import fisher as variance
+from fedfuse.client.fisher import FisherDiagonal, diagonal_fisher
 from fedfuse.core.messages import Brief, Envelope, Form
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.server.door.admit import Contract, admit
+from fedfuse.server.admission.admit import Contract, admit
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode
 from fedfuse.wire.messages import split

@@ -10,8 +10,7 @@ import torch
 from plain_training import error, rows, seeded, trained
 from torch import nn
 
-from fedfuse.client.cavity import KeepFactor
-from fedfuse.client.elbo import Elbo
+from fedfuse.client.elbo import Elbo, KeepFactor
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError

@@ -10,8 +10,8 @@ from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.server.aggregate import gaussianity
-from fedfuse.server.aggregate.gaussianity import NonGaussianMean
+from fedfuse.methods import swa
+from fedfuse.methods.swa import NonGaussianMean
 
 pytest.importorskip("numba")
 
@@ -37,7 +37,7 @@ def test_swa_is_the_same_by_compiled_code(monkeypatch: pytest.MonkeyPatch) -> No
 
     cohort, state = Cohort.of([update(k) for k in range(6)]), ServerState(0, start)
     by_torch = NonGaussianMean()(cohort, state, Bench())
-    monkeypatch.setattr(gaussianity, "_LONG", 1)
+    monkeypatch.setattr(swa, "_LONG", 1)
     compiled = NonGaussianMean()(cohort, state, Bench())
     for name, expected in by_torch.single.posterior.mean.items():
         assert torch.allclose(compiled.single.posterior.mean[name], expected, rtol=1e-6, atol=1e-8)

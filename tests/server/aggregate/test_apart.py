@@ -9,7 +9,7 @@ from fedfuse.core.model import Apart, Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.server.aggregate.apart import KeepApart
+from fedfuse.methods.local import KeepApart
 
 SPEC = Spec("mlp", {"inputs": 1, "hidden": [], "classes": 2})
 

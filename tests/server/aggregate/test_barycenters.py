@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedfuse.errors import ConfigError, NotConverged
 from fedfuse.linalg.kron import natural_mean
-from fedfuse.server.aggregate.barycenters import AlphaDivergence, alpha_barycenter
+from fedfuse.methods.barycenters import AlphaDivergence, alpha_barycenter
 from fedfuse.server.aggregate.charts import FKLB, RKLB, mean_in
 
 MU, V, W = torch.tensor([0.0, 1.0, -0.7]), torch.tensor([1.0, 0.25, 2.0]), torch.tensor([0.5, 0.3, 0.2])

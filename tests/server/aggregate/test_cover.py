@@ -14,10 +14,9 @@ from fedfuse.core.posterior import Posterior
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
-from fedfuse.nets.combine import TopLogit
-from fedfuse.nets.mixture import Mixture
-from fedfuse.nets.routes import AtLayer
-from fedfuse.server.aggregate.cover import CoverAnswers, CoverClasses, select_greedily
+from fedfuse.nets.forward import AtLayer
+from fedfuse.nets.mixture import Mixture, TopLogit
+from fedfuse.server.aggregate.ensemble import CoverAnswers, CoverClasses, select_greedily
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [], "classes": 3})
 

@@ -6,18 +6,16 @@ import torch
 from tests.server.aggregate.test_natural import cohort
 from torch import Tensor
 
-from fedfuse.core.factor import dense
 from fedfuse.core.messages import Cohort
 from fedfuse.core.rows import Rows
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
-from fedfuse.linalg.descent import descend, early_mean
+from fedfuse.linalg.factor import dense
 from fedfuse.linalg.kron import natural_mean
-from fedfuse.methods.fedlpa import fedlpa
-from fedfuse.server.aggregate.early import BestStep, EarlyStopped
+from fedfuse.methods.fedlpa import BestStep, EarlyStopped, descend, early_mean, fedlpa
+from fedfuse.methods.regmean import RegressionMean
 from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.server.aggregate.natural import NaturalKron
-from fedfuse.server.aggregate.regression import RegressionMean
 from fedfuse.testing import check_method
 
 EQUATION = NaturalKron(1e-1, "trace", scale="root", tol=1e-12)

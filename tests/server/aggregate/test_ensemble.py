@@ -17,13 +17,10 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.nets.calibrate import calibration
-from fedfuse.nets.combine import ClassShares, MeanProbability, OpenSetVote, TopLogit
-from fedfuse.nets.mixture import Mixture
-from fedfuse.nets.routes import AtLayer
-from fedfuse.server.aggregate.cover import CoverClasses
-from fedfuse.server.aggregate.ensemble import KeepAll
-from fedfuse.server.robust import Krum
+from fedfuse.nets.forward import AtLayer
+from fedfuse.nets.mixture import ClassShares, MeanProbability, Mixture, OpenSetVote, TopLogit, calibration
+from fedfuse.server.aggregate.ensemble import CoverClasses, KeepAll
+from fedfuse.server.guards import Krum
 
 SHALLOW = Spec("mlp", {"inputs": 6, "hidden": [5], "classes": 3})
 DEEP = Spec("mlp", {"inputs": 6, "hidden": [5, 5, 5], "classes": 3})

@@ -12,7 +12,7 @@ from fedfuse.core.posterior import Posterior
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.server.aggregate.fair import FairMean
+from fedfuse.methods.qfedavg import FairMean
 
 NET = nn.Linear(3, 2)
 SPEC = Spec.of(NET)

@@ -25,10 +25,10 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
 from fedfuse.kernels import why_not
 from fedfuse.linalg.divergence import renyi_to_gaussian
-from fedfuse.server.aggregate import gaussianity
-from fedfuse.server.aggregate.gaussianity import HigherOrder, Negentropy, NonGaussianMean, Renyi, Wasserstein
+from fedfuse.methods import swa
+from fedfuse.methods.swa import HigherOrder, Negentropy, NonGaussianMean, Renyi, Wasserstein
 from fedfuse.server.aggregate.mean import ALL_LAWS, mean_of
-from fedfuse.server.robust import NormClip
+from fedfuse.server.guards import NormClip
 from fedfuse.server.round import fuse_round
 from fedfuse.wire.codec import LazyParams, decode, encode, read
 
@@ -107,7 +107,7 @@ def test_every_layer_is_the_equation_with_scipys_statistics(as_messages: bool) -
     ],
     ids=["renyi-1", "renyi-2-grid", "renyi-half-fitted", "hos-standardized"],
 )
-def test_other_distances_enter_the_same_equation(distance: gaussianity.Distance, score: object) -> None:
+def test_other_distances_enter_the_same_equation(distance: swa.Distance, score: object) -> None:
     assert callable(score)
     members = states(LENET)
     out = fused(NonGaussianMean(distance), cohort_of(messages(members), LENET))
@@ -132,7 +132,7 @@ def test_samples_hold_every_client_against_the_same_draws() -> None:
     mix=st.floats(0, 1),
     level=st.sampled_from(["layer", "filter"]),
 )
-def test_weights_are_shares_whatever_the_scores(scores: list[float], mix: float, level: gaussianity.Level) -> None:
+def test_weights_are_shares_whatever_the_scores(scores: list[float], mix: float, level: swa.Level) -> None:
     counts = torch.rand(len(scores), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     column = torch.tensor(scores, dtype=torch.float64)[:, None].expand(-1, 3)
     weights, lost = NonGaussianMean(mix=mix, level=level)._shares(column, counts / counts.sum())
@@ -297,7 +297,7 @@ class Counting(dict[str, int]):
 
 @pytest.mark.parametrize("level", ["layer", "filter"])
 def test_each_clients_file_is_read_once_unless_a_layer_is_too_large_to_keep(
-    level: gaussianity.Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    level: swa.Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     members = states(RESNET)
     paths = [tmp_path / f"{place}.safetensors" for place in range(3)]
@@ -307,7 +307,7 @@ def test_each_clients_file_is_read_once_unless_a_layer_is_too_large_to_keep(
     aggregate, counts = NonGaussianMean(level=level), Counting()
     once = fused(aggregate, cohort_of([counts.of(p) for p in paths], RESNET))
     assert counts == {path.name: size for path in paths}
-    monkeypatch.setattr(gaussianity, "_MAX_CACHED_BYTES", 0)
+    monkeypatch.setattr(swa, "_MAX_CACHED_BYTES", 0)
     counts.clear()
     twice = fused(aggregate, cohort_of([counts.of(p) for p in paths], RESNET))
     assert all(size < count < 2 * size for count in counts.values())
@@ -318,16 +318,16 @@ def test_each_clients_file_is_read_once_unless_a_layer_is_too_large_to_keep(
 def test_short_layers_are_the_same_bits_whoever_sums_them(monkeypatch: pytest.MonkeyPatch) -> None:
     cohort, found = cohort_of(messages(states(LENET, clients=13)), LENET), []
     for loaded in (True, False):  # compiled sums serve short layers only where they are in the process already
-        monkeypatch.setattr(gaussianity, "is_loaded", lambda loaded=loaded: loaded)
+        monkeypatch.setattr(swa, "is_loaded", lambda loaded=loaded: loaded)
         found.append(fused(NonGaussianMean(), cohort))
     assert all(found[0][n].equal(found[1][n]) for n in found[0])
 
 
 def test_blocks_leave_no_seam(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gaussianity, "is_loaded", lambda: False)
+    monkeypatch.setattr(swa, "is_loaded", lambda: False)
     cohort = cohort_of(messages(states(LENET)), LENET)
     whole = fused(NonGaussianMean(), cohort)
-    monkeypatch.setattr(gaussianity, "BLOCK", 100)
+    monkeypatch.setattr(swa, "BLOCK", 100)
     pieces = fused(NonGaussianMean(), cohort)
     assert all(whole[n].equal(pieces[n]) for n in whole)
 

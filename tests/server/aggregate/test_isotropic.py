@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import fedfuse
-from fedfuse.server.aggregate.isotropic import flatten_spectrum
+from fedfuse.methods.iso import flatten_spectrum
 
 
 def matrix_with(values: list[float], rows: int, columns: int) -> Tensor:

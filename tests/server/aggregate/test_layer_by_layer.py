@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import fedfuse
-from fedfuse.client.evidence.answers import LayerAnswers
 from fedfuse.core.messages import Cohort, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
@@ -20,9 +19,9 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.experiment.config import MethodConfig
 from fedfuse.methods.fedavg import fedavg
-from fedfuse.methods.refit import refit
-from fedfuse.nets.turns import count_turns
-from fedfuse.server.door.admit import admit_all
+from fedfuse.methods.refit import LayerAnswers, refit
+from fedfuse.nets.head import count_turns
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.training.round import client_round
 
 SPEC = Spec("mlp", {"inputs": 3, "hidden": [4, 5], "classes": 2})

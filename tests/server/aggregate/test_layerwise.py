@@ -19,10 +19,9 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, entries_of
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError
-from fedfuse.methods.fedma import fedma
+from fedfuse.methods.fedma import MatchedLayers, fedma
 from fedfuse.nets.channels import permute_group
 from fedfuse.server.aggregate.chain import Matcher, hidden_layers
-from fedfuse.server.aggregate.layerwise import MatchedLayers
 from fedfuse.server.loop import Record, RunPlan, run
 
 CLASSES = 3

@@ -19,10 +19,9 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError
-from fedfuse.methods.pfnm import pfnm
+from fedfuse.methods.pfnm import MatchedUnits, pfnm
 from fedfuse.nets.channels import permute_group
 from fedfuse.server.aggregate.chain import Matcher, hidden_layers
-from fedfuse.server.aggregate.matched import MatchedUnits
 from fedfuse.server.loop import RunPlan, run
 from fedfuse.wire.files import load_model, save_model
 

@@ -22,10 +22,10 @@ from fedfuse.core.settings import LocalSettings, effective_steps
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
+from fedfuse.methods.fednova import NormalizedMean
+from fedfuse.server.admission.admit import Admission, Rules, admit_all
 from fedfuse.server.aggregate import mean as means
 from fedfuse.server.aggregate.mean import Mean, largest, mean_of, weighted_mean
-from fedfuse.server.aggregate.normalized import NormalizedMean
-from fedfuse.server.door.admit import Admission, Rules, admit_all
 from fedfuse.wire.codec import LazyParams, decode, encode, read, write
 from fedfuse.wire.messages import encode_reply
 

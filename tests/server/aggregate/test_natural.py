@@ -2,9 +2,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.client.evidence.kfac import KroneckerFactors
-from fedfuse.core.factor import LowRank
-from fedfuse.core.factor import dense as written_out
+from fedfuse.client.kfac import KroneckerFactors
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Kron, Posterior
@@ -15,11 +13,13 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, NotConverged, RecipeError
-from fedfuse.linalg.damping import damp
+from fedfuse.linalg.factor import LowRank
+from fedfuse.linalg.factor import dense as written_out
+from fedfuse.linalg.kron import damp
 from fedfuse.linalg.psd import unpack
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.server.aggregate.mean import mean_of
 from fedfuse.server.aggregate.natural import NaturalKron, ShareFactors
-from fedfuse.server.door.admit import admit_all
 from fedfuse.training.round import client_round
 
 

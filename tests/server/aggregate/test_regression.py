@@ -2,9 +2,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.client.evidence.inputs import InputFactors, input_factors
-from fedfuse.client.evidence.kfac import KroneckerFactors
-from fedfuse.core.factor import dense
+from fedfuse.client.kfac import KroneckerFactors
+from fedfuse.client.layer_inputs import InputFactors, input_factors
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
@@ -15,13 +14,14 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
+from fedfuse.linalg.factor import dense
 from fedfuse.linalg.kron import natural_mean
 from fedfuse.linalg.ridge import regression_mean, shrink_moments
-from fedfuse.nets.blocks import mixing_blocks
+from fedfuse.methods.regmean import RegressionMean
 from fedfuse.nets.channels import channel_groups, move_posterior_units
+from fedfuse.nets.kronecker import mixing_blocks
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.server.aggregate.mean import mean_of
-from fedfuse.server.aggregate.regression import RegressionMean
-from fedfuse.server.door.admit import admit_all
 from fedfuse.training.round import client_round
 
 

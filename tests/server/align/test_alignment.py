@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedfuse.client.evidence.kfac import KroneckerFactors, kronecker_factors
+from fedfuse.client.kfac import KroneckerFactors, kronecker_factors
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
@@ -21,8 +21,8 @@ from fedfuse.core.seams import Aggregator
 from fedfuse.core.spec import Spec, tie
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.nets.blocks import blocks_of
 from fedfuse.nets.channels import channel_groups, move_posterior_units, move_units
+from fedfuse.nets.kronecker import blocks_of
 from fedfuse.server.aggregate.mean import Mean, mean_of
 from fedfuse.server.aggregate.natural import NaturalKron
 from fedfuse.server.align.activations import ByActivations
@@ -31,9 +31,9 @@ from fedfuse.server.align.nets import Net
 from fedfuse.server.align.transport import ByTransport
 from fedfuse.server.align.weights import ByWeights
 from fedfuse.server.filters import find_alignment, with_filters
-from fedfuse.server.robust import NormClip
+from fedfuse.server.guards import NormClip
 from fedfuse.server.round import fuse_round
-from fedfuse.server.steps.renorm import RestateNorms
+from fedfuse.server.steps.repair import RestateNorms
 from fedfuse.wire.codec import decode, encode
 from odd_networks import ODD, Cumulative, Odd
 

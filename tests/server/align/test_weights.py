@@ -14,8 +14,7 @@ from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
 from fedfuse.nets.channels import Group, channel_groups, move_units
 from fedfuse.server.align.nets import Moves, Net
-from fedfuse.server.align.weight_matching import WeightMatching, best_order, wiring
-from fedfuse.server.align.weights import ByWeights
+from fedfuse.server.align.weights import ByWeights, WeightMatching, best_order, wiring
 
 
 def net(spec: Spec, shape: tuple[int, ...], seed: int) -> Net:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.client.evidence.counts import LabelCounts
+from fedfuse.client.class_sums import LabelCounts
 from fedfuse.core.messages import Brief, Envelope, Flaw, Start
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
@@ -20,9 +20,8 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.errors import NotConverged, Refused
 from fedfuse.models.bayes import BayesianLayers
-from fedfuse.server.door.admit import Contract, Rules, admit, admit_all
-from fedfuse.server.door.forms import form_words
-from fedfuse.server.door.values import LEAST_LOG_VARIANCE, is_finite
+from fedfuse.server.admission.admit import Contract, Rules, admit, admit_all
+from fedfuse.server.admission.values import LEAST_LOG_VARIANCE, form_words, is_finite
 from fedfuse.wire.codec import encode, read
 from fedfuse.wire.messages import encode_reply, mark_notes, reply_header
 

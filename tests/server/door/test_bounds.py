@@ -10,29 +10,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.client.evidence.control import ControlDelta
-from fedfuse.client.evidence.gradients import SquaredGradients
-from fedfuse.client.evidence.kfac import KroneckerFactors
-from fedfuse.client.evidence.loss import StartLoss
-from fedfuse.client.evidence.spectrum import CurvatureSpectrum
-from fedfuse.client.evidence.variance import FisherDiagonal
-from fedfuse.core.bounds import Bounds
+from fedfuse.client.fisher import FisherDiagonal
+from fedfuse.client.kfac import KroneckerFactors
 from fedfuse.core.messages import Brief, ClientUpdate, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Kron, Posterior
 from fedfuse.core.registry import find_method
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Evidence
-from fedfuse.core.settings import LocalSettings
+from fedfuse.core.settings import Bounds, LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.data.partitions import partition
 from fedfuse.data.schemes import Classes, Dirichlet, Scheme, Shares
 from fedfuse.data.sources import load
+from fedfuse.methods._pruning import CurvatureSpectrum
+from fedfuse.methods.prunefl import SquaredGradients
+from fedfuse.methods.qfedavg import StartLoss
+from fedfuse.methods.scaffold import ControlDelta
 from fedfuse.models.bayes import BayesianLayers
-from fedfuse.server.door.admit import Admission, Rules, admit_all
-from fedfuse.server.door.bounds import Claims, keep_within_bounds
-from fedfuse.server.door.levers import measure
+from fedfuse.server.admission.admit import Admission, Rules, admit_all
+from fedfuse.server.admission.influence import Claims, keep_within_bounds, measure
 from fedfuse.server.round import fuse_round
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode, encode

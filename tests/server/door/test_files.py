@@ -7,12 +7,10 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, QuorumLost
-from fedfuse.server.door.admit import Rules
-from fedfuse.server.door.differences import first_difference
-from fedfuse.server.door.files import gather
-from fedfuse.server.door.opened import Item
-from fedfuse.wire.codec import encode, forms_of
-from fedfuse.wire.digest import fingerprint
+from fedfuse.server.admission.admit import Rules
+from fedfuse.server.admission.opened import Item, first_difference
+from fedfuse.server.admission.updates import gather
+from fedfuse.wire.codec import encode, fingerprint, forms_of
 
 
 def method(name: str) -> Recipe:

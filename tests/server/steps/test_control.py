@@ -9,7 +9,7 @@ from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.server.steps.control import ControlStep
+from fedfuse.methods.scaffold import ControlStep
 
 SPEC = Spec("mlp")
 

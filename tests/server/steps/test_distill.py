@@ -20,14 +20,12 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.data.transforms import CropFlip
 from fedfuse.errors import RecipeError
-from fedfuse.nets.combine import MeanLogit, OpenSetVote, TopLogit
-from fedfuse.nets.mixture import Mixture
+from fedfuse.nets.head import with_outputs
+from fedfuse.nets.mixture import MeanLogit, Mixture, OpenSetVote, TopLogit
 from fedfuse.server.aggregate.ensemble import KeepAll
 from fedfuse.server.aggregate.mean import mean_of
-from fedfuse.server.outputs import with_outputs
 from fedfuse.server.steps.distill import Distill, distillation, kl_at
-from fedfuse.server.steps.distillation_inputs import ServerInputs, UnlabelledInputs
-from fedfuse.server.steps.synthesize import Generate, Impressions
+from fedfuse.server.steps.synthesize import Generate, Impressions, ServerInputs, UnlabelledInputs
 
 LINEAR = Spec("mlp", {"inputs": 5, "hidden": [], "classes": 3})
 QUICK = Optimizer(name="adam", lr=0.05)

@@ -10,7 +10,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import RecipeError
-from fedfuse.server.steps.distillation_inputs import ServerInputs, UnlabelledInputs, server_inputs
+from fedfuse.server.steps.synthesize import ServerInputs, UnlabelledInputs, server_inputs
 
 SPEC = Spec("mlp", {"inputs": 4, "classes": 2})
 ROWS = Rows(torch.randn(10, 4), torch.zeros(10, dtype=torch.int64))

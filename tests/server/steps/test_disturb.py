@@ -14,7 +14,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.experiment.config import Experiment
-from fedfuse.nets.combine import find_disturbed
+from fedfuse.nets.mixture import find_disturbed
 from fedfuse.server.steps.disturb import Disturbance
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [6], "classes": 3})

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedfuse.client.evidence.counts import LabelCounts
+from fedfuse.client.class_sums import LabelCounts
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import ClientUpdate, Cohort, Envelope
 from fedfuse.core.model import Single
@@ -20,11 +20,12 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import RecipeError
+from fedfuse.methods.fedduap import DynamicUpdate, balance, interpolate, need_of
 from fedfuse.nets.cost import pass_flops
-from fedfuse.server.door.admit import Contract, admit
-from fedfuse.server.labels import divergence
+from fedfuse.server.admission.admit import Contract, admit
+from fedfuse.server.judge import accuracy_and_loss
 from fedfuse.server.loop import RunPlan, run
-from fedfuse.server.steps.dynamic import DynamicUpdate, accuracy_and_loss, balance, interpolate, need_of
+from fedfuse.server.training import divergence
 from fedfuse.wire.messages import encode_reply
 
 CLASSES, RATE = 3, 0.05

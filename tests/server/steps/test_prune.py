@@ -21,10 +21,9 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError, RecipeError, Refused
 from fedfuse.nets.channels import Group
-from fedfuse.server.door.admit import Contract, admit
+from fedfuse.server.admission.admit import Contract, admit
 from fedfuse.server.loop import Record, RunPlan, run
-from fedfuse.server.steps.prune import Prune, filters_of, layer_rates, shrink_state, units_to_keep
-from fedfuse.server.steps.rates import FixedRate
+from fedfuse.server.steps.prune import FixedRate, Prune, filters_of, layer_rates, shrink_state, units_to_keep
 from fedfuse.wire.files import load_model, save_model
 from fedfuse.wire.messages import encode_reply
 from odd_networks import ODD

@@ -10,7 +10,7 @@ from torch import nn
 
 from fedfuse.core.model import Single
 from fedfuse.core.spec import Spec
-from fedfuse.server.steps.ranks import feature_ranks, map_ranks
+from fedfuse.server.steps.prune import feature_ranks, map_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedfuse.linalg.lanczos import Spectrum
 from fedfuse.nets.curvature import Curvature
-from fedfuse.server.steps.rates import (
+from fedfuse.server.steps.prune import (
     SpectralRate,
     combined_rate,
     gap_rate,

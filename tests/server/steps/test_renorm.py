@@ -10,7 +10,7 @@ from fedfuse.core.model import Single
 from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.server.steps.renorm import RestateNorms
+from fedfuse.server.steps.repair import RestateNorms
 
 ROWS = Rows(torch.randn(60, 4, generator=torch.Generator().manual_seed(0)) * 3 + 1, torch.zeros(60, dtype=torch.long))
 

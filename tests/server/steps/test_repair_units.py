@@ -27,7 +27,7 @@ from fedfuse.experiment.config import MethodConfig
 from fedfuse.methods.refit import refit
 from fedfuse.models import lenet, mlp
 from fedfuse.nets.units import layers_in_turn, rescalable_layers, unit_statistics
-from fedfuse.server.door.admit import admit_all
+from fedfuse.server.admission.admit import admit_all
 from fedfuse.server.round import fuse_round
 from fedfuse.server.steps.repair import Repair
 from fedfuse.training.round import client_round

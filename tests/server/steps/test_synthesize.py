@@ -18,9 +18,8 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.data.transforms import CropFlip
 from fedfuse.errors import ConfigError
-from fedfuse.nets.combine import MeanLogit, TopLogit
-from fedfuse.nets.mixture import Mixture
-from fedfuse.nets.routes import AtLayer
+from fedfuse.nets.forward import AtLayer
+from fedfuse.nets.mixture import MeanLogit, Mixture, TopLogit
 from fedfuse.server.steps.synthesize import (
     Generate,
     Impressions,

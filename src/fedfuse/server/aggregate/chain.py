@@ -17,7 +17,7 @@ from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
 from fedfuse.linalg.atoms import AtomPrior, Odds, SharedAtoms, Units, share_atoms
 from fedfuse.nets.channels import EMPTY, Group, channel_groups, move_units
-from fedfuse.nets.inputs import input_form
+from fedfuse.server.inputs import input_form
 
 VarianceScale: TypeAlias = Literal["absolute", "layer"]
 

@@ -27,12 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfuse.core.large_pages import use_large_pages
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Diag
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
+from fedfuse.core.torch_utils import use_large_pages
 from fedfuse.errors import ConfigError
 from fedfuse.kernels import why_not
 from fedfuse.server.aggregate.mean import ALL_LAWS, BLOCK, MIN_COMPILED, exact_weights, is_plain, weighted_mean

@@ -17,12 +17,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedfuse.core.large_pages import use_large_pages
 from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Params
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.core.threads import one_thread
+from fedfuse.core.torch_utils import one_thread, use_large_pages
 from fedfuse.kernels import why_not
 from fedfuse.wire.codec import LazyParams, forms_of, piece_in, piece_of
 from fedfuse.wire.sums import SummedParams

@@ -10,18 +10,16 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from fedfuse.core.factor import Factor, as_stack
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.posterior import Kron
 from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.linalg.blockwise import solve_blockwise
 from fedfuse.linalg.cg import Solution
-from fedfuse.linalg.damping import Split, damp, mean_eigenvalue
-from fedfuse.linalg.kron import Solver, natural_mean
-from fedfuse.nets.blocks import Block, Factors, blocks_of
-from fedfuse.nets.factors import Packing, mean_factor
+from fedfuse.linalg.factor import Factor, as_stack
+from fedfuse.linalg.kron import Solver, Split, damp, mean_eigenvalue, natural_mean
+from fedfuse.linalg.subspace import solve_blockwise
+from fedfuse.nets.kronecker import Block, Factors, Packing, blocks_of, mean_factor
 from fedfuse.server.aggregate.mean import ALL_LAWS, mean_by_examples
 from fedfuse.wire.codec import forms_of
 

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedfuse.core.hooks import forward_hooks
 from fedfuse.core.spec import drop_tied_names
 from fedfuse.core.state import Bench
+from fedfuse.core.torch_utils import forward_hooks
 from fedfuse.errors import ConfigError
 from fedfuse.nets.channels import Group, Location
-from fedfuse.nets.inputs import input_form
 from fedfuse.server.align.nets import Moves, Net
-from fedfuse.server.align.weight_matching import best_order
-from fedfuse.server.align.weights import PAIRWISE_LAWS
+from fedfuse.server.align.weights import PAIRWISE_LAWS, best_order
+from fedfuse.server.inputs import input_form
 
 Likeness = Literal["correlation", "distance"]
 Inputs = Literal["auto", "server", "synthetic"]

@@ -14,8 +14,7 @@ from fedfuse.errors import ConfigError
 from fedfuse.linalg.assign import sinkhorn
 from fedfuse.nets.channels import Group
 from fedfuse.server.align.nets import Coupling, Moves, Net, blend_units
-from fedfuse.server.align.weight_matching import WeightMatching, best_order, wiring
-from fedfuse.server.align.weights import PAIRWISE_LAWS, ByWeights
+from fedfuse.server.align.weights import PAIRWISE_LAWS, ByWeights, WeightMatching, best_order, wiring
 
 
 @dataclass(frozen=True, slots=True)

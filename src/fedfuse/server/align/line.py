@@ -16,7 +16,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
-from fedfuse.server.steps.renorm import RestateNorms
+from fedfuse.server.steps.repair import RestateNorms
 
 _BATCH = 500
 

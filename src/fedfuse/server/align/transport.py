@@ -15,8 +15,7 @@ from fedfuse.linalg.assign import match, sinkhorn
 from fedfuse.nets.channels import Group
 from fedfuse.server.align.activations import Inputs, check_rows, cross_moments, probes
 from fedfuse.server.align.nets import Coupling, Move, Moves, Net, blend_units
-from fedfuse.server.align.weight_matching import wiring
-from fedfuse.server.align.weights import PAIRWISE_LAWS
+from fedfuse.server.align.weights import PAIRWISE_LAWS, wiring
 
 Ground = Literal["weights", "activations"]
 Reading = Literal["conserve", "average"]

@@ -10,28 +10,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedfuse.core.effort import TRAINING_PASSES
 from fedfuse.core.messages import Cohort, Start
 from fedfuse.core.model import Answering
-from fedfuse.core.precision import answer_in_full
 from fedfuse.core.rng import seeded
-from fedfuse.core.seams import Result, ServerPart, ServerStep
+from fedfuse.core.seams import TRAINING_PASSES, Result, ServerPart, ServerStep
 from fedfuse.core.settings import Optimizer
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, entries_of
+from fedfuse.core.torch_utils import answer_in_full
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.nets.cost import MASK, count_server_work
-from fedfuse.nets.inputs import common_form
+from fedfuse.nets.head import with_outputs
 from fedfuse.server.aggregate.ensemble import inference_costs
 from fedfuse.server.aggregate.mean import mean_of
-from fedfuse.server.outputs import with_outputs
-from fedfuse.server.steps.distillation_inputs import (
+from fedfuse.server.inputs import common_form
+from fedfuse.server.steps.synthesize import (
     DistillationInputs,
+    Generate,
+    Impressions,
     ServerInputs,
     Teacher,
     UnlabelledInputs,
+    count_outputs,
 )
-from fedfuse.server.steps.synthesize import Generate, Impressions, count_outputs
 from fedfuse.training.optimizers import stepper
 
 InputSource: TypeAlias = Literal["none", "server", "unlabelled", "impressions", "generated"]

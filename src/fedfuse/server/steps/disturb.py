@@ -8,16 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedfuse.core.effort import DiagnosticStep
 from fedfuse.core.messages import Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
+from fedfuse.core.seams import DiagnosticStep
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
-from fedfuse.nets.combine import TopLogit, find_disturbed
-from fedfuse.nets.mixture import Mixture
-from fedfuse.server.steps.distillation_inputs import server_inputs
-from fedfuse.server.steps.synthesize import Impressions
+from fedfuse.nets.mixture import Mixture, TopLogit, find_disturbed
+from fedfuse.server.steps.synthesize import Impressions, server_inputs
 
 
 @dataclass(frozen=True, slots=True)

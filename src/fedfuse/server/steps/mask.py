@@ -9,18 +9,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedfuse.core.effort import TRAINING_PASSES
 from fedfuse.core.messages import Cohort
 from fedfuse.core.params import Params
-from fedfuse.core.seams import ServerPart
+from fedfuse.core.seams import TRAINING_PASSES, ServerPart
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.errors import ConfigError
 from fedfuse.nets.cost import MASK, count_server_work, density, layer_costs, training_passes
-from fedfuse.nets.gradients import is_every_nth, maskable, squared_gradients
-from fedfuse.nets.inputs import input_form
+from fedfuse.nets.curvature import is_every_nth, maskable, squared_gradients
 from fedfuse.server.aggregate.mean import weighted_mean
-from fedfuse.server.steps.rates import ExpectedRate, FixedRate, magnitude_threshold
+from fedfuse.server.inputs import input_form
+from fedfuse.server.steps.prune import ExpectedRate, FixedRate, magnitude_threshold
 from fedfuse.server.training import train_on
 
 _TARGET = "target/rate"

@@ -1,0 +1,1 @@
+"""Admission: everything that comes from outside is judged here, once."""

@@ -1,1 +1,0 @@
-"""Everything that comes from outside is judged here, once."""

@@ -1,0 +1,79 @@
+"""What tests are made of: rows, weights, updates and cohorts, drawn from a seed and built without a client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedfuse.core.messages import ClientUpdate, Cohort
+from fedfuse.core.model import Single
+from fedfuse.core.params import Params
+from fedfuse.core.posterior import Flat, Geometry, Posterior
+from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Aggregator
+from fedfuse.core.spec import Spec
+from fedfuse.core.state import Bench, ServerState
+
+
+def rows(
+    count: int, *shape: int, classes: int = 3, seed: int = 0, shift: float = 0.0, dtype: torch.dtype = torch.float32
+) -> Rows:
+    """Normal inputs of a shape and random labels; with a shift, every input lies that far along its label."""
+    draw = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(count, *shape, generator=draw, dtype=dtype), torch.randint(classes, (count,), generator=draw)
+    return Rows(x + shift * y.reshape(-1, *(1 for _ in shape)), y)
+
+
+def drawn(spec: Spec, seed: int = 0, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Normal numbers of the shapes of a network's tensors; counters count as they would in a fresh one."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(t.shape, generator=draw, dtype=dtype or t.dtype) if t.is_floating_point() else t.clone()
+        for name, t in spec.skeleton().state_dict().items()
+    }
+
+
+def initial(spec: Spec, seed: int = 0) -> dict[str, Tensor]:
+    """A network's own initial weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return {name: t.detach().clone() for name, t in spec.build().state_dict().items()}
+
+
+def constant(spec: Spec, value: float) -> dict[str, Tensor]:
+    """The same number everywhere in a network."""
+    return {name: torch.full_like(t, value) for name, t in initial(spec).items()}
+
+
+def update_of(
+    client: str, params: Params, spec: Spec, examples: float = 1.0, geometry: Geometry | None = None, **fields: Any
+) -> ClientUpdate:
+    """An admitted update, as if it had passed the door."""
+    return ClientUpdate(client, Posterior(params, geometry or Flat()), examples, fields.pop("steps", 1), spec, **fields)
+
+
+def cohort_of(
+    clients: Mapping[str, Params] | Sequence[Params],
+    spec: Spec,
+    examples: Mapping[str, float] | Sequence[float] | None = None,
+    geometries: Sequence[Geometry] | None = None,
+) -> Cohort:
+    """A cohort of clients by name, or c0, c1, … of one example each unless told otherwise."""
+    named = clients if isinstance(clients, Mapping) else {f"c{k}": params for k, params in enumerate(clients)}
+    weights = examples.values() if isinstance(examples, Mapping) else examples or [1.0] * len(named)
+    places = geometries or [Flat()] * len(named)
+    parts = zip(named.items(), weights, places, strict=True)
+    return Cohort.of([update_of(name, params, spec, float(n), place) for (name, params), n, place in parts])
+
+
+def start_of(spec: Spec, params: Params | None = None, round_: int = 0, seed: int = 0, **fields: Any) -> ServerState:
+    """The server's state before a round."""
+    return ServerState(round_, Single(spec, Posterior(initial(spec, seed) if params is None else params)), **fields)
+
+
+def fused(aggregate: Aggregator, cohort: Cohort, state: ServerState, bench: Bench | None = None) -> dict[str, Tensor]:
+    """The weights that an aggregator makes of a cohort."""
+    return dict(aggregate(cohort, state, bench or Bench()).single.posterior.mean)
