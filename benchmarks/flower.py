@@ -128,10 +128,11 @@ def prepare_replies(folder: Path, parameters: int) -> None:
 
     brief, module = a_brief(parameters)
     from fedfuse.flower.records import reply_content
+    from fedfuse.wire.codec import decode
     from fedfuse.wire.messages import encode_reply
 
     payload = encode_reply(brief, module.state_dict(), {}, num_examples=10.0, steps=1, facts={})
-    message = Message(reply_content(payload, 1.0), 1, "train")
+    message = Message(reply_content(decode(payload), 1.0), 1, "train")
     for name in ("up", "down"):
         (folder / name).mkdir()
     for name, thing in get_all_nested_objects(message).items():

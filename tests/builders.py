@@ -16,6 +16,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Aggregator
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
+from fedfuse.wire.codec import Packet
 
 
 def rows(
@@ -77,3 +78,8 @@ def start_of(spec: Spec, params: Params | None = None, round_: int = 0, seed: in
 def fused(aggregate: Aggregator, cohort: Cohort, state: ServerState, bench: Bench | None = None) -> dict[str, Tensor]:
     """The weights that an aggregator makes of a cohort."""
     return dict(aggregate(cohort, state, bench or Bench()).single.posterior.mean)
+
+
+def as_bytes(payload: object) -> object:
+    """What an engine brought as it travels, whether it was a value or bytes; None stays None."""
+    return payload.to_bytes() if isinstance(payload, Packet) else payload

@@ -105,7 +105,7 @@ def _trial(recipe: Recipe, spec: Spec) -> _Trial | None:
         state = recipe.begin_round(ServerState(0, Single(spec, Posterior(start))), bench)
         brief = state.brief(recipe.publishes, _CLASSES)
         replies = [client_round(recipe.work(local), brief, c, _rows(i, 11 + 4 * i)) for i, c in enumerate(asked)]
-        envelopes = [Envelope(client, reply.payload) for client, reply in zip(asked, replies, strict=True)]
+        envelopes = [Envelope(client, reply.reply) for client, reply in zip(asked, replies, strict=True)]
         admission = admit_all(envelopes, brief, recipe.evidence, asked, training=local, trains=recipe.trains)
         trial = _Trial(recipe, admission.cohort, state, bench)
         check_fused(recipe, recipe.aggregate, trial.fuse(), trial.cohort)

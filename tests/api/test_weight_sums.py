@@ -18,7 +18,7 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows
 from fedfuse.errors import QuorumLost, RecipeError
 from fedfuse.server.admission.admit import admit_all
-from fedfuse.wire.codec import decode, encode
+from fedfuse.wire.codec import Packet, decode
 from fedfuse.wire.sums import Summed
 
 torch.manual_seed(0)
@@ -129,14 +129,14 @@ def test_methods_that_read_each_client_refuse_sums() -> None:
 
 def altered(update: fedfuse.Update, **entries: Any) -> fedfuse.Update:
     packet = decode(update.payload)
-    return replace(update, payload=encode(packet.tensors, {**packet.header, **entries}))
+    return replace(update, packet=Packet.of(packet.tensors, {**packet.header, **entries}))
 
 
 def test_a_mean_that_is_not_its_sum_is_refused() -> None:
     north, south = regions(UPDATES, (3,))
     packet = decode(north.payload)
     moved = {n: t + 1.0 if n == "0.bias" else t for n, t in packet.tensors.items()}
-    lying = replace(north, payload=encode(moved, packet.header))
+    lying = replace(north, packet=Packet.of(moved, packet.header))
     refused = fused([lying, south], quorum=0.5).refused
     assert refused[0]["got"] == "not its sum divided by the weight"
     for sums in ({"sites": 0, "by": "examples", "weight": 1.0}, {"sites": True}, 7, {"sites": 3, "by": "x"}):
@@ -159,7 +159,7 @@ def claimed(sites: int, client: str = "site-6") -> fedfuse.Update:
     weights = {n: t for n, t in packet.tensors.items() if not n.startswith("~")}
     sums = {f"~sum/{n}": t.double() * count for n, t in weights.items() if t.is_floating_point()}
     told = {"client": client, "num_examples": count, "sums": {"sites": sites, "by": "examples", "weight": count}}
-    return replace(UPDATES[6], payload=encode({**weights, **sums}, {**packet.header, **told}))
+    return replace(UPDATES[6], packet=Packet.of({**weights, **sums}, {**packet.header, **told}))
 
 
 @pytest.mark.parametrize("sites", [9, 1000, 10**9])

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from builders import as_bytes
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Batch, Objective, TaskLoss, Work
@@ -112,7 +113,7 @@ def share(store: Path, results: Path) -> None:
     engine = InProcess(Population(rows, {f"c{i}": torch.arange(i, 100, 5) for i in range(5)}))
     results.mkdir()
     for envelope in Memo(store).wrap(engine).exchange(Brief(0, spec, params, classes=2), Work(), engine.clients):
-        (results / envelope.client).write_bytes(envelope.payload)
+        (results / envelope.client).write_bytes(as_bytes(envelope.payload))
 
 
 def process_id(_: object, x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import odd_parts
 import pytest
 import torch
 
+from builders import as_bytes
 from fedfuse.client.class_sums import LabelCounts
 from fedfuse.client.memory import KeepControl
 from fedfuse.client.objectives import Proximal
@@ -21,7 +22,7 @@ from fedfuse.wire.messages import encode_brief, receive_brief
 
 
 def answers(engine: InProcess, brief: Brief, work: Work) -> dict[str, object]:
-    return {e.client: e.payload for e in engine.exchange(brief, work, engine.clients)}
+    return {e.client: as_bytes(e.payload) for e in engine.exchange(brief, work, engine.clients)}
 
 
 def test_an_engine_gives_what_a_client_round_gives(population: Population, brief: Brief, work: Work) -> None:
@@ -110,7 +111,7 @@ def test_a_known_training_is_not_done_again(population: Population, brief: Brief
     engine = InProcess(population, on_client=lambda client, _, remembered: seen.append((client, remembered)))
     trained = {c: p for c, p in plain.items() if isinstance(p, bytes)}
     got = {e.client: e for e in engine.exchange(brief, asked, engine.clients, trained.get)}
-    assert {c: e.payload for c, e in got.items()} == direct  # site-2's objective was never called
+    assert {c: as_bytes(e.payload) for c, e in got.items()} == direct  # site-2's objective was never called
     assert all(e.remembered for e in got.values())
     assert seen == [(c, True) for c in engine.clients]
 

@@ -12,6 +12,7 @@ import odd_parts
 import pytest
 import torch
 
+from builders import as_bytes
 from fedfuse.client.class_sums import LabelCounts
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.recipe import Recipe
@@ -38,7 +39,7 @@ def ask(engine: object, brief: Brief, work: Work) -> dict[str, Envelope]:
 
 
 def payloads(got: dict[str, Envelope]) -> dict[str, object]:
-    return {client: e.payload for client, e in got.items()}
+    return {client: as_bytes(e.payload) for client, e in got.items()}
 
 
 def trained(got: dict[str, Envelope]) -> int:
@@ -103,7 +104,7 @@ def test_evidence_is_brought_to_a_known_training(
 def test_a_training_with_evidence_is_a_training(memo: Memo, population: Population, brief: Brief, work: Work) -> None:
     counted = ask(memo.wrap(InProcess(population)), brief, replace(work, evidence=(LabelCounts(), ControlDelta())))
     plain = payloads(ask(InProcess(population), brief, work))
-    assert {c: without_evidence(e.payload) for c, e in counted.items()} == plain
+    assert {c: without_evidence(as_bytes(e.payload)) for c, e in counted.items()} == plain
     got = ask(memo.wrap(InProcess(population)), brief, work)
     assert trained(got) == 0
     assert payloads(got) == plain

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from builders import as_bytes
 from fedfuse.core.messages import Brief, Envelope, Start
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
@@ -38,7 +39,7 @@ def ask(engine: LocalEngine, brief: Brief, work: Work) -> dict[str, Envelope]:
 
 
 def payloads(engine: LocalEngine, brief: Brief, work: Work) -> dict[str, object]:
-    return {client: e.payload for client, e in ask(engine, brief, work).items()}
+    return {client: as_bytes(e.payload) for client, e in ask(engine, brief, work).items()}
 
 
 def is_alive(pid: int) -> bool:
@@ -147,7 +148,7 @@ def test_one_clients_failure_drops_it_and_no_other(
     spoiled = replace(work, objective=odd_parts.Spoiled("site-2", RuntimeError))
     got = ask(pool.engine(population), brief, spoiled)
     assert got["site-2"].dropped == "RuntimeError: site-2 will not"
-    assert {c: e.payload for c, e in got.items()} == payloads(InProcess(population), brief, spoiled)
+    assert {c: as_bytes(e.payload) for c, e in got.items()} == payloads(InProcess(population), brief, spoiled)
 
 
 def test_what_the_user_asked_wrongly_is_the_same_error_here(
@@ -175,7 +176,7 @@ def test_a_client_whose_worker_is_killed_twice_is_dropped(
     assert len(list(tmp_path.iterdir())) == 2
     assert got["site-11"] == Envelope("site-11", None, dropped="its worker died twice")
     good = payloads(InProcess(population), brief, work)
-    assert {c: e.payload for c, e in got.items()} == good | {"site-11": None}
+    assert {c: as_bytes(e.payload) for c, e in got.items()} == good | {"site-11": None}
 
 
 def test_a_worker_killed_while_idle_is_replaced(pool: Pool, population: Population, brief: Brief, work: Work) -> None:

@@ -15,6 +15,7 @@ import odd_parts
 import pytest
 import torch
 
+from builders import as_bytes
 from fedfuse.core.messages import Brief
 from fedfuse.core.seams import Work
 from fedfuse.engines import worker
@@ -45,11 +46,11 @@ def test_a_turn_is_a_line_of_json_and_two_messages(population: Population, brief
         facts = json.loads(parent.recv_bytes())
         assert (facts["dropped"], facts["remembered"]) == ("", False)
         (expected,) = InProcess(population, seed=6).exchange(brief, work, ("site-2",))
-        assert parent.recv_bytes() == expected.payload
+        assert parent.recv_bytes() == as_bytes(expected.payload)
         assert len(decode(parent.recv_bytes()).tensors) == 0
         assert held is not None
         parent.send_bytes(b"")  # the same inputs again
-        parent.send_bytes(worker.ByValue.dumps(("site-2", index, encode({}, {}), expected.payload)))
+        parent.send_bytes(worker.ByValue.dumps(("site-2", index, encode({}, {}), as_bytes(expected.payload))))
         assert worker._turn(child, held) is held
         assert json.loads(parent.recv_bytes())["remembered"] is True
     row_files.clear()

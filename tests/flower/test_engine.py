@@ -13,6 +13,7 @@ pytest.importorskip("flwr")
 from fake_grid import FakeGrid, TestSite, grid_of, rows
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 
+from builders import as_bytes
 from fedfuse.client.objectives import Proximal
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.recipe import Recipe
@@ -103,7 +104,9 @@ def spoilt(grid: FakeGrid, node: int, spoil: Spoil) -> None:
 
 def test_replies_are_the_bytes_a_client_in_process_sends() -> None:
     _, engine = a_federation()
-    ours = {e.client: e.payload for e in InProcess(PEOPLE).exchange(a_brief(), PLAIN.work(LOCAL), PEOPLE.clients)}
+    ours = {
+        e.client: as_bytes(e.payload) for e in InProcess(PEOPLE).exchange(a_brief(), PLAIN.work(LOCAL), PEOPLE.clients)
+    }
     got = exchanged(engine)
     assert {c: e.payload for c, e in got.items()} == ours
     assert all(e.seconds > 0 for e in got.values())
@@ -422,7 +425,9 @@ def test_large_replies_wait_in_files_that_go_with_the_engine(tmp_path: Path, mon
     got = exchanged(engine)
     paths = [e.payload for e in got.values() if isinstance(e.payload, Path)]
     assert len(paths) == 2
-    plain = {e.client: e.payload for e in InProcess(PEOPLE).exchange(a_brief(), PLAIN.work(LOCAL), PEOPLE.clients)}
+    plain = {
+        e.client: as_bytes(e.payload) for e in InProcess(PEOPLE).exchange(a_brief(), PLAIN.work(LOCAL), PEOPLE.clients)
+    }
     assert all(e.payload.read_bytes() == plain[c] for c, e in got.items() if isinstance(e.payload, Path))
     exchanged(engine)
     assert not any(path.exists() for path in paths)  # those of the round before

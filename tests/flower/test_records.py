@@ -9,7 +9,7 @@ pytest.importorskip("flwr")
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedfuse.flower.records import BRIEF, REPLY, read_brief, read_reply, reply_content, to_arrays, to_tensors
-from fedfuse.wire.codec import DTYPES, Malformed, encode
+from fedfuse.wire.codec import DTYPES, Malformed, Packet, decode, encode
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
@@ -67,11 +67,11 @@ def test_whatever_a_header_holds_travels_whole() -> None:
         "training": {"optimizer": "sgd", "lr": 0.1, "decay": None, "nested": {"betas": [0.9, 0.99]}},
     }
     payload = encode({"w": torch.ones(2), "~note/w": torch.zeros(1)}, header)
-    assert read_reply(reply_content(payload, 1.0), encode) == payload
+    assert read_reply(reply_content(decode(payload), 1.0), encode) == payload
 
 
 def test_a_header_that_is_no_json_is_malformed() -> None:
-    content = reply_content(encode({}, {"num_examples": 1.0, "steps": 1, "facts": {}, "spec": {}}), 0.0)
+    content = reply_content(Packet.of({}, {"num_examples": 1.0, "steps": 1, "facts": {}, "spec": {}}), 0.0)
     content.config_records[f"{REPLY}.tables"]["spec"] = "[" * 100_000
     with pytest.raises(Malformed, match="its records are not a reply"):
         read_reply(content, encode)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from builders import as_bytes
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope
 from fedfuse.core.model import Apart, Model, Single
 from fedfuse.core.recipe import Recipe
@@ -190,7 +191,9 @@ def test_facts_of_a_round_do_not_leak_into_the_next() -> None:
 
 
 def test_what_arrives_is_what_was_sent() -> None:
-    sent = {e.client: e.payload for e in federation().exchange(start().brief(()), Work(BENCH.local), tuple(SIZES))}
+    sent = {
+        e.client: as_bytes(e.payload) for e in federation().exchange(start().brief(()), Work(BENCH.local), tuple(SIZES))
+    }
     record = rounds(Recipe(aggregate=Mean()), federation())[0]
     assert record.facts["bytes_up"] == sum(len(p) for p in sent.values() if isinstance(p, bytes))
     assert all(isinstance(p, bytes) and decode(p).header["num_examples"] == SIZES[c] for c, p in sent.items())

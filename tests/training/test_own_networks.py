@@ -13,6 +13,7 @@ from own_networks import CLASSES, OWN, Own
 from torch import Tensor, nn
 
 import fedfuse
+from builders import as_bytes
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.model import Single
@@ -243,8 +244,8 @@ def test_a_chosen_output_is_trained_sent_to_workers_and_asked(name: str, pool: P
     spec = Spec.of(net, which.output)
     brief = Brief(0, spec, weights_of(net), classes=CLASSES)
     people = Population.of({"a": data, "b": rows_for(which, seed=1)})
-    there = {e.client: e.payload for e in pool.engine(people).exchange(brief, Work(SETTINGS), ("a", "b"))}
-    here = {e.client: e.payload for e in InProcess(people).exchange(brief, Work(SETTINGS), ("a", "b"))}
+    there = {e.client: as_bytes(e.payload) for e in pool.engine(people).exchange(brief, Work(SETTINGS), ("a", "b"))}
+    here = {e.client: as_bytes(e.payload) for e in InProcess(people).exchange(brief, Work(SETTINGS), ("a", "b"))}
     assert there == here
     fused = fedfuse.fuse([weights_of(net)], model=spec)
     assert fused.logits(data.x).equal(net.fc(F.relu(net.body(data.x))))  # type: ignore[operator]

@@ -46,7 +46,7 @@ from fedfuse.server.admission.updates import Gathered, built_start, check_enough
 from fedfuse.server.aggregate.mean import largest, sums_of
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
 from fedfuse.tasks import CLASSIFICATION, Task, task_header, task_named
-from fedfuse.wire.codec import Altered, Malformed, decode, encode, forms_of, forms_size, read
+from fedfuse.wire.codec import Altered, Malformed, Packet, forms_of, forms_size, read
 from fedfuse.wire.files import save_model
 from fedfuse.wire.folders import folder_of, is_folder, open_weights, parse_dtype, parse_size
 from fedfuse.wire.messages import NOTE, mark_notes
@@ -99,16 +99,16 @@ def _item(source: Source, position: int, num_examples: float | None, folders: Fo
     match source:
         case Update():
             name = source.client or f"site-{position}"
-            return _by_header(Item(name, source.payload, num_examples, source.spec, place=place))
+            return _by_header(Item(name, source.packet, num_examples, source.spec, place=place))
         case str() | Path() if is_folder(source):
             packet, path = folders.packets.get(folder_of(source)), Path(source)
             return Item(folder_of(source).name, path, num_examples, packet=packet, place=str(source))
         case str() | Path():
             return _by_header(Item(Path(source).stem, Path(source), num_examples, place=str(source)))
         case nn.Module():
-            return Item(f"model-{position}", encode(source.state_dict(), {}), num_examples, place=place)
+            return Item(f"model-{position}", Packet.of(source.state_dict(), {}), num_examples, place=place)
         case Mapping():
-            return Item(f"model-{position}", encode(source, {}), num_examples, place=place)
+            return Item(f"model-{position}", Packet.of(source, {}), num_examples, place=place)
     raise ConfigError(f"update {position} is a {type(source).__name__}; expected an update, a file or a state dict")
 
 
@@ -144,7 +144,7 @@ def add_updates(updates: Sequence[ClientUpdate], header: Mapping[str, Any], clie
     told = {**header, "client": client, "num_examples": count, "steps": 0, "facts": {}}
     if (sites := sum(u.sites for u in updates)) > 1:
         told["sums"] = Summed(sites, "evidence", count).to_json()
-    return Update(client, encode(mark_notes(total), told), spec=updates[0].spec)
+    return Update(client, Packet.of(mark_notes(total), told), spec=updates[0].spec)
 
 
 def add_weights(cohort: Cohort, by: str, header: Mapping[str, Any], client: str) -> Update:
@@ -165,7 +165,7 @@ def add_weights(cohort: Cohort, by: str, header: Mapping[str, Any], client: str)
     examples, steps = math.fsum(cohort.num_examples.tolist()), max(u.steps for u in cohort)
     told = {**header, "client": client, "num_examples": examples, "steps": steps, "facts": {}, "sums": sums}
     notes = mark_notes({SUM + name: tensor for name, tensor in totals.items()})
-    return Update(client, encode({**mean, **notes}, told), spec=cohort.updates[0].spec)
+    return Update(client, Packet.of({**mean, **notes}, told), spec=cohort.updates[0].spec)
 
 
 def sum_header(shared: Mapping[str, Any], about: About) -> dict[str, Any]:
@@ -225,13 +225,13 @@ def kept_updates(path: Path) -> list[Update]:
     for place, header in enumerate(headers):
         prefix = f"{NOTE}{SUMS}/{place}/"
         notes = {n.removeprefix(prefix): t for n, t in packet.tensors.items() if n.startswith(prefix)}
-        found.append(Update(str(header.get("client", place)), encode(mark_notes(notes), header)))
+        found.append(Update(str(header.get("client", place)), Packet.of(mark_notes(notes), header)))
     return found
 
 
 def sums_to_keep(kept: Sequence[Update]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """The notes and the headers that a fused file keeps of updates."""
-    packets = [decode(update.payload) for update in kept]
+    packets = [update.packet for update in kept]
     notes = {
         f"{SUMS}/{place}/{name.removeprefix(NOTE)}": tensor
         for place, packet in enumerate(packets)
@@ -262,7 +262,7 @@ def take_out(kept: Sequence[Update], what: Sequence[str], whose: Path) -> list[U
 
 
 def _subtract(total: Update, path: Path) -> Update:
-    whole, part = decode(total.payload), read(path)
+    whole, part = total.packet, read(path)
     same = ("spec", "start", "classes")
     if odd := [key for key in same if whole.header.get(key) != part.header.get(key)]:
         raise ConfigError(f"{path} is no part of these sums: its {odd[0]} is another one")
@@ -272,7 +272,7 @@ def _subtract(total: Update, path: Path) -> Update:
     left = float(whole.header["num_examples"]) - float(part.header["num_examples"])
     if left <= 0 or not all(bool(torch.isfinite(t).all()) for t in notes.values()):
         raise ConfigError(f"{path} is no part of these sums, or all of them: {left:g} examples would be left")
-    return Update(total.client, encode(notes, {**whole.header, "num_examples": left}))
+    return Update(total.client, Packet.of(notes, {**whole.header, "num_examples": left}))
 
 
 def check_kept(clients: Sequence[str], admission: Admission, into: str | Path | None) -> None:

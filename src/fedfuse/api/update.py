@@ -18,7 +18,7 @@ from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import NothingBefore, Recipe
 from fedfuse.core.rows import Rows, RowSource, as_rows, is_channels_last
-from fedfuse.core.seams import ClientsOnly, Work
+from fedfuse.core.seams import ClientsOnly
 from fedfuse.core.settings import LocalSettings, validate_settings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import EXAMPLES, Bench, ServerState, tell_examples, with_kind
@@ -28,9 +28,9 @@ from fedfuse.linalg.privacy import Release, release_of
 from fedfuse.server.admission.opened import first_difference
 from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Task, task_header, task_named
 from fedfuse.training.round import client_round
-from fedfuse.wire.codec import Altered, Malformed, decode, encode, fingerprint, forms_of, read, write_sealed
+from fedfuse.wire.codec import Altered, Malformed, Packet, fingerprint, forms_of, read, write_sealed
 from fedfuse.wire.folders import is_folder, open_weights
-from fedfuse.wire.messages import NOTE, encode_brief, receive_brief, tell_memory
+from fedfuse.wire.messages import NOTE, hand_over, tell_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,51 +38,54 @@ class Update:
     """What a site brings: its trained weights and evidence, as one message."""
 
     client: str
-    payload: bytes = field(repr=False)
+    packet: Packet = field(repr=False, compare=False)
     reveals: tuple[str, ...] = ()
     spec: Spec | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_examples(self) -> float:
         """How many examples stand behind it."""
-        return float(decode(self.payload).header["num_examples"])
+        return float(self.packet.header["num_examples"])
 
     @property
     def about(self) -> About:
         """What its file says of itself."""
-        return About.of(decode(self.payload).header)
+        return About.of(self.packet.header)
 
     @property
     def release(self) -> Release:
         """What it tells of any one row; of an update without noise the signal is infinite."""
-        return Release.from_json(decode(self.payload).header.get("privacy"))
+        return Release.from_json(self.packet.header.get("privacy"))
 
     @property
     def facts(self) -> Mapping[str, float]:
         """What its training noted, such as the last epoch's loss."""
-        facts: Mapping[str, float] = decode(self.payload).header["facts"]
+        facts: Mapping[str, float] = self.packet.header["facts"]
         return facts
 
     def telling(self, **entries: Any) -> Update:
         """The same update with more entries in its header; None takes one out."""
-        packet = decode(self.payload)
-        header = {key: value for key, value in {**packet.header, **entries}.items() if value is not None}
+        header = {key: value for key, value in {**self.packet.header, **entries}.items() if value is not None}
         client = str(header.get("client", "")) if "client" in entries else self.client
-        return replace(self, client=client, payload=encode(packet.tensors, header))
+        return replace(self, client=client, packet=Packet.of(self.packet.tensors, header))
 
     def without_weights(self) -> Update:
         """The evidence alone, for weights that whoever fuses has."""
-        packet = decode(self.payload)
-        return replace(self, payload=encode(packet.tensors.part(lambda n: n.startswith(NOTE)), packet.header))
+        notes = self.packet.tensors.part(lambda n: n.startswith(NOTE))
+        return replace(self, packet=Packet.of(notes, self.packet.header))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights."""
-        return {n: t.clone() for n, t in decode(self.payload).tensors.items() if not n.startswith(NOTE)}
+        return {n: t.clone() for n, t in self.packet.tensors.items() if not n.startswith(NOTE)}
+
+    @property
+    def payload(self) -> bytes:
+        """The message as bytes."""
+        return self.packet.to_bytes()
 
     def save(self, path: str | Path) -> Path:
         """Write one safetensors file that `fuse` reads anywhere."""
-        packet = decode(self.payload)
-        write_sealed(Path(path), packet.tensors, packet.header)
+        write_sealed(Path(path), self.packet.tensors, self.packet.header)
         return Path(path)
 
 
@@ -143,10 +146,13 @@ def local_update(
     first = prepared_start(recipe, spec, begin, Bench(classes=count, seed=seed, task=task))
     memory = {**(published or {}), **(tell_examples(all_examples) if EXAMPLES in recipe.publishes else {})}
     brief = Brief(0, first.spec, first.posterior.mean, memory, classes=count, task=task)
-    packet = decode(_answer(recipe.work(settings_from(settings)), brief, client or "site", data, seed, own))
+    with one_thread():
+        kept = None if own is None else with_kind("last", dict(own))
+        work, trained_on = recipe.work(settings_from(settings)), Rows(data.x.contiguous(), data.y)
+        reply = client_round(work, hand_over(brief), client or "site", trained_on, memory=kept, seed=seed).reply
     told = _tell(recipe, client, names, inputs or _form_of(data), fingerprint(brief.params))
-    header = {**packet.header, **_tell_task(brief, published), **told}
-    return Update(client, encode(packet.tensors, header), recipe.reveals, first.spec)
+    header = {**reply.header, **_tell_task(brief, published), **told}
+    return Update(client, Packet.of(reply.tensors, header), recipe.reveals, first.spec)
 
 
 def bring_evidence(
@@ -226,14 +232,6 @@ def _named_network(model: nn.Module | Spec, output: int | str | None) -> Spec:
     """The network, and which of its outputs are the logits."""
     spec = model if isinstance(model, Spec) else Spec.of(model, output)
     return spec if output is None else replace(spec, output=output)
-
-
-def _answer(work: Work, brief: Brief, client: str, rows: Rows, seed: int, own: Params | None) -> bytes:
-    """A client's reply as every engine brings it: everything comes from bytes, and one thread does it."""
-    with one_thread():
-        received = receive_brief(encode_brief(brief), brief.spec)
-        kept = None if own is None else with_kind("last", dict(own))
-        return client_round(work, received, client, Rows(rows.x.contiguous(), rows.y), memory=kept, seed=seed).payload
 
 
 def _tell_task(brief: Brief, published: Params | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -79,9 +79,27 @@ class Brief:
         return replace(self, spec=spec, params=params, own={})
 
 
+class Message(Protocol):
+    """A message that is a value: what its bytes would say, and how many they would be."""
+
+    @property
+    def header(self) -> Mapping[str, Any]:
+        """What it says beside its tensors."""
+
+    @property
+    def tensors(self) -> Params:
+        """Its tensors by name."""
+
+    @property
+    def size(self) -> int:
+        """How many bytes it takes on its way."""
+
+
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What the transport brings back from one client: untrusted bytes (or a file of them), or why there are none.
+    """What the transport brings back from one client, or why there is nothing.
+
+    What comes from elsewhere is untrusted bytes or a file of them; within one process a message stays a value.
 
     `client` is the transport's word for who sent it, never the sender's own.
 
@@ -96,7 +114,7 @@ class Envelope:
     """
 
     client: str
-    payload: bytes | Path | None
+    payload: Message | bytes | Path | None
     dropped: str = ""
     seconds: float = 0.0
     remembered: bool = False

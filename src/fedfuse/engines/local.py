@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -19,8 +20,8 @@ from fedfuse.core.seams import Terms, Work
 from fedfuse.core.torch_utils import one_thread
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.training.round import client_round
-from fedfuse.wire.codec import decode, encode
-from fedfuse.wire.messages import encode_brief, receive_brief
+from fedfuse.wire.codec import Packet, encode
+from fedfuse.wire.messages import hand_over
 
 T = TypeVar("T")
 OnClient: TypeAlias = Callable[[str, float, bool], None]  # client, seconds, whether nothing was trained
@@ -125,21 +126,21 @@ class OncePerBrief(Generic[T]):
 
 
 class ClientResult(NamedTuple):
-    """How one client's round ended: a payload and what the client remembers, both as bytes, or why there are none."""
+    """How one client's round ended: its reply and what the client remembers, or why there is none."""
 
-    payload: bytes | None
-    memory: bytes = b""
+    payload: Packet | bytes | None  # bytes where it was in another process
+    memory: Params = MappingProxyType({})
     seconds: float = 0.0
     remembered: bool = False
     dropped: str = ""
 
 
 def answer(
-    work: Work, brief: Brief, client: str, rows: Rows, memory: bytes, *, seed: int, trained: bytes | None = None
+    work: Work, brief: Brief, client: str, rows: Rows, memory: Params, *, seed: int, trained: bytes | None = None
 ) -> ClientResult:
     """One client's round as every local engine runs it, so that none can differ from another in a single bit.
 
-    Everything comes from bytes (a tensor's strides decide the order of sums), and one thread does it.
+    All tensors lie as in a message (their strides decide the order of sums), and one thread does it.
 
     Raises:
         ConfigError: when the user asked for what cannot be; any other failure is the client's own and drops it.
@@ -149,20 +150,19 @@ def answer(
     rows = Rows(rows.x.contiguous(), rows.y)
     try:
         with one_thread():
-            kept = dict(decode(memory).tensors)
-            payload, after = client_round(work, brief, client, rows, memory=kept, seed=seed, trained=trained)
+            reply, after = client_round(work, brief, client, rows, memory=memory, seed=seed, trained=trained)
     except (ConfigError, RecipeError):
         raise
     except Exception as why:
         _log.debug("%s failed", client, exc_info=True)
         return ClientResult(None, seconds=time.perf_counter() - started, dropped=f"{type(why).__name__}: {why}")
-    return ClientResult(payload, encode(after, {}), time.perf_counter() - started, trained is not None)
+    return ClientResult(reply, after, time.perf_counter() - started, trained is not None)
 
 
 def close_round(engine: LocalEngine, client: str, done: ClientResult) -> Envelope:
     """Keep what the client remembers, tell who watches, and put its answer in an envelope."""
     if done.payload is not None:
-        engine.memories[client] = dict(decode(done.memory).tensors)
+        engine.memories[client] = done.memory
     if engine.on_client is not None:
         engine.on_client(client, done.seconds, done.remembered)
     return Envelope(client, done.payload, done.dropped, done.seconds, done.remembered)
@@ -187,9 +187,9 @@ class InProcess:
         self, brief: Brief, work: Work, asked: tuple[str, ...], trained: FindTraining | None = None
     ) -> Iterator[Envelope]:
         """Train the asked clients one by one; a client that fails is dropped with its reason."""
-        per_brief = OncePerBrief(brief, lambda own_brief: receive_brief(encode_brief(own_brief), own_brief.spec))
+        per_brief = OncePerBrief(brief, hand_over)
         for client in asked:
-            rows, memory = self.population.rows_of(client), encode(self.memories.get(client, {}), {})
+            rows, memory = self.population.rows_of(client), self.memories.get(client, {})
             known = trained(client) if trained else None
             done = answer(work, per_brief.for_client(client), client, rows, memory, seed=self.seed, trained=known)
             yield close_round(self, client, done)

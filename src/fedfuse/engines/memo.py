@@ -34,7 +34,7 @@ from fedfuse.engines.code import follow, installed_digest, source
 from fedfuse.engines.local import ClientResult, LocalEngine, OncePerBrief, close_round
 from fedfuse.errors import ConfigError
 from fedfuse.kernels import signature
-from fedfuse.wire.codec import Malformed, decode, encode, read, write
+from fedfuse.wire.codec import Malformed, Packet, decode, encode, read, write
 from fedfuse.wire.messages import VERSION, encode_brief, split
 
 _PLAIN = (type(None), bool, int, float, str, bytes, Tensor, np.ndarray, torch.dtype, torch.device)
@@ -372,7 +372,7 @@ class MemoEngine:
         for client in asked:
             name = names[client]
             if name and (entry := self.memo.find(name.whole)):
-                memory = self._memory(client) if entry.memory is None else entry.memory
+                memory = self.memories.get(client, {}) if entry.memory is None else dict(decode(entry.memory).tensors)
                 yield close_round(self.engine, client, ClientResult(entry.payload, memory, remembered=True))
             else:
                 unknown.append(client)
@@ -385,12 +385,14 @@ class MemoEngine:
         before = {client: digest(self._memory(client)) for client in asked}
         for envelope in self.engine.exchange(brief, work, asked, _Trainings(self.memo, names)):
             name = names[envelope.client]
-            if name and isinstance(envelope.payload, bytes):
+            payload = envelope.payload
+            if name and isinstance(payload, bytes | Packet):
+                came = payload if isinstance(payload, bytes) else payload.to_bytes()
                 memory = self._memory(envelope.client)
                 same = digest(memory) == before[envelope.client]
-                self.memo.keep(name.whole, MemoEntry(envelope.payload, None if same else memory))
+                self.memo.keep(name.whole, MemoEntry(came, None if same else memory))
                 if name.training and not envelope.remembered:
-                    self.memo.keep(name.training, MemoEntry(without_evidence(envelope.payload)))
+                    self.memo.keep(name.training, MemoEntry(without_evidence(came)))
             yield envelope
 
     def _names(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> dict[str, Name | None]:

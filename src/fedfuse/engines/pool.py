@@ -315,7 +315,7 @@ class _Worker:
             raise USERS_FAULT[facts["error"]](facts["text"])
         # beside the JSON, not in it: tensors are never parsed as text, and never unpickled
         payload, memory = self.wire.recv_bytes(), self.wire.recv_bytes()
-        return ClientResult(None if facts["dropped"] else payload, memory, **facts)
+        return ClientResult(None if facts["dropped"] else payload, dict(decode(memory).tensors), **facts)
 
     def end(self) -> None:
         """Stop the process at once: it holds nothing worth waiting for."""
@@ -417,7 +417,7 @@ class _QuestionTask:
 
 def _outputs(task: _QuestionTask, done: ClientResult, rows: Rows, batch: int) -> Tensor:
     """What a worker found; where it failed, this process asks, and meets the same failure if there is one."""
-    if done.payload is None:
+    if not isinstance(done.payload, bytes):
         question = task.inputs.packed
         return ask_in_batches(question.ask, question.model, rows.x[task.start : task.stop], batch)
     return decode(done.payload).tensors["outputs"]

@@ -34,7 +34,7 @@ from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
 from fedfuse.engines.local import ClientResult, answer
 from fedfuse.errors import ConfigError, FuseError, RecipeError, error_text
-from fedfuse.wire.codec import encode
+from fedfuse.wire.codec import Packet, decode, encode
 from fedfuse.wire.messages import receive_brief
 
 _DESCRIPTORS = Path("/proc/self/fd")  # where it exists, a file needs no name to be opened by another process
@@ -259,8 +259,8 @@ class _Round:
 
     def answer(self, task: bytes) -> ClientResult:
         client, index, memory, known = ForkingPickler.loads(task)
-        rows = _ROWS.take(self.rows, torch.from_numpy(index))
-        return answer(self.work, self.brief, client, rows, memory, seed=self.seed, trained=known)
+        rows, kept = _ROWS.take(self.rows, torch.from_numpy(index)), dict(decode(memory).tensors)
+        return answer(self.work, self.brief, client, rows, kept, seed=self.seed, trained=known)
 
 
 class PackedQuestion(NamedTuple):
@@ -291,7 +291,7 @@ class _Question:
             found = ask_in_batches(self.ask, self.model, self.x[start:stop], self.batch)
         except Exception as why:  # a user's network may raise anything
             return ClientResult(None, dropped=error_text(why))
-        return ClientResult(encode({"outputs": found}, {}))
+        return ClientResult(Packet.of({"outputs": found}, {}))
 
 
 def _turn(wire: Connection, inputs: Inputs | None) -> Inputs | None:
@@ -306,7 +306,9 @@ def _turn(wire: Connection, inputs: Inputs | None) -> Inputs | None:
         wire.send_bytes(json.dumps({"error": kind, "text": str(why)}).encode())
         return None
     facts = {"seconds": done.seconds, "remembered": done.remembered, "dropped": done.dropped}
-    for part in (json.dumps(facts).encode(), done.payload or b"", done.memory):
+    reply = done.payload
+    payload = reply.to_bytes() if isinstance(reply, Packet) else reply or b""
+    for part in (json.dumps(facts).encode(), payload, encode(done.memory, {})):
         wire.send_bytes(part)
     return inputs
 

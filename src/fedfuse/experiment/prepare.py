@@ -236,7 +236,7 @@ def _take_step(recipe: Recipe, brief: Brief, work: Work, rows: Rows) -> None:
             answer = client_round(work, brief, _WHO, rows)
             if answer.memory:
                 answer = client_round(work, brief, _WHO, rows, memory=answer.memory)
-        admit(Envelope(_WHO, answer.payload), Contract.of(brief, recipe.evidence, trains=recipe.trains))
+        admit(Envelope(_WHO, answer.reply), Contract.of(brief, recipe.evidence, trains=recipe.trains))
     except Refused as why:
         facts = why.facts()
         raise ConfigError(

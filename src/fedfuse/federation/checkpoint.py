@@ -26,7 +26,7 @@ from fedfuse.nets.adapters import INPUTS
 from fedfuse.tasks import CLASSIFICATION, LANGUAGE_MODEL, TEXT_CLASSIFICATION, Task
 from fedfuse.tasks.language import NO_TARGET
 from fedfuse.wire.adapters import PREFIX, adapted_modules, is_adapter, merge_into, read_adapter, read_adapters
-from fedfuse.wire.codec import LazyParams, decode, encode
+from fedfuse.wire.codec import LazyParams, Packet
 from fedfuse.wire.folders import EVIDENCE, names_in_files, read_folder
 from fedfuse.wire.messages import NOTE
 
@@ -136,10 +136,10 @@ def save_evidence(update: Update, folder: Path, output: Path | None = None) -> P
 
 def _notes_of_adapter(update: Update) -> Update:
     """Evidence taken at a network with adapters, under the names that an adapter's file has."""
-    packet, kind = decode(update.payload), f"{NOTE}{INPUTS}/"
+    packet, kind = update.packet, f"{NOTE}{INPUTS}/"
     notes = packet.tensors.part(lambda n: n.startswith(NOTE), lambda n: n.replace(kind, f"{kind}{PREFIX}", 1))
     header = {key: value for key, value in packet.header.items() if key not in ("spec", "layout")}
-    return replace(update, payload=encode(notes, header))
+    return replace(update, packet=Packet.of(notes, header))
 
 
 def _open_weights(folder: Path, base: Path | None) -> tuple[OpenedCheckpoint, dict[str, str]]:

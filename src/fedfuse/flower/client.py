@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from fedfuse.api import settings_from
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Single
@@ -35,7 +37,7 @@ from fedfuse.flower.records import (
     to_tensors,
 )
 from fedfuse.server.judge import accuracy_and_loss
-from fedfuse.wire.codec import decode, encode
+from fedfuse.wire.codec import Packet, laid_out
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict  # isort: skip - after the check
 
@@ -180,20 +182,20 @@ def check_work(work: Work, order: Order) -> None:
 def client_reply(work: Work, brief: Brief, order: Order, rows: Rows, context: Context) -> RecordDict:
     """One client's round as every app of ours does it; what the client remembers stays in Flower's state."""
     done = answer(work, brief, order.client, rows, _recall_memory(context, order), seed=order.seed)
-    if done.payload is None:
+    if not isinstance(done.payload, Packet):
         return failed_content(done.dropped)
     _remember(context, order, done)
     return reply_content(done.payload, done.seconds)
 
 
-def _recall_memory(context: Context, order: Order) -> bytes:
+def _recall_memory(context: Context, order: Order) -> dict[str, Tensor]:
     """This client's memory for this method and seed; empty if the stored memory belongs to another."""
     course = dict(context.state.config_records.get(COURSE, {}))
     mine = (course.get("label"), course.get("seed")) == (order.label, order.seed)
-    return encode(to_tensors(context.state.array_records.get(MEMORY, {})) if mine else {}, {})
+    return dict(laid_out(to_tensors(context.state.array_records.get(MEMORY, {})))) if mine else {}
 
 
 def _remember(context: Context, order: Order, done: ClientResult) -> None:
     """Store the client's memory; one method runs on one seed at a time, so only the latest is kept."""
     context.state[COURSE] = ConfigRecord({"label": order.label, "seed": order.seed})
-    context.state[MEMORY] = to_arrays(decode(done.memory).tensors)
+    context.state[MEMORY] = to_arrays(done.memory)

@@ -27,7 +27,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.flower.version import need_flower
 from fedfuse.tasks import CLASSIFICATION, task_header, task_named
-from fedfuse.wire.codec import Malformed, decode
+from fedfuse.wire.codec import Malformed, Packet
 from fedfuse.wire.messages import VERSION
 
 need_flower()
@@ -205,9 +205,8 @@ def _named_in(spec: Any) -> frozenset[str]:
     return Spec(str(spec.get("factory")), {"all": spec}).factories if isinstance(spec, dict) else frozenset()
 
 
-def reply_content(payload: bytes, seconds: float) -> RecordDict:
+def reply_content(packet: Packet, seconds: float) -> RecordDict:
     """A client's reply, taken apart into records: numbers, words, and as JSON whatever of its header is neither."""
-    packet = decode(payload)
     header = dict(packet.header)
     numbers = {"num_examples": header.pop("num_examples"), "steps": header.pop("steps"), **header.pop("facts")}
     words: dict[str, Any] = {key: value for key, value in header.items() if isinstance(value, str | int | float)}

@@ -15,7 +15,8 @@ from fedfuse.core.state import Bench
 from fedfuse.core.torch_utils import one_thread
 from fedfuse.errors import ConfigError
 from fedfuse.training.round import client_round
-from fedfuse.wire.messages import encode_brief, receive_brief
+from fedfuse.wire.codec import Packet
+from fedfuse.wire.messages import hand_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +90,11 @@ class _EngineWithServer:
             yield Envelope(SERVER, self._server_reply(brief, work))
         yield from answers
 
-    def _server_reply(self, brief: Brief, work: Work) -> bytes:
-        """The server's reply, made of the same bytes and by the same work as everybody's."""
+    def _server_reply(self, brief: Brief, work: Work) -> Packet:
+        """The server's reply, made by the same work as any client's."""
         own_brief = brief.to(SERVER)
         with one_thread():
-            return client_round(
-                work, receive_brief(encode_brief(own_brief), own_brief.spec), SERVER, self.rows, seed=self.seed
-            ).payload
+            return client_round(work, hand_over(own_brief), SERVER, self.rows, seed=self.seed).reply
 
 
 @dataclass(frozen=True, slots=True)

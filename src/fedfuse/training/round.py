@@ -23,8 +23,8 @@ from fedfuse.core.torch_utils import one_thread
 from fedfuse.errors import ConfigError
 from fedfuse.nets.channels import carry_over
 from fedfuse.training.epochs import TorchEpochs, compiled_epochs, suits_channels_last
-from fedfuse.wire.codec import decode, forms_of
-from fedfuse.wire.messages import encode_reply, split
+from fedfuse.wire.codec import Packet, decode, forms_of, laid_out
+from fedfuse.wire.messages import mark_notes, reply_header, split
 
 CHANNELS = "channels"  # of a pruned network: which of its original channels the remembered tensors have
 
@@ -94,10 +94,15 @@ def disturb_move(trained: Params, brief: Brief, how: MoveNoise, seeded: torch.Ge
 
 
 class RoundAnswer(NamedTuple):
-    """What a client's round gives: the reply's bytes, and what the client remembers for the next."""
+    """What a client's round gives: its reply, and what the client remembers for the next."""
 
-    payload: bytes
+    reply: Packet
     memory: dict[str, Tensor]
+
+    @property
+    def payload(self) -> bytes:
+        """The reply as it travels."""
+        return self.reply.to_bytes()
 
 
 class TrainingResult(NamedTuple):
@@ -173,10 +178,9 @@ def client_round(
         facts = {}  # a loss would tell of rows
         if trained is None:  # what was remembered has its noise already
             mean = disturb_move(mean, brief, hide, local.stream("privacy"))
-    reply = encode_reply(
-        brief, mean, notes, num_examples=float(len(rows)), steps=local.steps, facts=facts, training=work.settings
-    )
-    return RoundAnswer(reply, {n: t.detach().cpu().clone() for n, t in with_channels(local.memory, brief).items()})
+    header = reply_header(brief, num_examples=float(len(rows)), steps=local.steps, facts=facts, training=work.settings)
+    remembered = dict(laid_out(with_channels(local.memory, brief)))
+    return RoundAnswer(Packet.of({**mean, **mark_notes(notes)}, header), remembered)
 
 
 def train(local: Local, work: Work) -> None:

@@ -355,6 +355,43 @@ class Packet:
     size: int
     sealed: bool = False
 
+    @classmethod
+    def of(cls, tensors: Params, header: Mapping[str, Any]) -> Packet:
+        """What `decode(encode(tensors, header))` gives, for a message that never leaves this process.
+
+        Example:
+            >>> Packet.of({"w": torch.tensor([1.0, 2.0])}, {"num_examples": 3}).tensors["w"].tolist()
+            [1.0, 2.0]
+        """
+        said = json.loads(json.dumps(header, sort_keys=True, allow_nan=False))  # as a reader finds it: tuples are lists
+        copies = laid_out(tensors)
+        return cls(said, copies, encoded_size(copies, said))
+
+    def to_bytes(self) -> bytes:
+        """The message as it travels."""
+        return encode(self.tensors, self.header)
+
+
+def laid_out(tensors: Params) -> LazyParams:
+    """Copies of tensors as they lie in a message: contiguous, the widest numbers first, all in one piece of memory.
+
+    A tensor's strides decide the order in which its numbers are summed, so what comes from a message and what never
+    was in one must lie alike, or the two would differ in their last bits.
+    """
+    forms = forms_of(tensors)
+    offsets, size = _places(forms)
+    memory = torch.empty(size, dtype=torch.uint8)
+
+    def fetch(name: str, begin: int, end: int) -> Tensor:
+        dtype = forms[name].dtype
+        at = offsets[name] + begin * dtype.itemsize
+        return memory[at : at + (end - begin) * dtype.itemsize].view(dtype)
+
+    found = LazyParams(forms, fetch, offsets, resident=True)
+    for name, tensor in tensors.items():
+        found[name].copy_(tensor.detach())
+    return found
+
 
 def encode(tensors: Params, header: Mapping[str, Any]) -> bytes:
     """Tensors and header as one message.
@@ -526,12 +563,7 @@ def _head(
             f"tensor {wrong[0]!r} is {forms[wrong[0]].dtype}, which safetensors files do not carry here; bring it to "
             "floats of 16 bits or more, or to 64-bit whole numbers"
         )
-    # The widest numbers first, so that every tensor starts at a multiple of its own width.
-    ordered = sorted(forms, key=lambda n: -forms[n].dtype.itemsize)
-    begins, at = {}, 0
-    for name in ordered:
-        begins[name] = at
-        at += math.prod(forms[name].shape) * forms[name].dtype.itemsize
+    begins, _ = _places(forms)
     own = {"fedfuse": json.dumps(header, sort_keys=True, allow_nan=False)}
     table: dict[str, Any] = {"__metadata__": {**(marks or {}), **own}}
     for name, form in forms.items():
@@ -540,7 +572,17 @@ def _head(
         table[name] = {"dtype": _NAMES[form.dtype], "shape": list(form.shape), "data_offsets": offsets}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the data begin at a multiple of eight and can be read in place
-    return len(text).to_bytes(8, "little") + text, ordered
+    return len(text).to_bytes(8, "little") + text, list(begins)
+
+
+def _places(forms: Mapping[str, Form]) -> tuple[dict[str, int], int]:
+    """Where each tensor begins behind a message's head, in the order in which they lie, and where the last one ends."""
+    begins, at = dict[str, int](), 0
+    # the widest numbers first, so that every tensor begins at a multiple of its own width
+    for name in sorted(forms, key=lambda n: -forms[n].dtype.itemsize):
+        begins[name] = at
+        at += math.prod(forms[name].shape) * forms[name].dtype.itemsize
+    return begins, at
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

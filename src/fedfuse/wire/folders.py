@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fedfuse.core.files import regular
-from fedfuse.core.messages import Form
+from fedfuse.core.messages import Form, Message
 from fedfuse.core.params import Layout
 from fedfuse.errors import ConfigError
 from fedfuse.wire.codec import (
@@ -57,7 +57,7 @@ def folder_of(source: str | Path) -> Path:
     return Path(source).parent if Path(source).name == INDEX else Path(source)
 
 
-def open_weights(source: bytes | Path) -> Packet:
+def open_weights(source: Message | bytes | Path) -> Packet:
     """A message, a file or a folder of weights, each tensor to be read when it is asked for.
 
     Raises:
@@ -66,6 +66,8 @@ def open_weights(source: bytes | Path) -> Packet:
     """
     if isinstance(source, bytes):
         return decode(source)
+    if not isinstance(source, Path):
+        return source if isinstance(source, Packet) else Packet.of(source.tensors, source.header)
     if source.suffix in _PICKLES and _begins_as_pickle(source):
         raise ConfigError(pickle_words(source, source.with_suffix(".safetensors").name))
     return read_folder(folder_of(source)) if is_folder(source) else read(source)

@@ -16,7 +16,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.tasks import CLASSIFICATION, task_header, task_named
-from fedfuse.wire.codec import LazyParams, Malformed, Packet, decode, encode, encoded_size
+from fedfuse.wire.codec import LazyParams, Malformed, Packet, decode, encode, encoded_size, laid_out
 
 VERSION = 1
 NOTE = "~"  # evidence and memory stand under this mark, so that plain names are always the model's own
@@ -62,9 +62,14 @@ def decode_brief(data: bytes, trusted: Collection[str] = ()) -> Brief:
 
 
 def receive_brief(data: bytes, spec: Spec) -> Brief:
-    """A brief as it arrives at a client on this machine: the spec comes beside it, for a prototype has no bytes."""
+    """A brief as it arrives at another process of this machine; its spec comes separately: a prototype has no bytes."""
     brief = decode_brief(data, spec.factories)
     return replace(brief, spec=spec, params=dict(brief.params), memory=dict(brief.memory))
+
+
+def hand_over(brief: Brief) -> Brief:
+    """The same for a client of this process: its own copy of what it hears, without a message."""
+    return replace(brief, params=dict(laid_out(brief.params)), memory=dict(laid_out(brief.memory)))
 
 
 def encode_reply(
@@ -77,7 +82,7 @@ def encode_reply(
     facts: Mapping[str, float],
     training: LocalSettings | None = None,
 ) -> bytes:
-    """A client's answer to a brief."""
+    """A client's answer to a brief, as bytes."""
     header = reply_header(brief, num_examples=num_examples, steps=steps, facts=facts, training=training)
     return encode({**mean, **mark_notes(notes)}, header)
 

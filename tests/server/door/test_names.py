@@ -19,7 +19,7 @@ from fedfuse.core.model import Single
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.server.admission.names import reorder_outputs
-from fedfuse.wire.codec import decode, encode
+from fedfuse.wire.codec import Packet, decode
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": 3})
 START = SPEC.build().state_dict()
@@ -88,11 +88,11 @@ def test_what_one_file_of_many_says_alone_is_not_the_fused_models_word() -> None
     """One file among silent ones named the classes of all, and said how everybody's rows are scaled."""
     rows = [(torch.randn(9, 4), torch.arange(9) % 3) for _ in range(4)]
     plain = [fedfuse.local_update(SPEC, each, client=f"s{k}", start=START, epochs=1) for k, each in enumerate(rows)]
-    bare = [replace(u, payload=encode((p := decode(u.payload)).tensors, _without(p.header, "inputs"))) for u in plain]
+    bare = [replace(u, packet=Packet.of((p := decode(u.payload)).tensors, _without(p.header, "inputs"))) for u in plain]
     packet = decode(bare[0].payload)
     form = PictureForm(height=2, width=2, channels=1, mean=(0.5,), std=(1e-3,))
     told = {"class_names": ["x", "y", "z"], "inputs": form.model_dump(mode="json")}
-    fused = fedfuse.fuse([replace(bare[0], payload=encode(packet.tensors, {**packet.header, **told})), *bare[1:]])
+    fused = fedfuse.fuse([replace(bare[0], packet=Packet.of(packet.tensors, {**packet.header, **told})), *bare[1:]])
     assert (fused.about.class_names, fused.about.inputs) == ((), None)
     assert [remark.split(" alone")[0] for remark in fused.remarks] == [
         "the names of classes: told by s0",
@@ -120,8 +120,8 @@ def test_other_forms_of_rows_are_refused_by_name() -> None:
 def test_a_header_that_lies_about_its_names_is_refused() -> None:
     liar = update("c")
     packet = decode(liar.payload)
-    lies = replace(liar, payload=encode(packet.tensors, {**packet.header, "class_names": ["a", "b"]}))
-    deep = replace(liar, payload=encode(packet.tensors, {**packet.header, "client": "d", "class_names": [["a"]]}))
+    lies = replace(liar, packet=Packet.of(packet.tensors, {**packet.header, "class_names": ["a", "b"]}))
+    deep = replace(liar, packet=Packet.of(packet.tensors, {**packet.header, "client": "d", "class_names": [["a"]]}))
     fused = fedfuse.fuse([update("a"), update("b"), update("b2"), lies, deep])
     assert [(r["client"], r["field"]) for r in fused.refused] == [("c", "header"), ("d", "header")]
     assert "2 names for 3 classes" in fused.refused[0]["got"]

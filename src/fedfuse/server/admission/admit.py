@@ -35,7 +35,18 @@ from fedfuse.server.admission.influence import (
     read_sums,
 )
 from fedfuse.server.admission.values import check_values, form_words, lengths_of, raise_log_variances
-from fedfuse.wire.codec import LazyParams, Limits, Malformed, Packet, decode, forms_of, forms_size, read
+from fedfuse.wire.codec import (
+    LazyParams,
+    Limits,
+    Malformed,
+    Packet,
+    check_size,
+    decode,
+    encode,
+    forms_of,
+    forms_size,
+    read,
+)
 from fedfuse.wire.messages import NOTE, VERSION, split
 
 
@@ -60,16 +71,16 @@ class Spool:
 
     def keep(self, envelope: Envelope, largest: int | None = None) -> Envelope:
         """The envelope itself, or one whose payload is a file; a payload larger than allowed is left to the door."""
-        payload = envelope.payload
-        if not isinstance(payload, bytes) or (largest is not None and len(payload) > largest):
+        payload, size = envelope.payload, _size(envelope)
+        if payload is None or isinstance(payload, Path) or (largest is not None and size > largest):
             return envelope
-        if self._bytes_in_memory + len(payload) <= self.limit:
-            self._bytes_in_memory += len(payload)
+        if self._bytes_in_memory + size <= self.limit:
+            self._bytes_in_memory += size
             return envelope
         self._files += 1
         try:
             path = self._waiting_folder() / f"{self._files}.safetensors"
-            path.write_bytes(payload)
+            path.write_bytes(payload if isinstance(payload, bytes) else encode(payload.tensors, payload.header))
         except OSError as why:
             raise ConfigError(
                 f"updates that outgrow memory cannot wait in {tempfile.gettempdir()}: {why.strerror or why}; "
@@ -317,9 +328,10 @@ def _measure(update: ClientUpdate, heard: Brief, contract: Contract, moves: Mapp
 
 
 def _size(envelope: Envelope) -> int:
-    if isinstance(envelope.payload, bytes):
-        return len(envelope.payload)
-    return envelope.payload.stat().st_size if envelope.payload and envelope.payload.exists() else 0
+    payload = envelope.payload
+    if isinstance(payload, Path):
+        return payload.stat().st_size if payload.exists() else 0
+    return 0 if payload is None else len(payload) if isinstance(payload, bytes) else payload.size
 
 
 def _check_turn(client: str, asked: frozenset[str], updates: Mapping[str, ClientUpdate]) -> None:
@@ -333,8 +345,11 @@ def _open(envelope: Envelope, contract: Contract) -> Packet:
     try:
         if isinstance(envelope.payload, bytes):
             return decode(envelope.payload, contract.limits)
-        if envelope.payload is not None:
+        if isinstance(envelope.payload, Path):
             return read(envelope.payload, contract.limits)
+        if isinstance(envelope.payload, Packet):  # of this process: its numbers are judged as all others are
+            check_size(envelope.payload.size, contract.limits)
+            return envelope.payload
     except Malformed as why:
         raise Refused(envelope.client, "reply", str(why), "a safetensors reply as briefed") from why
     raise Refused(envelope.client, "reply", "nothing", "a safetensors reply as briefed")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedfuse.core.messages import Form
+from fedfuse.core.messages import Form, Message
 from fedfuse.core.metadata import names_text
 from fedfuse.core.params import Params
 from fedfuse.core.spec import Spec
@@ -45,7 +45,7 @@ class Item:
 
     Attributes:
         client: the site it is from: as its header says, else as its file is called.
-        payload: its bytes or file.
+        payload: the message itself, its bytes or its file.
         num_examples: how many examples stand behind it, if the user says so.
         spec: its network, for an update that was made in this process.
         packet: what is read instead of the payload, where somebody had to open it before.
@@ -55,7 +55,7 @@ class Item:
     """
 
     client: str
-    payload: bytes | Path
+    payload: Message | bytes | Path
     num_examples: float | None = None
     spec: Spec | None = None
     packet: Packet | None = None
