@@ -18,7 +18,8 @@ from fedfuse.engines.local import InProcess, OncePerBrief, Population, one_threa
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.methods.scaffold import ControlDelta
 from fedfuse.training.round import client_round
-from fedfuse.wire.messages import encode_brief, receive_brief
+from fedfuse.wire.codec import Packet, decode, encode
+from fedfuse.wire.messages import encode_brief, hand_over, receive_brief
 
 
 def answers(engine: InProcess, brief: Brief, work: Work) -> dict[str, object]:
@@ -130,3 +131,19 @@ def test_a_heard_brief_has_the_bytes_and_the_prototype(brief: Brief) -> None:
     assert got.spec.prototype is own.prototype
     assert got.memory["mask/w"].tolist() == [1, 1]
     assert all(torch.equal(t, said.params[n]) for n, t in got.params.items())
+
+
+def test_what_never_was_in_a_message_lies_as_what_was(population: Population, brief: Brief, work: Work) -> None:
+    """Strides decide the order of sums: a value must be laid out as its bytes are read."""
+    odd = {n: t.mT.contiguous().mT if t.ndim == 2 else t for n, t in brief.params.items()}
+    odd |= {"half": torch.arange(6).to(torch.bfloat16)[::2], "count": torch.tensor(3), "empty": torch.empty(0, 2)}
+    value, read = Packet.of(odd, {"b": (1, 2), "a": 0.5}), decode(encode(odd, {"b": (1, 2), "a": 0.5}))
+    assert (value.header, value.size, list(value.tensors)) == (read.header, read.size, list(read.tensors))
+    assert value.tensors.offsets == read.tensors.offsets
+    for name, tensor in value.tensors.items():
+        assert tensor.stride() == read.tensors[name].stride()
+        assert tensor.equal(read.tensors[name])
+    heard, told = hand_over(brief), receive_brief(encode_brief(brief), brief.spec)
+    rows = population.rows_of("site-2")
+    here, there = (client_round(work, b, "site-2", rows, seed=2).payload for b in (heard, told))
+    assert here == there

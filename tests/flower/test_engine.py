@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,11 +102,13 @@ def spoilt(grid: FakeGrid, node: int, spoil: Spoil) -> None:
     grid.nodes[node].app = changed
 
 
+def in_process() -> Iterator[Envelope]:
+    return InProcess(PEOPLE).exchange(a_brief(), PLAIN.work(LOCAL), PEOPLE.clients)
+
+
 def test_replies_are_the_bytes_a_client_in_process_sends() -> None:
     _, engine = a_federation()
-    ours = {
-        e.client: as_bytes(e.payload) for e in InProcess(PEOPLE).exchange(a_brief(), PLAIN.work(LOCAL), PEOPLE.clients)
-    }
+    ours = {e.client: as_bytes(e.payload) for e in in_process()}
     got = exchanged(engine)
     assert {c: e.payload for c, e in got.items()} == ours
     assert all(e.seconds > 0 for e in got.values())
@@ -425,9 +427,7 @@ def test_large_replies_wait_in_files_that_go_with_the_engine(tmp_path: Path, mon
     got = exchanged(engine)
     paths = [e.payload for e in got.values() if isinstance(e.payload, Path)]
     assert len(paths) == 2
-    plain = {
-        e.client: as_bytes(e.payload) for e in InProcess(PEOPLE).exchange(a_brief(), PLAIN.work(LOCAL), PEOPLE.clients)
-    }
+    plain = {e.client: as_bytes(e.payload) for e in in_process()}
     assert all(e.payload.read_bytes() == plain[c] for c, e in got.items() if isinstance(e.payload, Path))
     exchanged(engine)
     assert not any(path.exists() for path in paths)  # those of the round before

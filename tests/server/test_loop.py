@@ -191,9 +191,8 @@ def test_facts_of_a_round_do_not_leak_into_the_next() -> None:
 
 
 def test_what_arrives_is_what_was_sent() -> None:
-    sent = {
-        e.client: as_bytes(e.payload) for e in federation().exchange(start().brief(()), Work(BENCH.local), tuple(SIZES))
-    }
+    came = federation().exchange(start().brief(()), Work(BENCH.local), tuple(SIZES))
+    sent = {e.client: as_bytes(e.payload) for e in came}
     record = rounds(Recipe(aggregate=Mean()), federation())[0]
     assert record.facts["bytes_up"] == sum(len(p) for p in sent.values() if isinstance(p, bytes))
     assert all(isinstance(p, bytes) and decode(p).header["num_examples"] == SIZES[c] for c, p in sent.items())
