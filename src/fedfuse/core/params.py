@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 import torch
@@ -93,7 +94,7 @@ class Layer:
         return found if self.bias is None else found | {self.bias: matrix[:, -1].to(like[self.bias].dtype)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: what is derived is kept in the object
 class Layout:
     """The role of every tensor of a model, and its layers.
 
@@ -168,12 +169,12 @@ class Layout:
                 return layer.name
         return None
 
-    @property
-    def log_variances(self) -> dict[str, str]:
+    @cached_property
+    def log_variances(self) -> Mapping[str, str]:
         """For every mean of a Bayesian layer the name of its log-variances."""
         return {_mean_of(name): name for name in self.with_role("log_variance")}
 
-    @property
+    @cached_property
     def trainable(self) -> tuple[str, ...]:
         """The parameters that are trained, in the order of the state dict, one name for each tensor.
 

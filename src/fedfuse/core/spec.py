@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -22,132 +22,10 @@ from fedfuse.errors import ConfigError, error_text
 
 Output: TypeAlias = int | str
 
-
-@dataclass(frozen=True, slots=True)
-class ChooseOutput:
-    """A forward hook that takes one of a network's outputs: a position in a tuple or list, a key, or an attribute.
-
-    Example:
-        >>> import torch
-        >>> ChooseOutput("logits")(nn.Identity(), (), {"loss": None, "logits": torch.ones(1)})
-        tensor([1.])
-    """
-
-    output: Output
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], out: object) -> Tensor:  # noqa: ARG002
-        """The chosen output.
-
-        Raises:
-            ConfigError: naming what came instead.
-        """
-        found = _part(out, self.output)
-        if not isinstance(found, Tensor):
-            what = "is no tensor" if found is not None else "is not there"
-            raise ConfigError(
-                f"output = {self.output!r} {what}: the network gives {_kind(out)}; {_remedy(out, 'choose another one')}"
-            )
-        return found
-
-
-def choose_output(module: nn.Module, output: Output) -> nn.Module:
-    """The module, giving that output alone; its tensors keep their names, and a choice made before gives way."""
-    for key in [k for k, hook in module._forward_hooks.items() if isinstance(hook, ChooseOutput)]:
-        del module._forward_hooks[key]
-    module.register_forward_hook(ChooseOutput(output))
-    return module
-
-
-def understood_output(module: nn.Module) -> Output | None:
-    """The output that is meant where nobody says which: networks of `transformers` give their logits among others."""
-    return "logits" if is_of_transformers(module) and output_of(module) is None else None
-
-
-def is_of_transformers(module: nn.Module) -> bool:
-    """Whether a network is of the library `transformers`, or inherits from one that is."""
-    return any(base.__module__.partition(".")[0] == "transformers" for base in type(module).__mro__)
-
-
-def output_of(module: nn.Module) -> Output | None:
-    """The output a module was set to give; None if it was not."""
-    return next((hook.output for hook in module._forward_hooks.values() if isinstance(hook, ChooseOutput)), None)
-
-
-def validate_output(output: object) -> Output | None:
-    """An output as a file or a header names it.
-
-    Raises:
-        ConfigError: if it is neither a position nor a name.
-    """
-    named = isinstance(output, str) and 0 < len(output) <= 200
-    counted = isinstance(output, int) and not isinstance(output, bool) and -1000 < output < 1000
-    if output is not None and not named and not counted:
-        raise ConfigError(f"output is {str(output)!r:.80}, expected a place such as 0 or a name such as 'logits'")
-    return output  # type: ignore[return-value]
-
-
-def logits_in(out: object, model: str) -> Tensor:
-    """A network's answer, if it is a tensor.
-
-    Raises:
-        ConfigError: naming what came and how to say which part is meant.
-
-    Example:
-        >>> logits_in((1, 2), "own:Net")
-        Traceback (most recent call last):
-        ...
-        fedfuse.errors.ConfigError: model 'own:Net' gives a tuple of (int, int), expected logits; it gives no tensor
-    """
-    if isinstance(out, Tensor):
-        return out
-    raise ConfigError(f"model {model!r} gives {_kind(out)}, expected logits; {_remedy(out, 'say which')}")
-
-
-def _part(out: object, output: Output) -> object:
-    """One of several outputs, or None."""
-    if isinstance(out, Mapping):
-        return out.get(output)
-    if isinstance(output, str):
-        return None if isinstance(out, Tensor) else getattr(out, output, None)
-    inside = isinstance(out, tuple | list) and -len(out) <= output < len(out)
-    return out[output] if inside else None  # type: ignore[index]
-
-
-def _tensors(out: object) -> dict[Output, Tensor]:
-    """The tensors among several outputs, by what chooses them."""
-    if isinstance(out, Mapping):
-        parts: list[tuple[Any, Any]] = list(out.items())
-    elif isinstance(out, tuple | list):
-        parts = list(enumerate(out))
-    else:
-        parts = list(getattr(out, "__dict__", {}).items())
-    return {key: part for key, part in parts if isinstance(part, Tensor) and isinstance(key, int | str)}
-
-
-def _kind(out: object) -> str:
-    """What came, in words."""
-    name = type(out).__name__
-    if isinstance(out, Mapping):
-        return f"a {name} with {', '.join(repr(key) for key in list(out)[:6])}"
-    if isinstance(out, tuple | list):
-        return f"a {name} of ({', '.join(type(part).__name__ for part in out[:6])})"
-    return f"a {name}"
-
-
-def _remedy(out: object, lead: str) -> str:
-    if isinstance(out, Tensor):
-        return "leave `output` out"
-    found = _tensors(out)
-    if not found:
-        return "it gives no tensor"
-    choices = " or ".join(f"output = {key!r}" for key in list(found)[:4])
-    return f"{lead}: {choices} (model.output in a file, `output` in Python)"
-
-
 _MOST_VALUES = 1000  # a spec that came from outside names no more layers and sizes than this
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: what is derived is kept in the object
 class Spec:
     """The recipe of a network: a factory, its options, and the surgery done since.
 
@@ -176,7 +54,6 @@ class Spec:
     prototype: nn.Module | None = field(default=None, repr=False)
     description: Layout | None = field(default=None, repr=False)
     output: Output | None = None
-    _text: str = field(init=False, repr=False, compare=False, default="")  # made once: specs are keys of many tables
 
     def __post_init__(self) -> None:
         try:
@@ -185,10 +62,37 @@ class Spec:
             raise ConfigError(f"model {self.factory!r}: options must be plain data ({why})") from why
         object.__setattr__(self, "options", plain)
         validate_output(self.output)
-        object.__setattr__(self, "_text", json.dumps(self.to_json(), sort_keys=True))
+
+    # Specs are the keys of many tables, some of them asked for every tensor: what those need is derived once.
 
     def __hash__(self) -> int:
-        return hash(self.to_text())
+        return hash(self._text)
+
+    @cached_property
+    def _text(self) -> str:
+        return json.dumps(self._plain, sort_keys=True)
+
+    @cached_property
+    def _plain(self) -> dict[str, Any]:
+        plain: dict[str, Any] = {"factory": self.factory, "options": self.options}
+        plain |= {} if self.output is None else {"output": self.output}
+        changes = {"surgery": self.surgery, "kept": self.kept}
+        return plain | {key: {n: list(v) for n, v in part.items()} for key, part in changes.items() if part}
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The role of every tensor."""
+        return _build_once(self).layout if self.description is None else self.description
+
+    @cached_property
+    def factories(self) -> frozenset[str]:
+        """Every factory it names: its own, and those of the networks its options wrap."""
+        return frozenset({self.factory, *_factories(self.options)})
+
+    @cached_property
+    def foreign(self) -> frozenset[str]:
+        """The factories that are not of `fedfuse.models`: none of them may be built from a file unasked."""
+        return frozenset(name for name in self.factories if ":" in name)
 
     @classmethod
     def of(cls, module: nn.Module, output: Output | None = None) -> Spec:
@@ -213,20 +117,10 @@ class Spec:
         """The spec of plain tensors without a network, their roles guessed from names and shapes."""
         return cls("state-dict", description=Layout.guess(params))
 
-    @property
-    def factories(self) -> frozenset[str]:
-        """Every factory it names: its own, and those of the networks its options wrap."""
-        return frozenset({self.factory, *_factories(self.options)})
-
     @staticmethod
     def factories_in(data: object) -> frozenset[str]:
         """Every factory that plain data name, without building anything."""
         return frozenset(_factories(data))
-
-    @property
-    def foreign(self) -> frozenset[str]:
-        """The factories that are not of `fedfuse.models`: none of them may be built from a file unasked."""
-        return frozenset(name for name in self.factories if ":" in name)
 
     @property
     def is_ours(self) -> bool:
@@ -262,11 +156,6 @@ class Spec:
         return _build_once(self).module
 
     @property
-    def layout(self) -> Layout:
-        """The role of every tensor."""
-        return _build_once(self).layout if self.description is None else self.description
-
-    @property
     def can_run(self) -> bool:
         """Whether the network's code is here."""
         return self.description is None
@@ -297,10 +186,7 @@ class Spec:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a header."""
-        plain: dict[str, Any] = {"factory": self.factory, "options": dict(self.options)}
-        extra = {"surgery": self.surgery, "kept": self.kept}
-        plain |= {} if self.output is None else {"output": self.output}
-        return plain | {key: {n: list(v) for n, v in part.items()} for key, part in extra.items() if part}
+        return dict(self._plain)
 
     def to_text(self) -> str:
         """Canonical text, equal for equal specs."""
@@ -476,3 +362,124 @@ def tie(spec: Spec, params: Params) -> Params:
     """The weights, those that are one tensor made equal: as the first of their names has it."""
     first = {name: same[0] for same in spec.layout.tied for name in same[1:]}
     return {n: params[same if (same := first.get(n, n)) in params else n] for n in params} if first else params
+
+
+@dataclass(frozen=True, slots=True)
+class ChooseOutput:
+    """A forward hook that takes one of a network's outputs: a position in a tuple or list, a key, or an attribute.
+
+    Example:
+        >>> import torch
+        >>> ChooseOutput("logits")(nn.Identity(), (), {"loss": None, "logits": torch.ones(1)})
+        tensor([1.])
+    """
+
+    output: Output
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], out: object) -> Tensor:  # noqa: ARG002
+        """The chosen output.
+
+        Raises:
+            ConfigError: naming what came instead.
+        """
+        found = _part(out, self.output)
+        if not isinstance(found, Tensor):
+            what = "is no tensor" if found is not None else "is not there"
+            raise ConfigError(
+                f"output = {self.output!r} {what}: the network gives {_kind(out)}; {_remedy(out, 'choose another one')}"
+            )
+        return found
+
+
+def choose_output(module: nn.Module, output: Output) -> nn.Module:
+    """The module, giving that output alone; its tensors keep their names, and a choice made before gives way."""
+    for key in [k for k, hook in module._forward_hooks.items() if isinstance(hook, ChooseOutput)]:
+        del module._forward_hooks[key]
+    module.register_forward_hook(ChooseOutput(output))
+    return module
+
+
+def understood_output(module: nn.Module) -> Output | None:
+    """The output that is meant where nobody says which: networks of `transformers` give their logits among others."""
+    return "logits" if is_of_transformers(module) and output_of(module) is None else None
+
+
+def is_of_transformers(module: nn.Module) -> bool:
+    """Whether a network is of the library `transformers`, or inherits from one that is."""
+    return any(base.__module__.partition(".")[0] == "transformers" for base in type(module).__mro__)
+
+
+def output_of(module: nn.Module) -> Output | None:
+    """The output a module was set to give; None if it was not."""
+    return next((hook.output for hook in module._forward_hooks.values() if isinstance(hook, ChooseOutput)), None)
+
+
+def validate_output(output: object) -> Output | None:
+    """An output as a file or a header names it.
+
+    Raises:
+        ConfigError: if it is neither a position nor a name.
+    """
+    named = isinstance(output, str) and 0 < len(output) <= 200
+    counted = isinstance(output, int) and not isinstance(output, bool) and -1000 < output < 1000
+    if output is not None and not named and not counted:
+        raise ConfigError(f"output is {str(output)!r:.80}, expected a place such as 0 or a name such as 'logits'")
+    return output  # type: ignore[return-value]
+
+
+def logits_in(out: object, model: str) -> Tensor:
+    """A network's answer, if it is a tensor.
+
+    Raises:
+        ConfigError: naming what came and how to say which part is meant.
+
+    Example:
+        >>> logits_in((1, 2), "own:Net")
+        Traceback (most recent call last):
+        ...
+        fedfuse.errors.ConfigError: model 'own:Net' gives a tuple of (int, int), expected logits; it gives no tensor
+    """
+    if isinstance(out, Tensor):
+        return out
+    raise ConfigError(f"model {model!r} gives {_kind(out)}, expected logits; {_remedy(out, 'say which')}")
+
+
+def _part(out: object, output: Output) -> object:
+    """One of several outputs, or None."""
+    if isinstance(out, Mapping):
+        return out.get(output)
+    if isinstance(output, str):
+        return None if isinstance(out, Tensor) else getattr(out, output, None)
+    inside = isinstance(out, tuple | list) and -len(out) <= output < len(out)
+    return out[output] if inside else None  # type: ignore[index]
+
+
+def _tensors(out: object) -> dict[Output, Tensor]:
+    """The tensors among several outputs, by what chooses them."""
+    if isinstance(out, Mapping):
+        parts: list[tuple[Any, Any]] = list(out.items())
+    elif isinstance(out, tuple | list):
+        parts = list(enumerate(out))
+    else:
+        parts = list(getattr(out, "__dict__", {}).items())
+    return {key: part for key, part in parts if isinstance(part, Tensor) and isinstance(key, int | str)}
+
+
+def _kind(out: object) -> str:
+    """What came, in words."""
+    name = type(out).__name__
+    if isinstance(out, Mapping):
+        return f"a {name} with {', '.join(repr(key) for key in list(out)[:6])}"
+    if isinstance(out, tuple | list):
+        return f"a {name} of ({', '.join(type(part).__name__ for part in out[:6])})"
+    return f"a {name}"
+
+
+def _remedy(out: object, lead: str) -> str:
+    if isinstance(out, Tensor):
+        return "leave `output` out"
+    found = _tensors(out)
+    if not found:
+        return "it gives no tensor"
+    choices = " or ".join(f"output = {key!r}" for key in list(found)[:4])
+    return f"{lead}: {choices} (model.output in a file, `output` in Python)"

@@ -231,7 +231,8 @@ def live_names(brief: Brief) -> tuple[str, ...]:
         ('classifier.bias',)
     """
     held = entries_of(brief.memory, "held")
-    return tuple(name for name in brief.spec.layout.trainable if name not in held)
+    trainable = brief.spec.layout.trainable
+    return tuple(name for name in trainable if name not in held) if held else trainable
 
 
 def entries_of(memory: Params, kind: str) -> dict[str, Tensor]:
