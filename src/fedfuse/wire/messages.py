@@ -132,6 +132,7 @@ def mark_notes(notes: Params) -> dict[str, Tensor]:
 
 def split(packet: Packet) -> tuple[LazyParams, LazyParams]:
     """A message's tensors as the model's own and the notes."""
-    own = packet.tensors.part(lambda n: not n.startswith(NOTE))
-    notes = packet.tensors.part(lambda n: n.startswith(NOTE), lambda n: n.removeprefix(NOTE))
-    return own, notes
+    tensors = packet.tensors
+    notes = {name.removeprefix(NOTE): name for name in tensors.forms if name.startswith(NOTE)}
+    own = tensors.part(lambda name: not name.startswith(NOTE)) if notes else tensors
+    return own, tensors.renamed(notes)
