@@ -137,7 +137,7 @@ def hold_folder(folder: Path, wait: bool = True) -> Iterator[None]:
     """
     try:
         import fcntl
-    except ImportError:  # not on Windows: there nobody is kept out
+    except ImportError:  # Windows has no such lock: there two runs can write one folder
         yield
         return
     handle = os.open(folder, os.O_RDONLY)

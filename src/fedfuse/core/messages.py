@@ -26,7 +26,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Form:
-        """The form of a tensor at hand."""
+        """The form of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def blank(self) -> Tensor:
@@ -101,7 +101,7 @@ class Envelope:
     seconds: float = 0.0
     remembered: bool = False
     late: int | None = None
-    on_refused: Callable[[], object] = field(default=bool, repr=False, compare=False)  # by default nobody listens
+    on_refused: Callable[[], object] = field(default=bool, repr=False, compare=False)  # bool() does nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Cohort:
 
     @classmethod
     def of(cls, updates: list[ClientUpdate] | tuple[ClientUpdate, ...]) -> Cohort:
-        """Put the updates in client order, whoever answered first."""
+        """Put the updates in client order, in whatever order they came."""
         return cls(tuple(sorted(updates, key=lambda u: client_order(u.client))))
 
     def __iter__(self) -> Iterator[ClientUpdate]:

@@ -65,7 +65,7 @@ class About(BaseModel):
         steps: local optimizer steps of an update.
         training: how it was trained.
         start: a short name of the weights it began with.
-        reveals: what left the site beside the weights.
+        reveals: what left the site in addition to the weights.
         sites: who is in a fused model.
         refused: who is not, and why.
         versions: of what wrote it.

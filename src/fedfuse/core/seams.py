@@ -19,10 +19,10 @@ from fedfuse.core.state import Bench, Local, ServerState
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a roster has arranged beside who answers; the loop, the door and the ledger go by it.
+    """Side effects of a roster: clients asked always, rows lent to all, bytes sent for them.
 
     Attributes:
-        always: who is asked in every round, beside those chosen.
+        always: who is asked in every round, in addition to those chosen.
         shared_rows: rows of the server's that every client was given: they count in its num_examples.
         shared_bytes: bytes of them in all, sent before the first round.
         reveals: in plain words, what was given to whom.
@@ -47,7 +47,7 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 Result: TypeAlias = Literal["single", "mixture", "apart"]
 
 NOT_EVIDENCE = frozenset({"server_rows", "unlabelled", "start", "training", "network"})
-"""What a part may need beside evidence: server rows, the weights clients began at, how they trained, networks' code."""
+"""What a part may need other than evidence: server rows, clients' first weights, how they trained, networks' code."""
 
 
 class Objective(Protocol):
@@ -72,7 +72,7 @@ class Project(Protocol):
 
 
 class Evidence(Protocol):
-    """Client: what it sends beside its weights, and what that reveals; it also tells the door what to expect."""
+    """Client: what it sends in addition to its weights, what that reveals, and what the door is to expect."""
 
     @property
     def name(self) -> str:
@@ -106,9 +106,9 @@ class Evidence(Protocol):
 
 
 class PlainEvidence:
-    """The plainest answers to what evidence may be asked beside its tensors; inherit them.
+    """The plainest answers to what evidence may be asked apart from its tensors; inherit them.
 
-    Any finite values will do, they say nothing of the posterior, and nothing in them scales the client's say.
+    Any finite values pass, they describe no posterior, and nothing in them scales the client's influence.
     """
 
     __slots__ = ()
@@ -117,7 +117,7 @@ class PlainEvidence:
     recalls: ClassVar[tuple[ClientMemory, ...]] = ()
 
     def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
-        """Any finite value will do."""
+        """Any finite value passes."""
         return None
 
     def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature
@@ -125,7 +125,7 @@ class PlainEvidence:
         return None
 
     def influence(self, notes: Params) -> Mapping[str, float]:  # noqa: ARG002 - the seam's signature
-        """Nothing in them scales the client's say."""
+        """Nothing in them scales the client's influence."""
         return {}
 
 
@@ -137,13 +137,13 @@ class ClientMemory(Protocol):
 
 
 class ServerPart(Protocol):
-    """What every part of the server's half may be asked beside its work, with the plainest answers; inherit it."""
+    """What every part of the server's half may be asked apart from its work, with the plainest answers; inherit it."""
 
     __slots__ = ()
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the evidence it reads; beside evidence, it may need what `NOT_EVIDENCE` lists."""
+        """Names of the evidence it reads, and of what else it needs that `NOT_EVIDENCE` lists."""
         return frozenset()
 
     @property
@@ -269,11 +269,11 @@ class Engine(Protocol):
 
     @property
     def clients(self) -> tuple[str, ...]:
-        """Everybody who could be asked."""
+        """All clients that could be asked."""
 
     @property
     def terms(self) -> Terms:
-        """What a roster has arranged beside who answers."""
+        """Side effects of its roster."""
 
     def exchange(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> Iterable[Envelope]:
         """Send the brief to the asked clients; bring back what they answer, in any order."""

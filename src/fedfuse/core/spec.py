@@ -152,7 +152,7 @@ class Spec:
         return {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
 
     def skeleton(self) -> nn.Module:
-        """One module per spec and process, to run with borrowed weights; nobody may change it."""
+        """One module per spec and process, to run with borrowed weights; callers must not change it."""
         return _build_once(self).module
 
     @property
@@ -200,7 +200,7 @@ class Spec:
             ConfigError: if it is no spec at all.
 
         Example:
-            >>> Spec.from_description({"factory": "somebody:Net"}, Layout({}, ())).can_run
+            >>> Spec.from_description({"factory": "site:Net"}, Layout({}, ())).can_run
             False
         """
         return replace(cls.from_json(data, cls.factories_in(data)), description=layout)
@@ -231,7 +231,7 @@ class Spec:
 
 
 def _count_values(data: object) -> int:
-    """How many values plain data hold at all depths, so that nobody builds a hundred thousand layers to refuse them."""
+    """How many values plain data hold at all depths: counted first, since a network of 10⁵ layers is slow to refuse."""
     if isinstance(data, Mapping):
         return sum(1 + _count_values(value) for value in data.values())
     return sum(1 + _count_values(value) for value in data) if isinstance(data, list | tuple) else 0
@@ -311,7 +311,7 @@ def _resize(module: nn.Module, surgery: Mapping[str, tuple[int, ...]]) -> nn.Mod
 
 
 def _update_sizes(part: nn.Module, shape: tuple[int, ...]) -> None:
-    """Update the sizes a layer remembers beside its tensors."""
+    """Update the sizes that a layer keeps as plain numbers."""
     if isinstance(part, nn.Linear):
         part.out_features, part.in_features = shape
     elif isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
@@ -346,7 +346,7 @@ class _BuiltNetwork(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _build_once(spec: Spec) -> _BuiltNetwork:
-    with seeded(0, "skeleton"):  # whether a process has built it before must not move anybody's random stream
+    with seeded(0, "skeleton"):  # whether it is built here for the first time must not move the global generator
         module = spec.build().eval()
         layout = Layout.of(module)
     return _BuiltNetwork(module.requires_grad_(False), layout)
@@ -400,7 +400,7 @@ def choose_output(module: nn.Module, output: Output) -> nn.Module:
 
 
 def understood_output(module: nn.Module) -> Output | None:
-    """The output that is meant where nobody says which: networks of `transformers` give their logits among others."""
+    """The output that is meant where none is chosen: networks of `transformers` give their logits among others."""
     return "logits" if is_of_transformers(module) and output_of(module) is None else None
 
 

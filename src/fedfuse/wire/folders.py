@@ -1,7 +1,7 @@
 """Checkpoint folders as `transformers` writes them: safetensors in one file or in shards with an index, and a config.
 
-A folder is read as one table of tensors, each fetched from its shard when it is asked for, and written beside its name
-first: it appears whole or not at all.
+A folder is read as one table of tensors, each fetched from its shard when it is asked for, and written under
+another name first: it appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fedfuse.wire.codec import (
 )
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-EVIDENCE = "fedfuse_evidence.safetensors"  # what a folder brings beside its weights
+EVIDENCE = "fedfuse_evidence.safetensors"  # what a folder brings in addition to its weights
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _WEIGHTS = (*_PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".gguf")
 _TIED = ("lm_head.weight", "decoder.weight", "embed_out.weight", "embed_tokens.weight")  # a tied copy's usual names
@@ -74,7 +74,7 @@ def open_weights(source: bytes | Path) -> Packet:
 def read_folder(folder: Path) -> Packet:
     """The tensors of a checkpoint folder.
 
-    A copy of a tensor that the config says is tied is left out: whoever loads the folder ties it again.
+    A copy of a tensor that the config says is tied is left out: what loads the folder ties it again.
 
     Raises:
         ConfigError: if a shard or a tensor is missing, or the weights are pickles or packed.
@@ -119,7 +119,7 @@ def check_unpacked(forms: Mapping[str, Form], ours: bool = False) -> None:
 
     Networks keep counts, positions and indices in 64 bits, masks in booleans or laid out to be spread over rows
     (1×1×n×n), and single flags as they like. Shorter whole numbers in a matrix are codes, and so is whatever has parts
-    under its own name, such as `fc.weight` beside `fc.weight.absmax`, in any dtype.
+    under its own name, such as `fc.weight` next to `fc.weight.absmax`, in any dtype.
 
     Args:
         forms: of a network's tensors.
@@ -308,7 +308,7 @@ def write_tensors(
     Args:
         folder: where to.
         tensors: asked for once each.
-        header: what the first file says of the model beside its tensors.
+        header: what the first file says of the model.
         shard_size: in bytes; a tensor that is larger has a file of its own.
         watch: told of every tensor's bytes when it was fetched.
     """
@@ -482,7 +482,7 @@ def _tokens(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def carry_over(source: Path, target: Path, dtype: torch.dtype | None) -> None:
-    """Copy config, tokenizer and the like; the config is told in which dtype the weights are now, if in one."""
+    """Copy config, tokenizer and the like; the config gets the dtype that the weights have now, if all have one."""
     for path in sorted(source.iterdir()):
         if is_companion(path):
             shutil.copyfile(path, target / path.name)

@@ -62,7 +62,7 @@ def decode_brief(data: bytes, trusted: Collection[str] = ()) -> Brief:
 
 
 def receive_brief(data: bytes, spec: Spec) -> Brief:
-    """A brief as it arrives at a client on this machine: the spec comes beside it, for a prototype has no bytes."""
+    """A brief as it arrives at a client on this machine: the spec comes apart from it, for a prototype has no bytes."""
     brief = decode_brief(data, spec.factories)
     return replace(brief, spec=spec, params=dict(brief.params), memory=dict(brief.memory))
 
@@ -99,7 +99,7 @@ def reply_header(
 
 
 def tell_memory(memory: Params) -> dict[str, int]:
-    """What a server publishes beside its weights, as a file's header tells it: whole numbers alone, such as turns.
+    """A server's published memory as a file's header tells it: whole numbers alone, such as turns.
 
     Example:
         >>> import torch
