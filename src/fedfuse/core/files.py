@@ -108,7 +108,7 @@ def write_atomically(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
         with file:
             yield file
             file.flush()
-            if durable:
+            if durable:  # before the new name: else a power cut may keep the name and lose the bytes
                 os.fsync(file.fileno())
         half.replace(path)
     except BaseException as why:

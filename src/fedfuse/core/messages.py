@@ -206,5 +206,5 @@ def client_order(client: str) -> tuple[list[tuple[int, str]], str]:
         >>> sorted(["site-10", "site-2"], key=client_order)
         ['site-2', 'site-10']
     """
-    parts = re.findall(r"\d+|\D+", client)
+    parts = re.findall(r"\d+|\D+", client)  # of long digits `int` makes an error, from 4,301 on: they compare as text
     return [(int(p), "") if p.isdecimal() and len(p) < 19 else (-1, p) for p in parts], client

@@ -63,37 +63,6 @@ class Spec:
         object.__setattr__(self, "options", plain)
         validate_output(self.output)
 
-    # Specs are the keys of many tables, some of them asked for every tensor: what those need is derived once.
-
-    def __hash__(self) -> int:
-        return hash(self._text)
-
-    @cached_property
-    def _text(self) -> str:
-        return json.dumps(self._plain, sort_keys=True)
-
-    @cached_property
-    def _plain(self) -> dict[str, Any]:
-        plain: dict[str, Any] = {"factory": self.factory, "options": self.options}
-        plain |= {} if self.output is None else {"output": self.output}
-        changes = {"surgery": self.surgery, "kept": self.kept}
-        return plain | {key: {n: list(v) for n, v in part.items()} for key, part in changes.items() if part}
-
-    @cached_property
-    def layout(self) -> Layout:
-        """The role of every tensor."""
-        return _build_once(self).layout if self.description is None else self.description
-
-    @cached_property
-    def factories(self) -> frozenset[str]:
-        """Every factory it names: its own, and those of the networks its options wrap."""
-        return frozenset({self.factory, *_factories(self.options)})
-
-    @cached_property
-    def foreign(self) -> frozenset[str]:
-        """The factories that are not of `fedfuse.models`: none of them may be built from a file unasked."""
-        return frozenset(name for name in self.factories if ":" in name)
-
     @classmethod
     def of(cls, module: nn.Module, output: Output | None = None) -> Spec:
         """The spec of a module the user built: here it is copied, elsewhere its class is called without arguments.
@@ -106,104 +75,10 @@ class Spec:
         own = output_of(module) if output is None else output
         return cls(name, prototype=copy.deepcopy(module), output=own)
 
-    def with_prototype_of(self, other: Spec | None) -> Spec:
-        """The same network, built of the module that another spec of its class has: no file holds such an object."""
-        if other is None or other.factory != self.factory:
-            return self
-        return replace(self, prototype=other.prototype)
-
     @classmethod
     def of_tensors(cls, params: Params) -> Spec:
         """The spec of plain tensors without a network, their roles guessed from names and shapes."""
         return cls("state-dict", description=Layout.guess(params))
-
-    @staticmethod
-    def factories_in(data: object) -> frozenset[str]:
-        """Every factory that plain data name, without building anything."""
-        return frozenset(_factories(data))
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether nothing but factories of `fedfuse.models` builds it."""
-        return not self.foreign
-
-    def build(self) -> nn.Module:
-        """A new module with fresh random weights."""
-        if self.description is not None:
-            raise ConfigError(self._unknown)
-        own = self.prototype
-        module = _call(self.factory, self.options) if own is None else copy.deepcopy(own)
-        output = understood_output(module) if self.output is None else self.output
-        module = module if output is None else choose_output(module, output)
-        return _resize(module, self.surgery) if self.surgery else module
-
-    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every tensor; for a network of ours nothing is allocated, whatever its options say.
-
-        Raises:
-            ConfigError: if the options describe no network that could be.
-        """
-        place = torch.device("meta") if self.is_ours and self.prototype is None else nullcontext()
-        try:
-            with place:
-                tensors = self.build().state_dict()
-        except (RuntimeError, OverflowError, MemoryError, ValueError) as why:
-            raise ConfigError(f"model {self.factory!r} cannot be built: {error_text(why)}") from why
-        return {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-
-    def skeleton(self) -> nn.Module:
-        """One module per spec and process, to run with borrowed weights; callers must not change it."""
-        return _build_once(self).module
-
-    @property
-    def can_run(self) -> bool:
-        """Whether the network's code is here."""
-        return self.description is None
-
-    @property
-    def _unknown(self) -> str:
-        if not self.foreign:
-            return "plain tensors say nothing of their network and this must run it; pass the network (model=, --model)"
-        return (
-            f"the network {self.factory!r} is known here by its description only and this must run it; "
-            f"pass it (model=, --model {sorted(self.foreign)[0]}) if you trust its code"
-        )
-
-    def forward(self, params: Params, x: Tensor) -> Tensor:
-        """The network's logits with these weights, in evaluation mode."""
-        weights = drop_tied_names(self, params)
-        return logits_in(functional_call(self.skeleton(), weights, (self.cast(x),)), self.factory)
-
-    def cast(self, x: Tensor) -> Tensor:
-        """Inputs in the network's own floating dtype; whole numbers stay as they are."""
-        return as_floats_of(self.skeleton().parameters(), x)
-
-    def with_shapes_of(self, params: Params, kept: Mapping[str, tuple[int, ...]] | None = None) -> Spec:
-        """The spec of the same network with the shapes these weights have."""
-        built = {n: tuple(t.shape) for n, t in replace(self, surgery={}, kept={}).skeleton().state_dict().items()}
-        changed = {n: tuple(t.shape) for n, t in params.items() if tuple(t.shape) != built[n]}
-        return replace(self, surgery=changed, kept={**self.kept, **(kept or {})})
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for a header."""
-        return dict(self._plain)
-
-    def to_text(self) -> str:
-        """Canonical text, equal for equal specs."""
-        return self._text
-
-    @classmethod
-    def from_description(cls, data: object, layout: Layout) -> Spec:
-        """Read a spec that came from outside and is not to be built here: its names are kept, nothing is imported.
-
-        Raises:
-            ConfigError: if it is no spec at all.
-
-        Example:
-            >>> Spec.from_description({"factory": "site:Net"}, Layout({}, ())).can_run
-            False
-        """
-        return replace(cls.from_json(data, cls.factories_in(data)), description=layout)
 
     @classmethod
     def from_json(cls, data: object, trusted: Collection[str] = ()) -> Spec:
@@ -228,6 +103,138 @@ class Spec:
                 "name it yourself (--model or --trust, model= in Python, [model] in a file) if you trust its code"
             )
         return spec
+
+    @classmethod
+    def from_description(cls, data: object, layout: Layout) -> Spec:
+        """Read a spec that came from outside and is not to be built here: its names are kept, nothing is imported.
+
+        Raises:
+            ConfigError: if it is no spec at all.
+
+        Example:
+            >>> Spec.from_description({"factory": "site:Net"}, Layout({}, ())).can_run
+            False
+        """
+        return replace(cls.from_json(data, cls.factories_in(data)), description=layout)
+
+    def with_prototype_of(self, other: Spec | None) -> Spec:
+        """The same network, built of the module that another spec of its class has: no file holds such an object."""
+        if other is None or other.factory != self.factory:
+            return self
+        return replace(self, prototype=other.prototype)
+
+    def with_shapes_of(self, params: Params, kept: Mapping[str, tuple[int, ...]] | None = None) -> Spec:
+        """The spec of the same network with the shapes these weights have."""
+        built = {n: tuple(t.shape) for n, t in replace(self, surgery={}, kept={}).skeleton().state_dict().items()}
+        changed = {n: tuple(t.shape) for n, t in params.items() if tuple(t.shape) != built[n]}
+        return replace(self, surgery=changed, kept={**self.kept, **(kept or {})})
+
+    # Specs are the keys of many tables, some of them asked for every tensor: what those need is derived once.
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    @cached_property
+    def _text(self) -> str:
+        return json.dumps(self._plain, sort_keys=True)
+
+    @cached_property
+    def _plain(self) -> dict[str, Any]:
+        plain: dict[str, Any] = {"factory": self.factory, "options": self.options}
+        plain |= {} if self.output is None else {"output": self.output}
+        changes = {"surgery": self.surgery, "kept": self.kept}
+        return plain | {key: {n: list(v) for n, v in part.items()} for key, part in changes.items() if part}
+
+    def to_text(self) -> str:
+        """Canonical text, equal for equal specs."""
+        return self._text
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for a header."""
+        return dict(self._plain)
+
+    @cached_property
+    def factories(self) -> frozenset[str]:
+        """Every factory it names: its own, and those of the networks its options wrap."""
+        return frozenset({self.factory, *_factories(self.options)})
+
+    @staticmethod
+    def factories_in(data: object) -> frozenset[str]:
+        """Every factory that plain data name, without building anything."""
+        return frozenset(_factories(data))
+
+    @cached_property
+    def foreign(self) -> frozenset[str]:
+        """The factories that are not of `fedfuse.models`: none of them may be built from a file unasked."""
+        return frozenset(name for name in self.factories if ":" in name)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether nothing but factories of `fedfuse.models` builds it."""
+        return not self.foreign
+
+    @property
+    def can_run(self) -> bool:
+        """Whether the network's code is here."""
+        return self.description is None
+
+    def build(self) -> nn.Module:
+        """A new module with fresh random weights."""
+        if self.description is not None and not self.foreign:
+            raise ConfigError(
+                "plain tensors say nothing of their network and this must run it; pass the network (model=, --model)"
+            )
+        if self.description is not None:
+            raise ConfigError(
+                f"the network {self.factory!r} is known here by its description only and this must run it; "
+                f"pass it (model=, --model {sorted(self.foreign)[0]}) if you trust its code"
+            )
+        module = copy.deepcopy(self.prototype) if self.prototype is not None else self._call_factory()
+        output = understood_output(module) if self.output is None else self.output
+        module = module if output is None else choose_output(module, output)
+        return _resize(module, self.surgery) if self.surgery else module
+
+    def _call_factory(self) -> nn.Module:
+        make = factory_of(self.factory)
+        try:
+            module = make(**self.options)
+        except TypeError as why:
+            raise ConfigError(f"model {self.factory!r} cannot be built with {self.options}: {why}") from why
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"model {self.factory!r} gave a {type(module).__name__}, expected a torch.nn.Module")
+        return module
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every tensor; for a network of ours nothing is allocated, whatever its options say.
+
+        Raises:
+            ConfigError: if the options describe no network that could be.
+        """
+        place = torch.device("meta") if self.is_ours and self.prototype is None else nullcontext()
+        try:
+            with place:
+                tensors = self.build().state_dict()
+        except (RuntimeError, OverflowError, MemoryError, ValueError) as why:
+            raise ConfigError(f"model {self.factory!r} cannot be built: {error_text(why)}") from why
+        return {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+    def skeleton(self) -> nn.Module:
+        """One module per spec and process, to run with borrowed weights; callers must not change it."""
+        return _build_once(self).module
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The role of every tensor."""
+        return _build_once(self).layout if self.description is None else self.description
+
+    def forward(self, params: Params, x: Tensor) -> Tensor:
+        """The network's logits with these weights, in evaluation mode."""
+        weights = drop_tied_names(self, params)
+        return logits_in(functional_call(self.skeleton(), weights, (self.cast(x),)), self.factory)
+
+    def cast(self, x: Tensor) -> Tensor:
+        """Inputs in the network's own floating dtype; whole numbers stay as they are."""
+        return as_floats_of(self.skeleton().parameters(), x)
 
 
 def _count_values(data: object) -> int:
@@ -259,17 +266,6 @@ def _shapes(data: object) -> dict[str, tuple[int, ...]]:
     if not good or not isinstance(data, dict):
         raise ConfigError("a spec's surgery must be a table of shapes")
     return {name: tuple(shape) for name, shape in data.items()}
-
-
-def _call(factory: str, options: Mapping[str, Any]) -> nn.Module:
-    make = factory_of(factory)
-    try:
-        module = make(**options)
-    except TypeError as why:
-        raise ConfigError(f"model {factory!r} cannot be built with {dict(options)}: {why}") from why
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"model {factory!r} gave a {type(module).__name__}, expected a torch.nn.Module")
-    return module
 
 
 def factory_of(factory: str) -> Callable[..., object]:

@@ -66,8 +66,11 @@ def open_weights(source: bytes | Path) -> Packet:
     """
     if isinstance(source, bytes):
         return decode(source)
-    if source.suffix in _PICKLES and _begins_as_pickle(source):
-        raise ConfigError(pickle_words(source, source.with_suffix(".safetensors").name))
+    if source.suffix in _PICKLES and source.is_file():
+        with source.open("rb") as file:
+            is_pickle = file.read(4).startswith((b"PK\x03\x04", b"\x80"))  # an archive of `torch.save`, or a bare one
+        if is_pickle:
+            raise ConfigError(pickle_words(source, source.with_suffix(".safetensors").name))
     return read_folder(folder_of(source)) if is_folder(source) else read(source)
 
 
@@ -103,7 +106,11 @@ def read_files(folder: Path, single: str, indexes: Sequence[str]) -> Packet:
     packets = {file: _read_shard(folder, file, index) for file in files}
     homes = {name: packet for packet in packets.values() for name in packet.tensors}
     if index is not None and single not in packets:
-        _check_index(folder / index, packets)
+        for name, file in _weight_map(folder / index).items():
+            if name not in packets[file].tensors:
+                raise ConfigError(
+                    f"{folder / index} says that {name!r} is in {file}, which has no such tensor; fetch both"
+                )
     forms = {name: homes[name].tensors.forms[name] for name in sorted(homes)}
     try:
         check_unpacked(forms)
@@ -181,14 +188,6 @@ def _shards(folder: Path, single: str, index: str | None) -> list[str]:
     raise ConfigError(f"{folder} has no {single}; expected a folder that `save_pretrained` wrote")
 
 
-def _begins_as_pickle(path: Path) -> bool:
-    """Whether a file is an archive as `torch.save` writes it, or a bare pickle."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(4).startswith((b"PK\x03\x04", b"\x80"))
-
-
 def pickle_words(path: Path, name: str = SINGLE) -> str:
     """Why a pickle is not read, and the command that makes a safetensors file of it without running what is in it."""
     command = (
@@ -228,15 +227,9 @@ def _read_shard(folder: Path, file: str, index: str | None) -> Packet:
         raise ConfigError(f"{folder / file} is damaged: {why}; fetch the folder again") from why
 
 
-def _check_index(index: Path, packets: Mapping[str, Packet]) -> None:
-    """Every tensor stands where the index says, and nothing else does."""
-    for name, file in _weight_map(index).items():
-        if name not in packets[file].tensors:
-            raise ConfigError(f"{index} says that {name!r} is in {file}, which has no such tensor; fetch both")
-
-
 def _tied_copies(tensors: LazyParams) -> frozenset[str]:
     """Names of output layers that hold, bit for bit, what an embedding holds under another name."""
+    # an encoder's or decoder's embed_tokens may be a copy of one shared embedding; any other is the embedding itself
     copies = [name for name in tensors if name.endswith(_TIED) and ("embed_tokens" not in name or "coder" in name)]
     others = [name for name in tensors if name not in copies]
     return frozenset(copy for copy in copies if any(_are_equal(tensors, copy, other) for other in others))
@@ -354,12 +347,6 @@ def with_dtype(tensors: LazyParams, dtype: torch.dtype | None) -> LazyParams:
         return tensors
     forms = {n: Form(f.shape, dtype if f.dtype.is_floating_point else f.dtype) for n, f in tensors.forms.items()}
     return LazyParams(forms, lambda name, begin, end: tensors.piece(name, begin, end).to(forms[name].dtype))
-
-
-def is_companion(path: Path) -> bool:
-    """Whether a file of a folder goes with the model whatever its weights: config, tokenizer, code; no weights."""
-    told = path.suffix not in _WEIGHTS and not path.name.endswith(".index.json") and path.suffix.lower() != ".md"
-    return path.is_file() and told and not path.name.startswith(".")
 
 
 def names_in_files(module: nn.Module) -> Mapping[str, str]:
@@ -483,8 +470,9 @@ def _tokens(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
 
 def carry_over(source: Path, target: Path, dtype: torch.dtype | None) -> None:
     """Copy config, tokenizer and the like; the config gets the dtype that the weights have now, if all have one."""
-    for path in sorted(source.iterdir()):
-        if is_companion(path):
+    for path in sorted(source.iterdir()):  # config, tokenizer, code: no weights, and no card, which is of the old ones
+        weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
+        if path.is_file() and not weights and path.suffix.lower() != ".md" and not path.name.startswith("."):
             shutil.copyfile(path, target / path.name)
     config = read_config(source)
     if config and dtype is not None:
