@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 from collections import namedtuple
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,6 +39,16 @@ def test_specs_travel_as_plain_json() -> None:
 
 def test_canonical_text_ignores_the_order_of_options() -> None:
     assert Spec("mlp", {"a": 1, "b": 2}).to_text() == Spec("mlp", {"b": 2, "a": 1}).to_text()
+
+
+def test_what_is_derived_is_derived_once_and_travels_or_is_derived_again() -> None:
+    assert MLP.layout is MLP.layout
+    assert MLP.layout.trainable is MLP.layout.trainable
+    again = copy.deepcopy(MLP)
+    assert (again, hash(again), again.layout) == (MLP, hash(MLP), MLP.layout)
+    wider = replace(MLP, options={**MLP.options, "hidden": [5]})
+    assert wider.to_text() != MLP.to_text()
+    assert len(wider.skeleton().state_dict()["fc1.weight"]) == 5
 
 
 def test_options_must_be_plain_data() -> None:
