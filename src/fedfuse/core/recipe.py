@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from fedfuse.core.messages import Form, Start
 from fedfuse.core.model import Single
@@ -83,34 +83,15 @@ class NothingBefore:
         return state
 
 
-Lasts: TypeAlias = Callable[[Spec], int]
-Follows: TypeAlias = "Callable[[Recipe, int], Recipe]"
-
-
-@dataclass(frozen=True, slots=True)
-class OneExchange:
-    """An ending that does not train takes one exchange, whatever the network is."""
-
-    def __call__(self, network: Spec) -> int:  # noqa: ARG002 - the seam's signature
-        """One."""
-        return 1
-
-
-@dataclass(frozen=True, slots=True)
-class AnyRecipe:
-    """An ending that asks nothing of the rounds before it except what its evidence recalls."""
-
-    def __call__(self, before: Recipe, rounds: int) -> Recipe:  # noqa: ARG002 - the seam's signature
-        """The recipe as it is."""
-        return before
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A method: the seams filled, checked to fit each other.
 
     A recipe that does not train asks clients for evidence at the weights they are sent: no client takes a step or
     sends weights back, and every update stands at the model of the brief.
+
+    Where such a recipe ends a run, it takes one exchange, or as many as `lasts` says of the network, and `follows` has
+    it bring what it reads of the training before it (see `ending`).
 
     Example:
         >>> from fedfuse.methods.fednova import NormalizedMean
@@ -135,8 +116,8 @@ class Recipe:
     prepare_model: ModelPreparation = field(default_factory=AsChosen)
     before_first_round: FirstStep = field(default_factory=NothingBefore)
     later: tuple[int, Recipe] | None = None
-    lasts: Lasts = field(default_factory=OneExchange)
-    follows: Follows = field(default_factory=AnyRecipe)
+    lasts: Callable[[Spec], int] | None = None
+    follows: Callable[[Recipe, int], Recipe] | None = None
 
     def __post_init__(self) -> None:
         given = {e.name for e in self.evidence} | NOT_EVIDENCE
@@ -289,7 +270,7 @@ class Recipe:
         later = (rounds, last) if self.later is None else (self.later[0], self.later[1].ending(rounds, last))
         recalled = tuple(kept for kind in last.evidence for kept in kind.recalls if kept not in self.memory)
         return replace(
-            last.follows(self, rounds),
+            last if last.follows is None else last.follows(self, rounds),
             later=later,
             memory=self.memory + recalled,
             label=f"{self.label or self.name}+{last.label or last.name}",
@@ -306,7 +287,7 @@ class Recipe:
         while now.later is not None:
             begins, now = now.later
             if begins == rounds and not now.trains:
-                return rounds + (now.lasts(network) if network is not None else 1)
+                return rounds + (1 if now.lasts is None or network is None else now.lasts(network))
         return rounds
 
     def check_task(self, task: Task) -> None:

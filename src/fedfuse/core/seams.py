@@ -16,33 +16,6 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState
 
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """Side effects of a roster: clients asked always, rows lent to all, bytes sent for them.
-
-    Attributes:
-        always: who is asked in every round, in addition to those chosen.
-        shared_rows: rows of the server's that every client was given: they count in its num_examples.
-        shared_bytes: bytes of them in all, sent before the first round.
-        reveals: in plain words, what was given to whom.
-    """
-
-    always: tuple[str, ...] = ()
-    shared_rows: int = 0
-    shared_bytes: int = 0
-    reveals: tuple[str, ...] = ()
-
-    def claimable_examples(self, declared: Mapping[str, int]) -> dict[str, int]:
-        """How many examples each client may claim, the lent ones among them.
-
-        Example:
-            >>> Terms(shared_rows=5).claimable_examples({"a": 10})
-            {'a': 15}
-        """
-        return {client: count + self.shared_rows for client, count in declared.items()}
-
-
 Batch: TypeAlias = tuple[Tensor, Tensor]
 Result: TypeAlias = Literal["single", "mixture", "apart"]
 
@@ -127,6 +100,12 @@ class PlainEvidence:
     def influence(self, notes: Params) -> Mapping[str, float]:  # noqa: ARG002 - the seam's signature
         """Nothing in them scales the client's influence."""
         return {}
+
+
+class CurvatureEvidence(PlainEvidence):
+    """Evidence that looks at the curvature of a client's loss: its FLOPs have a column of their own."""
+
+    __slots__ = ()
 
 
 class ClientMemory(Protocol):
@@ -264,6 +243,38 @@ class ServerStep(ServerPart, Protocol):
         """Take the step."""
 
 
+class DiagnosticStep(ServerPart):
+    """A step that only notes something for the reader: its seconds are counted apart from the method's."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Side effects of a roster: clients asked always, rows lent to all, bytes sent for them.
+
+    Attributes:
+        always: who is asked in every round, in addition to those chosen.
+        shared_rows: rows of the server's that every client was given: they count in its num_examples.
+        shared_bytes: bytes of them in all, sent before the first round.
+        reveals: in plain words, what was given to whom.
+    """
+
+    always: tuple[str, ...] = ()
+    shared_rows: int = 0
+    shared_bytes: int = 0
+    reveals: tuple[str, ...] = ()
+
+    def claimable_examples(self, declared: Mapping[str, int]) -> dict[str, int]:
+        """How many examples each client may claim, the lent ones among them.
+
+        Example:
+            >>> Terms(shared_rows=5).claimable_examples({"a": 10})
+            {'a': 15}
+        """
+        return {client: count + self.shared_rows for client, count in declared.items()}
+
+
 class Engine(Protocol):
     """Where clients live: on this machine, on a federation, in files."""
 
@@ -284,7 +295,7 @@ class Roster(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """See `ServerPart`."""
+        """What it needs of the server, of what `NOT_EVIDENCE` lists."""
 
     @property
     def reveals(self) -> str:
@@ -397,15 +408,3 @@ def passes_of(objective: object, effort: Effort) -> float:
         return objective.passes(effort)
     base = getattr(objective, "base", None)
     return TRAINING_PASSES if base is None else passes_of(base, effort)
-
-
-class CurvatureEvidence(PlainEvidence):
-    """Evidence that looks at the curvature of a client's loss: its FLOPs have a column of their own."""
-
-    __slots__ = ()
-
-
-class DiagnosticStep(ServerPart):
-    """A step that only notes something for the reader: its seconds are counted apart from the method's."""
-
-    __slots__ = ()

@@ -41,8 +41,6 @@ EVIDENCE = "fedfuse_evidence.safetensors"  # what a folder brings in addition to
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _WEIGHTS = (*_PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".gguf")
 _TIED = ("lm_head.weight", "decoder.weight", "embed_out.weight", "embed_tokens.weight")  # a tied copy's usual names
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
-_COMPARED = 1 << 22  # elements compared at a time
 
 Watch = Callable[[int], None]
 
@@ -72,6 +70,17 @@ def open_weights(source: bytes | Path) -> Packet:
         if is_pickle:
             raise ConfigError(pickle_words(source, source.with_suffix(".safetensors").name))
     return read_folder(folder_of(source)) if is_folder(source) else read(source)
+
+
+def pickle_words(path: Path, name: str = SINGLE) -> str:
+    """Why a pickle is not read, and the command that makes a safetensors file of it without running what is in it."""
+    command = (
+        "from torch import load; from safetensors.torch import save_file; "
+        f"w = load({str(path)!r}, map_location='cpu', weights_only=True); "
+        "save_file({n: t.clone().contiguous() for n, t in w.items()}, "
+        f"{str(path.with_name(name))!r}, {{'format': 'pt'}})"
+    )
+    return f'{path} is a pickle, which could run any code; convert it, without running any: python -c "{command}"'
 
 
 def read_folder(folder: Path) -> Packet:
@@ -188,17 +197,6 @@ def _shards(folder: Path, single: str, index: str | None) -> list[str]:
     raise ConfigError(f"{folder} has no {single}; expected a folder that `save_pretrained` wrote")
 
 
-def pickle_words(path: Path, name: str = SINGLE) -> str:
-    """Why a pickle is not read, and the command that makes a safetensors file of it without running what is in it."""
-    command = (
-        "from torch import load; from safetensors.torch import save_file; "
-        f"w = load({str(path)!r}, map_location='cpu', weights_only=True); "
-        "save_file({n: t.clone().contiguous() for n, t in w.items()}, "
-        f"{str(path.with_name(name))!r}, {{'format': 'pt'}})"
-    )
-    return f'{path} is a pickle, which could run any code; convert it, without running any: python -c "{command}"'
-
-
 def _weight_map(index: Path) -> dict[str, str]:
     """Which file each tensor is in, as the index says; only files of its own folder are looked at."""
     found = read_json(index).get("weight_map")
@@ -238,7 +236,7 @@ def _tied_copies(tensors: LazyParams) -> frozenset[str]:
 def _are_equal(tensors: LazyParams, a: str, b: str) -> bool:
     if tensors.forms[a] != tensors.forms[b]:
         return False
-    pairs = zip(tensors.pieces((a,), _COMPARED), tensors.pieces((b,), _COMPARED), strict=True)
+    pairs = zip(tensors.pieces((a,)), tensors.pieces((b,)), strict=True)
     return all(x.equal(y) for x, y in pairs)
 
 
@@ -250,7 +248,7 @@ def parse_size(text: str) -> int:
         (5000000000, 500000000)
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]?)B?", text.strip().upper())
-    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    size = int(float(found[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[found[2]]) if found else 0
     if size < 1:
         raise ConfigError(f"a size of {text!r} is none; write it as in 5GB or 500MB")
     return size
@@ -305,11 +303,18 @@ def write_tensors(
         shard_size: in bytes; a tensor that is larger has a file of its own.
         watch: told of every tensor's bytes when it was fetched.
     """
+
+    def fetch(name: str, begin: int, end: int) -> Tensor:
+        piece = tensors.piece(name, begin, end)
+        if watch is not None:
+            watch(piece.numel() * piece.itemsize)
+        return piece
+
     shards = _deal(tensors.forms, shard_size)
     files = [f"model-{k:05d}-of-{len(shards):05d}.safetensors" for k in range(1, len(shards) + 1)]
     files = files if len(files) > 1 else [SINGLE]
     for place, (file, names) in enumerate(zip(files, shards, strict=True)):
-        part = _with_watch(tensors.part(frozenset(names).__contains__), watch)
+        part = LazyParams({name: tensors.forms[name] for name in names}, fetch)
         write_sealed(folder / file, part, header if not place else {}, marks={"format": "pt"})
     if len(files) > 1:
         homes = {name: file for file, names in zip(files, shards, strict=True) for name in names}
@@ -327,18 +332,6 @@ def _deal(forms: Mapping[str, Form], size: int) -> list[list[str]]:
         shards[-1].append(name)
         filled += own
     return shards
-
-
-def _with_watch(tensors: LazyParams, watch: Watch | None) -> LazyParams:
-    if watch is None:
-        return tensors
-
-    def fetch(name: str, begin: int, end: int) -> Tensor:
-        piece = tensors.piece(name, begin, end)
-        watch(piece.numel() * piece.itemsize)
-        return piece
-
-    return LazyParams(tensors.forms, fetch)
 
 
 def with_dtype(tensors: LazyParams, dtype: torch.dtype | None) -> LazyParams:
