@@ -77,7 +77,7 @@ class MethodFault(FuseError):
 
 
 def error_text(why: BaseException) -> str:
-    """Somebody else's error as part of a sentence of ours: its type and the first line of what it says.
+    """A third-party exception as part of one of our messages: its type and the first line of what it says.
 
     Example:
         >>> error_text(RuntimeError("shapes differ"))
@@ -93,7 +93,7 @@ def printable(text: str, keep: str = "") -> str:
     r"""A text whose control characters are spelt out, so that a file's name cannot steer a terminal.
 
     Args:
-        text: from wherever.
+        text: from any source.
         keep: control characters that may stay, such as line ends.
 
     Example:
@@ -123,7 +123,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def check_options(who: str, given: Collection[str], known: Collection[str]) -> None:
-    """Refuse the first option nobody reads, with the nearest one that somebody does.
+    """Refuse the first unknown option, with the nearest known one.
 
     Example:
         >>> check_options("model 'mlp'", ["hiden"], ["hidden", "classes"])

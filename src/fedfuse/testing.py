@@ -36,7 +36,7 @@ class LawBroken(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A cohort that came through the door, and what an aggregator sees beside it."""
+    """A cohort that came through the door, and what else an aggregator sees."""
 
     recipe: Recipe
     cohort: Cohort
@@ -99,8 +99,8 @@ def _trial(recipe: Recipe, spec: Spec) -> _Trial | None:
     local, server = LocalSettings(batch_size=8, epochs=2, optimizer=Optimizer(lr=0.1)), _rows(99, 30)
     bench = Bench(server, server.x, _CLIENTS, _CLASSES, local)
     asked = tuple(f"c{i}" for i in range(_CLIENTS))
-    draw = torch.Generator().manual_seed(1)
-    start = {n: torch.randn(t.shape, generator=draw) * 0.3 if t.ndim > 1 else t for n, t in _weights(spec).items()}
+    draw, weights = torch.Generator().manual_seed(1), spec.skeleton().state_dict()
+    start = {n: torch.randn(t.shape, generator=draw) * 0.3 if t.ndim > 1 else t for n, t in weights.items()}
     try:
         state = recipe.begin_round(ServerState(0, Single(spec, Posterior(start))), bench)
         brief = state.brief(recipe.publishes, _CLASSES)
@@ -114,10 +114,6 @@ def _trial(recipe: Recipe, spec: Spec) -> _Trial | None:
     if admission.refused:
         raise LawBroken(f"method {recipe.name!r}: the door refuses its own clients: {admission.refused[0]}")
     return trial
-
-
-def _weights(spec: Spec) -> Mapping[str, Tensor]:
-    return spec.skeleton().state_dict()
 
 
 def _tensors(model: Model) -> dict[str, Tensor]:
@@ -178,7 +174,7 @@ def _keeps_pure(trial: _Trial) -> bool:
     """What goes in is left as it was, and no global random number is drawn."""
     before, stream = _inputs(trial), torch.random.get_rng_state()
     for tensor in trial.outcome().values():
-        tensor.zero_()  # the result is nobody's memory but its own
+        tensor.zero_()  # the result shares no memory with its inputs
     return _same(_inputs(trial), before) and bool(torch.random.get_rng_state().equal(stream))
 
 

@@ -190,6 +190,12 @@ LIES: dict[str, bytes] = {
     "null": forge(b"null"),
     "bad UTF-8": forge(b'{"\xff": 1}'),
     "a name twice": forge(b'{"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]},"a":3}', b"\0" * 4),
+    "an entry's word twice": forge(
+        b'{"a":{"dtype":"F32","shape":[],"data_offsets":[0,4],"data_offsets":[0,4]}}', b"\0" * 4
+    ),
+    "an entry's word twice for another": forge(b'{"a":{"dtype":"F32","shape":[],"shape":[]}}', b"\0" * 4),
+    "two headers": forge(b'{"__metadata__":{"fedfuse":"{}","fedfuse":"{}"}}'),
+    "metadata twice": forge(b'{"__metadata__":{},"__metadata__":{}}'),
     "nested lists": forge(b"[" * 30_000 + b"]" * 30_000),
     "a nested dtype": forge(
         b'{"a":{"dtype":' + b"[" * 900 + b"]" * 900 + b',"shape":[],"data_offsets":[0,4]}}', b"0000"

@@ -1,6 +1,6 @@
 """All methods as plain data, so that listing them costs no import of what they are made of.
 
-The file beside the methods is written by `make catalogue`; a test compares it with the registry.
+The file next to the methods is written by `make catalogue`; a test compares it with the registry.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _describe(method: Method) -> dict[str, Any]:
 
 
 def write_catalogue() -> None:
-    """Write the file anew."""
+    """Write the file again, from the methods themselves."""
     text = json.dumps(describe_methods(), indent=1, ensure_ascii=False, default=str)
     with open(str(files("fedfuse") / _FILE), "w", encoding="utf-8") as file:  # noqa: PTH123 - a resource, not a path
         file.write(text + "\n")

@@ -108,7 +108,7 @@ def write_atomically(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
         with file:
             yield file
             file.flush()
-            if durable:
+            if durable:  # before the new name: else a power cut may keep the name and lose the bytes
                 os.fsync(file.fileno())
         half.replace(path)
     except BaseException as why:
@@ -137,7 +137,7 @@ def hold_folder(folder: Path, wait: bool = True) -> Iterator[None]:
     """
     try:
         import fcntl
-    except ImportError:  # not on Windows: there nobody is kept out
+    except ImportError:  # Windows has no such lock: there two runs can write one folder
         yield
         return
     handle = os.open(folder, os.O_RDONLY)

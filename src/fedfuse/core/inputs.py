@@ -139,7 +139,7 @@ def convolves_images(spec: Spec, shape: tuple[int, ...]) -> bool:
 
 
 def example_inputs(spec: Spec, shape: tuple[int, ...], count: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Inputs of this shape that are the same for everybody: uniform noise, or zeros and ones as whole numbers.
+    """Inputs of this shape, the same in every process: uniform noise, or zeros and ones as whole numbers.
 
     Args:
         spec: the network that reads them.
@@ -159,7 +159,7 @@ def example_inputs(spec: Spec, shape: tuple[int, ...], count: int, dtype: torch.
 
 
 def run_once(spec: Spec, shape: tuple[int, ...]) -> Tensor:
-    """A network's logits for one input of this shape, in evaluation mode: for whoever watches what happens within.
+    """A network's logits for one input of this shape, in evaluation mode: for callers that watch its layers by hooks.
 
     Raises:
         ConfigError: if it cannot read such an input, or gives no logits.
@@ -245,7 +245,7 @@ def padding_of(module: nn.Module) -> HidePadding | None:
     return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, HidePadding)), None)
 
 
-UNKNOWN = "�"  # what stands for the token of padding and of characters nobody knew
+UNKNOWN = "�"  # the name of token 0: padding, and characters that are not known
 PLAIN = "\n" + "".join(sorted(set(string.printable) - set("\t\n\r\x0b\x0c")))
 """Those of plain English texts, for sites that agree on no others: ASCII and the end of a line."""
 
@@ -261,7 +261,7 @@ def token_names(vocabulary: Iterable[str]) -> tuple[str, ...]:
 
 
 class TextForm(Settings):
-    """Texts of at most so many characters, each a token: its place among the known ones, counted from 1.
+    """Texts of at most `length` characters, each a token: its place among the known ones, counted from 1.
 
     Token 0 fills texts up and stands for characters that are not known.
 

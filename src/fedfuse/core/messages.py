@@ -26,7 +26,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Form:
-        """The form of a tensor at hand."""
+        """The form of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def blank(self) -> Tensor:
@@ -119,7 +119,7 @@ class Envelope:
     seconds: float = 0.0
     remembered: bool = False
     late: int | None = None
-    on_refused: Callable[[], object] = field(default=bool, repr=False, compare=False)  # by default nobody listens
+    on_refused: Callable[[], object] = field(default=bool, repr=False, compare=False)  # bool() does nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class Cohort:
 
     @classmethod
     def of(cls, updates: list[ClientUpdate] | tuple[ClientUpdate, ...]) -> Cohort:
-        """Put the updates in client order, whoever answered first."""
+        """Put the updates in client order, in whatever order they came."""
         return cls(tuple(sorted(updates, key=lambda u: client_order(u.client))))
 
     def __iter__(self) -> Iterator[ClientUpdate]:
@@ -224,5 +224,5 @@ def client_order(client: str) -> tuple[list[tuple[int, str]], str]:
         >>> sorted(["site-10", "site-2"], key=client_order)
         ['site-2', 'site-10']
     """
-    parts = re.findall(r"\d+|\D+", client)
+    parts = re.findall(r"\d+|\D+", client)  # of long digits `int` makes an error, from 4,301 on: they compare as text
     return [(int(p), "") if p.isdecimal() and len(p) < 19 else (-1, p) for p in parts], client

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Annotated, Any, get_args
 
@@ -65,7 +65,7 @@ class About(BaseModel):
         steps: local optimizer steps of an update.
         training: how it was trained.
         start: a short name of the weights it began with.
-        reveals: what left the site beside the weights.
+        reveals: what left the site in addition to the weights.
         sites: who is in a fused model.
         refused: who is not, and why.
         versions: of what wrote it.
@@ -214,7 +214,8 @@ def read_layout(data: object, forms: Mapping[str, Form]) -> Layout:
     if not isinstance(tied, list) or not all(isinstance(names, list) and len(names) > 1 for names in tied):
         raise ConfigError("a layout's tied names must be lists of two or more")
     for names in tied:
-        _check_tied(names, roles, forms)
+        if len({forms[name] for name in _names(names, roles, "tied")}) > 1:
+            raise ConfigError(f"a layout ties {names[0]!r:.80} to a tensor of another form")
     frozen = _names(data.get("frozen", []), roles, "frozen")
     return Layout(
         roles, tuple(_read_layer(t, roles, forms) for t in layers), tuple(map(tuple, tied)), frozenset(frozen)
@@ -242,11 +243,6 @@ def _names(data: object, known: Mapping[str, Any], what: str) -> list[str]:
     return data
 
 
-def _check_tied(names: list[Any], roles: Mapping[str, Role], forms: Mapping[str, Form]) -> None:
-    if len({forms[name] for name in _names(names, roles, "tied")}) > 1:
-        raise ConfigError(f"a layout ties {names[0]!r:.80} to a tensor of another form")
-
-
 def _read_layer(data: object, roles: Mapping[str, Role], forms: Mapping[str, Form]) -> Layer:
     keys = {"name", "kind", "weight", "bias", "followers", "log_variances", "groups"}
     if not isinstance(data, dict) or not data.keys() <= keys or not isinstance(data.get("name"), str):
@@ -261,11 +257,7 @@ def _read_layer(data: object, roles: Mapping[str, Role], forms: Mapping[str, For
     if bias is not None and (not isinstance(bias, str) or roles.get(bias) != "bias" or forms[bias].shape != (outputs,)):
         raise ConfigError(f"a layout's layer {data['name']!r:.80} has a bias that does not fit its weight")
     followers = _names(data.get("followers", []), roles, "followers")
-    log_variances = _of_role(_names(data.get("log_variances", []), roles, "log_variances"), roles, ("log_variance",))
+    log_variances = _names(data.get("log_variances", []), roles, "log_variances")
+    if wrong := [name for name in log_variances if roles[name] != "log_variance"]:
+        raise ConfigError(f"a layout's {wrong[0]!r:.80} is a {roles[wrong[0]]}, expected a log_variance")
     return Layer(data["name"], data["kind"], weight, bias, tuple(followers), tuple(log_variances), groups)
-
-
-def _of_role(names: Iterable[str], roles: Mapping[str, Role], wanted: tuple[Role, ...]) -> list[str]:
-    if wrong := [name for name in names if roles[name] not in wanted]:
-        raise ConfigError(f"a layout's {wrong[0]!r:.80} is a {roles[wrong[0]]}, expected a {' or '.join(wanted)}")
-    return list(names)

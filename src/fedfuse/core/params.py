@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 import torch
@@ -15,12 +16,7 @@ LayerKind: TypeAlias = Literal["linear", "conv", "transposed", "turned", "embedd
 
 PARAMETERS: tuple[Role, ...] = ("weight", "bias", "norm", "log_variance")  # the roles of what can be trained
 
-_NORMS = (
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.instancenorm._InstanceNorm,
-    nn.GroupNorm,
-    nn.LayerNorm,
-)
+_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm, nn.LayerNorm)
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LINEAR = (nn.Linear, *_CONVS)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -32,10 +28,7 @@ _KINDS: tuple[tuple[tuple[type[nn.Module], ...], str, LayerKind], ...] = (
     ((nn.MultiheadAttention,), "in_proj_weight", "attention"),
 )
 _SOURCES = (*_LINEAR, *_TRANSPOSED, nn.RNNBase, nn.MultiheadAttention, nn.Embedding)  # whose output a norm may act on
-_LOG_VARIANCES = {
-    "log_variance": "weight",
-    "bias_log_variance": "bias",
-}  # a log-variance, and the mean it stands beside
+_LOG_VARIANCES = {"log_variance": "weight", "bias_log_variance": "bias"}  # and the means they belong to
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +86,13 @@ class Layer:
         return found if self.bias is None else found | {self.bias: matrix[:, -1].to(like[self.bias].dtype)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: what is derived is kept in the object
 class Layout:
     """The role of every tensor of a model, and its layers.
 
     Roles decide what aggregation may do: floating tensors are averaged, counters take the maximum,
     and a norm's tensors follow the layer they act on, whatever the order of the state dict. A log-variance holds the
-    log-variances of a mean: parameters called `log_variance` and `bias_log_variance` beside `weight` and `bias`.
+    log-variances of a mean: parameters called `log_variance` and `bias_log_variance` next to `weight` and `bias`.
 
     Attributes:
         roles: what each tensor is for, by its name.
@@ -168,12 +161,12 @@ class Layout:
                 return layer.name
         return None
 
-    @property
-    def log_variances(self) -> dict[str, str]:
+    @cached_property
+    def log_variances(self) -> Mapping[str, str]:
         """For every mean of a Bayesian layer the name of its log-variances."""
         return {_mean_of(name): name for name in self.with_role("log_variance")}
 
-    @property
+    @cached_property
     def trainable(self) -> tuple[str, ...]:
         """The parameters that are trained, in the order of the state dict, one name for each tensor.
 
@@ -199,17 +192,6 @@ class Layout:
     def with_role(self, *wanted: Role) -> tuple[str, ...]:
         """The names of all tensors with one of these roles."""
         return tuple(name for name, role in self.roles.items() if role in wanted)
-
-
-def squared_distance(a: Params, b: Params) -> float:
-    """‖a − b‖² over all floating tensors, in float64.
-
-    Example:
-        >>> squared_distance({"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2)})
-        25.0
-    """
-    floats = [n for n in a if a[n].is_floating_point()]
-    return float(sum(((a[n].double() - b[n].double()).square().sum() for n in floats), torch.zeros(())))
 
 
 def _own_tensors(part: nn.Module) -> Iterable[tuple[str, Tensor]]:
@@ -243,7 +225,7 @@ def _log_variances_at(path: str, roles: Mapping[str, Role]) -> tuple[str, ...]:
 
 
 def _mean_of(name: str) -> str:
-    """The name of the mean that log-variances of this name stand beside; any other name as it is."""
+    """The name of the mean that log-variances of this name belong to; any other name as it is."""
     parent, dot, leaf = name.rpartition(".")
     return f"{parent}{dot}{_LOG_VARIANCES.get(leaf, leaf)}"
 
@@ -290,14 +272,12 @@ def _layers(
         leaf = name.rpartition(".")[2]
         kind = _kind(part, leaf)
         plain = kind in ("linear", "conv")
-        bias = name.removesuffix(leaf) + leaf.replace("weight", "bias")  # in_proj_bias for in_proj_weight
-        has_bias = roles.get(bias) == "bias"
         last = last_weights.get(path) == name  # what acts on a module's output follows the last weight that makes it
         yield Layer(
             path if plain and path else name,
             kind,
             name,
-            bias if has_bias else None,
+            bias if roles.get(bias := _bias_of(name)) == "bias" else None,
             tuple(followers.get(path, ())) if last else (),
             _log_variances_at(path, roles),
             part.groups if isinstance(part, (*_CONVS, *_TRANSPOSED)) else 1,
@@ -305,16 +285,12 @@ def _layers(
 
 
 def _kind(part: nn.Module, leaf: str) -> LayerKind:
-    """What kind of layer a module's weight of this name is."""
     for parts, weight, kind in _KINDS:
         if isinstance(part, parts) and leaf == weight:
             return kind
-    return "turned" if _is_turned(part) and leaf == "weight" else "other"
-
-
-def _is_turned(part: nn.Module) -> bool:
-    """Whether a module is the linear layer of GPT-2, which `transformers` calls Conv1D: x W + b with W in × out."""
-    return type(part).__name__ == "Conv1D" and type(part).__module__.startswith("transformers.")
+    # GPT-2's linear layer, which `transformers` calls Conv1D: x W + b with W in × out
+    gpt2 = type(part).__name__ == "Conv1D" and type(part).__module__.startswith("transformers.")
+    return "turned" if gpt2 and leaf == "weight" else "other"
 
 
 def _tied(named: Iterable[tuple[str, nn.Parameter]]) -> tuple[tuple[str, ...], ...]:
@@ -326,7 +302,7 @@ def _tied(named: Iterable[tuple[str, nn.Parameter]]) -> tuple[tuple[str, ...], .
 
 
 class _Tracer(torch.fx.Tracer):
-    """Follows data from layer to layer; a linear layer or convolution is one step, whoever wrote its class."""
+    """Follows data from layer to layer; subclasses of layers and norms are one step, as torch's own are."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, (*_SOURCES, *_NORMS)) or super().is_leaf_module(m, module_qualified_name)
@@ -334,8 +310,12 @@ class _Tracer(torch.fx.Tracer):
 
 def _norm_sources(module: nn.Module) -> dict[str, str]:
     """Which linear or convolution layer each norm reads from: by tracing, else by registration order."""
-    parts = dict(module.named_modules())
-    found = _last_registered(parts)
+    parts, found, last = dict(module.named_modules()), dict[str, str](), None
+    for path, part in parts.items():
+        if isinstance(part, _SOURCES):
+            last = path  # an attention's output projection is registered right behind it
+        elif isinstance(part, _NORMS) and last is not None:
+            found[path] = last
     try:
         graph = _Tracer().trace(module)
     except Exception:  # tracing runs the user's own forward: whatever it raises, registration order remains
@@ -346,23 +326,20 @@ def _norm_sources(module: nn.Module) -> dict[str, str]:
         back = node
         while back.all_input_nodes:
             back = back.all_input_nodes[0]
-            if back.op == "call_module" and isinstance(parts.get(str(back.target)), _SOURCES):
-                found[str(node.target)] = _weight_path(str(back.target), parts)
+            path = str(back.target)
+            if back.op == "call_module" and isinstance(parts.get(path), _SOURCES):
+                # the weight that makes an attention's output is that of its output projection
+                found[str(node.target)] = f"{path}.out_proj" if isinstance(parts[path], nn.MultiheadAttention) else path
                 break
     return found
 
 
-def _weight_path(path: str, parts: Mapping[str, nn.Module]) -> str:
-    """The module whose weight makes another's output: an attention's is its output projection."""
-    return f"{path}.out_proj" if isinstance(parts[path], nn.MultiheadAttention) else path
+def squared_distance(a: Params, b: Params) -> float:
+    """‖a − b‖² over all floating tensors, in float64.
 
-
-def _last_registered(parts: Mapping[str, nn.Module]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    last = None
-    for path, part in parts.items():
-        if isinstance(part, _SOURCES):
-            last = path  # an attention's output projection is registered right behind it
-        elif isinstance(part, _NORMS) and last is not None:
-            found[path] = last
-    return found
+    Example:
+        >>> squared_distance({"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2)})
+        25.0
+    """
+    floats = [n for n in a if a[n].is_floating_point()]
+    return float(sum(((a[n].double() - b[n].double()).square().sum() for n in floats), torch.zeros(())))

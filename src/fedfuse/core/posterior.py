@@ -20,7 +20,7 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class Diag:
-    """Independent coordinates, one variance each; a tensor without a variance is a point num_examples."""
+    """Independent coordinates, one variance each; a tensor without a variance is a point mass."""
 
     variance: Params
 
@@ -71,7 +71,6 @@ def _precision(posterior: Posterior, name: str) -> Tensor:
 
 
 def _layer_precision(posterior: Posterior, layer: Layer) -> Tensor:
-
     match posterior.geometry:
         case Kron(factors) if layer.name in factors:
             a, b = (dense(factor).double() for factor in factors[layer.name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from fedfuse.core.messages import Form, Start
 from fedfuse.core.model import Single
@@ -83,34 +83,15 @@ class NothingBefore:
         return state
 
 
-Lasts: TypeAlias = Callable[[Spec], int]
-Follows: TypeAlias = "Callable[[Recipe, int], Recipe]"
-
-
-@dataclass(frozen=True, slots=True)
-class OneExchange:
-    """An ending that does not train takes one exchange, whatever the network is."""
-
-    def __call__(self, network: Spec) -> int:  # noqa: ARG002 - the seam's signature
-        """One."""
-        return 1
-
-
-@dataclass(frozen=True, slots=True)
-class AnyRecipe:
-    """An ending that asks nothing of the rounds before beside what its evidence recalls."""
-
-    def __call__(self, before: Recipe, rounds: int) -> Recipe:  # noqa: ARG002 - the seam's signature
-        """The recipe as it is."""
-        return before
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A method: the seams filled, checked to fit each other.
 
-    A recipe that does not train asks clients for evidence at the weights they are sent: nobody takes a step or sends
-    weights back, and every update stands at the model of the brief.
+    A recipe that does not train asks clients for evidence at the weights they are sent: no client takes a step or
+    sends weights back, and every update stands at the model of the brief.
+
+    Where such a recipe ends a run, it takes one exchange, or as many as `lasts` says of the network, and `follows` has
+    it bring what it reads of the training before it (see `ending`).
 
     Example:
         >>> from fedfuse.methods.fednova import NormalizedMean
@@ -135,8 +116,8 @@ class Recipe:
     prepare_model: ModelPreparation = field(default_factory=AsChosen)
     before_first_round: FirstStep = field(default_factory=NothingBefore)
     later: tuple[int, Recipe] | None = None
-    lasts: Lasts = field(default_factory=OneExchange)
-    follows: Follows = field(default_factory=AnyRecipe)
+    lasts: Callable[[Spec], int] | None = None
+    follows: Callable[[Recipe, int], Recipe] | None = None
 
     def __post_init__(self) -> None:
         given = {e.name for e in self.evidence} | NOT_EVIDENCE
@@ -189,16 +170,15 @@ class Recipe:
     @property
     def tensorwise(self) -> bool:
         """Whether what becomes of a tensor depends on that tensor alone, so that a model can be fused in parts."""
-        return self._looks_at_tensors and all(part.tensorwise for part in self._parts)
+        return self._filters_by_tensor and all(part.tensorwise for part in self._parts)
 
     @property
     def layerwise(self) -> bool:
         """Whether what becomes of a layer depends on that layer and its evidence alone: parts are layers then."""
-        return self._looks_at_tensors and all(part.layerwise for part in self._parts)
+        return self._filters_by_tensor and all(part.layerwise for part in self._parts)
 
     @property
-    def _looks_at_tensors(self) -> bool:
-        """Whether what stands before its aggregator looks at one tensor at a time."""
+    def _filters_by_tensor(self) -> bool:
         return self.align is None and (self.guard is None or self.guard.tensorwise)
 
     @property
@@ -213,7 +193,7 @@ class Recipe:
 
     @property
     def reveals(self) -> tuple[str, ...]:
-        """What leaves a client beside its weights, or a server for its clients."""
+        """What leaves a client in addition to its weights, or a server for its clients."""
         return tuple(words for words in (self.roster.reveals, *(e.reveals for e in self.evidence)) if words)
 
     def work(self, settings: LocalSettings) -> Work:
@@ -253,7 +233,7 @@ class Recipe:
     def begin_round(self, state: ServerState, bench: Bench) -> ServerState:
         """The state a round begins with: networks prepared, since a step may have left one unprepared.
 
-        Before the first round the recipe's own step is taken too. Where nobody trains, all stand at the model itself,
+        Before the first round the recipe's own step is taken too. Without training, all stand at the model itself,
         whatever starts of their own they had.
         """
         prepared = self.prepare_models(state if self.trains else replace(state, starts={}), bench)
@@ -290,7 +270,7 @@ class Recipe:
         later = (rounds, last) if self.later is None else (self.later[0], self.later[1].ending(rounds, last))
         recalled = tuple(kept for kind in last.evidence for kept in kind.recalls if kept not in self.memory)
         return replace(
-            last.follows(self, rounds),
+            last if last.follows is None else last.follows(self, rounds),
             later=later,
             memory=self.memory + recalled,
             label=f"{self.label or self.name}+{last.label or last.name}",
@@ -307,7 +287,7 @@ class Recipe:
         while now.later is not None:
             begins, now = now.later
             if begins == rounds and not now.trains:
-                return rounds + (now.lasts(network) if network is not None else 1)
+                return rounds + (1 if now.lasts is None or network is None else now.lasts(network))
         return rounds
 
     def check_task(self, task: Task) -> None:
@@ -318,12 +298,12 @@ class Recipe:
         """
         if isinstance(task, Classification):
             return
-        if isinstance(task, LanguageModel) and (found := self._who_says("needs_one_target")):
+        if isinstance(task, LanguageModel) and (found := self._parts_with("needs_one_target")):
             raise RecipeError(
                 f"recipe {self.name!r} fits a layer to one target per row ({found[0]} sums over them) and a language "
                 "model has one at every character; use another method, or task = 'text-classification'"
             )
-        if found := self._who_says("needs_classes"):
+        if found := self._parts_with("needs_classes"):
             raise RecipeError(
                 f"recipe {self.name!r} needs rows of one class each ({found[0]} counts or compares classes) and the "
                 f"task is {task.name}; use another method, or task = 'classification'"
@@ -335,16 +315,15 @@ class Recipe:
         Raises:
             RecipeError: naming the part.
         """
-        if bench.holds_tokens and (found := self._who_says("needs_numbers")):
+        if bench.holds_tokens and (found := self._parts_with("needs_numbers")):
             raise RecipeError(
                 f"recipe {self.name!r} computes with inputs as numbers ({found[0]} does) and these are tokens, which "
                 "have no scale and no slope; use another method, or inputs that are given rather than made"
             )
 
-    def _who_says(self, need: str) -> list[str]:
-        """The parts that say they need something, by their names."""
+    def _parts_with(self, need: str) -> list[str]:
         parts = (self.objective, self.view, *self.evidence, self.align, self.guard, self.roster, self.prepare_model)
-        return [type(p).__name__ for p in (*parts, self.before_first_round, *self._parts) if says(p, need)]
+        return [type(p).__name__ for p in (*parts, self.before_first_round, *self._parts) if _has(p, need)]
 
     def check(self, rounds: int, bench: Bench, state: ServerState | None = None) -> None:
         """Say before any training what could not work: missing server rows, rounds after a mixture, a wrong network.
@@ -409,9 +388,7 @@ def weighs_by(aggregate: Aggregator) -> str | None:
     return aggregate.sums_by if isinstance(aggregate, WeighsInSum) else None
 
 
-def says(part: object, need: str) -> bool:
-    """Whether a part of a recipe says that it needs "needs_classes", "needs_numbers" or "needs_one_target".
-
-    An objective that adds a term to a base needs what the base needs.
-    """
-    return bool(getattr(part, need, False)) or ((base := getattr(part, "base", None)) is not None and says(base, need))
+def _has(part: object, need: str) -> bool:
+    """Whether a part has "needs_classes", "needs_numbers" or "needs_one_target"; what adds to a base has the base's."""
+    base = getattr(part, "base", None)
+    return bool(getattr(part, need, False)) or (base is not None and _has(base, need))

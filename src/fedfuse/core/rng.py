@@ -18,8 +18,10 @@ def seed_for(seed: int, *purpose: str | int) -> int:
         >>> seed_for(0, "round", 1) == seed_for(0, "round", 11)
         False
     """
-    text = "\x1f".join([str(seed), *(f"{type(p).__name__}:{p}" for p in purpose)])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+    text = "\x1f".join([str(seed)] + [f"{type(p).__name__}:{p}" for p in purpose])  # types too: 1 is not "1"
+    return (
+        int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+    )  # signed 64-bit seeds are not negative
 
 
 def stream(seed: int, *purpose: str | int) -> torch.Generator:

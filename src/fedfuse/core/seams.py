@@ -16,38 +16,11 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState
 
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What a roster has arranged beside who answers; the loop, the door and the ledger go by it.
-
-    Attributes:
-        always: who is asked in every round, beside those chosen.
-        shared_rows: rows of the server's that every client was given: they count in its num_examples.
-        shared_bytes: bytes of them in all, sent before the first round.
-        reveals: in plain words, what was given to whom.
-    """
-
-    always: tuple[str, ...] = ()
-    shared_rows: int = 0
-    shared_bytes: int = 0
-    reveals: tuple[str, ...] = ()
-
-    def claimable_examples(self, declared: Mapping[str, int]) -> dict[str, int]:
-        """How many examples each client may claim, the lent ones among them.
-
-        Example:
-            >>> Terms(shared_rows=5).claimable_examples({"a": 10})
-            {'a': 15}
-        """
-        return {client: count + self.shared_rows for client, count in declared.items()}
-
-
 Batch: TypeAlias = tuple[Tensor, Tensor]
 Result: TypeAlias = Literal["single", "mixture", "apart"]
 
 NOT_EVIDENCE = frozenset({"server_rows", "unlabelled", "start", "training", "network"})
-"""What a part may need beside evidence: server rows, the weights clients began at, how they trained, networks' code."""
+"""What a part may need other than evidence: server rows, clients' first weights, how they trained, networks' code."""
 
 
 class Objective(Protocol):
@@ -72,7 +45,7 @@ class Project(Protocol):
 
 
 class Evidence(Protocol):
-    """Client: what it sends beside its weights, and what that reveals; it also tells the door what to expect."""
+    """Client: what it sends in addition to its weights, what that reveals, and what the door is to expect."""
 
     @property
     def name(self) -> str:
@@ -106,9 +79,9 @@ class Evidence(Protocol):
 
 
 class PlainEvidence:
-    """The plainest answers to what evidence may be asked beside its tensors; inherit them.
+    """The plainest answers to what evidence may be asked apart from its tensors; inherit them.
 
-    Any finite values will do, they say nothing of the posterior, and nothing in them scales the client's say.
+    Any finite values pass, they describe no posterior, and nothing in them scales the client's influence.
     """
 
     __slots__ = ()
@@ -117,7 +90,7 @@ class PlainEvidence:
     recalls: ClassVar[tuple[ClientMemory, ...]] = ()
 
     def check(self, notes: Params, num_examples: float) -> Flaw | None:  # noqa: ARG002 - the seam's signature
-        """Any finite value will do."""
+        """Any finite value passes."""
         return None
 
     def geometry(self, notes: Params) -> Geometry | None:  # noqa: ARG002 - the seam's signature
@@ -125,8 +98,14 @@ class PlainEvidence:
         return None
 
     def influence(self, notes: Params) -> Mapping[str, float]:  # noqa: ARG002 - the seam's signature
-        """Nothing in them scales the client's say."""
+        """Nothing in them scales the client's influence."""
         return {}
+
+
+class CurvatureEvidence(PlainEvidence):
+    """Evidence that looks at the curvature of a client's loss: its FLOPs have a column of their own."""
+
+    __slots__ = ()
 
 
 class ClientMemory(Protocol):
@@ -136,14 +115,14 @@ class ClientMemory(Protocol):
         """What to remember under "kind/tensor" names, given the trained client and the evidence it sends."""
 
 
-class ServerPart:
-    """The plainest answers to what a part of the server's half may be asked beside its work; inherit them."""
+class ServerPart(Protocol):
+    """What every part of the server's half may be asked apart from its work, with the plainest answers; inherit it."""
 
     __slots__ = ()
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the evidence it reads; beside evidence, it may need what `NOT_EVIDENCE` lists."""
+        """Names of the evidence it reads, and of what else it needs that `NOT_EVIDENCE` lists."""
         return frozenset()
 
     @property
@@ -203,11 +182,12 @@ class ServerPart:
         """Whether what becomes of a layer, weight and bias, depends on that layer and its evidence alone."""
         return self.tensorwise
 
-    def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
-        """Raise before anybody trains what could not work; "" stands for all clients without a network of their own."""
+    def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:  # noqa: ARG002
+        """Raise before any training what could not work; "" stands for all clients without a network of their own."""
+        return  # without this, an empty body: type checkers take a protocol's for one that must be overridden
 
     def drawn_by(self, bench: Bench) -> Self:  # noqa: ARG002 - the seam's signature
-        """A guard for a run that asks clients in this way; most do not care who was asked."""
+        """A guard for a run that asks clients in this way; for most it makes no difference who was asked."""
         return self
 
     def account(self, cohort: Cohort, state: ServerState) -> ServerState:  # noqa: ARG002 - the seam's signature
@@ -215,91 +195,37 @@ class ServerPart:
         return state
 
 
-class Filter(Protocol):
-    """Server: what stands before the aggregator."""
+class Alignment(Protocol):
+    """Server: every client's hidden units go to common places, before anything is compared or fused."""
 
     @property
     def needs(self) -> frozenset[str]:
-        """As for an aggregator."""
-
-    @property
-    def laws(self) -> frozenset[str]:
-        """The laws of the common suite that still hold behind it."""
-
-
-class Alignment(Filter, Protocol):
-    """Server: every client's hidden units go to common places, before anything is compared or fused."""
+        """Names of the evidence it reads."""
 
     @property
     def mixes_networks(self) -> bool:
         """Whether clients may have networks of different widths."""
 
+    @property
+    def laws(self) -> frozenset[str]:
+        """The laws of the common suite that still hold behind it."""
+
     def __call__(self, cohort: Cohort, bench: Bench) -> tuple[Cohort, Mapping[str, Any]]:
         """The cohort with its units at common places, and what a reader should know of it."""
 
 
-class Guard(Filter, Protocol):
+class Guard(ServerPart, Protocol):
     """Server: a robust filter; a cohort goes in, a safer one comes out."""
 
     @property
-    def tensorwise(self) -> bool:
-        """See `ServerPart`."""
+    def laws(self) -> frozenset[str]:
+        """The laws of the common suite that still hold behind it."""
 
     def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:
         """The cohort that is fused."""
 
-    def drawn_by(self, bench: Bench) -> Guard:
-        """See `ServerPart`."""
 
-    def account(self, cohort: Cohort, state: ServerState) -> ServerState:
-        """See `ServerPart`."""
-
-
-class Maker(Protocol):
-    """Server: what makes or changes the model; the answers are explained at `ServerPart`."""
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """See `ServerPart`."""
-
-    @property
-    def result(self) -> Result | None:
-        """See `ServerPart`."""
-
-    @property
-    def mixes_networks(self) -> bool:
-        """See `ServerPart`."""
-
-    def passes(self, clients: int, bench: Bench) -> float:
-        """See `ServerPart`."""
-
-    def seconds(self, bench: Bench) -> float:
-        """See `ServerPart`."""
-
-    def remark(self, asked: int, bench: Bench) -> str:
-        """See `ServerPart`."""
-
-    @property
-    def only_sums(self) -> bool:
-        """See `ServerPart`."""
-
-    @property
-    def tensorwise(self) -> bool:
-        """See `ServerPart`."""
-
-    @property
-    def layerwise(self) -> bool:
-        """See `ServerPart`."""
-
-    @property
-    def knows_adapters(self) -> bool:
-        """See `ServerPart`."""
-
-    def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
-        """See `ServerPart`."""
-
-
-class Aggregator(Maker, Protocol):
+class Aggregator(ServerPart, Protocol):
     """Server: the cohort becomes the next model."""
 
     @property
@@ -310,11 +236,43 @@ class Aggregator(Maker, Protocol):
         """Fuse the cohort."""
 
 
-class ServerStep(Maker, Protocol):
+class ServerStep(ServerPart, Protocol):
     """Server: something done to the fused model."""
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """Take the step."""
+
+
+class DiagnosticStep(ServerPart):
+    """A step that only notes something for the reader: its seconds are counted apart from the method's."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Side effects of a roster: clients asked always, rows lent to all, bytes sent for them.
+
+    Attributes:
+        always: who is asked in every round, in addition to those chosen.
+        shared_rows: rows of the server's that every client was given: they count in its num_examples.
+        shared_bytes: bytes of them in all, sent before the first round.
+        reveals: in plain words, what was given to whom.
+    """
+
+    always: tuple[str, ...] = ()
+    shared_rows: int = 0
+    shared_bytes: int = 0
+    reveals: tuple[str, ...] = ()
+
+    def claimable_examples(self, declared: Mapping[str, int]) -> dict[str, int]:
+        """How many examples each client may claim, the lent ones among them.
+
+        Example:
+            >>> Terms(shared_rows=5).claimable_examples({"a": 10})
+            {'a': 15}
+        """
+        return {client: count + self.shared_rows for client, count in declared.items()}
 
 
 class Engine(Protocol):
@@ -322,11 +280,11 @@ class Engine(Protocol):
 
     @property
     def clients(self) -> tuple[str, ...]:
-        """Everybody who could be asked."""
+        """All clients that could be asked."""
 
     @property
     def terms(self) -> Terms:
-        """What a roster has arranged beside who answers."""
+        """Side effects of its roster."""
 
     def exchange(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> Iterable[Envelope]:
         """Send the brief to the asked clients; bring back what they answer, in any order."""
@@ -337,7 +295,7 @@ class Roster(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """See `ServerPart`."""
+        """What it needs of the server, of what `NOT_EVIDENCE` lists."""
 
     @property
     def reveals(self) -> str:
@@ -450,15 +408,3 @@ def passes_of(objective: object, effort: Effort) -> float:
         return objective.passes(effort)
     base = getattr(objective, "base", None)
     return TRAINING_PASSES if base is None else passes_of(base, effort)
-
-
-class CurvatureEvidence(PlainEvidence):
-    """Evidence that looks at the curvature of a client's loss: its FLOPs have a column of their own."""
-
-    __slots__ = ()
-
-
-class DiagnosticStep(ServerPart):
-    """A step that only notes something for the reader: its seconds are counted apart from the method's."""
-
-    __slots__ = ()

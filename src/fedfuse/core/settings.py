@@ -23,7 +23,7 @@ from fedfuse.errors import ConfigError
 
 S = TypeVar("S", bound=BaseModel)
 
-_MAX_COUNT = 10**9  # more epochs, steps or rows in a batch than anybody trains with
+_MAX_COUNT = 10**9  # more epochs, steps or rows in a batch than training ever takes
 
 
 class Settings(BaseModel):
@@ -104,7 +104,7 @@ def _types(annotation: Any) -> list[Any]:
 
 
 class Optimizer(Settings):
-    """One of SGD (momentum, weight decay), Adam and AMSGrad, built anew every round."""
+    """One of SGD (momentum, weight decay), Adam and AMSGrad, with a fresh state every round."""
 
     eps: ClassVar[float] = 1e-8  # what Adam adds to the root of a second moment
 
@@ -157,7 +157,7 @@ class Decay(Settings):
 class MoveNoise(Settings):
     """What every client does to its move before it leaves: shortened to C, with noise N(0, (zC)²/K) on every weight.
 
-    The sum of K such moves has the noise N(0, (zC)²), as if a server nobody doubts had added it once.
+    The sum of K such moves has the noise N(0, (zC)²), as if a trusted server had added it once.
 
     Attributes:
         clip: C.

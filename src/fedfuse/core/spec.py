@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,6 +21,343 @@ from fedfuse.core.torch_utils import as_floats_of
 from fedfuse.errors import ConfigError, error_text
 
 Output: TypeAlias = int | str
+
+_MOST_VALUES = 1000  # a spec that came from outside names no more layers and sizes than this
+
+
+@dataclass(frozen=True)  # without slots: what is derived is kept in the object
+class Spec:
+    """The recipe of a network: a factory, its options, and the surgery done since.
+
+    Attributes:
+        factory: a name of `fedfuse.models`, or "package.module:callable".
+        options: keyword arguments of the factory, plain JSON.
+        surgery: the shape of every tensor that was pruned or grown since the factory built it.
+        kept: per pruned or grown layer, which of its original output channels remain.
+        prototype: a module the user built, copied instead of calling the factory; it does not travel.
+        description: what updates say of a network whose code is not here: it can be fused, not run.
+        output: which of several outputs are the logits: an index of a tuple, a key or an attribute; None for a network
+            that gives its logits and nothing else.
+
+    Example:
+        >>> spec = Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2})
+        >>> sum(p.numel() for p in spec.build().parameters())
+        23
+        >>> Spec.from_json(spec.to_json()) == spec
+        True
+    """
+
+    factory: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    surgery: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    prototype: nn.Module | None = field(default=None, repr=False)
+    description: Layout | None = field(default=None, repr=False)
+    output: Output | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            plain = json.loads(json.dumps(dict(self.options)))
+        except (TypeError, ValueError) as why:
+            raise ConfigError(f"model {self.factory!r}: options must be plain data ({why})") from why
+        object.__setattr__(self, "options", plain)
+        validate_output(self.output)
+
+    @classmethod
+    def of(cls, module: nn.Module, output: Output | None = None) -> Spec:
+        """The spec of a module the user built: here it is copied, elsewhere its class is called without arguments.
+
+        Args:
+            module: the network.
+            output: which of its outputs are the logits, where it gives several.
+        """
+        name = f"{type(module).__module__}:{type(module).__qualname__}"
+        own = output_of(module) if output is None else output
+        return cls(name, prototype=copy.deepcopy(module), output=own)
+
+    @classmethod
+    def of_tensors(cls, params: Params) -> Spec:
+        """The spec of plain tensors without a network, their roles guessed from names and shapes."""
+        return cls("state-dict", description=Layout.guess(params))
+
+    @classmethod
+    def from_json(cls, data: object, trusted: Collection[str] = ()) -> Spec:
+        """Read a spec that came from outside; a factory that is not ours must have been named by the user here.
+
+        Otherwise a file could make us call any importable function.
+        """
+        if not isinstance(data, dict) or not isinstance(data.get("factory"), str):
+            raise ConfigError(f"a model's spec must be a table with a factory, got {type(data).__name__}")
+        if unknown := data.keys() - {"factory", "options", "surgery", "kept", "output"}:
+            raise ConfigError(f"a model's spec has the unknown entries {sorted(unknown)}")
+        options = data.get("options", {})
+        if not isinstance(options, dict):
+            raise ConfigError("a spec's options must be a table")
+        if _count_values(options) > _MOST_VALUES:
+            raise ConfigError(f"a spec's options have more than {_MOST_VALUES} values, which no network here asks for")
+        shapes = _shapes(data.get("surgery", {})), _shapes(data.get("kept", {}))
+        spec = cls(data["factory"], options, *shapes, output=data.get("output"))
+        if untrusted := sorted(spec.foreign.difference(trusted)):
+            raise ConfigError(
+                f"the model {untrusted[0]!r} is not one of fedfuse's and was not named here; "
+                "name it yourself (--model or --trust, model= in Python, [model] in a file) if you trust its code"
+            )
+        return spec
+
+    @classmethod
+    def from_description(cls, data: object, layout: Layout) -> Spec:
+        """Read a spec that came from outside and is not to be built here: its names are kept, nothing is imported.
+
+        Raises:
+            ConfigError: if it is no spec at all.
+
+        Example:
+            >>> Spec.from_description({"factory": "site:Net"}, Layout({}, ())).can_run
+            False
+        """
+        return replace(cls.from_json(data, cls.factories_in(data)), description=layout)
+
+    def with_prototype_of(self, other: Spec | None) -> Spec:
+        """The same network, built of the module that another spec of its class has: no file holds such an object."""
+        if other is None or other.factory != self.factory:
+            return self
+        return replace(self, prototype=other.prototype)
+
+    def with_shapes_of(self, params: Params, kept: Mapping[str, tuple[int, ...]] | None = None) -> Spec:
+        """The spec of the same network with the shapes these weights have."""
+        built = {n: tuple(t.shape) for n, t in replace(self, surgery={}, kept={}).skeleton().state_dict().items()}
+        changed = {n: tuple(t.shape) for n, t in params.items() if tuple(t.shape) != built[n]}
+        return replace(self, surgery=changed, kept={**self.kept, **(kept or {})})
+
+    # Specs are the keys of many tables, some of them asked for every tensor: what those need is derived once.
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    @cached_property
+    def _text(self) -> str:
+        return json.dumps(self._plain, sort_keys=True)
+
+    @cached_property
+    def _plain(self) -> dict[str, Any]:
+        plain: dict[str, Any] = {"factory": self.factory, "options": self.options}
+        plain |= {} if self.output is None else {"output": self.output}
+        changes = {"surgery": self.surgery, "kept": self.kept}
+        return plain | {key: {n: list(v) for n, v in part.items()} for key, part in changes.items() if part}
+
+    def to_text(self) -> str:
+        """Canonical text, equal for equal specs."""
+        return self._text
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for a header."""
+        return dict(self._plain)
+
+    @cached_property
+    def factories(self) -> frozenset[str]:
+        """Every factory it names: its own, and those of the networks its options wrap."""
+        return frozenset({self.factory, *_factories(self.options)})
+
+    @staticmethod
+    def factories_in(data: object) -> frozenset[str]:
+        """Every factory that plain data name, without building anything."""
+        return frozenset(_factories(data))
+
+    @cached_property
+    def foreign(self) -> frozenset[str]:
+        """The factories that are not of `fedfuse.models`: none of them may be built from a file unasked."""
+        return frozenset(name for name in self.factories if ":" in name)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether nothing but factories of `fedfuse.models` builds it."""
+        return not self.foreign
+
+    @property
+    def can_run(self) -> bool:
+        """Whether the network's code is here."""
+        return self.description is None
+
+    def build(self) -> nn.Module:
+        """A new module with fresh random weights."""
+        if self.description is not None and not self.foreign:
+            raise ConfigError(
+                "plain tensors say nothing of their network and this must run it; pass the network (model=, --model)"
+            )
+        if self.description is not None:
+            raise ConfigError(
+                f"the network {self.factory!r} is known here by its description only and this must run it; "
+                f"pass it (model=, --model {sorted(self.foreign)[0]}) if you trust its code"
+            )
+        module = copy.deepcopy(self.prototype) if self.prototype is not None else self._call_factory()
+        output = understood_output(module) if self.output is None else self.output
+        module = module if output is None else choose_output(module, output)
+        return _resize(module, self.surgery) if self.surgery else module
+
+    def _call_factory(self) -> nn.Module:
+        make = factory_of(self.factory)
+        try:
+            module = make(**self.options)
+        except TypeError as why:
+            raise ConfigError(f"model {self.factory!r} cannot be built with {self.options}: {why}") from why
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"model {self.factory!r} gave a {type(module).__name__}, expected a torch.nn.Module")
+        return module
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every tensor; for a network of ours nothing is allocated, whatever its options say.
+
+        Raises:
+            ConfigError: if the options describe no network that could be.
+        """
+        place = torch.device("meta") if self.is_ours and self.prototype is None else nullcontext()
+        try:
+            with place:
+                tensors = self.build().state_dict()
+        except (RuntimeError, OverflowError, MemoryError, ValueError) as why:
+            raise ConfigError(f"model {self.factory!r} cannot be built: {error_text(why)}") from why
+        return {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+    def skeleton(self) -> nn.Module:
+        """One module per spec and process, to run with borrowed weights; callers must not change it."""
+        return _build_once(self).module
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The role of every tensor."""
+        return _build_once(self).layout if self.description is None else self.description
+
+    def forward(self, params: Params, x: Tensor) -> Tensor:
+        """The network's logits with these weights, in evaluation mode."""
+        weights = drop_tied_names(self, params)
+        return logits_in(functional_call(self.skeleton(), weights, (self.cast(x),)), self.factory)
+
+    def cast(self, x: Tensor) -> Tensor:
+        """Inputs in the network's own floating dtype; whole numbers stay as they are."""
+        return as_floats_of(self.skeleton().parameters(), x)
+
+
+def _count_values(data: object) -> int:
+    """How many values plain data hold at all depths: counted first, since a network of 10⁵ layers is slow to refuse."""
+    if isinstance(data, Mapping):
+        return sum(1 + _count_values(value) for value in data.values())
+    return sum(1 + _count_values(value) for value in data) if isinstance(data, list | tuple) else 0
+
+
+def _factories(data: object) -> Iterator[str]:
+    """Every factory that plain data name, at any depth."""
+    if isinstance(data, Mapping):
+        if isinstance(named := data.get("factory"), str):
+            yield named
+        for value in data.values():
+            yield from _factories(value)
+    elif isinstance(data, list):
+        for value in data:
+            yield from _factories(value)
+
+
+def _shapes(data: object) -> dict[str, tuple[int, ...]]:
+    good = isinstance(data, dict) and all(
+        isinstance(name, str)
+        and isinstance(shape, list)
+        and all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**31 for n in shape)
+        for name, shape in data.items()
+    )
+    if not good or not isinstance(data, dict):
+        raise ConfigError("a spec's surgery must be a table of shapes")
+    return {name: tuple(shape) for name, shape in data.items()}
+
+
+def factory_of(factory: str) -> Callable[..., object]:
+    """The callable a factory names: one of `fedfuse.models`, or one the user wrote."""
+    if ":" not in factory:
+        models = importlib.import_module("fedfuse.models")
+        return models.model_factory(factory)  # type: ignore[no-any-return]
+    module_name, _, attribute = factory.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as why:
+        raise ConfigError(f"model {factory!r} cannot be imported ({why}); expected package.module:Class") from why
+    return found  # type: ignore[no-any-return]
+
+
+def _resize(module: nn.Module, surgery: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    """Give the named tensors their new shapes and tell their modules."""
+    if unknown := sorted(surgery.keys() - module.state_dict().keys()):
+        raise ConfigError(f"a spec's surgery names {unknown[0]!r:.80}, which the network does not have")
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, so that its id is not given to another
+    for name, shape in surgery.items():
+        path, _, leaf = name.rpartition(".")
+        part = module.get_submodule(path)
+        old = getattr(part, leaf)
+        if (known := made.get(id(old))) is not None and known[0].shape == shape:  # a tied weight stays one tensor
+            setattr(part, leaf, known[0])
+            continue
+        new = torch.zeros(shape, dtype=old.dtype, device=old.device)
+        new = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+        made[id(old)] = new, old
+        setattr(part, leaf, new)
+        if leaf in ("weight", "running_mean"):
+            _update_sizes(part, shape)
+        elif isinstance(part, nn.RNNBase):
+            _update_recurrent_sizes(part, leaf, shape)
+    return module
+
+
+def _update_sizes(part: nn.Module, shape: tuple[int, ...]) -> None:
+    """Update the sizes that a layer keeps as plain numbers."""
+    if isinstance(part, nn.Linear):
+        part.out_features, part.in_features = shape
+    elif isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        if part.groups == part.in_channels and part.groups > 1:  # depthwise: one group per channel
+            part.groups = shape[0] // (part.out_channels // part.in_channels)
+        part.out_channels, part.in_channels = shape[0], shape[1] * part.groups
+    elif isinstance(part, nn.modules.batchnorm._BatchNorm):
+        part.num_features = shape[0]
+    elif isinstance(part, nn.GroupNorm):
+        if part.num_groups == part.num_channels:  # every channel by itself
+            part.num_groups = shape[0]
+        part.num_channels = shape[0]
+    elif isinstance(part, nn.LayerNorm):
+        part.normalized_shape = shape
+
+
+def _update_recurrent_sizes(part: nn.RNNBase, leaf: str, shape: tuple[int, ...]) -> None:
+    """The same for a recurrent layer, which also keeps a list of its tensors."""
+    if leaf == "weight_ih_l0":
+        part.input_size = shape[1]
+    elif leaf == "weight_hh_l0":
+        part.hidden_size = shape[1]
+    part._init_flat_weights()
+
+
+class _BuiltNetwork(NamedTuple):
+    """A network built once, and its layout: the module itself forgets which parameters its author froze."""
+
+    module: nn.Module
+    layout: Layout
+
+
+@lru_cache(maxsize=16)
+def _build_once(spec: Spec) -> _BuiltNetwork:
+    with seeded(0, "skeleton"):  # whether it is built here for the first time must not move the global generator
+        module = spec.build().eval()
+        layout = Layout.of(module)
+    return _BuiltNetwork(module.requires_grad_(False), layout)
+
+
+def drop_tied_names(spec: Spec, params: Params) -> dict[str, Tensor]:
+    """The weights without the further names of tied ones, as a network can be called with them."""
+    further = {name for same in spec.layout.tied for name in same[1:]}
+    return {name: t for name, t in params.items() if name not in further}
+
+
+def tie(spec: Spec, params: Params) -> Params:
+    """The weights, those that are one tensor made equal: as the first of their names has it."""
+    first = {name: same[0] for same in spec.layout.tied for name in same[1:]}
+    return {n: params[same if (same := first.get(n, n)) in params else n] for n in params} if first else params
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +396,7 @@ def choose_output(module: nn.Module, output: Output) -> nn.Module:
 
 
 def understood_output(module: nn.Module) -> Output | None:
-    """The output that is meant where nobody says which: networks of `transformers` give their logits among others."""
+    """The output that is meant where none is chosen: networks of `transformers` give their logits among others."""
     return "logits" if is_of_transformers(module) and output_of(module) is None else None
 
 
@@ -142,337 +479,3 @@ def _remedy(out: object, lead: str) -> str:
         return "it gives no tensor"
     choices = " or ".join(f"output = {key!r}" for key in list(found)[:4])
     return f"{lead}: {choices} (model.output in a file, `output` in Python)"
-
-
-_MOST_VALUES = 1000  # a spec that came from outside names no more layers and sizes than this
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """The recipe of a network: a factory, its options, and the surgery done since.
-
-    Attributes:
-        factory: a name of `fedfuse.models`, or "package.module:callable".
-        options: keyword arguments of the factory, plain JSON.
-        surgery: the shape of every tensor that was pruned or grown since the factory built it.
-        kept: per pruned or grown layer, which of its original output channels remain.
-        prototype: a module the user built, copied instead of calling the factory; it does not travel.
-        description: what updates say of a network whose code is not here: it can be fused, not run.
-        output: which of several outputs are the logits: an index of a tuple, a key or an attribute; None for a network
-            that gives its logits and nothing else.
-
-    Example:
-        >>> spec = Spec("mlp", {"inputs": 4, "hidden": [3], "classes": 2})
-        >>> sum(p.numel() for p in spec.build().parameters())
-        23
-        >>> Spec.from_json(spec.to_json()) == spec
-        True
-    """
-
-    factory: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    surgery: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    prototype: nn.Module | None = field(default=None, repr=False)
-    description: Layout | None = field(default=None, repr=False)
-    output: Output | None = None
-    _text: str = field(init=False, repr=False, compare=False, default="")  # made once: specs are keys of many tables
-
-    def __post_init__(self) -> None:
-        try:
-            plain = json.loads(json.dumps(dict(self.options)))
-        except (TypeError, ValueError) as why:
-            raise ConfigError(f"model {self.factory!r}: options must be plain data ({why})") from why
-        object.__setattr__(self, "options", plain)
-        validate_output(self.output)
-        object.__setattr__(self, "_text", json.dumps(self.to_json(), sort_keys=True))
-
-    def __hash__(self) -> int:
-        return hash(self.to_text())
-
-    @classmethod
-    def of(cls, module: nn.Module, output: Output | None = None) -> Spec:
-        """The spec of a module the user built: here it is copied, elsewhere its class is called without arguments.
-
-        Args:
-            module: the network.
-            output: which of its outputs are the logits, where it gives several.
-        """
-        name = f"{type(module).__module__}:{type(module).__qualname__}"
-        own = output_of(module) if output is None else output
-        return cls(name, prototype=copy.deepcopy(module), output=own)
-
-    def with_prototype_of(self, other: Spec | None) -> Spec:
-        """The same network, built of the module that another spec of its class has: no file holds such an object."""
-        if other is None or other.factory != self.factory:
-            return self
-        return replace(self, prototype=other.prototype)
-
-    @classmethod
-    def of_tensors(cls, params: Params) -> Spec:
-        """The spec of plain tensors without a network, their roles guessed from names and shapes."""
-        return cls("state-dict", description=Layout.guess(params))
-
-    @property
-    def factories(self) -> frozenset[str]:
-        """Every factory it names: its own, and those of the networks its options wrap."""
-        return frozenset({self.factory, *_factories(self.options)})
-
-    @staticmethod
-    def factories_in(data: object) -> frozenset[str]:
-        """Every factory that plain data name, without building anything."""
-        return frozenset(_factories(data))
-
-    @property
-    def foreign(self) -> frozenset[str]:
-        """The factories that are not of `fedfuse.models`: none of them may be built from a file unasked."""
-        return frozenset(name for name in self.factories if ":" in name)
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether nothing but factories of `fedfuse.models` builds it."""
-        return not self.foreign
-
-    def build(self) -> nn.Module:
-        """A new module with fresh random weights."""
-        if self.description is not None:
-            raise ConfigError(self._unknown)
-        own = self.prototype
-        module = _call(self.factory, self.options) if own is None else copy.deepcopy(own)
-        output = understood_output(module) if self.output is None else self.output
-        module = module if output is None else choose_output(module, output)
-        return _resize(module, self.surgery) if self.surgery else module
-
-    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every tensor; for a network of ours nothing is allocated, whatever its options say.
-
-        Raises:
-            ConfigError: if the options describe no network that could be.
-        """
-        place = torch.device("meta") if self.is_ours and self.prototype is None else nullcontext()
-        try:
-            with place:
-                tensors = self.build().state_dict()
-        except (RuntimeError, OverflowError, MemoryError, ValueError) as why:
-            raise ConfigError(f"model {self.factory!r} cannot be built: {error_text(why)}") from why
-        return {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-
-    def skeleton(self) -> nn.Module:
-        """One module per spec and process, to run with borrowed weights; nobody may change it."""
-        return _build_once(self).module
-
-    @property
-    def layout(self) -> Layout:
-        """The role of every tensor."""
-        return _build_once(self).layout if self.description is None else self.description
-
-    @property
-    def can_run(self) -> bool:
-        """Whether the network's code is here."""
-        return self.description is None
-
-    @property
-    def _unknown(self) -> str:
-        if not self.foreign:
-            return "plain tensors say nothing of their network and this must run it; pass the network (model=, --model)"
-        return (
-            f"the network {self.factory!r} is known here by its description only and this must run it; "
-            f"pass it (model=, --model {sorted(self.foreign)[0]}) if you trust its code"
-        )
-
-    def forward(self, params: Params, x: Tensor) -> Tensor:
-        """The network's logits with these weights, in evaluation mode."""
-        weights = drop_tied_names(self, params)
-        return logits_in(functional_call(self.skeleton(), weights, (self.cast(x),)), self.factory)
-
-    def cast(self, x: Tensor) -> Tensor:
-        """Inputs in the network's own floating dtype; whole numbers stay as they are."""
-        return as_floats_of(self.skeleton().parameters(), x)
-
-    def with_shapes_of(self, params: Params, kept: Mapping[str, tuple[int, ...]] | None = None) -> Spec:
-        """The spec of the same network with the shapes these weights have."""
-        built = {n: tuple(t.shape) for n, t in replace(self, surgery={}, kept={}).skeleton().state_dict().items()}
-        changed = {n: tuple(t.shape) for n, t in params.items() if tuple(t.shape) != built[n]}
-        return replace(self, surgery=changed, kept={**self.kept, **(kept or {})})
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for a header."""
-        plain: dict[str, Any] = {"factory": self.factory, "options": dict(self.options)}
-        extra = {"surgery": self.surgery, "kept": self.kept}
-        plain |= {} if self.output is None else {"output": self.output}
-        return plain | {key: {n: list(v) for n, v in part.items()} for key, part in extra.items() if part}
-
-    def to_text(self) -> str:
-        """Canonical text, equal for equal specs."""
-        return self._text
-
-    @classmethod
-    def from_description(cls, data: object, layout: Layout) -> Spec:
-        """Read a spec that came from outside and is not to be built here: its names are kept, nothing is imported.
-
-        Raises:
-            ConfigError: if it is no spec at all.
-
-        Example:
-            >>> Spec.from_description({"factory": "somebody:Net"}, Layout({}, ())).can_run
-            False
-        """
-        return replace(cls.from_json(data, cls.factories_in(data)), description=layout)
-
-    @classmethod
-    def from_json(cls, data: object, trusted: Collection[str] = ()) -> Spec:
-        """Read a spec that came from outside; a factory that is not ours must have been named by the user here.
-
-        Otherwise a file could make us call any importable function.
-        """
-        if not isinstance(data, dict) or not isinstance(data.get("factory"), str):
-            raise ConfigError(f"a model's spec must be a table with a factory, got {type(data).__name__}")
-        if unknown := data.keys() - {"factory", "options", "surgery", "kept", "output"}:
-            raise ConfigError(f"a model's spec has the unknown entries {sorted(unknown)}")
-        options = data.get("options", {})
-        if not isinstance(options, dict):
-            raise ConfigError("a spec's options must be a table")
-        if _count_values(options) > _MOST_VALUES:
-            raise ConfigError(f"a spec's options have more than {_MOST_VALUES} values, which no network here asks for")
-        shapes = _shapes(data.get("surgery", {})), _shapes(data.get("kept", {}))
-        spec = cls(data["factory"], options, *shapes, output=data.get("output"))
-        if untrusted := sorted(spec.foreign.difference(trusted)):
-            raise ConfigError(
-                f"the model {untrusted[0]!r} is not one of fedfuse's and was not named here; "
-                "name it yourself (--model or --trust, model= in Python, [model] in a file) if you trust its code"
-            )
-        return spec
-
-
-def _count_values(data: object) -> int:
-    """How many values plain data hold at all depths, so that nobody builds a hundred thousand layers to refuse them."""
-    if isinstance(data, Mapping):
-        return sum(1 + _count_values(value) for value in data.values())
-    return sum(1 + _count_values(value) for value in data) if isinstance(data, list | tuple) else 0
-
-
-def _factories(data: object) -> Iterator[str]:
-    """Every factory that plain data name, at any depth."""
-    if isinstance(data, Mapping):
-        if isinstance(named := data.get("factory"), str):
-            yield named
-        for value in data.values():
-            yield from _factories(value)
-    elif isinstance(data, list):
-        for value in data:
-            yield from _factories(value)
-
-
-def _shapes(data: object) -> dict[str, tuple[int, ...]]:
-    good = isinstance(data, dict) and all(
-        isinstance(name, str)
-        and isinstance(shape, list)
-        and all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**31 for n in shape)
-        for name, shape in data.items()
-    )
-    if not good or not isinstance(data, dict):
-        raise ConfigError("a spec's surgery must be a table of shapes")
-    return {name: tuple(shape) for name, shape in data.items()}
-
-
-def _call(factory: str, options: Mapping[str, Any]) -> nn.Module:
-    make = factory_of(factory)
-    try:
-        module = make(**options)
-    except TypeError as why:
-        raise ConfigError(f"model {factory!r} cannot be built with {dict(options)}: {why}") from why
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"model {factory!r} gave a {type(module).__name__}, expected a torch.nn.Module")
-    return module
-
-
-def factory_of(factory: str) -> Callable[..., object]:
-    """The callable a factory names: one of `fedfuse.models`, or one the user wrote."""
-    if ":" not in factory:
-        models = importlib.import_module("fedfuse.models")
-        return models.model_factory(factory)  # type: ignore[no-any-return]
-    module_name, _, attribute = factory.partition(":")
-    try:
-        found: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as why:
-        raise ConfigError(f"model {factory!r} cannot be imported ({why}); expected package.module:Class") from why
-    return found  # type: ignore[no-any-return]
-
-
-def _resize(module: nn.Module, surgery: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """Give the named tensors their new shapes and tell their modules."""
-    if unknown := sorted(surgery.keys() - module.state_dict().keys()):
-        raise ConfigError(f"a spec's surgery names {unknown[0]!r:.80}, which the network does not have")
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, so that its id is not given to another
-    for name, shape in surgery.items():
-        path, _, leaf = name.rpartition(".")
-        part = module.get_submodule(path)
-        old = getattr(part, leaf)
-        if (known := made.get(id(old))) is not None and known[0].shape == shape:  # a tied weight stays one tensor
-            setattr(part, leaf, known[0])
-            continue
-        new = torch.zeros(shape, dtype=old.dtype, device=old.device)
-        new = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-        made[id(old)] = new, old
-        setattr(part, leaf, new)
-        if leaf in ("weight", "running_mean"):
-            _update_sizes(part, shape)
-        elif isinstance(part, nn.RNNBase):
-            _update_recurrent_sizes(part, leaf, shape)
-    return module
-
-
-def _update_sizes(part: nn.Module, shape: tuple[int, ...]) -> None:
-    """Update the sizes a layer remembers beside its tensors."""
-    if isinstance(part, nn.Linear):
-        part.out_features, part.in_features = shape
-    elif isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        if part.groups == part.in_channels and part.groups > 1:  # depthwise: one group per channel
-            part.groups = shape[0] // (part.out_channels // part.in_channels)
-        part.out_channels, part.in_channels = shape[0], shape[1] * part.groups
-    elif isinstance(part, nn.modules.batchnorm._BatchNorm):
-        part.num_features = shape[0]
-    elif isinstance(part, nn.GroupNorm):
-        if part.num_groups == part.num_channels:  # every channel by itself
-            part.num_groups = shape[0]
-        part.num_channels = shape[0]
-    elif isinstance(part, nn.LayerNorm):
-        part.normalized_shape = shape
-
-
-def _update_recurrent_sizes(part: nn.RNNBase, leaf: str, shape: tuple[int, ...]) -> None:
-    """The same for a recurrent layer, which also keeps a list of its tensors."""
-    if leaf == "weight_ih_l0":
-        part.input_size = shape[1]
-    elif leaf == "weight_hh_l0":
-        part.hidden_size = shape[1]
-    part._init_flat_weights()
-
-
-class _BuiltNetwork(NamedTuple):
-    """A network built once, and its layout: the module itself forgets which parameters its author froze."""
-
-    module: nn.Module
-    layout: Layout
-
-
-@lru_cache(maxsize=16)
-def _build_once(spec: Spec) -> _BuiltNetwork:
-    with seeded(0, "skeleton"):  # whether a process has built it before must not move anybody's random stream
-        module = spec.build().eval()
-        layout = Layout.of(module)
-    return _BuiltNetwork(module.requires_grad_(False), layout)
-
-
-def drop_tied_names(spec: Spec, params: Params) -> dict[str, Tensor]:
-    """The weights without the further names of tied ones, as a network can be called with them."""
-    further = {name for same in spec.layout.tied for name in same[1:]}
-    return {name: t for name, t in params.items() if name not in further}
-
-
-def tie(spec: Spec, params: Params) -> Params:
-    """The weights, those that are one tensor made equal: as the first of their names has it."""
-    first = {name: same[0] for same in spec.layout.tied for name in same[1:]}
-    return {n: params[same if (same := first.get(n, n)) in params else n] for n in params} if first else params

@@ -37,7 +37,7 @@ class ServerState:
         round: rounds done.
         model: what the server would deploy now.
         memory: control variates, masks, momenta, by "kind/tensor" names.
-        starts: clients whose next round begins with a model of their own; "" stands for everybody not named.
+        starts: clients whose next round begins with a model of their own; "" stands for all clients not named.
         facts: what aggregator and steps want a reader to see; emptied every round.
     """
 
@@ -85,8 +85,8 @@ class ServerState:
 Progress: TypeAlias = Callable[[str, int, int], None]
 
 
-def _tell_nobody(what: str, done: int, total: int) -> None:
-    """Nobody watches."""
+def _no_progress(what: str, done: int, total: int) -> None:
+    """No progress is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ class Bench:
         rows: labelled rows the server holds, if any.
         unlabelled: inputs without labels, if any.
         population: how many clients there are, asked or not.
-        num_examples: how many examples they hold together, 0 if nobody knows.
-        participation: with which probability each is asked in a round, where everybody throws a coin; else 1.
+        num_examples: how many examples they hold together, 0 if that is not known.
+        participation: with which probability each is asked in a round, where they are drawn independently; else 1.
         classes: how many classes there are.
         local: the settings clients train with.
         seed: the run's seed.
@@ -120,7 +120,7 @@ class Bench:
     num_examples: int = 0
     participation: float = 1.0
 
-    progress: Progress = field(default=_tell_nobody, repr=False, compare=False)
+    progress: Progress = field(default=_no_progress, repr=False, compare=False)
 
     def stream(self, *purpose: str | int) -> torch.Generator:
         """A random stream for the server's own draws."""
@@ -231,7 +231,8 @@ def live_names(brief: Brief) -> tuple[str, ...]:
         ('classifier.bias',)
     """
     held = entries_of(brief.memory, "held")
-    return tuple(name for name in brief.spec.layout.trainable if name not in held)
+    trainable = brief.spec.layout.trainable
+    return tuple(name for name in trainable if name not in held) if held else trainable
 
 
 def entries_of(memory: Params, kind: str) -> dict[str, Tensor]:
@@ -251,7 +252,7 @@ def with_kind(kind: str, params: Params) -> dict[str, Tensor]:
 
 
 def tell_examples(count: int) -> dict[str, Tensor]:
-    """The published memory that tells clients how many examples they all hold; nothing where nobody knows.
+    """The published memory that tells clients how many examples they all hold; nothing where it is not known.
 
     Example:
         >>> tell_examples(500), tell_examples(0)
@@ -272,7 +273,11 @@ def representation(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     if not linear:
         raise RecipeError("the network has no linear layer, so it has no representation; give it a linear classifier")
     seen: dict[nn.Module, Tensor] = {}
-    with forward_hooks(((m, _RecordInput(seen)) for m in linear), before=True, with_kwargs=True):
+
+    def record_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen[module] = args[0] if args else kwargs["input"]
+
+    with forward_hooks(((m, record_input) for m in linear), before=True, with_kwargs=True):
         logits = module(x)
     read = [seen[m] for m in linear if m in seen]  # a layer within an attention block is never called itself
     if not read or len(read[-1]) != len(x):
@@ -281,13 +286,3 @@ def representation(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
             "give it a linear classifier"
         )
     return in_full(logits), in_full(read[-1].flatten(1))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _RecordInput:
-    """A hook that notes what a layer reads."""
-
-    seen: dict[nn.Module, Tensor]
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.seen[module] = args[0] if args else kwargs["input"]

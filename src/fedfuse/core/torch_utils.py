@@ -119,7 +119,9 @@ def use_large_pages(tensor: Tensor) -> Tensor:
         tensor(0.)
     """
     if _ADVICE is not None and tensor.nbytes >= _LEAST and tensor.device.type == "cpu" and (advise := _madvise()):
-        page = mmap.PAGESIZE
+        page = (
+            mmap.PAGESIZE
+        )  # rounded inwards: pages at the ends may hold neighbours' numbers, of which nothing is known
         begin = -(-tensor.data_ptr() // page) * page
         length = (tensor.data_ptr() + tensor.nbytes - begin) // page * page
         advise(begin, length, _ADVICE)  # advice: a refusal changes nothing

@@ -48,7 +48,7 @@ class Classification(Task):
         return F.cross_entropy(outputs, y, reduction=reduction)
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
-        """A class for each row."""
+        """A class for each row, drawn where the generator is: on the CPU."""
         return torch.multinomial(outputs.softmax(-1).cpu(), 1, generator=generator)[:, 0].to(outputs.device)
 
     def predict(self, outputs: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedfuse.tasks.classification import CLASSIFICATION, Classification
 from fedfuse.tasks.task import Reduction, Scores, Task, describe_targets
 
-PADDING = 0  # the token behind a text's end, which also stands for every character that nobody knew
+PADDING = 0  # the token behind a text's end, which also stands for every unknown character
 NO_TARGET = -100  # stands where nothing is to be predicted, such as behind a text's end; transformers' number too
 
 
@@ -28,8 +28,8 @@ class TextClassification(Classification):
 class LanguageModel(Task):
     """The token after each token: outputs are logits at every position (rows, positions, tokens), targets their tokens.
 
-    A target of −100 is nobody's: it counts neither in the loss nor in a score. The mean loss is over targets, and
-    perplexity is its exponential.
+    A target of −100 marks a position without one: it counts neither in the loss nor in a score. The mean loss is over
+    targets, and perplexity is its exponential.
 
     Example:
         >>> z, y = torch.zeros(1, 3, 4), torch.tensor([[0, 1, NO_TARGET]])
@@ -66,7 +66,7 @@ class LanguageModel(Task):
         return CLASSIFICATION.sample(outputs.flatten(0, -2), generator).view(outputs.shape[:-1])
 
     def redraw(self, outputs: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        """A token for each target; what is nobody's stays so."""
+        """A token for each target; positions without one keep none."""
         return torch.where(y == NO_TARGET, y, self.sample(outputs, generator))
 
     def predict(self, outputs: Tensor) -> Tensor:

@@ -22,14 +22,14 @@ from fedfuse.core.messages import Form
 from fedfuse.errors import ConfigError
 from fedfuse.wire.codec import LazyParams, Packet, write_sealed
 from fedfuse.wire.folders import INDEX as MODEL_INDEX
-from fedfuse.wire.folders import read_files, read_json
+from fedfuse.wire.folders import names_by_config, read_files, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 INDEX = "adapter_model.safetensors.index.json"
 PREFIX = "base_model.model."
 _A, _B = ("lora_A", "lora_embedding_A"), ("lora_B", "lora_embedding_B")
 
-# What changes what an adapter means, or the base beside it, and is not understood here.
+# What changes what an adapter means, or its base, and is not understood here.
 _VARIANTS = ("use_dora", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config")
 _PLACES = ("layer_replication", "target_parameters", "trainable_token_indices", "megatron_config")
 _REFUSED = (*_VARIANTS, *_PLACES, "lora_bias", "alora_invocation_tokens")
@@ -233,11 +233,7 @@ def merge_into(adapter: LazyParams, config: Mapping[str, Any], base: LazyParams,
 
 def _home(name: str, base: LazyParams, folder: Path) -> str:
     """What a base's file calls a tensor of its network, where that is otherwise."""
-    if name in base:
-        return name
-    from fedfuse.wire.folders import names_by_config  # it loads `transformers`, if that is installed
-
-    return names_by_config(folder).get(name, name)
+    return name if name in base else names_by_config(folder).get(name, name)  # which may load `transformers`
 
 
 def _factors_as_laid(name: str, adapter: LazyParams, transposed: bool) -> tuple[Tensor, Tensor]:

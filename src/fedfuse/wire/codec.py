@@ -6,6 +6,8 @@ full, against given limits, before a single tensor exists.
 
 A sealed file has under "fedfuse.sha256" the SHA-256 of all its bytes, with zeros for the 64 digits themselves. It is
 looked at when the file is opened, in one pass; the tensors are then read from where the system keeps them.
+
+Read first `LazyParams`, then `encode` and `decode`; what is checked of a message stands in `parse`.
 """
 
 from __future__ import annotations
@@ -31,38 +33,6 @@ from fedfuse.core.params import Params
 from fedfuse.core.torch_utils import use_large_pages
 from fedfuse.errors import ConfigError, FuseError
 
-_BLOCK = 1 << 20  # bytes that stay in a core's cache between the read and the hash
-
-
-def fill(path: Path, place: int, room: memoryview) -> bool:
-    """Fill a buffer with what a file has at a place, without one of our own between; false if it ends before.
-
-    Raises:
-        OSError: if the file cannot be read.
-    """
-    file = os.open(path, os.O_RDONLY)
-    try:
-        while room and (got := os.preadv(file, [room], place)):
-            room, place = room[got:], place + got
-    finally:
-        os.close(file)
-    return not room
-
-
-def sha256_of(path: Path, start: int, instead: tuple[bytes, bytes]) -> str:
-    """SHA-256 of a file, one text of which, before `start`, is read as another.
-
-    Raises:
-        OSError: if the file cannot be read.
-    """
-    with path.open("rb", buffering=0) as file:
-        digest = hashlib.sha256(file.read(start).replace(*instead, 1))
-        room = memoryview(bytearray(_BLOCK))
-        while got := file.readinto(room):
-            digest.update(room[:got])
-    return digest.hexdigest()
-
-
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -75,12 +45,15 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_ENTRY = frozenset({"dtype", "shape", "data_offsets"})
-_LEVELS = 32  # that a header may nest
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 FILE_FORMAT = 2  # of files for others: from 2 on they carry a checksum
 SEAL = "fedfuse.sha256"  # the metadata's word that is the checksum
 NO_SEAL = "0" * 64  # what stands in its place while it is computed
+
+with warnings.catch_warnings():  # torch says once per process that such memory is read-only; we know
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 class Malformed(FuseError):
@@ -119,155 +92,16 @@ class Limits:
     tensors: int = 100_000
 
 
-class Contents(NamedTuple):
-    """A message's table of contents, found good for a body of that length."""
-
-    table: Mapping[str, Any]
-    body: int
-    forms: Mapping[str, Form]
-    offsets: Mapping[str, int]
-
-
-_last: Contents | None = None  # replies of one round share their table: it is checked once, and kept once
-
-
-def check_size(size: int, limits: Limits) -> None:
-    """Refuse more bytes than are allowed."""
-    if size > limits.bytes:
-        raise Malformed(f"{size:,} bytes are more than the {limits.bytes:,} that fit here")
-
-
-class Parsed(NamedTuple):
-    """What stands before a message's data: its table, its header, and its checksum if it has one.
-
-    `start` is where the data begin; `promised` tells that a message of this format has a checksum.
-    """
-
-    contents: Contents
-    header: Mapping[str, Any]
-    start: int
-    seal: str | None
-    promised: bool
-
-
-def parse(piece: Callable[[int, int], bytes], size: int, limits: Limits) -> Parsed:
-    """What stands before the data of a message of so many bytes; `piece` gives bytes of it.
-
-    Raises:
-        Malformed: with the reason.
-    """
-    if size < 8:
-        raise Malformed(f"only {size} bytes, too short for any message")
-    length = int.from_bytes(piece(0, 8), "little")
-    if length > min(limits.header, size - 8):
-        raise Malformed(
-            f"it claims a header of {length:,} bytes; it has {size:,} in all and {limits.header:,} are allowed"
-        )
-    if length % 8:  # tensors would begin between numbers, where no view of them can be made
-        raise Malformed("its header is not padded to eight bytes")
-    table = _table(piece(8, length))
-    meta = table.pop("__metadata__", {})
-    if len(table) > limits.tensors:
-        raise Malformed(f"{len(table):,} tensors are more than the {limits.tensors:,} allowed")
-    header = _header(meta)
-    written = header.pop("format", 1)
-    if type(written) is not int or not 1 <= written <= FILE_FORMAT:
-        raise Malformed(f"its format is {written!r:.40}, expected 1 to {FILE_FORMAT}; a newer fedfuse may read it")
-    return Parsed(_contents(table, size - 8 - length), header, 8 + length, meta.get(SEAL), written > 1)
-
-
-def _contents(table: Mapping[str, Any], body: int) -> Contents:
-    global _last
-    known = _last  # read once: another thread may be reading another message
-    # names in their order too: dictionaries are equal in any order, and a run of tensors is not
-    if known is None or (known.body, list(known.table), known.table) != (body, list(table), table):
-        forms = {name: _form(name, entry) for name, entry in table.items()}
-        offsets = {name: entry["data_offsets"][0] for name, entry in table.items()}
-        _check_cover([entry["data_offsets"] for entry in table.values()], body)
-        _last = known = Contents(table, body, forms, offsets)
-    return known
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON lets the last of two equal names win; another reader might take the first and see another message."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise Malformed("a name stands twice in its header")
-    return found
-
-
-def _table(text: str | bytes) -> dict[str, Any]:
-    try:
-        table = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as why:
-        raise Malformed("its header is not JSON; expected a safetensors file") from why
-    if not isinstance(table, dict):
-        raise Malformed("its header is not a table; expected a safetensors file")
-    return table
-
-
-def _header(meta: object) -> dict[str, Any]:
-    text = meta.get("fedfuse", "{}") if isinstance(meta, dict) else None
-    if not isinstance(text, str):
-        raise Malformed("its metadata are not text")
-    header = _table(text)
-    if text.count("{") + text.count("[") > _LEVELS and _too_deep(header):  # fewer brackets cannot nest as far
-        raise Malformed("its header is nested too deeply")
-    return header
-
-
-def _too_deep(value: object, levels: int = _LEVELS) -> bool:
-    """Whether a header nests so far that printing or comparing it could exhaust the stack."""
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels == 0 or any(_too_deep(part, levels - 1) for part in inside)
-
-
-def _form(name: str, entry: object) -> Form:
-    if not isinstance(entry, dict) or entry.keys() != _ENTRY:
-        raise Malformed(f"tensor {name[:80]!r} is not described by dtype, shape and offsets")
-    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    dtype = DTYPES.get(kind) if isinstance(kind, str) else None
-    if dtype is None:
-        if isinstance(kind, str) and kind.startswith(("F8", "F6", "F4")):
-            raise Packed(name, kind[:20])
-        raise Malformed(f"tensor {name[:80]!r} has the dtype {reprlib.repr(kind)}, which is not read here")
-    lists = isinstance(shape, list) and isinstance(offsets, list) and len(shape) <= 8 and len(offsets) == 2
-    if not lists or not _naturals([*shape, *offsets]):
-        raise Malformed(f"tensor {name[:80]!r} has an impossible shape or place")
-    begin, end = offsets  # Python's integers do not overflow, so a product of huge sides is simply unequal
-    if end - begin != math.prod(shape) * dtype.itemsize or begin % dtype.itemsize:
-        raise Malformed(f"tensor {name[:80]!r} claims {end - begin} bytes for the shape {shape}")
-    return Form(tuple(shape), dtype)
-
-
-def _naturals(numbers: list[Any]) -> bool:
-    return {*map(type, numbers)} == {int} and 0 <= min(numbers) <= max(numbers) < 2**48  # bool is another type
-
-
-def _check_cover(offsets: list[list[int]], body: int) -> None:
-    """The tensors must fill the data exactly: no gap, no overlap, nothing beyond."""
-    at = 0
-    for begin, end in sorted(offsets):
-        if begin != at:
-            raise Malformed("its tensors overlap or leave gaps")
-        at = end
-    if at != body:
-        raise Malformed(f"its tensors claim {at:,} bytes and {body:,} came")
-
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-with warnings.catch_warnings():  # torch says once per process that such memory is read-only; we know
-    warnings.simplefilter("ignore")
-    torch.frombuffer(b"\0", dtype=torch.uint8)
-
-
 class LazyParams(Mapping[str, Tensor]):
-    """Tensors that are fetched when asked for and not kept: memory stays with whoever asks.
+    """Tensors that are fetched when asked for and not kept: the memory is the caller's.
 
-    `piece` fetches a run of a tensor's elements, so that a reader can walk through a tensor larger than its memory.
-    `offsets` tells, where it is known, at which byte of the message each tensor begins: a piece may go on beyond its
-    tensor's end into those of the same dtype that follow it. Pieces of what is `resident` are views, of any length.
+    Attributes:
+        forms: the shape and dtype of every tensor.
+        offsets: at which byte of the message each tensor begins, where that is known: a piece may go on beyond its
+            tensor's end into those of the same dtype that follow it.
+        resident: whether pieces are views of memory, of any length.
+
+    `fetch` reads a run of a tensor's elements, so that a reader can walk through a tensor larger than its memory.
     `fill` reads a run that begins at an element into memory that is there already, where that saves a copy.
     """
 
@@ -288,6 +122,15 @@ class LazyParams(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         form = self.forms[name]
         return self._fetch(name, 0, math.prod(form.shape)).view(form.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.forms)
+
+    def __len__(self) -> int:
+        return len(self.forms)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.forms
 
     def piece(self, name: str, begin: int, end: int) -> Tensor:
         """Elements [begin, end) of a tensor laid flat, counted from its first."""
@@ -317,33 +160,32 @@ class LazyParams(Mapping[str, Tensor]):
         count = sum(math.prod(self.forms[name].shape) for name in run)
         return (self._fetch(run[0], begin, min(begin + size, count)) for begin in range(0, count, size))
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.forms)
-
-    def __len__(self) -> int:
-        return len(self.forms)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.forms
-
     def only(self, names: Iterable[str]) -> LazyParams:
         """The tensors of these names, found without looking at any other."""
         forms = {name: self.forms[name] for name in names}
         offsets = {name: self.offsets[name] for name in forms if name in self.offsets}
-        return LazyParams(forms, self._fetch, offsets, self.resident)
+        return LazyParams(forms, self._fetch, offsets, self.resident, self._fill)
 
     def part(self, keep: Callable[[str], bool], rename: Callable[[str], str] = str) -> LazyParams:
         """The tensors whose names pass, under new names."""
-        if rename is str and all(map(keep, self.forms)):
-            return self  # with its tables: clients whose tables are one object are known to be laid out alike at once
-        old = {rename(n): n for n in self.forms if keep(n)}
+        kept = [name for name in self.forms if keep(name)]
+        if rename is not str:
+            return self.renamed({rename(name): name for name in kept})
+        # itself, with its tables: clients whose tables are one object are known to be laid out alike at once
+        return self if len(kept) == len(self.forms) else self.only(kept)
+
+    def renamed(self, old: Mapping[str, str]) -> LazyParams:
+        """Some of the tensors, by new names for old ones."""
         forms = {new: self.forms[name] for new, name in old.items()}
         offsets = {new: self.offsets[name] for new, name in old.items() if name in self.offsets}
         fetch, fill = self._fetch, self._fill
-        renamed = lambda new, begin, end: fetch(old[new], begin, end)
-        filled = None if fill is None else lambda new, begin, room: fill(old[new], begin, room)
-        both = (fetch, fill) if rename is str else (renamed, filled)
-        return LazyParams(forms, both[0], offsets, self.resident, both[1])
+        return LazyParams(
+            forms,
+            lambda new, begin, end: fetch(old[new], begin, end),
+            offsets,
+            self.resident,
+            None if fill is None else lambda new, begin, room: fill(old[new], begin, room),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +221,8 @@ def laid_out(tensors: Params) -> LazyParams:
     was in one must lie alike, or the two would differ in their last bits.
     """
     forms = forms_of(tensors)
-    offsets, size = _places(forms)
+    places, size = _places(forms)
+    offsets = {name: begin for name, (begin, _) in places.items()}
     memory = torch.empty(size, dtype=torch.uint8)
 
     def fetch(name: str, begin: int, end: int) -> Tensor:
@@ -393,6 +236,37 @@ def laid_out(tensors: Params) -> LazyParams:
     return found
 
 
+def as_lazy(params: Params) -> LazyParams:
+    """The tensors as if they waited on disk."""
+    if isinstance(params, LazyParams):
+        return params
+    return LazyParams(forms_of(params), lambda name, begin, end: piece_of(params, name, begin, end))
+
+
+def piece_of(params: Params, name: str, begin: int, end: int) -> Tensor:
+    """Elements [begin, end) of a tensor laid flat, wherever it lives."""
+    return params.piece(name, begin, end) if isinstance(params, LazyParams) else params[name].reshape(-1)[begin:end]
+
+
+def piece_in(room: Tensor, params: Params, name: str, begin: int, end: int) -> Tensor:
+    """The same, in a room if it is read from a file, and fits."""
+    if isinstance(params, LazyParams):
+        return params.piece_in(room, name, begin, end)
+    return piece_of(params, name, begin, end)
+
+
+def forms_of(params: Params) -> Mapping[str, Form]:
+    """The form of every tensor, without fetching any that waits on disk."""
+    if isinstance(params, LazyParams):
+        return params.forms
+    return {name: Form(tuple(t.shape), t.dtype) for name, t in params.items()}
+
+
+def forms_size(forms: Mapping[str, Form]) -> int:
+    """Bytes of data these tensors take."""
+    return sum(math.prod(f.shape) * f.dtype.itemsize for f in forms.values())
+
+
 def encode(tensors: Params, header: Mapping[str, Any]) -> bytes:
     """Tensors and header as one message.
 
@@ -401,22 +275,33 @@ def encode(tensors: Params, header: Mapping[str, Any]) -> bytes:
         >>> packet.header["num_examples"], packet.tensors["w"].tolist()
         (3, [1.0, 2.0])
     """
-    head, ordered = _head(tensors, header)
-    return b"".join([head, *(tensor_bytes(tensors[name]) for name in ordered)])
+    head = _head(tensors, header)
+    return b"".join([head.text, *[_bytes_of(tensors[name]) for name in head.ordered]])
+
+
+def encoded_size(tensors: Params, header: Mapping[str, Any]) -> int:
+    """How long the message would be, without writing it.
+
+    Example:
+        >>> encoded_size({"w": torch.ones(9)}, {}) == len(encode({"w": torch.ones(9)}, {}))
+        True
+    """
+    head = _head(tensors, header)
+    return len(head.text) + head.body
 
 
 def write(
     path: Path, tensors: Params, header: Mapping[str, Any], durable: bool = True, marks: Mapping[str, str] | None = None
 ) -> int:
-    """Write a message to a file, one tensor at a time; the file appears whole or not at all (see `atomic`).
+    """Write a message to a file, one tensor at a time; the file appears whole or not at all (see `write_atomically`).
 
     `marks` are further words of its metadata, for other readers.
     """
-    head, ordered = _head(tensors, header, marks)
+    head = _head(tensors, header, marks)
     with write_atomically(path, durable) as file:
-        file.write(head)
-        for name in ordered:
-            file.write(tensor_bytes(tensors[name]))
+        file.write(head.text)
+        for name in head.ordered:
+            file.write(_bytes_of(tensors[name]))
         return file.tell()
 
 
@@ -434,19 +319,67 @@ def write_sealed(path: Path, tensors: Params, header: Mapping[str, Any], marks: 
         ...
         fedfuse.wire.codec.Altered: ...w is damaged or altered: its checksum is not the one it was written with; ...
     """
-    head, ordered = _head(tensors, {**header, "format": FILE_FORMAT}, {SEAL: NO_SEAL, **(marks or {})})
-    digest = hashlib.sha256(head)
+    head = _head(tensors, {**header, "format": FILE_FORMAT}, {SEAL: NO_SEAL, **(marks or {})})
+    digest = hashlib.sha256(head.text)
     with write_atomically(path) as file, ThreadPoolExecutor(1) as pool:
-        file.write(head)
-        for name in ordered:
-            data = tensor_bytes(tensors[name])
+        file.write(head.text)
+        for name in head.ordered:
+            data = _bytes_of(tensors[name])
             hashed = pool.submit(digest.update, data)  # a core of its own, while this one copies to the system
             file.write(data)
             hashed.result()
         size = file.tell()
-        file.seek(head.index(NO_SEAL.encode()))
+        file.seek(head.text.index(NO_SEAL.encode()))
         file.write(digest.hexdigest().encode())
     return size
+
+
+class _Head(NamedTuple):
+    """What stands before a message's data, the order of its tensors there, and their bytes in all."""
+
+    text: bytes
+    ordered: list[str]
+    body: int
+
+
+def _head(tensors: Params, header: Mapping[str, Any], marks: Mapping[str, str] | None = None) -> _Head:
+    forms = forms_of(tensors)
+    for name, form in forms.items():
+        if form.dtype not in _NAMES:
+            raise ConfigError(
+                f"tensor {name!r} is {form.dtype}, which safetensors files do not carry here; bring it to "
+                "floats of 16 bits or more, or to 64-bit whole numbers"
+            )
+    places, end = _places(forms)
+    table: dict[str, Any] = {
+        "__metadata__": {**(marks or {}), "fedfuse": json.dumps(header, sort_keys=True, allow_nan=False)},
+        **{
+            name: {"dtype": _NAMES[form.dtype], "shape": list(form.shape), "data_offsets": places[name]}
+            for name, form in forms.items()
+        },
+    }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the data begin at a multiple of eight and can be read in place
+    return _Head(len(text).to_bytes(8, "little") + text, list(places), end)
+
+
+def _places(forms: Mapping[str, Form]) -> tuple[dict[str, list[int]], int]:
+    """Where each tensor begins and ends behind a message's head, in the order in which they lie, and where all end."""
+    widths = {name: form.dtype.itemsize for name, form in forms.items()}
+    places, end = dict[str, list[int]](), 0
+    # The widest numbers first, so that every tensor starts at a multiple of its own width; among equals in order.
+    for name in sorted(forms, key=widths.__getitem__, reverse=True):
+        begin, end = end, end + math.prod(forms[name].shape) * widths[name]
+        places[name] = [begin, end]
+    return places, end
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    """A tensor's numbers as they stand in a message, as an array of bytes: a view, where it lies there so."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.stride() != (1,):  # `contiguous` leaves a single number's odd stride, and a view as bytes does not
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).numpy()
 
 
 def decode(data: bytes, limits: Limits | None = None) -> Packet:
@@ -456,9 +389,9 @@ def decode(data: bytes, limits: Limits | None = None) -> Packet:
         Malformed: with the reason, before anything is allocated.
     """
     limits = limits or Limits()
-    check_size(len(data), limits)
-    contents, header, start, *_ = parse(lambda begin, length: data[begin : begin + length], len(data), limits)
-    forms, offsets = contents.forms, contents.offsets
+    start = 8 + _head_length(data[:8], len(data), limits)
+    found = parse(data[8:start], len(data) - start, limits)
+    forms, offsets = found.table.forms, found.table.offsets
 
     def fetch(name: str, begin: int, end: int) -> Tensor:
         dtype = forms[name].dtype
@@ -467,7 +400,7 @@ def decode(data: bytes, limits: Limits | None = None) -> Packet:
         offset = start + offsets[name] + begin * dtype.itemsize
         return torch.frombuffer(data, dtype=dtype, count=end - begin, offset=offset)
 
-    return Packet(header, LazyParams(forms, fetch, offsets, resident=True), len(data))
+    return Packet(found.header, LazyParams(forms, fetch, offsets, resident=True), len(data))
 
 
 def read(path: Path, limits: Limits | None = None) -> Packet:
@@ -480,14 +413,12 @@ def read(path: Path, limits: Limits | None = None) -> Packet:
     limits = limits or Limits()
     try:
         size = regular(path).stat().st_size
-        check_size(size, limits)
-        with path.open("rb") as file:
-            # pread moves no file position, and only the header is read: a tensor waits until somebody asks
-            found = parse(lambda begin, length: os.pread(file.fileno(), length, begin), size, limits)
-        contents, header, start, seal, promised = found
-        if promised and seal is None:
+        with path.open("rb", buffering=0) as file:  # without a buffer only the head is read: tensors wait for callers
+            start = 8 + _head_length(file.read(8), size, limits)
+            found = parse(file.read(start - 8), size - start, limits)
+        if found.promises_seal and found.seal is None:
             raise Altered(path, "it has no checksum, and files of its format have one")
-        if seal is not None and seal != sha256_of(path, start, (str(seal).encode(), NO_SEAL.encode())):
+        if found.seal is not None and found.seal != _sha256_of(path, start, found.seal):
             raise Altered(path, "its checksum is not the one it was written with")
     except OSError as why:
         raise Malformed(f"cannot read {path}: {why.strerror or why}") from why
@@ -495,12 +426,11 @@ def read(path: Path, limits: Limits | None = None) -> Packet:
         raise
     except ConfigError as why:  # a pipe or a device
         raise Malformed(str(why)) from why
-
-    forms, offsets = contents.forms, contents.offsets
+    forms, offsets = found.table.forms, found.table.offsets
 
     def read_into(name: str, begin: int, room: Tensor) -> None:
         try:
-            whole = fill(path, start + offsets[name] + begin * room.itemsize, memoryview(_bytes_of(room)))
+            whole = _fill(path, start + offsets[name] + begin * room.itemsize, memoryview(_bytes_of(room)))
         except OSError as why:
             raise Malformed(f"cannot read {path}: {why.strerror or why}") from why
         if not whole:
@@ -510,91 +440,163 @@ def read(path: Path, limits: Limits | None = None) -> Packet:
         read_into(name, begin, out := use_large_pages(torch.empty(end - begin, dtype=forms[name].dtype)))
         return out
 
-    return Packet(header, LazyParams(forms, fetch, offsets, fill=read_into), size, sealed=seal is not None)
+    return Packet(found.header, LazyParams(forms, fetch, offsets, fill=read_into), size, found.seal is not None)
 
 
-def piece_of(params: Params, name: str, begin: int, end: int) -> Tensor:
-    """Elements [begin, end) of a tensor laid flat, wherever it lives."""
-    return params.piece(name, begin, end) if isinstance(params, LazyParams) else params[name].reshape(-1)[begin:end]
+def _fill(path: Path, place: int, room: memoryview) -> bool:
+    """Fill a buffer with what a file has at a place, without one of our own between; false if it ends before."""
+    file = os.open(path, os.O_RDONLY)  # and closed: a cohort may be more files than a process may hold open
+    try:
+        while room and (got := os.preadv(file, [room], place)):
+            room, place = room[got:], place + got
+    finally:
+        os.close(file)
+    return not room
 
 
-def piece_in(room: Tensor, params: Params, name: str, begin: int, end: int) -> Tensor:
-    """The same, in a room if it is read from a file, and fits."""
-    return (
-        params.piece_in(room, name, begin, end)
-        if isinstance(params, LazyParams)
-        else piece_of(params, name, begin, end)
-    )
+def _sha256_of(path: Path, start: int, seal: str) -> str:
+    """SHA-256 of a file with zeros in the place of its seal, which stands before `start`."""
+    with path.open("rb", buffering=0) as file:
+        digest = hashlib.sha256(file.read(start).replace(seal.encode(), NO_SEAL.encode(), 1))
+        room = memoryview(bytearray(1 << 20))  # stays in a core's cache between the read and the hash
+        while got := file.readinto(room):
+            digest.update(room[:got])
+    return digest.hexdigest()
 
 
-def as_lazy(params: Params) -> LazyParams:
-    """The tensors as if they waited on disk."""
-    if isinstance(params, LazyParams):
-        return params
-    return LazyParams(forms_of(params), lambda name, begin, end: piece_of(params, name, begin, end))
+class _Table(NamedTuple):
+    """A message's table of contents, found good for a body of that length."""
+
+    entries: list[tuple[str, Any]]
+    body: int
+    forms: Mapping[str, Form]
+    offsets: Mapping[str, int]
 
 
-def forms_of(params: Params) -> Mapping[str, Form]:
-    """The form of every tensor, without fetching any that waits on disk."""
-    return params.forms if isinstance(params, LazyParams) else {n: Form.of(t) for n, t in params.items()}
+class Parsed(NamedTuple):
+    """What stands before a message's data: its table, its header, and its checksum if it has one."""
+
+    table: _Table
+    header: Mapping[str, Any]
+    seal: str | None
+    promises_seal: bool
 
 
-def forms_size(forms: Mapping[str, Form]) -> int:
-    """Bytes of data these tensors take."""
-    return sum(math.prod(f.shape) * f.dtype.itemsize for f in forms.values())
-
-
-def encoded_size(tensors: Params, header: Mapping[str, Any]) -> int:
-    """How long the message would be, without writing it.
-
-    Example:
-        >>> encoded_size({"w": torch.ones(9)}, {}) == len(encode({"w": torch.ones(9)}, {}))
-        True
-    """
-    return len(_head(tensors, header)[0]) + forms_size(forms_of(tensors))
-
-
-def _head(
-    tensors: Params, header: Mapping[str, Any], marks: Mapping[str, str] | None = None
-) -> tuple[bytes, list[str]]:
-    forms = forms_of(tensors)
-    if wrong := [n for n, f in forms.items() if f.dtype not in _NAMES]:
-        raise ConfigError(
-            f"tensor {wrong[0]!r} is {forms[wrong[0]].dtype}, which safetensors files do not carry here; bring it to "
-            "floats of 16 bits or more, or to 64-bit whole numbers"
+def _head_length(first: bytes, size: int, limits: Limits) -> int:
+    """How long the JSON before the data of a message of so many bytes is, by its first eight."""
+    if size > limits.bytes:
+        raise Malformed(f"{size:,} bytes are more than the {limits.bytes:,} that fit here")
+    if size < 8:
+        raise Malformed(f"only {size} bytes, too short for any message")
+    length = int.from_bytes(first, "little")
+    if length > min(limits.header, size - 8):
+        raise Malformed(
+            f"it claims a header of {length:,} bytes; it has {size:,} in all and {limits.header:,} are allowed"
         )
-    begins, _ = _places(forms)
-    own = {"fedfuse": json.dumps(header, sort_keys=True, allow_nan=False)}
-    table: dict[str, Any] = {"__metadata__": {**(marks or {}), **own}}
-    for name, form in forms.items():
-        size = math.prod(form.shape) * form.dtype.itemsize
-        offsets = [begins[name], begins[name] + size]
-        table[name] = {"dtype": _NAMES[form.dtype], "shape": list(form.shape), "data_offsets": offsets}
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data begin at a multiple of eight and can be read in place
-    return len(text).to_bytes(8, "little") + text, list(begins)
+    if length % 8:  # tensors would begin between numbers, where no view of them can be made
+        raise Malformed("its header is not padded to eight bytes")
+    return length
 
 
-def _places(forms: Mapping[str, Form]) -> tuple[dict[str, int], int]:
-    """Where each tensor begins behind a message's head, in the order in which they lie, and where the last one ends."""
-    begins, at = dict[str, int](), 0
-    # the widest numbers first, so that every tensor begins at a multiple of its own width
-    for name in sorted(forms, key=lambda n: -forms[n].dtype.itemsize):
-        begins[name] = at
-        at += math.prod(forms[name].shape) * forms[name].dtype.itemsize
-    return begins, at
+def parse(text: bytes, body: int, limits: Limits) -> Parsed:
+    """The JSON before a message's data, of which there are so many bytes, checked in full.
+
+    Raises:
+        Malformed: with the reason.
+    """
+    # Objects come as tuples of pairs (arrays are lists): nothing of ours is called for each tensor's entry, and
+    # entries compare with their order.
+    table = _unique(_load(text, tuple))
+    meta = table.pop("__metadata__", ())
+    words = _unique(meta) if isinstance(meta, tuple) else {"fedfuse": None}
+    if len(table) > limits.tensors:
+        raise Malformed(f"{len(table):,} tensors are more than the {limits.tensors:,} allowed")
+    header = _header(words.get("fedfuse", "{}"))
+    written = header.pop("format", 1)
+    if type(written) is not int or not 1 <= written <= FILE_FORMAT:
+        raise Malformed(f"its format is {written!r:.40}, expected 1 to {FILE_FORMAT}; a newer fedfuse may read it")
+    seal = words.get(SEAL)
+    return Parsed(_check_table(table, body), header, None if seal is None else str(seal), written > 1)
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's numbers as they stand in a message."""
-    return memoryview(_bytes_of(tensor.detach().cpu().contiguous()))
+def _load(text: str | bytes, pairs_hook: Callable[[list[tuple[str, Any]]], Any]) -> Any:
+    try:
+        found = json.loads(text, object_pairs_hook=pairs_hook)
+    except (ValueError, RecursionError) as why:
+        raise Malformed("its header is not JSON; expected a safetensors file") from why
+    if not isinstance(found, dict | tuple):
+        raise Malformed("its header is not a table; expected a safetensors file")
+    return found
 
 
-def _bytes_of(tensor: Tensor) -> Any:
-    flat = tensor.reshape(-1)
-    if flat.stride() != (1,):  # `contiguous` leaves a single number's odd stride, and a view as bytes does not
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8).numpy()
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON lets the last of two equal names win; another reader might take the first and see another message."""
+    found = dict(pairs := list(pairs))
+    if len(found) != len(pairs):
+        raise Malformed("a name stands twice in its header")
+    return found
+
+
+_LEVELS = 32  # that a header may nest
+
+
+def _header(text: object) -> dict[str, Any]:
+    if not isinstance(text, str):
+        raise Malformed("its metadata are not text")
+    header: dict[str, Any] = _load(text, _unique)
+    if text.count("{") + text.count("[") > _LEVELS and _too_deep(header):  # fewer brackets cannot nest as far
+        raise Malformed("its header is nested too deeply")
+    return header
+
+
+def _too_deep(value: object, levels: int = _LEVELS) -> bool:
+    """Whether a header nests so far that printing or comparing it could exhaust the stack."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels == 0 or any(_too_deep(part, levels - 1) for part in inside)
+
+
+_last: _Table | None = None  # replies of one round share their table: it is checked once, and kept once
+
+
+def _check_table(table: Mapping[str, Any], body: int) -> _Table:
+    """The forms and places of tensors; they must fill the data exactly: no gap, no overlap, nothing beyond."""
+    global _last
+    entries, known = list(table.items()), _last  # read once: another thread may be reading another message
+    if known is not None and known.body == body and known.entries == entries:
+        return known
+    forms, places, at = dict[str, Form](), dict[str, list[int]](), 0
+    for name, entry in entries:
+        forms[name], places[name] = _read_entry(name, entry)
+    for begin, end in sorted(places.values()):
+        if begin != at:
+            raise Malformed("its tensors overlap or leave gaps")
+        at = end
+    if at != body:
+        raise Malformed(f"its tensors claim {at:,} bytes and {body:,} came")
+    _last = known = _Table(entries, body, forms, {name: begin for name, (begin, _) in places.items()})
+    return known
+
+
+def _read_entry(name: str, entry: object) -> tuple[Form, list[int]]:
+    # as many pairs as names, so that none stands twice
+    if not isinstance(entry, tuple) or len(entry) != 3 or dict(entry).keys() != {"dtype", "shape", "data_offsets"}:
+        raise Malformed(f"tensor {name[:80]!r} is not described by dtype, shape and offsets")
+    known = dict(entry)
+    kind, shape, offsets = known["dtype"], known["shape"], known["data_offsets"]
+    dtype = DTYPES.get(kind) if isinstance(kind, str) else None
+    if dtype is None:
+        if isinstance(kind, str) and kind.startswith(("F8", "F6", "F4")):
+            raise Packed(name, kind[:20])
+        raise Malformed(f"tensor {name[:80]!r} has the dtype {reprlib.repr(kind)}, which is not read here")
+    lists = isinstance(shape, list) and isinstance(offsets, list) and len(shape) <= 8 and len(offsets) == 2
+    numbers: list[Any] = [*shape, *offsets] if lists else [None]
+    # by type, for a boolean is an int to `isinstance`
+    if {*map(type, numbers)} != {int} or not 0 <= min(numbers) <= max(numbers) < 2**48:
+        raise Malformed(f"tensor {name[:80]!r} has an impossible shape or place")
+    begin, end = offsets  # Python's integers do not overflow, so a product of huge sides is simply unequal
+    if end - begin != math.prod(shape) * dtype.itemsize or begin % dtype.itemsize:
+        raise Malformed(f"tensor {name[:80]!r} claims {end - begin} bytes for the shape {shape}")
+    return Form(tuple(shape), dtype), offsets
 
 
 def fingerprint(params: Params) -> str:

@@ -63,7 +63,7 @@ def load_model(path: Path, trusted: Collection[str] = (), like: Spec | None = No
 
     Args:
         path: the file.
-        trusted: networks beside our own that it may name.
+        trusted: networks other than our own that it may name.
         like: a network that came as an object; where the file names its class, it is built of it.
 
     Raises:

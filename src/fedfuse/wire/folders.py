@@ -1,7 +1,7 @@
 """Checkpoint folders as `transformers` writes them: safetensors in one file or in shards with an index, and a config.
 
-A folder is read as one table of tensors, each fetched from its shard when it is asked for, and written beside its name
-first: it appears whole or not at all.
+A folder is read as one table of tensors, each fetched from its shard when it is asked for, and written under
+another name first: it appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -37,12 +37,10 @@ from fedfuse.wire.codec import (
 )
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-EVIDENCE = "fedfuse_evidence.safetensors"  # what a folder brings beside its weights
+EVIDENCE = "fedfuse_evidence.safetensors"  # what a folder brings in addition to its weights
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _WEIGHTS = (*_PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".gguf")
 _TIED = ("lm_head.weight", "decoder.weight", "embed_out.weight", "embed_tokens.weight")  # a tied copy's usual names
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
-_COMPARED = 1 << 22  # elements compared at a time
 
 Watch = Callable[[int], None]
 
@@ -68,15 +66,29 @@ def open_weights(source: Message | bytes | Path) -> Packet:
         return decode(source)
     if not isinstance(source, Path):
         return source if isinstance(source, Packet) else Packet.of(source.tensors, source.header)
-    if source.suffix in _PICKLES and _begins_as_pickle(source):
-        raise ConfigError(pickle_words(source, source.with_suffix(".safetensors").name))
+    if source.suffix in _PICKLES and source.is_file():
+        with source.open("rb") as file:
+            is_pickle = file.read(4).startswith((b"PK\x03\x04", b"\x80"))  # an archive of `torch.save`, or a bare one
+        if is_pickle:
+            raise ConfigError(pickle_words(source, source.with_suffix(".safetensors").name))
     return read_folder(folder_of(source)) if is_folder(source) else read(source)
+
+
+def pickle_words(path: Path, name: str = SINGLE) -> str:
+    """Why a pickle is not read, and the command that makes a safetensors file of it without running what is in it."""
+    command = (
+        "from torch import load; from safetensors.torch import save_file; "
+        f"w = load({str(path)!r}, map_location='cpu', weights_only=True); "
+        "save_file({n: t.clone().contiguous() for n, t in w.items()}, "
+        f"{str(path.with_name(name))!r}, {{'format': 'pt'}})"
+    )
+    return f'{path} is a pickle, which could run any code; convert it, without running any: python -c "{command}"'
 
 
 def read_folder(folder: Path) -> Packet:
     """The tensors of a checkpoint folder.
 
-    A copy of a tensor that the config says is tied is left out: whoever loads the folder ties it again.
+    A copy of a tensor that the config says is tied is left out: what loads the folder ties it again.
 
     Raises:
         ConfigError: if a shard or a tensor is missing, or the weights are pickles or packed.
@@ -105,7 +117,11 @@ def read_files(folder: Path, single: str, indexes: Sequence[str]) -> Packet:
     packets = {file: _read_shard(folder, file, index) for file in files}
     homes = {name: packet for packet in packets.values() for name in packet.tensors}
     if index is not None and single not in packets:
-        _check_index(folder / index, packets)
+        for name, file in _weight_map(folder / index).items():
+            if name not in packets[file].tensors:
+                raise ConfigError(
+                    f"{folder / index} says that {name!r} is in {file}, which has no such tensor; fetch both"
+                )
     forms = {name: homes[name].tensors.forms[name] for name in sorted(homes)}
     try:
         check_unpacked(forms)
@@ -121,7 +137,7 @@ def check_unpacked(forms: Mapping[str, Form], ours: bool = False) -> None:
 
     Networks keep counts, positions and indices in 64 bits, masks in booleans or laid out to be spread over rows
     (1×1×n×n), and single flags as they like. Shorter whole numbers in a matrix are codes, and so is whatever has parts
-    under its own name, such as `fc.weight` beside `fc.weight.absmax`, in any dtype.
+    under its own name, such as `fc.weight` next to `fc.weight.absmax`, in any dtype.
 
     Args:
         forms: of a network's tensors.
@@ -183,25 +199,6 @@ def _shards(folder: Path, single: str, index: str | None) -> list[str]:
     raise ConfigError(f"{folder} has no {single}; expected a folder that `save_pretrained` wrote")
 
 
-def _begins_as_pickle(path: Path) -> bool:
-    """Whether a file is an archive as `torch.save` writes it, or a bare pickle."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(4).startswith((b"PK\x03\x04", b"\x80"))
-
-
-def pickle_words(path: Path, name: str = SINGLE) -> str:
-    """Why a pickle is not read, and the command that makes a safetensors file of it without running what is in it."""
-    command = (
-        "from torch import load; from safetensors.torch import save_file; "
-        f"w = load({str(path)!r}, map_location='cpu', weights_only=True); "
-        "save_file({n: t.clone().contiguous() for n, t in w.items()}, "
-        f"{str(path.with_name(name))!r}, {{'format': 'pt'}})"
-    )
-    return f'{path} is a pickle, which could run any code; convert it, without running any: python -c "{command}"'
-
-
 def _weight_map(index: Path) -> dict[str, str]:
     """Which file each tensor is in, as the index says; only files of its own folder are looked at."""
     found = read_json(index).get("weight_map")
@@ -230,15 +227,9 @@ def _read_shard(folder: Path, file: str, index: str | None) -> Packet:
         raise ConfigError(f"{folder / file} is damaged: {why}; fetch the folder again") from why
 
 
-def _check_index(index: Path, packets: Mapping[str, Packet]) -> None:
-    """Every tensor stands where the index says, and nothing else does."""
-    for name, file in _weight_map(index).items():
-        if name not in packets[file].tensors:
-            raise ConfigError(f"{index} says that {name!r} is in {file}, which has no such tensor; fetch both")
-
-
 def _tied_copies(tensors: LazyParams) -> frozenset[str]:
     """Names of output layers that hold, bit for bit, what an embedding holds under another name."""
+    # an encoder's or decoder's embed_tokens may be a copy of one shared embedding; any other is the embedding itself
     copies = [name for name in tensors if name.endswith(_TIED) and ("embed_tokens" not in name or "coder" in name)]
     others = [name for name in tensors if name not in copies]
     return frozenset(copy for copy in copies if any(_are_equal(tensors, copy, other) for other in others))
@@ -247,7 +238,7 @@ def _tied_copies(tensors: LazyParams) -> frozenset[str]:
 def _are_equal(tensors: LazyParams, a: str, b: str) -> bool:
     if tensors.forms[a] != tensors.forms[b]:
         return False
-    pairs = zip(tensors.pieces((a,), _COMPARED), tensors.pieces((b,), _COMPARED), strict=True)
+    pairs = zip(tensors.pieces((a,)), tensors.pieces((b,)), strict=True)
     return all(x.equal(y) for x, y in pairs)
 
 
@@ -259,7 +250,7 @@ def parse_size(text: str) -> int:
         (5000000000, 500000000)
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]?)B?", text.strip().upper())
-    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    size = int(float(found[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[found[2]]) if found else 0
     if size < 1:
         raise ConfigError(f"a size of {text!r} is none; write it as in 5GB or 500MB")
     return size
@@ -310,15 +301,22 @@ def write_tensors(
     Args:
         folder: where to.
         tensors: asked for once each.
-        header: what the first file says of the model beside its tensors.
+        header: what the first file says of the model.
         shard_size: in bytes; a tensor that is larger has a file of its own.
         watch: told of every tensor's bytes when it was fetched.
     """
+
+    def fetch(name: str, begin: int, end: int) -> Tensor:
+        piece = tensors.piece(name, begin, end)
+        if watch is not None:
+            watch(piece.numel() * piece.itemsize)
+        return piece
+
     shards = _deal(tensors.forms, shard_size)
     files = [f"model-{k:05d}-of-{len(shards):05d}.safetensors" for k in range(1, len(shards) + 1)]
     files = files if len(files) > 1 else [SINGLE]
     for place, (file, names) in enumerate(zip(files, shards, strict=True)):
-        part = _with_watch(tensors.part(frozenset(names).__contains__), watch)
+        part = LazyParams({name: tensors.forms[name] for name in names}, fetch)
         write_sealed(folder / file, part, header if not place else {}, marks={"format": "pt"})
     if len(files) > 1:
         homes = {name: file for file, names in zip(files, shards, strict=True) for name in names}
@@ -338,30 +336,12 @@ def _deal(forms: Mapping[str, Form], size: int) -> list[list[str]]:
     return shards
 
 
-def _with_watch(tensors: LazyParams, watch: Watch | None) -> LazyParams:
-    if watch is None:
-        return tensors
-
-    def fetch(name: str, begin: int, end: int) -> Tensor:
-        piece = tensors.piece(name, begin, end)
-        watch(piece.numel() * piece.itemsize)
-        return piece
-
-    return LazyParams(tensors.forms, fetch)
-
-
 def with_dtype(tensors: LazyParams, dtype: torch.dtype | None) -> LazyParams:
     """The tensors with floats in another dtype as they are fetched; None leaves them as they are."""
     if dtype is None:
         return tensors
     forms = {n: Form(f.shape, dtype if f.dtype.is_floating_point else f.dtype) for n, f in tensors.forms.items()}
     return LazyParams(forms, lambda name, begin, end: tensors.piece(name, begin, end).to(forms[name].dtype))
-
-
-def is_companion(path: Path) -> bool:
-    """Whether a file of a folder goes with the model whatever its weights: config, tokenizer, code; no weights."""
-    told = path.suffix not in _WEIGHTS and not path.name.endswith(".index.json") and path.suffix.lower() != ".md"
-    return path.is_file() and told and not path.name.startswith(".")
 
 
 def names_in_files(module: nn.Module) -> Mapping[str, str]:
@@ -484,9 +464,10 @@ def _tokens(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def carry_over(source: Path, target: Path, dtype: torch.dtype | None) -> None:
-    """Copy config, tokenizer and the like; the config is told in which dtype the weights are now, if in one."""
-    for path in sorted(source.iterdir()):
-        if is_companion(path):
+    """Copy config, tokenizer and the like; the config gets the dtype that the weights have now, if all have one."""
+    for path in sorted(source.iterdir()):  # config, tokenizer, code: no weights, and no card, which is of the old ones
+        weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
+        if path.is_file() and not weights and path.suffix.lower() != ".md" and not path.name.startswith("."):
             shutil.copyfile(path, target / path.name)
     config = read_config(source)
     if config and dtype is not None:

@@ -104,7 +104,7 @@ def reply_header(
 
 
 def tell_memory(memory: Params) -> dict[str, int]:
-    """What a server publishes beside its weights, as a file's header tells it: whole numbers alone, such as turns.
+    """A server's published memory as a file's header tells it: whole numbers alone, such as turns.
 
     Example:
         >>> import torch
@@ -137,6 +137,7 @@ def mark_notes(notes: Params) -> dict[str, Tensor]:
 
 def split(packet: Packet) -> tuple[LazyParams, LazyParams]:
     """A message's tensors as the model's own and the notes."""
-    own = packet.tensors.part(lambda n: not n.startswith(NOTE))
-    notes = packet.tensors.part(lambda n: n.startswith(NOTE), lambda n: n.removeprefix(NOTE))
-    return own, notes
+    tensors = packet.tensors
+    notes = {name.removeprefix(NOTE): name for name in tensors.forms if name.startswith(NOTE)}
+    own = tensors.part(lambda name: not name.startswith(NOTE)) if notes else tensors
+    return own, tensors.renamed(notes)

@@ -1,4 +1,4 @@
-"""Sums of several sites' weights as one message: the mean as anybody reads it, and beside it what it was rounded from.
+"""Sums of several sites' weights as one message: the mean as any reader takes it, and the sum it was rounded from.
 
 A mean of weights is Σ c_k w_k / Σ c_k. A region that sent its mean alone would round it to the network's precision, and
 fusing regions would differ from fusing their sites. So a sum carries Σ c_k w_k in float64 too, under notes.
@@ -66,7 +66,7 @@ class Summed:
 class SummedParams(LazyParams):
     """The mean of several sites' weights that still knows the float64 sum it was rounded from.
 
-    Whoever changes the mean makes another mapping of it and leaves the sum behind, so the two cannot part.
+    What changes the mean makes another mapping of it and leaves the sum behind, so the two cannot disagree.
     """
 
     __slots__ = ("totals", "weight")

@@ -40,7 +40,6 @@ from fedfuse.wire.codec import (
     Limits,
     Malformed,
     Packet,
-    check_size,
     decode,
     encode,
     forms_of,
@@ -348,7 +347,10 @@ def _open(envelope: Envelope, contract: Contract) -> Packet:
         if isinstance(envelope.payload, Path):
             return read(envelope.payload, contract.limits)
         if isinstance(envelope.payload, Packet):  # of this process: its numbers are judged as all others are
-            check_size(envelope.payload.size, contract.limits)
+            if envelope.payload.size > contract.limits.bytes:
+                raise Malformed(
+                    f"{envelope.payload.size:,} bytes are more than the {contract.limits.bytes:,} that fit here"
+                )
             return envelope.payload
     except Malformed as why:
         raise Refused(envelope.client, "reply", str(why), "a safetensors reply as briefed") from why

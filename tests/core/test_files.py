@@ -1,3 +1,5 @@
+"""Files and folders: what one process holds, no other writes."""
+
 from __future__ import annotations
 
 import subprocess

@@ -1,4 +1,4 @@
-"""What files say of themselves: forms of rows, names of classes, and headers read with suspicion."""
+"""What files say of themselves: names of classes, sites, and headers read with suspicion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 from fedfuse.core.inputs import ArrayForm, PictureForm
 from fedfuse.core.metadata import About, Contribution, check_class_names, names_text, versions
-from fedfuse.core.settings import validate_settings
 from fedfuse.errors import ConfigError
 
 
@@ -45,16 +44,6 @@ def test_old_headers_tell_a_shape() -> None:
 def test_a_header_that_cannot_be_is_one_sentence(header: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         About.of(header)
-
-
-def test_normalization_has_one_number_for_each_channel() -> None:
-    for wrong in ({"mean": [0.1, 0.2], "std": [1.0, 1.0]}, {"mean": [0.1], "std": []}, {"mean": [0.1], "std": [0.0]}):
-        with pytest.raises(ConfigError):
-            validate_settings(PictureForm, {"height": 2, "width": 2, "channels": 1, **wrong})
-    with pytest.raises(ConfigError, match="expected 3, one for each channel"):
-        validate_settings(ArrayForm, {"shape": [3], "mean": [0.0], "std": [1.0]})
-    assert ArrayForm(shape=(2,), mean=(0.0, 0.0), std=(1.0, 2.0)).bounds().low == (-3.0,)
-    assert PictureForm(height=2, width=2, channels=3).bounds().high == (1.0,)
 
 
 def test_names_are_words() -> None:

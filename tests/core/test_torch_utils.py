@@ -1,4 +1,4 @@
-"""Large pages are advice: a tensor is what it was, with them or without."""
+"""Threads that come back, narrow floats that are widened, large pages that change no number."""
 
 from __future__ import annotations
 
@@ -7,9 +7,43 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from fedfuse.core import torch_utils
-from fedfuse.core.torch_utils import use_large_pages
+from fedfuse.core.torch_utils import answer_in_full, as_floats_of, full_dtype, in_full, one_thread, use_large_pages
+
+
+def test_the_number_of_threads_comes_back_even_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [4]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: now[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: now.__setitem__(0, n))
+    with one_thread():
+        assert now == [1]
+    with pytest.raises(KeyError), one_thread():
+        raise KeyError
+    assert now == [4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32])
+def test_only_narrow_floats_are_widened(dtype: torch.dtype) -> None:
+    t = torch.ones(2, dtype=dtype)
+    wide = in_full(t)
+    assert wide.dtype == full_dtype(dtype)
+    assert (wide is t) == (dtype not in (torch.float16, torch.bfloat16))
+
+
+def test_inputs_take_the_first_floating_dtype_and_tokens_stay() -> None:
+    params = [torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.float16), torch.ones(1)]
+    assert as_floats_of(params, torch.ones(1)).dtype == torch.float16
+    assert as_floats_of(params, torch.ones(1, dtype=torch.uint8)).dtype == torch.uint8
+    x = torch.ones(1)
+    assert as_floats_of([], x) is x
+    assert as_floats_of([torch.ones(1)], x) is x
+
+
+def test_an_answer_in_full_is_the_modules_own() -> None:
+    net, x = nn.Linear(3, 2).bfloat16(), torch.randn(4, 3)
+    assert answer_in_full(net, x).equal(net(x.bfloat16()).float())
 
 
 def test_numbers_stay_what_they_are() -> None:
