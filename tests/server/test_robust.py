@@ -12,6 +12,7 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
+import fedfuse
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Diag, Posterior
@@ -126,6 +127,17 @@ def test_a_guard_keeps_geometry_and_evidence() -> None:
         for u in GUARDS[name]()(Cohort(tuple(updates)), START):
             assert isinstance(u.posterior.geometry, Diag)
             assert list(u.notes) == ["counts/x"]
+
+
+@pytest.mark.parametrize("guard", ["krum", "median", "trimmed", "clip"])
+def test_a_guard_stands_before_weights_without_dimensions(guard: str) -> None:
+    """A learned temperature is a scalar; it once ended the round."""
+    near = [{"w": torch.full((3,), 0.1 * k), "scale": torch.tensor(0.1 * k)} for k in range(5)]
+    liar = {"w": torch.full((3,), 1e6), "scale": torch.tensor(1e6)}
+    way = {"name": guard, **({"trim": 0.2} if guard == "trimmed" else {})}
+    base = near[2] if guard == "clip" else None
+    fused = fedfuse.fuse([*near, liar], guard=way, start=base, bounds={"over": "off"}).state_dict()
+    assert 0 <= float(fused["scale"]) < 1
 
 
 def test_the_record_says_who_was_dropped() -> None:

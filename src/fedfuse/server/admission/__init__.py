@@ -1,1 +1,1 @@
-"""Admission: everything that comes from outside is judged here, once."""
+"""The door: what clients send, judged once. Read `admit`, `values`, `influence`; of files `opened`, `agreed`, `updates`."""
