@@ -1,1 +1,1 @@
-"""The door: what clients send, judged once. Read `admit`, `values`, `influence`; of files `opened`, `agreed`, `updates`."""
+"""The door: all that clients send is judged here, once. Read `admit` first; it says what to read next."""
