@@ -295,8 +295,9 @@ def admit_all(
 def _measure(update: ClientUpdate, heard: Brief, contract: Contract, moves: Mapping[str, float]) -> dict[str, Lever]:
     """The client's levers. Evidence that passed its check may still overflow or not decompose when it is measured."""
     anchored = contract.start is not None
+    sent = moves if contract.standing is None else None  # else the reply had no weights: its moves are of notes alone
     try:
-        return measure(update, heard, contract.evidence, anchored, contract.baseline, moves)
+        return measure(update, heard, contract.evidence, anchored, contract.baseline, sent)
     except (FuseError, ArithmeticError, RuntimeError) as why:
         raise Refused(update.client, "influence", f"not measurable ({why})", "sound evidence") from why
 

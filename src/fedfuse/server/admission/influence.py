@@ -93,18 +93,18 @@ class Baseline:
         expected: how long the start is in each of these groups, at least 1; nothing where no start is known.
     """
 
-    groups: Mapping[str, tuple[str, ...]]
+    groups: Mapping[str, Sequence[str]]
     expected: Mapping[str, float]
 
     @classmethod
     def of(cls, forms: Mapping[str, Form], layout: Layout, start: Params | None) -> Baseline:
         """The baseline of replies of these forms, to a brief with this start."""
-        owners, groups = owners_of(layout), dict[str, tuple[str, ...]]()
+        owners, groups = owners_of(layout), dict[str, list[str]]()
         for name, form in forms.items():
             role = layout.roles.get(name)
             if form.dtype.is_floating_point and role != "log_variance":  # log-variances have levers of their own
                 group = owners.get(name, name) + (_STATISTICS if role == "statistic" else "")
-                groups[group] = (*groups.get(group, ()), name)
+                groups.setdefault(group, []).append(name)
         if not start:
             return cls(groups, {})
         lengths = lengths_of(start)
