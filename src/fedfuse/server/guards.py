@@ -197,19 +197,19 @@ class ClientNoise(ServerPart):
     One client more or less, its place left empty among K, moves the mean by C/K at most, so a round is a Gaussian
     release of signal 1/z, and T rounds are one of √T/z. The noise of the mean is added to one update, K times as
     large, since it is the mean that is fused. It holds for methods that fuse by a mean of weights and ask for
-    nothing beside them (McMahan et al., ICLR 2018); means in a chart are taken there (`ChartNoise`). Where each client
+    nothing else (McMahan et al., ICLR 2018); means in a chart are taken there (`ChartNoise`). Where each client
     takes part by a coin with probability q, K is qN, the number expected and not how many came, which tells of coins.
-    With noise at the server, whoever runs it sees what clients send. With at = "clients" they have shortened and
+    With noise at the server, its operator sees what clients send. With at = "clients" they have shortened and
     disturbed their moves themselves (`local.private`), and the server only lets them weigh alike and adds up what that
     costs.
 
     Attributes:
         clip: C.
         noise: z, the noise over the sensitivity.
-        delta: the δ at which ε is told.
+        delta: the δ at which ε is reported.
         seed: draw the noise from this seed, for simulations alone; else it comes from the operating system.
         at: who adds the noise.
-        participation: q, 1 where nobody throws coins; a run says it (`drawn_by`).
+        participation: q, 1 where no coins are thrown; a run says it (`drawn_by`).
         population: N.
     """
 
@@ -259,7 +259,7 @@ class ClientNoise(ServerPart):
         return len(cohort) if self.participation == 1.0 else self.participation * self.population
 
     def epsilon(self, square: float, rounds: int) -> tuple[float | None, float]:
-        """ε of so many rounds whose signals' squares add up to a number, and its δ; None where nothing hides anybody.
+        """ε of rounds whose signals' squares add up to a number, and its δ; None where nothing hides a client.
 
         With coins it is `sampled_epsilon`. A round in which all coins say no is drawn again, which happens with
         probability (1 − q)^N and is added to δ.
@@ -388,7 +388,7 @@ class ChartNoise(ServerPart):
 
     @property
     def delta(self) -> float:
-        """The δ at which ε is told."""
+        """The δ at which ε is reported."""
         return self.of.delta
 
     def signal(self, cohort: Cohort) -> float:

@@ -49,7 +49,7 @@ class RunPlan:
         rules: what the door and the quorum insist on.
         enrolled: how many examples each client has declared beforehand.
         own_word: those of them that say so themselves and have no operator to vouch for it.
-        checked: that the recipe can do what is asked has been checked already.
+        checked: whether the recipe is known to do what is asked.
     """
 
     rounds: int = 1

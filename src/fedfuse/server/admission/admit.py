@@ -53,7 +53,7 @@ class Rules:
     Attributes:
         quorum: the share of asked clients that must be admitted for the round to count.
         examples_ratio: where it is the client's own word, a num_examples may be at most this multiple of the round's
-            median; so may a number of local steps where nobody said how to train.
+            median; so may a number of local steps where clients were not told how to train.
         bounds: how far above the others any other lever may be.
         told_steps: whether steps follow from examples and settings where the server gave those; not for clients that
             train as they like.
@@ -148,7 +148,7 @@ class Contract:
 class Spool:
     """Keeps payloads in memory up to a limit, and in a temporary folder beyond it.
 
-    The folder disappears with the spool, so whoever reads the files must hold on to it.
+    The folder disappears with the spool, so a reader of the files must hold on to it.
 
     Example:
         >>> spool = Spool(limit=4)
@@ -388,7 +388,7 @@ def _check_forms(client: str, got: Mapping[str, Form], expected: Mapping[str, Fo
 
 
 def _printable(name: str) -> str:
-    """A name nobody here chose, fit for a log."""
+    """A name that a client chose, fit for a log."""
     return name if name and name.isprintable() and len(name) <= 80 else ascii(name)[:80]
 
 
@@ -431,7 +431,7 @@ def _read_num_examples(client: str, header: Mapping[str, Any], contract: Contrac
 
 
 def _read_steps(client: str, header: Mapping[str, Any], contract: Contract, training: LocalSettings | None) -> int:
-    """How many steps it took: none where nobody trains, or where the settings have no epochs."""
+    """How many steps it took: none where clients do not train, or where the settings have no epochs."""
     steps = header.get("steps")
     rests = contract.standing is not None or (training is not None and not training.epochs)
     least, most = (0, 0) if rests else (1, _MAX_STEPS)

@@ -148,7 +148,7 @@ def measure(
     """
     mean, start = update.posterior.mean, brief.params if anchored else None
     levers: dict[str, Lever] = {}
-    stands = mean is start  # nobody trained: there is no move to measure
+    stands = mean is start  # where clients do not train there is no move to measure
     if not stands:
         baseline = baseline or Baseline.of(forms_of(mean), brief.spec.layout, start)
         moves = moves or lengths_of(mean, start)
@@ -209,7 +209,7 @@ def _product(mean: Params, pair: Pair) -> float:
 
 
 def _shorten_product(pair: Pair, length: float, update: ClientUpdate, factor: float) -> ClientUpdate:
-    """An adapter whose product is so many times as long as it was: less where its factors have been shortened since."""
+    """An adapter whose product is `factor` times as long as it was; no less where its factors were shortened since."""
     now = _product(update.posterior.mean, pair)
     return (
         update if now <= factor * length else _scale_weights(frozenset({pair.b}), None, update, factor * length / now)
@@ -278,10 +278,10 @@ class Claims:
 
     Attributes:
         told: how clients were told to train, where they were: it fixes the steps for any number of examples.
-        own_word: whose number of examples is nobody's word but their own.
+        own_word: clients whose number of examples is only their own word.
         ratio: a number of examples above this multiple of the median is refused; of few clients, `Bounds.few` times.
         believed: their own word counts as it is, up to `_ABSURD` times the median.
-        exact: below that it counts as it is: weakened sums would no longer be the sums of anybody's rows.
+        exact: below that it counts as it is: weakened sums would no longer be the sums of any rows.
     """
 
     told: LocalSettings | None = None
@@ -291,7 +291,7 @@ class Claims:
     exact: bool = False
 
     def ratio_among(self, count: int, bounds: Bounds) -> float:
-        """The multiple of the median that one of so many clients may claim; of two, neither is the odd one."""
+        """The multiple of the median that one of `count` clients may claim; of two, neither is the odd one."""
         if count <= 2:
             return math.inf
         return _ABSURD if self.believed else self.ratio if count >= FEW else bounds.few
@@ -413,7 +413,7 @@ def _steps_allowed(update: ClientUpdate, examples: float, steps: float, claims: 
         usual = max(1, claims.told.steps_for(update.num_examples))
         least, most = math.floor(usual / _ROOM_FOR_STEPS), math.ceil(usual * _ROOM_FOR_STEPS)
         return least, most, f"{least} to {most}, for {update.num_examples:g} examples trained on as it was told"
-    # More rows take more steps; but a number of rows that nobody vouches for buys no steps.
+    # More rows take more steps; but a number of rows that is only its own word buys no steps.
     vouched = update.client not in claims.own_word or claims.believed
     room = claims.ratio * (max(1.0, update.examples_per_site / examples) if vouched else 1.0)
     most = math.ceil(room * steps)
@@ -453,7 +453,7 @@ def _of_sites(update: ClientUpdate) -> str:
 def _cap_examples(
     updates: Sequence[ClientUpdate], claims: Claims, bounds: Bounds, clipped: list[dict[str, str]]
 ) -> list[ClientUpdate]:
-    """The updates with numbers of examples that nobody vouches for cut to their bounds: median and share."""
+    """The updates with numbers of examples that are only their own word cut to their bounds: median and share."""
     if len(updates) < 3 or claims.exact or claims.believed:  # of two, one always has half
         return list(updates)
     counts = {u.client: (u.num_examples, u.sites) for u in updates}
@@ -501,7 +501,7 @@ def _largest_fair(counts: Mapping[str, tuple[float, int]], own_word: AbstractSet
 
 # --- Together: examples × evidence × move, layer by layer ---
 
-Say = tuple[str, str]  # a layer, and by what its weights count beside examples: a layer's or tensor's name, or ""
+Say = tuple[str, str]  # a layer, and by what its weights count apart from examples: a layer's or tensor's name, or ""
 
 
 def _cap_together(
@@ -524,7 +524,7 @@ def _cap_together(
     for update in peers:
         counts = update.examples_per_site
         if update.client not in claims.own_word or claims.believed:
-            counts = min(counts, typical)  # a large count that somebody vouches for is not suspicious by itself
+            counts = min(counts, typical)  # a large count that is vouched for is not suspicious by itself
         own = _says_of(levers[update.client], limits, brought[update.client], counts, owners)
         says[update.client] = own
         for say, value in own.items():
@@ -674,7 +674,7 @@ def _common_blocks(cohort: Cohort, geometries: Sequence[Geometry]) -> Iterator[B
 
 
 def _diagonal_precisions(cohort: Cohort, geometries: Sequence[Geometry]) -> Parts:
-    """The precision of every tensor whose coordinates have variances of their own, told beside weights or with them."""
+    """The precision of every tensor whose coordinates have variances of their own, sent as evidence or with weights."""
     for name in cohort.names:
         variances = [g.variance[name] for g in geometries if isinstance(g, Diag) and name in g.variance]
         if len(variances) == len(cohort):

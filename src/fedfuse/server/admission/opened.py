@@ -71,7 +71,7 @@ class OpenedItem:
     Attributes:
         item: where it came from.
         packet: its tensors and header.
-        standing: where it stands if it brings no weights, since nobody trained.
+        standing: where it stands if it brings no weights, where clients do not train.
         own: the model's own tensors: those it brings, or those it stands at.
         forms: their forms.
         signature: what updates must share to be fused: tensors, network, round, start and classes.

@@ -100,20 +100,22 @@ def gather(
         agreed: what a federation folder fixes, if there is one.
 
     Raises:
-        QuorumLost: when too few can be read, agree and pass the door; every refusal is told.
+        QuorumLost: when too few can be read, agree and pass the door; it names every refusal.
         ConfigError: when what they agree on does not fit the network or the start that was named.
     """
+    # What can be read, once each, and of the kind the method fuses.
     opened, refused = open_all(items, None if recipe.trains else start)
     opened = refuse_twins(opened, refused)
-    opened = _fitting(opened, recipe, refused)
+    opened = _keep_fitting(opened, recipe, refused)
     if recipe.align is not None and "start" not in recipe.needs:
         opened = [_without_start(o) for o in opened]  # networks are aligned because they began apart
     if all(o.is_plain or o.item.is_folder for o in opened):  # half precision and full may be mixed
         packets, start = widen_alike([o.packet for o in opened], start)
         pairs = zip(opened, packets, strict=True)
         opened = [o if packet is o.packet else replace(o, packet=packet) for o, packet in pairs]
+    # What says the same: by a folder's word, then by the names of classes and inputs, then by its whole signature.
     if agreed is not None:
-        opened = _keeping_to(agreed, opened, recipe, start, refused)
+        opened = _keep_to_folder(agreed, opened, recipe, start, refused)
     names, abouts = agree_on_names({o.item.client: o.packet.header for o in opened}, recipe, refused, agreed)
     opened = [o for o in opened if o.item.client in abouts]
     if recipe.mixes_networks:
@@ -121,11 +123,13 @@ def gather(
         opened = _without(odd, opened, refused)
     chosen = opened if recipe.mixes_networks else _majority(opened, refused, agreed is not None)
     _check_quorum(len(chosen), len(items), rules.quorum, refused)
+    # The brief each might have answered, and what it lacks for the method.
     briefs = _briefs(chosen, recipe, start, networks, refused)
     chosen = [o for o in chosen if o.signature in briefs]
     lacking = {o.item.client: why for o in chosen if (why := _find_lack(o, briefs[o.signature], recipe))}
     chosen = _without(lacking, chosen, refused)
     _check_quorum(len(chosen), len(items), rules.quorum, refused)
+    # From here on they are replies to one brief, judged like those of a live round.
     brief = briefs[chosen[0].signature]
     own = {o.item.client: Start(b.spec, b.params) for o in chosen if (b := briefs[o.signature]) is not brief}
     brief = replace(brief, own=own, classes=max(b.classes for b in briefs.values()))
@@ -150,7 +154,7 @@ def gather(
     return Gathered(admission, brief, names, shared, {o.item.client: o for o in chosen})
 
 
-def _fitting(opened: Sequence[OpenedItem], recipe: Recipe, refused: list[Refused]) -> list[OpenedItem]:
+def _keep_fitting(opened: Sequence[OpenedItem], recipe: Recipe, refused: list[Refused]) -> list[OpenedItem]:
     """Those that bring weights where the method fuses weights, and evidence alone where it does not train."""
     words = {True: "trained weights", False: "evidence alone, at the start's weights"}
     wanted = f"{words[recipe.trains]}: what `fedfuse update --method {recipe.name}` brings"
@@ -192,7 +196,7 @@ def _widen(params: Params, wide: Mapping[str, torch.dtype]) -> LazyParams:
     return LazyParams(forms, lambda name, begin, end: piece_of(params, name, begin, end).to(forms[name].dtype))
 
 
-def _keeping_to(
+def _keep_to_folder(
     agreed: Agreed, opened: Sequence[OpenedItem], recipe: Recipe, start: Params | None, refused: list[Refused]
 ) -> list[OpenedItem]:
     """Those that keep to what a federation folder fixes, however many do."""
@@ -223,7 +227,12 @@ def _majority(opened: Sequence[OpenedItem], refused: list[Refused], by_folder: b
         voters = [o for o in own if "start" in o.packet.header] or own or opened
     winner, count = Counter(o.signature for o in voters).most_common(1)[0]
     if count * 2 <= len(voters):
-        raise QuorumLost(f"no layout is shared by more than half of the updates: {_differences(opened)}")
+        first, *others = opened
+        odd = [str(_refusal_of(o, first)) for o in others if o.signature != first.signature][:3]
+        why = "; ".join(odd).replace(", as most have", "")
+        raise QuorumLost(
+            f"no layout is shared by more than half of the updates: compared with {first.item.client}, {why}"
+        )
     chosen = [o for o in opened if o.signature == winner]
     refused.extend(_refusal_of(o, chosen[0]) for o in opened if o.signature != winner)
     return chosen
@@ -243,12 +252,6 @@ def _refusal_of(odd: OpenedItem, good: OpenedItem) -> Refused:
                 return Refused(odd.item.client, field, *words)
             return Refused(odd.item.client, field, theirs, f"{shorten(most)}, as most have")
     return Refused(odd.item.client, "layout", "another one", "the layout most have")
-
-
-def _differences(opened: Sequence[OpenedItem]) -> str:
-    first = opened[0]
-    odd = [_refusal_of(o, first) for o in opened[1:] if o.signature != first.signature]
-    return f"compared with {first.item.client}, " + "; ".join(str(o).replace(", as most have", "") for o in odd[:3])
 
 
 def check_enough(admission: Admission, asked: int, quorum: float) -> None:
@@ -288,7 +291,6 @@ def _briefs(
 
 
 def _brief(first: OpenedItem, start: Params | None, networks: Sequence[Spec], mixed: bool) -> Brief:
-    """The brief these updates might have answered."""
     header, own = first.packet.header, first.own
     spec = _network(first, networks, mixed)
     if odd := _difference(first, spec):
@@ -332,7 +334,9 @@ def _network(first: OpenedItem, networks: Sequence[Spec], mixed: bool) -> Spec:
     if declared is None:
         return Spec.of_tensors(first.blank)
     if any(":" in name for name in Spec.factories_in(declared)):
-        return Spec.from_description(declared, _layout(first))
+        layout = first.packet.header.get("layout")
+        roles = Layout.guess(first.blank) if layout is None else read_layout(layout, first.forms)
+        return Spec.from_description(declared, roles)
     return Spec.from_json(declared)
 
 
@@ -349,11 +353,6 @@ def _with_their_options(given: Spec, declared: object, theirs: object) -> Spec:
         output = declared.get("output") if isinstance(declared, dict) else None
         return replace(given, output=output) if given.output is None and isinstance(output, int | str) else given
     return Spec.from_json(declared, given.factories | Spec.factories_in(declared))
-
-
-def _layout(first: OpenedItem) -> Layout:
-    declared = first.packet.header.get("layout")
-    return Layout.guess(first.blank) if declared is None else read_layout(declared, first.forms)
 
 
 def _find_lack(o: OpenedItem, brief: Brief, recipe: Recipe) -> Refused | None:
@@ -381,6 +380,7 @@ def _find_lack(o: OpenedItem, brief: Brief, recipe: Recipe) -> Refused | None:
 def _reply(opened: OpenedItem, brief: Brief, recipe: Recipe) -> Packet:
     """The item as a reply to the brief: with a header where it has none, and only the evidence asked for."""
     header, tensors = opened.packet.header, opened.packet.tensors
+    # Updates made for one method are fused by others; evidence that this one does not read would be "sent unasked".
     asked = {NOTE + name for kind in recipe.evidence for name in kind.expects(brief)}
     asked |= sum_forms(opened.forms).keys() if "sums" in header else frozenset()
     facts: dict[str, Any] = reply_header(brief, num_examples=1.0, steps=1, facts={})
