@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from tests.builders import cohort_of, start_of
 from torch import Tensor, nn
 
 import fedfuse
-from fedfuse.core.messages import ClientUpdate, Cohort
-from fedfuse.core.model import Single
+from fedfuse.core.messages import Cohort
 from fedfuse.core.posterior import Diag, Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.seams import Guard, ServerPart
@@ -45,16 +45,12 @@ def vector(state: Any) -> np.ndarray[Any, Any]:
 
 
 def cohort(states: list[dict[str, Tensor]], in_bytes: bool = True) -> Cohort:
-    return Cohort(
-        tuple(
-            ClientUpdate(f"c{k}", Posterior(decode(encode(s, {})).tensors if in_bytes else s), 1.0 + k, 1, SPEC)
-            for k, s in enumerate(states)
-        )
-    )
+    held = [decode(encode(s, {})).tensors if in_bytes else s for s in states]
+    return cohort_of(held, SPEC, [1.0 + k for k in range(len(held))])
 
 
 STATES = [drawn(k) for k in range(6)]
-START = ServerState(0, Single(SPEC, Posterior(drawn(99))))
+START = start_of(SPEC, drawn(99))
 
 
 def mean_after(by: Guard, states: list[dict[str, Tensor]]) -> dict[str, Tensor]:

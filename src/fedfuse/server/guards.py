@@ -28,7 +28,7 @@ from fedfuse.server.admission.influence import brought_moves, tells_precision
 from fedfuse.server.aggregate.adaptive import ServerOptimizer
 from fedfuse.server.aggregate.charts import Chart, MeanIn, Pair
 from fedfuse.server.aggregate.mean import BLOCK, Mean, mean_by_examples
-from fedfuse.wire.codec import LazyParams, forms_of
+from fedfuse.wire.codec import LazyParams, forms_of, piece_of
 
 # What still holds behind a filter: one client may be moved, and examples no longer weigh as they did.
 _LAWS = frozenset({"order", "agree", "pure", "dtype", "finite", "repeat"})
@@ -57,7 +57,7 @@ def shorten_move(update: ClientUpdate, start: Params, factor: float) -> ClientUp
     mean = update.posterior.mean
 
     def fetch(name: str, begin: int, end: int) -> Tensor:
-        theirs, ours = (p[name].reshape(-1)[begin:end] for p in (mean, start))
+        theirs, ours = piece_of(mean, name, begin, end), piece_of(start, name, begin, end)
         return torch.lerp(ours, theirs, factor) if theirs.is_floating_point() else theirs
 
     return replace(update, posterior=replace(update.posterior, mean=LazyParams(forms_of(mean), fetch)))
@@ -85,7 +85,7 @@ class Krum(ServerPart):
             raise RecipeError(
                 f"Krum with {self.byzantine} byzantine clients needs at least {self.byzantine + 3} updates, got {n}"
             )
-        distances = _pairwise(cohort).sort(1).values[:, 1 : near + 1].sum(1)
+        distances = _pairwise(cohort).sort(1).values[:, 1 : near + 1].sum(1)  # the nearest of all is itself
         keep = min(self.keep or n - self.byzantine, n)
         best = sorted(distances.argsort(stable=True)[:keep].tolist())
         return Cohort(tuple(cohort.updates[i] for i in best))
