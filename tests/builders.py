@@ -16,6 +16,9 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Aggregator
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
+from fedfuse.data.partitions import partition
+from fedfuse.data.schemes import Classes, Dirichlet, Scheme, Shares
+from fedfuse.data.sources import load
 from fedfuse.wire.codec import Packet
 
 
@@ -83,3 +86,18 @@ def fused(aggregate: Aggregator, cohort: Cohort, state: ServerState, bench: Benc
 def as_bytes(payload: object) -> object:
     """What an engine brought as it travels, whether it was a value or bytes; None stays None."""
     return payload.to_bytes() if isinstance(payload, Packet) else payload
+
+
+# Honest clients that are as unlike each other as clients get: how rows are dealt, and to how many.
+UNLIKE: dict[str, tuple[Scheme, int]] = {
+    "Dirichlet 0.01": (Dirichlet(alpha=0.01), 10),
+    "one class each": (Classes(per_client=1), 10),
+    "shares": (Shares(shares=(0.6, 0.15, 0.15)), 3),
+}
+
+
+def digits(scheme: Scheme, clients: int, limit: int | None = None) -> dict[str, Rows]:
+    """The digits of scikit-learn, flat, dealt to clients; of each its first rows, where there is a limit."""
+    data = load("digits").train
+    parts = partition(data.y, scheme, clients, 0).clients
+    return {client: Rows(data.x[i[:limit]].flatten(1), data.y[i[:limit]]) for client, i in parts.items()}

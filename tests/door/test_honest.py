@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.builders import UNLIKE, digits
 from torch import Tensor
 
 import fedfuse
@@ -20,27 +21,12 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
-from fedfuse.data.partitions import partition
-from fedfuse.data.schemes import Classes, Dirichlet, Scheme, Shares
-from fedfuse.data.sources import load
 
 MLP = Spec("mlp", {"inputs": 64, "hidden": [16], "classes": 10})
-REGIMES: dict[str, tuple[Scheme, int]] = {
-    "Dirichlet 0.01": (Dirichlet(alpha=0.01), 10),
-    "one class each": (Classes(per_client=1), 10),
-    "shares": (Shares(shares=(0.6, 0.15, 0.15)), 3),
-}
 EPOCHS = pytest.mark.parametrize(
     "epochs", [1, pytest.param(200, marks=pytest.mark.slow)], ids=["one epoch", "two hundred epochs"]
 )
 METHODS = ["fedavg", "swa", "fedlpa", "laplace", "rklb", "refit", "newton"]
-
-
-def digits(regime: str) -> dict[str, Rows]:
-    scheme, clients = REGIMES[regime]
-    data = load("digits").train
-    parts = partition(data.y, scheme, clients, 0).clients
-    return {client: Rows(data.x[i].flatten(1), data.y[i]) for client, i in parts.items()}
 
 
 def begin() -> dict[str, Tensor]:
@@ -50,17 +36,20 @@ def begin() -> dict[str, Tensor]:
 
 @EPOCHS
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("regime", UNLIKE)
 def test_as_files(regime: str, method: str, epochs: int) -> None:
     how = {"start": begin(), "classes": 10, "epochs": epochs, "batch_size": 32, "lr": 0.05, "momentum": 0.9}
     recipe = fedfuse.recipe("newton", ridge=1.0) if method == "newton" else fedfuse.recipe(method)
-    sites = [fedfuse.local_update(MLP, rows, recipe, client=client, **how) for client, rows in digits(regime).items()]  # type: ignore[arg-type]
+    sites = [
+        fedfuse.local_update(MLP, rows, recipe, client=client, **how)
+        for client, rows in digits(*UNLIKE[regime]).items()
+    ]  # type: ignore[arg-type]
     assert fedfuse.fuse(sites, recipe, start=begin()).refused == ()
 
 
 @EPOCHS
 @pytest.mark.parametrize("method", ["fedavg", "fedlpa", "rklb"])
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("regime", UNLIKE)
 def test_in_a_flower_app(regime: str, method: str, epochs: int) -> None:
     pytest.importorskip("flwr")
     sys.path.insert(0, str(Path(__file__).parents[1] / "flower"))
@@ -72,7 +61,7 @@ def test_in_a_flower_app(regime: str, method: str, epochs: int) -> None:
     def app(rows: Rows, message: Message, context: Context) -> Message:
         return train(message, context, spec, rows)
 
-    rows = digits(regime)
+    rows = digits(*UNLIKE[regime])
     local = LocalSettings(epochs=epochs, batch_size=32, optimizer={"lr": 0.05, "momentum": 0.9})
     bench = Bench(population=len(rows), classes=10, local=local)
     first = find_method(method).recipe().prepare_model(Single.of(MLP.build(), MLP), 10, 0)

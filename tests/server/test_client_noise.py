@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from scipy import stats
+from tests.builders import constant, drawn, start_of, update_of
 from torch import Tensor
 
 import fedfuse
 from fedfuse.core.messages import ClientUpdate, Cohort
-from fedfuse.core.model import Single
-from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
 from fedfuse.core.settings import LocalSettings, MoveNoise
@@ -26,7 +25,7 @@ from fedfuse.server.round import fuse_round
 from fedfuse.training.round import disturb_move
 
 SPEC = Spec("mlp", {"inputs": 20, "hidden": [30], "classes": 3})
-START = ServerState(0, Single(SPEC, Posterior({n: torch.zeros_like(t) for n, t in SPEC.build().state_dict().items()})))
+START = start_of(SPEC, constant(SPEC, 0.0))
 
 
 def vector(params: object) -> Tensor:
@@ -34,9 +33,7 @@ def vector(params: object) -> Tensor:
 
 
 def client(k: int, scale: float = 1.0) -> ClientUpdate:
-    draw = torch.Generator().manual_seed(k)
-    params = {n: scale * torch.randn(t.shape, generator=draw) for n, t in START.single.posterior.mean.items()}
-    return ClientUpdate(f"c{k}", Posterior(params), 10.0 * (k + 1), 1, SPEC)
+    return update_of(f"c{k}", {n: scale * t for n, t in drawn(SPEC, k).items()}, SPEC, 10.0 * (k + 1))
 
 
 def mean_behind(guard: ClientNoise, updates: list[ClientUpdate]) -> Tensor:
@@ -47,7 +44,7 @@ def mean_behind(guard: ClientNoise, updates: list[ClientUpdate]) -> Tensor:
 def test_one_client_moves_the_mean_by_no_more_than_its_share() -> None:
     """Without noise: whatever one of five clients sends, and however many rows it claims, by C/K at most."""
     guard, others = ClientNoise(clip=0.5, noise=0.0), [client(k) for k in range(4)]
-    absent = ClientUpdate("c9", START.single.posterior, 1.0, 1, SPEC)
+    absent = update_of("c9", START.single.posterior.mean, SPEC)
     without = mean_behind(guard, [*others, absent])
     for scale in (0.001, 1.0, 1e6):
         liar = client(9, scale)
@@ -105,15 +102,13 @@ CHARTS = ["eaa", "gaa", "aalv", "wb", "rklb", "fklb"]
 def bayesian(name: str) -> tuple[Recipe, ServerState]:
     """A method whose last layer is Bayesian, and the prepared network it begins with."""
     recipe = find_method(name).recipe()
-    torch.manual_seed(0)
-    net = Spec("mlp", SIZES)
-    return recipe, recipe.prepare_models(ServerState(0, Single.of(net.build(), net)), Bench(classes=3))
+    return recipe, recipe.prepare_models(start_of(Spec("mlp", SIZES)), Bench(classes=3))
 
 
 def walked(k: int, state: ServerState, scale: float) -> ClientUpdate:
     draw, model = torch.Generator().manual_seed(k), state.single
     params = {n: t + scale * torch.randn(t.shape, generator=draw).clamp(-9, 9) for n, t in model.posterior.mean.items()}
-    return ClientUpdate(f"c{k}", Posterior(params), 10.0 * (k + 1), 1, model.spec)
+    return update_of(f"c{k}", params, model.spec, 10.0 * (k + 1))
 
 
 def in_chart(name: str, params: object, state: ServerState) -> Tensor:
@@ -130,7 +125,7 @@ def test_one_client_moves_a_mean_in_a_chart_by_no_more_than_its_share(name: str)
     recipe, state = bayesian(name)
     guard = ClientNoise(clip=0.05, noise=0.0).fit_to(recipe)
     others = [walked(k, state, 0.01) for k in range(4)]
-    absent = ClientUpdate("c9", state.single.posterior, 1.0, 1, state.single.spec)
+    absent = update_of("c9", state.single.posterior.mean, state.single.spec)
     without = in_chart(name, guard(Cohort.of([*others, absent]), state).updates[0].posterior.mean, state)
     for scale in (0.001, 0.1, 3.0):
         found = guard(Cohort.of([*others, walked(9, state, scale)]), state).updates[0].posterior.mean

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from tests.builders import start_of, update_of
 
-from builders import as_bytes
-from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope
-from fedfuse.core.model import Apart, Model, Single
+from fedfuse.core.messages import Brief, Cohort, Envelope
+from fedfuse.core.model import Apart, Model
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
 from fedfuse.core.rows import Rows
@@ -31,11 +31,6 @@ from fedfuse.wire.messages import encode_brief
 SPEC = Spec("mlp", {"inputs": 3, "hidden": [4], "classes": 2})
 SIZES = {"c0": 4, "c1": 6, "c2": 10, "c3": 12}
 BENCH = Bench(population=4, classes=2, local=LocalSettings(batch_size=4, optimizer={"lr": 0.1}))
-
-
-def start() -> ServerState:
-    torch.manual_seed(0)
-    return ServerState(0, Single.of(SPEC.build(), SPEC))
 
 
 def federation() -> InProcess:
@@ -81,13 +76,13 @@ class Watching:
 
 
 def rounds(recipe: Recipe, engine: Engine, state: ServerState | None = None, **plan: Any) -> list[Record]:
-    return list(run(recipe, engine, BENCH, None, state or start(), RunPlan(**plan)))
+    return list(run(recipe, engine, BENCH, None, state or start_of(SPEC), RunPlan(**plan)))
 
 
 def test_a_record_tells_everything_a_reader_wants() -> None:
     judge, engine = Watching(), Faulty(federation(), silent=frozenset({"c1"}))
     recipe = find_method("scaffold").recipe()
-    records = list(run(recipe, engine, BENCH, judge, start(), RunPlan(rounds=2)))
+    records = list(run(recipe, engine, BENCH, judge, start_of(SPEC), RunPlan(rounds=2)))
     facts = records[0].facts
     assert [r.facts["round"] for r in records] == [1, 2]
     assert list(facts["clients"]) == ["c0", "c2", "c3"]
@@ -129,7 +124,7 @@ def mean(state: ServerState) -> Mapping[str, torch.Tensor]:
 
 def test_below_the_quorum_the_round_does_not_count() -> None:
     engine = Faulty(federation(), silent=frozenset({"c0"}), garbled=frozenset({"c1", "c2"}))
-    going = run(Recipe(aggregate=Mean()), engine, BENCH, None, start(), RunPlan(rounds=1))
+    going = run(Recipe(aggregate=Mean()), engine, BENCH, None, start_of(SPEC), RunPlan(rounds=1))
     with pytest.raises(QuorumLost) as why:
         next(going)
     assert "round 1: 1 of 4 clients were admitted and the quorum is 50%" in str(why.value)
@@ -168,7 +163,7 @@ def test_who_was_never_asked_still_begins_where_all_began() -> None:
     for record, brief in zip(records, engine.heard, strict=True):
         asked = set(record.facts["clients"])
         for client in asked:
-            first = all(brief.to(client).params[n].equal(t) for n, t in mean(start()).items())
+            first = all(brief.to(client).params[n].equal(t) for n, t in mean(start_of(SPEC)).items())
             assert first == (client not in begun)
         begun |= asked
     assert len(begun) > 2
@@ -179,8 +174,8 @@ def test_one_recipe_can_follow_another() -> None:
     recipe = find_method("fedavg").recipe().then(1, find_method("fedprox").recipe(mu=10.0))
     both = rounds(recipe, federation(), rounds=2)
     plain = rounds(find_method("fedavg").recipe(), federation(), rounds=2)
-    assert all(mean(both[0].state)[n].equal(mean(plain[0].state)[n]) for n in mean(start()))
-    assert not all(mean(both[1].state)[n].equal(mean(plain[1].state)[n]) for n in mean(start()))
+    assert all(mean(both[0].state)[n].equal(mean(plain[0].state)[n]) for n in mean(start_of(SPEC)))
+    assert not all(mean(both[1].state)[n].equal(mean(plain[1].state)[n]) for n in mean(start_of(SPEC)))
 
 
 def test_facts_of_a_round_do_not_leak_into_the_next() -> None:
@@ -191,7 +186,7 @@ def test_facts_of_a_round_do_not_leak_into_the_next() -> None:
 
 
 def test_what_arrives_is_what_was_sent() -> None:
-    came = federation().exchange(start().brief(()), Work(BENCH.local), tuple(SIZES))
+    came = federation().exchange(start_of(SPEC).brief(()), Work(BENCH.local), tuple(SIZES))
     sent = {e.client: as_bytes(e.payload) for e in came}
     record = rounds(Recipe(aggregate=Mean()), federation())[0]
     assert record.facts["bytes_up"] == sum(len(p) for p in sent.values() if isinstance(p, bytes))
@@ -201,8 +196,8 @@ def test_what_arrives_is_what_was_sent() -> None:
 def test_what_a_client_says_of_itself_touches_nothing_of_ours() -> None:
     """Facts called `num_examples` and `own_accuracy` stood in the ledger in the place of ours."""
     said = {"num_examples": 1e9, "own_accuracy": 1.0, "loss": 0.5}
-    network = Single.of(SPEC.build(), SPEC)
-    update = ClientUpdate("c", network.posterior, 8.0, 3, SPEC, facts=said)
+    network = start_of(SPEC).single
+    update = update_of("c", network.posterior.mean, SPEC, 8.0, steps=3, facts=said)
     judge = Judge(Rows(torch.zeros(4, 3), torch.arange(4) % 2), 2, clients="every")
     told = judge.score(network, Admission(Cohort.of([update]), Spool(2**20)))["clients"]["c"]
     assert told == {"num_examples": 8.0, "steps": 3, "facts": said, "accuracy": 0.5}

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from tests.builders import cohort_of, start_of
 from torch import Tensor, nn
 
-from fedfuse.core.messages import ClientUpdate, Cohort
-from fedfuse.core.model import Single
+import fedfuse
+from fedfuse.core.messages import Cohort
 from fedfuse.core.posterior import Diag, Posterior
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.seams import Guard, ServerPart
@@ -44,16 +45,12 @@ def vector(state: Any) -> np.ndarray[Any, Any]:
 
 
 def cohort(states: list[dict[str, Tensor]], in_bytes: bool = True) -> Cohort:
-    return Cohort(
-        tuple(
-            ClientUpdate(f"c{k}", Posterior(decode(encode(s, {})).tensors if in_bytes else s), 1.0 + k, 1, SPEC)
-            for k, s in enumerate(states)
-        )
-    )
+    held = [decode(encode(s, {})).tensors if in_bytes else s for s in states]
+    return cohort_of(held, SPEC, [1.0 + k for k in range(len(held))])
 
 
 STATES = [drawn(k) for k in range(6)]
-START = ServerState(0, Single(SPEC, Posterior(drawn(99))))
+START = start_of(SPEC, drawn(99))
 
 
 def mean_after(by: Guard, states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -126,6 +123,17 @@ def test_a_guard_keeps_geometry_and_evidence() -> None:
         for u in GUARDS[name]()(Cohort(tuple(updates)), START):
             assert isinstance(u.posterior.geometry, Diag)
             assert list(u.notes) == ["counts/x"]
+
+
+@pytest.mark.parametrize("guard", ["krum", "median", "trimmed", "clip"])
+def test_a_guard_stands_before_weights_without_dimensions(guard: str) -> None:
+    """A learned temperature is a scalar; it once ended the round."""
+    near = [{"w": torch.full((3,), 0.1 * k), "scale": torch.tensor(0.1 * k)} for k in range(5)]
+    liar = {"w": torch.full((3,), 1e6), "scale": torch.tensor(1e6)}
+    way = {"name": guard, **({"trim": 0.2} if guard == "trimmed" else {})}
+    base = near[2] if guard == "clip" else None
+    fused = fedfuse.fuse([*near, liar], guard=way, start=base, bounds={"over": "off"}).state_dict()
+    assert 0 <= float(fused["scale"]) < 1
 
 
 def test_the_record_says_who_was_dropped() -> None:

@@ -39,8 +39,7 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.nets.head import logit_variance
 from fedfuse.server.admission.admit import Admission, Rules
-from fedfuse.server.admission.agreed import Agreed
-from fedfuse.server.admission.names import CommonNames
+from fedfuse.server.admission.agreed import Agreed, CommonNames
 from fedfuse.server.admission.opened import Item, OpenedItem, find_typical, open_all, site_of
 from fedfuse.server.admission.updates import Gathered, built_start, check_enough, gather
 from fedfuse.server.aggregate.mean import largest, sums_of

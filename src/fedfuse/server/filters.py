@@ -22,11 +22,11 @@ AlignChoice: TypeAlias = "Alignment | Matching | str | Mapping[str, Any] | None"
 
 @dataclass(frozen=True, slots=True)
 class AlignOptions:
-    """What every alignment may be told beside its own options.
+    """Options that every alignment takes in addition to its own.
 
     Attributes:
         reference: whose places units go to: the "first" client's, the "largest", or the "mean" of the aligned ones.
-        renorm: estimate the running statistics of BatchNorm anew on the server's rows afterwards.
+        renorm: estimate the running statistics of BatchNorm again on the server's rows afterwards.
         repair: rescale hidden units of layers without BatchNorm afterwards to the parents' activation statistics on
             the server's rows.
         stream: also turn residual streams of transformers by orthogonal maps, by "weights" or by "activations"; true
@@ -37,11 +37,6 @@ class AlignOptions:
     renorm: bool = False
     repair: bool = False
     stream: bool | TurnedBy = False
-
-    @property
-    def steps(self) -> tuple[ServerStep, ...]:
-        """What the server does to the fused model first."""
-        return (RestateNorms(),) * self.renorm + (Repair(),) * self.repair
 
 
 def with_filters(recipe: Recipe, *, align: AlignChoice = None, guard: GuardChoice = None) -> Recipe:
@@ -106,20 +101,17 @@ def find_alignment(
         return _name_of(choice, ALIGNMENTS), alignment, ()
     name, options = _split("alignment", choice, ALIGNMENTS)
     own = [f.name for f in fields(ALIGNMENTS[name])]  # type: ignore[arg-type]
-    whose = f"alignment {name!r}"
-    check_options(whose, options, [*own, *(f.name for f in fields(AlignOptions))])
+    check_options(f"alignment {name!r}", options, [*own, *(f.name for f in fields(AlignOptions))])
     way = _build(ALIGNMENTS[name], {k: v for k, v in options.items() if k in own}, f"alignment {name}")
     rest = _build(AlignOptions, {k: v for k, v in options.items() if k not in own}, f"alignment {name}")
-    return name, AlignUnits(way, rest.reference, _turned_by(rest.stream)), rest.steps
-
-
-def _turned_by(stream: bool | TurnedBy) -> TurnedBy | None:
-    """By what streams are turned, as a user may say it."""
-    return stream if isinstance(stream, str) else "weights" if stream else None
+    turned_by: TurnedBy | None = None
+    if rest.stream:
+        turned_by = "weights" if isinstance(rest.stream, bool) else rest.stream
+    steps: tuple[ServerStep, ...] = (RestateNorms(),) * rest.renorm + (Repair(),) * rest.repair
+    return name, AlignUnits(way, rest.reference, turned_by), steps
 
 
 def _split(kind: str, choice: str | Mapping[str, Any], known: Mapping[str, type]) -> tuple[str, dict[str, Any]]:
-    """The name and the options a user gave."""
     options = {"name": choice} if isinstance(choice, str) else dict(choice)
     name = options.pop("name", None)
     if name not in known:
@@ -133,7 +125,6 @@ def _name_of(part: object, known: Mapping[str, type]) -> str:
 
 
 def _build(kind: type, options: Mapping[str, Any], whose: str) -> Any:
-    """A part made of a user's options, each of the type it should have."""
     try:
         return TypeAdapter(kind).validate_python(options)
     except ValidationError as why:

@@ -1,10 +1,14 @@
-"""Guards: filters that can stand before any aggregator and turn a cohort into a safer or a private one."""
+"""Guards: filters that can stand before any aggregator and turn a cohort into a safer or a private one.
+
+Against clients that poison: `NormClip`, `Krum`, `CoordinateMedian`, `TrimmedMean`. Against what the model tells of any
+one client: `ClientNoise` (differential privacy), and `ChartNoise` for means that are taken in other coordinates.
+"""
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -24,7 +28,28 @@ from fedfuse.server.admission.influence import brought_moves, tells_precision
 from fedfuse.server.aggregate.adaptive import ServerOptimizer
 from fedfuse.server.aggregate.charts import Chart, MeanIn, Pair
 from fedfuse.server.aggregate.mean import BLOCK, Mean, mean_by_examples
-from fedfuse.wire.codec import LazyParams, forms_of
+from fedfuse.wire.codec import LazyParams, forms_of, piece_of
+
+# What still holds behind a filter: one client may be moved, and examples no longer weigh as they did.
+_LAWS = frozenset({"order", "agree", "pure", "dtype", "finite", "repeat"})
+
+
+@dataclass(frozen=True, slots=True)
+class NormClip(ServerPart):
+    """No client may move further than `limit`, or than `ratio` times the median move: w_k ← w₀ + s_k (w_k − w₀)."""
+
+    limit: float | None = None
+    ratio: float = 1.0
+    needs: ClassVar[frozenset[str]] = frozenset({"start"})
+    laws: ClassVar[frozenset[str]] = _LAWS
+
+    def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:
+        """Shorten the long moves; weights are rescaled as they are read, so nothing is copied."""
+        start = state.single.posterior.mean
+        moves = [math.sqrt(squared_distance(u.posterior.mean, start)) for u in cohort]
+        limit = self.limit if self.limit is not None else self.ratio * float(torch.tensor(moves).median())
+        factors = [min(1.0, limit / move) if move > 0 else 1.0 for move in moves]
+        return Cohort(tuple(shorten_move(u, start, f) if f < 1 else u for u, f in zip(cohort, factors, strict=True)))
 
 
 def shorten_move(update: ClientUpdate, start: Params, factor: float) -> ClientUpdate:
@@ -32,10 +57,134 @@ def shorten_move(update: ClientUpdate, start: Params, factor: float) -> ClientUp
     mean = update.posterior.mean
 
     def fetch(name: str, begin: int, end: int) -> Tensor:
-        theirs, ours = (p[name].reshape(-1)[begin:end] for p in (mean, start))
+        theirs, ours = piece_of(mean, name, begin, end), piece_of(start, name, begin, end)
         return torch.lerp(ours, theirs, factor) if theirs.is_floating_point() else theirs
 
     return replace(update, posterior=replace(update.posterior, mean=LazyParams(forms_of(mean), fetch)))
+
+
+@dataclass(frozen=True, slots=True)
+class Krum(ServerPart):
+    """Keep the `keep` clients whose n − f − 2 nearest neighbours are nearest (Blanchard et al. 2017; Multi-Krum).
+
+    Distances are taken in the space that is fused in: between moves, each counted by how sure its client says it is
+    (`brought_moves`), and, in units of its own, between what else came with them (controls, losses, …). So a client
+    that claims to be very sure where it moved stands as far away as one that moved far, and a client that is unlike the
+    others in its evidence alone does not.
+    """
+
+    byzantine: int = 1
+    keep: int | None = None
+    needs: ClassVar[frozenset[str]] = frozenset()
+    laws: ClassVar[frozenset[str]] = _LAWS
+
+    def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:  # noqa: ARG002 - the seam's signature
+        """Drop the clients that stand far from all others."""
+        n, near = len(cohort), len(cohort) - self.byzantine - 2
+        if near < 1:
+            raise RecipeError(
+                f"Krum with {self.byzantine} byzantine clients needs at least {self.byzantine + 3} updates, got {n}"
+            )
+        distances = _pairwise(cohort).sort(1).values[:, 1 : near + 1].sum(1)  # the nearest of all is itself
+        keep = min(self.keep or n - self.byzantine, n)
+        best = sorted(distances.argsort(stable=True)[:keep].tolist())
+        return Cohort(tuple(cohort.updates[i] for i in best))
+
+
+_FAR = 1e300  # where a distance overflows
+# Distances of evidence count for at most twice the median distance: honest evidence differs by decades, and without a
+# limit an honest client with unusual evidence stood further away than one with poisoned weights, which was kept.
+_EVIDENCE_COUNTS = 2.0
+
+
+def _pairwise(cohort: Cohort) -> Tensor:
+    """Squared distances between what clients bring to the fusion, and between other evidence in units of its median."""
+    moved = torch.zeros(len(cohort), len(cohort), dtype=torch.float64)
+    for _, moves in brought_moves(cohort):
+        moved += _distances(moves)
+    total = _in_units(moved)
+    for kind in dict.fromkeys(name.partition("/")[0] for update in cohort for name in update.notes):
+        total = total + _in_units(_evidence_distances(cohort, kind)).clamp(max=_EVIDENCE_COUNTS)
+    return total
+
+
+def _evidence_distances(cohort: Cohort, kind: str) -> Tensor:
+    """Squared distances between what clients sent as one kind of evidence, each tensor by its median length.
+
+    What tells how sure they are of their weights has been counted with those.
+    """
+    total = torch.zeros(len(cohort), len(cohort), dtype=torch.float64)
+    first, geometry = cohort.updates[0].notes, cohort.updates[0].posterior.geometry
+    for name in (name for name in first if name.partition("/")[0] == kind and not tells_precision(geometry, name)):
+        each = [update.notes.get(name) for update in cohort]
+        if not all(t is not None and t.shape == first[name].shape and t.is_floating_point() for t in each):
+            continue  # ranks may differ, and a client without a layer's evidence has no say in it
+        stack = torch.stack([t.double().reshape(-1) for t in each if t is not None])
+        lengths = torch.linalg.vector_norm(stack, dim=1)
+        total += _distances(stack / max(float(lengths.median()), 1e-300))
+    return total
+
+
+def _distances(rows: Tensor) -> Tensor:
+    # By differences and not by |x|² + |y|² − 2xy, which cancels to noise for clients that are close to each other.
+    rows = rows.double()
+    return torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").square()
+
+
+def _in_units(distances: Tensor) -> Tensor:
+    """Distances divided by the median of those between two clients, so that kinds of evidence can be added."""
+    finite = distances.nan_to_num(nan=_FAR, posinf=_FAR)
+    between = finite[torch.ones_like(finite).triu(1).bool()]
+    unit = float(between.median()) or float(between.max())  # the median is 0 where most agree
+    return finite / unit if unit > 0 else finite
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinateMedian(ServerPart):
+    """Every coordinate is the median over clients (Yin et al. 2018)."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    tensorwise: ClassVar[bool] = True
+    laws: ClassVar[frozenset[str]] = _LAWS
+
+    def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:  # noqa: ARG002 - the seam's signature
+        """Hand the median to all."""
+        return _with_common_mean(cohort, lambda values: torch.quantile(values, 0.5, dim=0))
+
+
+@dataclass(frozen=True, slots=True)
+class TrimmedMean(ServerPart):
+    """Every coordinate is the mean over clients without the `trim` share of largest and of smallest values."""
+
+    trim: float = 0.1
+    needs: ClassVar[frozenset[str]] = frozenset()
+    tensorwise: ClassVar[bool] = True
+    laws: ClassVar[frozenset[str]] = _LAWS
+
+    def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:  # noqa: ARG002 - the seam's signature
+        """Hand the trimmed mean to all."""
+        num_trimmed = int(self.trim * len(cohort))
+        if not 0 <= self.trim < 0.5:
+            raise RecipeError(f"the trimmed mean cuts a share in [0, 0.5) from each side, got {self.trim}")
+        return _with_common_mean(
+            cohort, lambda values: values.sort(0).values[num_trimmed : len(values) - num_trimmed].mean(0)
+        )
+
+
+def _with_common_mean(cohort: Cohort, centre: Callable[[Tensor], Tensor]) -> Cohort:
+    # All get the common centre: the aggregator behind it then gives it back, whatever its weights are.
+    common = {}
+    for name in cohort.names:
+        stack = cohort.stack(name)
+        if not stack.is_floating_point():
+            common[name] = mean_by_examples(cohort, name)
+            continue
+        flat, out = stack.reshape(len(stack), -1), torch.empty_like(stack[0]).flatten()
+        for begin in range(0, flat.shape[1], BLOCK):
+            part = flat[:, begin : begin + BLOCK].double()
+            out[begin : begin + part.shape[1]] = centre(part)
+        common[name] = out.view(stack.shape[1:])
+    return Cohort(tuple(replace(u, posterior=replace(u.posterior, mean=common)) for u in cohort))
 
 
 _ROUNDS = "privacy_of_clients"  # the kind of server memory that has Σ μ² about whole clients
@@ -48,19 +197,19 @@ class ClientNoise(ServerPart):
     One client more or less, its place left empty among K, moves the mean by C/K at most, so a round is a Gaussian
     release of signal 1/z, and T rounds are one of √T/z. The noise of the mean is added to one update, K times as
     large, since it is the mean that is fused. It holds for methods that fuse by a mean of weights and ask for
-    nothing beside them (McMahan et al., ICLR 2018); means in a chart are taken there (`ChartNoise`). Where everybody
-    takes part by a coin with probability q, K is qN, the number expected, whoever came: how many did tells of coins.
-    With noise at the server, whoever runs it sees what clients send. With at = "clients" they have shortened and
+    nothing else (McMahan et al., ICLR 2018); means in a chart are taken there (`ChartNoise`). Where each client
+    takes part by a coin with probability q, K is qN, the number expected and not how many came, which tells of coins.
+    With noise at the server, its operator sees what clients send. With at = "clients" they have shortened and
     disturbed their moves themselves (`local.private`), and the server only lets them weigh alike and adds up what that
     costs.
 
     Attributes:
         clip: C.
         noise: z, the noise over the sensitivity.
-        delta: the δ at which ε is told.
+        delta: the δ at which ε is reported.
         seed: draw the noise from this seed, for simulations alone; else it comes from the operating system.
         at: who adds the noise.
-        participation: q, 1 where nobody throws coins; a run says it (`drawn_by`).
+        participation: q, 1 where no coins are thrown; a run says it (`drawn_by`).
         population: N.
     """
 
@@ -110,7 +259,7 @@ class ClientNoise(ServerPart):
         return len(cohort) if self.participation == 1.0 else self.participation * self.population
 
     def epsilon(self, square: float, rounds: int) -> tuple[float | None, float]:
-        """ε of so many rounds whose signals' squares add up to a number, and its δ; None where nothing hides anybody.
+        """ε of rounds whose signals' squares add up to a number, and its δ; None where nothing hides a client.
 
         With coins it is `sampled_epsilon`. A round in which all coins say no is drawn again, which happens with
         probability (1 − q)^N and is added to δ.
@@ -175,7 +324,10 @@ class ClientNoise(ServerPart):
 
     def draw(self, round_: int) -> torch.Generator:
         """Where a round's noise comes from."""
-        return stream(self.seed, "privacy", round_) if self.seed is not None else _secret_stream()
+        if self.seed is not None:
+            return stream(self.seed, "privacy", round_)
+        # A run's seed is in its files: noise drawn from it could be subtracted again by anyone who reads them.
+        return torch.Generator().manual_seed(secrets.randbits(63))
 
     def _shorten(self, update: ClientUpdate, start: Params, share: float) -> ClientUpdate:
         move = math.sqrt(squared_distance(update.posterior.mean, start))
@@ -236,7 +388,7 @@ class ChartNoise(ServerPart):
 
     @property
     def delta(self) -> float:
-        """The δ at which ε is told."""
+        """The δ at which ε is reported."""
         return self.of.delta
 
     def signal(self, cohort: Cohort) -> float:
@@ -307,95 +459,6 @@ def _coordinates(chart: Chart, params: Params, start: Params, pairs: Mapping[str
     return found
 
 
-def _secret_stream() -> torch.Generator:
-    return torch.Generator().manual_seed(secrets.randbits(63))
-
-
-# What still holds behind a filter: one client may be moved, and examples no longer weigh as they did.
-_LAWS = frozenset({"order", "agree", "pure", "dtype", "finite", "repeat"})
-_NOTHING: frozenset[str] = frozenset()
-_FAR = 1e300  # where a distance overflows
-_EVIDENCE_COUNTS = 2.0  # distances of evidence beyond twice the median are alike: honest ones differ by decades
-
-
-@dataclass(frozen=True, slots=True)
-class NormClip(ServerPart):
-    """No client may move further than `limit`, or than `ratio` times the median move: w_k ← w₀ + s_k (w_k − w₀)."""
-
-    limit: float | None = None
-    ratio: float = 1.0
-    needs: ClassVar[frozenset[str]] = frozenset({"start"})
-    laws: ClassVar[frozenset[str]] = _LAWS
-
-    def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:
-        """Shorten the long moves; weights are rescaled as they are read, so nothing is copied."""
-        start = state.single.posterior.mean
-        moves = [math.sqrt(squared_distance(u.posterior.mean, start)) for u in cohort]
-        limit = self.limit if self.limit is not None else self.ratio * float(torch.tensor(moves).median())
-        factors = [min(1.0, limit / move) if move > 0 else 1.0 for move in moves]
-        return Cohort(tuple(shorten_move(u, start, f) if f < 1 else u for u, f in zip(cohort, factors, strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
-class Krum(ServerPart):
-    """Keep the `keep` clients whose n − f − 2 nearest neighbours are nearest (Blanchard et al. 2017; Multi-Krum).
-
-    Distances are taken in the space that is fused in: between moves, each counted by how sure its client says it is
-    (`brought_moves`), and, in units of its own, between what else came with them (controls, losses, …). So whoever
-    claims to be very sure where it moved stands as far away as who moved far, and whoever is unlike the others in its
-    evidence alone does not.
-    """
-
-    byzantine: int = 1
-    keep: int | None = None
-    needs: ClassVar[frozenset[str]] = _NOTHING
-    laws: ClassVar[frozenset[str]] = _LAWS
-
-    def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:  # noqa: ARG002 - the seam's signature
-        """Drop whoever stands far from everybody."""
-        n, near = len(cohort), len(cohort) - self.byzantine - 2
-        if near < 1:
-            raise RecipeError(
-                f"Krum with {self.byzantine} byzantine clients needs at least {self.byzantine + 3} updates, got {n}"
-            )
-        distances = _pairwise(cohort).sort(1).values[:, 1 : near + 1].sum(1)
-        keep = min(self.keep or n - self.byzantine, n)
-        best = sorted(distances.argsort(stable=True)[:keep].tolist())
-        return Cohort(tuple(cohort.updates[i] for i in best))
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinateMedian(ServerPart):
-    """Every coordinate is the median over clients (Yin et al. 2018)."""
-
-    needs: ClassVar[frozenset[str]] = _NOTHING
-    tensorwise: ClassVar[bool] = True
-    laws: ClassVar[frozenset[str]] = _LAWS
-
-    def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:  # noqa: ARG002 - the seam's signature
-        """Hand the median to everybody."""
-        return _with_common_mean(cohort, lambda values: torch.quantile(values, 0.5, dim=0))
-
-
-@dataclass(frozen=True, slots=True)
-class TrimmedMean(ServerPart):
-    """Every coordinate is the mean over clients without the `trim` share of largest and of smallest values."""
-
-    trim: float = 0.1
-    needs: ClassVar[frozenset[str]] = _NOTHING
-    tensorwise: ClassVar[bool] = True
-    laws: ClassVar[frozenset[str]] = _LAWS
-
-    def __call__(self, cohort: Cohort, state: ServerState) -> Cohort:  # noqa: ARG002 - the seam's signature
-        """Hand the trimmed mean to everybody."""
-        num_trimmed = int(self.trim * len(cohort))
-        if not 0 <= self.trim < 0.5:
-            raise RecipeError(f"the trimmed mean cuts a share in [0, 0.5) from each side, got {self.trim}")
-        return _with_common_mean(
-            cohort, lambda values: values.sort(0).values[num_trimmed : len(values) - num_trimmed].mean(0)
-        )
-
-
 GUARDS: Mapping[str, type[Guard]] = {
     "clip": NormClip,
     "krum": Krum,
@@ -403,68 +466,3 @@ GUARDS: Mapping[str, type[Guard]] = {
     "trimmed": TrimmedMean,
     "private": ClientNoise,
 }
-
-
-def _pairwise(cohort: Cohort) -> Tensor:
-    """Squared distances between what clients bring to the fusion, and between other evidence in units of its median.
-
-    Such evidence adds two units at most: without that limit an honest client whose evidence is unusual would stand
-    further away than one with poisoned weights, who then stayed.
-    """
-    parts = [_in_units(sum((_distances(moves) for _, moves in brought_moves(cohort)), _no_distance(cohort)))]
-    kinds = dict.fromkeys(name.partition("/")[0] for update in cohort for name in update.notes)
-    parts += [_in_units(_evidence_distances(cohort, kind)).clamp(max=_EVIDENCE_COUNTS) for kind in kinds]
-    return sum(parts, _no_distance(cohort))
-
-
-def _evidence_distances(cohort: Cohort, kind: str) -> Tensor:
-    """Squared distances between what clients sent as one kind of evidence, each tensor by its median length.
-
-    What tells how sure they are of their weights has been counted with those.
-    """
-    total, first, geometry = _no_distance(cohort), cohort.updates[0].notes, cohort.updates[0].posterior.geometry
-    for name in (name for name in first if name.partition("/")[0] == kind and not tells_precision(geometry, name)):
-        each = [update.notes.get(name) for update in cohort]
-        if not all(t is not None and t.shape == first[name].shape and t.is_floating_point() for t in each):
-            continue  # ranks may differ, and who lacks a layer's evidence has no say in it
-        stack = torch.stack([t.double() for t in each if t is not None])
-        lengths = torch.linalg.vector_norm(_rows(stack), dim=1)
-        total += _distances(stack / max(float(lengths.median()), 1e-300))
-    return total
-
-
-def _distances(stack: Tensor) -> Tensor:
-    rows = _rows(stack).double()
-    return torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").square()
-
-
-def _rows(stack: Tensor) -> Tensor:
-    """One row per client; a single number, such as a loss, is a row of one."""
-    return stack.reshape(len(stack), -1)
-
-
-def _no_distance(cohort: Cohort) -> Tensor:
-    return torch.zeros(len(cohort), len(cohort), dtype=torch.float64)
-
-
-def _in_units(distances: Tensor) -> Tensor:
-    """Distances divided by the median of those between two clients, so that kinds of evidence can be added."""
-    finite = distances.nan_to_num(nan=_FAR, posinf=_FAR)
-    between = finite[torch.ones_like(finite).triu(1).bool()]
-    unit = float(between.median()) or float(between.max())  # the first is nothing where most agree
-    return finite / unit if unit > 0 else finite
-
-
-def _with_common_mean(cohort: Cohort, centre: Any) -> Cohort:
-    common = {}
-    for name in cohort.names:
-        stack = cohort.stack(name)
-        if not stack.is_floating_point():
-            common[name] = mean_by_examples(cohort, name)
-            continue
-        flat, out = stack.flatten(1), torch.empty_like(stack[0]).flatten()
-        for begin in range(0, flat.shape[1], BLOCK):
-            part = flat[:, begin : begin + BLOCK].double()
-            out[begin : begin + part.shape[1]] = centre(part)
-        common[name] = out.view(stack.shape[1:])
-    return Cohort(tuple(replace(u, posterior=replace(u.posterior, mean=common)) for u in cohort))

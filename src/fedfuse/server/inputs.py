@@ -15,7 +15,7 @@ def input_form(bench: Bench, spec: Spec) -> InputForm:
     """What an input of a network looks like: as the bench or its rows say, else the network's options or first layer.
 
     Raises:
-        RecipeError: if nobody tells.
+        RecipeError: if none of these tells.
 
     Example:
         >>> input_form(Bench(), Spec("lenet", {"size": 32, "channels": 3})).shape
@@ -31,13 +31,30 @@ def input_form(bench: Bench, spec: Spec) -> InputForm:
     return found if shape == found.shape else InputForm(shape, (min(found.low),), (max(found.high),))
 
 
+def _known_form(bench: Bench) -> InputForm | None:
+    if bench.inputs is not None:
+        return bench.inputs
+    inputs = bench.rows.x if bench.rows is not None else bench.unlabelled
+    if inputs is None:
+        return None
+    return InputForm(tuple(inputs.shape[1:]), tokens=0 if inputs.is_floating_point() else 1 + max(0, int(inputs.max())))
+
+
+def _form_of_first_layer(spec: Spec) -> InputForm | None:
+    """Inputs that go straight to a linear layer can be told from its weight."""
+    first = next(iter(spec.layout.layers), None)
+    if first is None or first.kind != "linear":
+        return None
+    return InputForm((spec.shapes()[first.weight][0][1],))
+
+
 def common_form(bench: Bench, specs: Sequence[Spec]) -> InputForm:
-    """What an input of several networks looks like, whoever of them comes first.
+    """What an input of several networks looks like, in whichever order they come.
 
     Where only they can tell, it is the form with the most axes: a fully connected network flattens pictures.
 
     Raises:
-        RecipeError: if nobody tells, or they read inputs of unequal size.
+        RecipeError: if none of them tells, or they read inputs of unequal size.
 
     Example:
         >>> common_form(Bench(), [Spec("mlp"), Spec("lenet")]).shape
@@ -67,21 +84,3 @@ def synthetic_form(bench: Bench, specs: Sequence[Spec]) -> InputForm:
             "learn on the server's rows or on inputs without labels"
         )
     return form
-
-
-def _form_of_first_layer(spec: Spec) -> InputForm | None:
-    """Inputs that go straight to a linear layer can be told from its weight."""
-    first = next(iter(spec.layout.layers), None)
-    if first is None or first.kind != "linear":
-        return None
-    return InputForm((spec.shapes()[first.weight][0][1],))
-
-
-def _known_form(bench: Bench) -> InputForm | None:
-    """What the bench knows of inputs."""
-    if bench.inputs is not None:
-        return bench.inputs
-    inputs = bench.rows.x if bench.rows is not None else bench.unlabelled
-    if inputs is None:
-        return None
-    return InputForm(tuple(inputs.shape[1:]), tokens=0 if inputs.is_floating_point() else 1 + max(0, int(inputs.max())))

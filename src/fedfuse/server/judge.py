@@ -1,4 +1,7 @@
-"""The judge: holds the test set, gives numbers to the record, and lets nobody choose by them."""
+"""The judge: it alone holds the test rows, and its numbers go to the record, where no method can choose by them.
+
+First how any model is asked (`predict`, `answers`), then `Judge`, then what sums up clients' scores.
+"""
 
 from __future__ import annotations
 
@@ -98,16 +101,12 @@ def each_draw(model: Answering, x: Tensor, draws: Draws = AS_IT_SAYS) -> Tensor:
     """Outputs of every network a Bayesian one draws, draws × rows × outputs; of any other model, one."""
     if isinstance(model, Single) and isinstance(network := model.spec.skeleton(), Bayesian):
         own = drop_tied_names(model.spec, model.posterior.mean)
-        asked = {"apart": True, "draws": _fewer(draws.number, network.draws), "seed": draws.seed}
+        number = network.draws if draws.number is None else min(draws.number, network.draws)
+        asked = {"apart": True, "draws": number, "seed": draws.seed}
         drawn: Tensor = functional_call(network, own, (model.spec.cast(x),), asked)
         return drawn
     outputs = model.logits(x)
     return outputs[None] if outputs.ndim > 2 else outputs.reshape(1, len(x), -1)
-
-
-def _fewer(asked: int | None, usual: int) -> int:
-    """As many draws as are asked for, and never more than the network takes by itself."""
-    return usual if asked is None else min(asked, usual)
 
 
 def mutual_information(each: Tensor, task: Task = CLASSIFICATION) -> Tensor | None:
@@ -125,125 +124,6 @@ def mutual_information(each: Tensor, task: Task = CLASSIFICATION) -> Tensor | No
     """
     whole, mean = task.entropy(task.average(each)), task.entropy(each)
     return None if whole is None or mean is None else (whole - mean.mean(0)).clamp(min=0)
-
-
-_FEW_DRAWS = 10  # networks drawn for a score on the way, or of a client's own network
-
-
-class AskModels(Protocol):
-    """Asks several models about the same rows: in this process, or wherever there are hands free."""
-
-    def __call__(self, ask: AskModel, models: Sequence[Answering], rows: Rows, batch: int) -> list[Tensor]:
-        """What `ask(model, x)` gives for every model and all rows, batch by batch."""
-        ...
-
-
-def ask_here(ask: AskModel, models: Sequence[Answering], rows: Rows, batch: int) -> list[Tensor]:
-    """What `ask(model, x)` gives for every model and all rows, batch by batch, in this process."""
-    return [ask_in_batches(ask, model, rows.x, batch) for model in models]
-
-
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """Scores a model on rows nobody else has.
-
-    Attributes:
-        test: the global test rows.
-        classes: how many classes there are.
-        bins: equal-width confidence bins of the calibration error.
-        held_out: rows each client kept out of its own training.
-        clients: when to score the clients' own models too; it costs one evaluation per client.
-        batch: rows per forward pass.
-        ood_inputs: out-of-distribution inputs, which a model should be less sure of.
-        task: what is to be learned, and so what is scored.
-        ask: who asks models about the test rows.
-        seed: of the networks that a Bayesian one draws; each run has draws of its own, all its methods the same.
-    """
-
-    test: Rows
-    classes: int
-    bins: int = 15
-    held_out: Mapping[str, Rows] = field(default_factory=dict)
-    clients: Literal["never", "last", "every"] = "last"
-    batch: int = 1000
-    ood_inputs: Tensor | None = None
-    task: Task = CLASSIFICATION
-    ask: AskModels = ask_here
-    seed: int = 0
-    _test_scores: dict[tuple[Spec, str], float] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def score(self, model: Model, admission: Admission | None = None, last: bool = True) -> dict[str, Any]:
-        """Every score of the task; and, when wanted, how the clients fare one by one."""
-        draws = Draws(None if last else _FEW_DRAWS, self.seed)
-        scores = self._score_members(model, draws) if isinstance(model, Apart) else self.evaluate(model, draws=draws)
-        if admission is not None and (self.clients == "every" or (self.clients == "last" and last)):
-            scores |= self._score_clients(model, admission)
-        return scores
-
-    def evaluate(self, model: Model, rows: Rows | None = None, draws: Draws = AS_IT_SAYS) -> dict[str, Any]:
-        """Every score of one model that answers `logits`."""
-        rows = self.test if rows is None else rows
-        draw = partial(each_draw, draws=draws)
-        [each] = self.ask(draw, [need_answering(model)], rows, self.batch)
-        prediction = read_draws(each, self.classes, self.task)
-        scores = self.task.measure(prediction.outputs, rows.y, self.classes, self.bins) | prediction.scores()
-        if self.ood_inputs is None or rows is not self.test:
-            return scores
-        elsewhere = ask_in_batches(draw, need_answering(model), self.ood_inputs, self.batch)
-        return scores | prediction.compare_ood(read_draws(elsewhere, self.classes, self.task))
-
-    def _score_members(self, model: Apart, draws: Draws) -> dict[str, Any]:
-        """The members' mean scores, and their tables taken together."""
-        return self.task.pool([self.evaluate(member, draws=draws) for member in model.members])
-
-    def _score_clients(self, model: Model, admission: Admission) -> dict[str, Any]:
-        """Each client's own network on the test rows; on its held-out rows, the model it would go on to use.
-
-        Who took no step has no network of its own: it stands at the weights it was sent, and those are not its score.
-        """
-        networks = {u.client: Single(u.spec, u.posterior) for u in admission.cohort}
-        facts = {u.client: u.record() for u in admission.cohort}
-        test = self._client_scores({u.client: networks[u.client] for u in admission.cohort if u.steps})
-        own = (
-            self._held_out_scores(dict(zip(networks, model.members, strict=True)))
-            if isinstance(model, Apart)
-            else self._held_out_scores(dict.fromkeys(self.held_out, model))
-        )
-        headline, low = self.task.headline, self.task.headline in self.task.lower
-        for name, found in ((headline, test), (f"own_{headline}", own)):
-            for client, score in found.items():
-                facts.setdefault(client, {})[name] = score
-        num_examples = {u.client: u.num_examples for u in admission.cohort}
-        own_masses = {client: float(len(self.held_out[client])) for client in own}
-        return {
-            "clients": facts,
-            **summarize_clients(test, num_examples, f"client_{headline}", low),
-            **summarize_clients(own, own_masses, f"own_{headline}", low),
-        }
-
-    def _held_out_scores(self, models: Mapping[str, Model]) -> dict[str, float]:
-        rows = {client: self.held_out[client] for client in models if len(self.held_out.get(client, ()))}
-        return {client: self._score(models[client], own) for client, own in rows.items()}
-
-    def _client_scores(self, networks: Mapping[str, Single]) -> dict[str, float]:
-        """Networks' headlines on the test rows; methods that fuse the same updates ask for them again and again."""
-        keys = {client: (network.spec, fingerprint(network.posterior.mean)) for client, network in networks.items()}
-        fresh = {key: networks[client] for client, key in keys.items() if key not in self._test_scores}
-        for key, each in zip(fresh, self.ask(self._few, list(fresh.values()), self.test, self.batch), strict=True):
-            self._test_scores[key] = self._headline(each, self.test)
-        return {client: self._test_scores[key] for client, key in keys.items()}
-
-    def _score(self, model: Model, rows: Rows) -> float:
-        """The headline alone."""
-        return self._headline(ask_in_batches(self._few, need_answering(model), rows.x, self.batch), rows)
-
-    def _headline(self, each: Tensor, rows: Rows) -> float:
-        return self.task.score(read_draws(each, self.classes, self.task).outputs, rows.y, self.classes)
-
-    @property
-    def _few(self) -> AskModel:
-        """How a client's own network is asked: with a few draws."""
-        return partial(each_draw, draws=Draws(_FEW_DRAWS, self.seed))
 
 
 def log_probabilities(model: Model, x: Tensor, batch: int = 1000) -> Tensor:
@@ -267,6 +147,117 @@ def answers(model: Model, x: Tensor, batch: int = 1000) -> Tensor:
 def logits_of(model: Answering, x: Tensor) -> Tensor:
     """A model's one answer to some inputs, as the only one of its draws."""
     return model.logits(x)[None]
+
+
+_FEW_DRAWS = 10  # networks drawn for a score on the way, or of a client's own network
+
+
+class AskModels(Protocol):
+    """Asks several models about the same rows: in this process, or wherever there are hands free."""
+
+    def __call__(self, ask: AskModel, models: Sequence[Answering], rows: Rows, batch: int) -> list[Tensor]:
+        """What `ask(model, x)` gives for every model and all rows, batch by batch."""
+        ...
+
+
+def ask_here(ask: AskModel, models: Sequence[Answering], rows: Rows, batch: int) -> list[Tensor]:
+    """What `ask(model, x)` gives for every model and all rows, batch by batch, in this process."""
+    return [ask_in_batches(ask, model, rows.x, batch) for model in models]
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Scores a model on rows that no client and no server step has.
+
+    Attributes:
+        test: the global test rows.
+        classes: how many classes there are.
+        bins: equal-width confidence bins of the calibration error.
+        held_out: rows each client kept out of its own training.
+        clients: when to score the clients' own models too; it costs one evaluation per client.
+        batch: rows per forward pass.
+        ood_inputs: out-of-distribution inputs, which a model should be less sure of.
+        task: what is to be learned, and so what is scored.
+        ask: how models are asked about the test rows: here, or in worker processes.
+        seed: of the networks that a Bayesian one draws; each run has draws of its own, all its methods the same.
+    """
+
+    test: Rows
+    classes: int
+    bins: int = 15
+    held_out: Mapping[str, Rows] = field(default_factory=dict)
+    clients: Literal["never", "last", "every"] = "last"
+    batch: int = 1000
+    ood_inputs: Tensor | None = None
+    task: Task = CLASSIFICATION
+    ask: AskModels = ask_here
+    seed: int = 0
+    _test_scores: dict[tuple[Spec, str], float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def score(self, model: Model, admission: Admission | None = None, last: bool = True) -> dict[str, Any]:
+        """Every score of the task; and, when wanted, how the clients fare one by one."""
+        draws = Draws(None if last else _FEW_DRAWS, self.seed)
+        if isinstance(model, Apart):
+            scores = self.task.pool([self.evaluate(member, draws=draws) for member in model.members])
+        else:
+            scores = self.evaluate(model, draws=draws)
+        if admission is not None and (self.clients == "every" or (self.clients == "last" and last)):
+            scores |= self._score_clients(model, admission)
+        return scores
+
+    def evaluate(self, model: Model, rows: Rows | None = None, draws: Draws = AS_IT_SAYS) -> dict[str, Any]:
+        """Every score of one model that answers `logits`."""
+        rows = self.test if rows is None else rows
+        draw = partial(each_draw, draws=draws)
+        [each] = self.ask(draw, [need_answering(model)], rows, self.batch)
+        prediction = read_draws(each, self.classes, self.task)
+        scores = self.task.measure(prediction.outputs, rows.y, self.classes, self.bins) | prediction.scores()
+        if self.ood_inputs is None or rows is not self.test:
+            return scores
+        elsewhere = ask_in_batches(draw, need_answering(model), self.ood_inputs, self.batch)
+        return scores | prediction.compare_ood(read_draws(elsewhere, self.classes, self.task))
+
+    def _score_clients(self, model: Model, admission: Admission) -> dict[str, Any]:
+        """Each client's own network on the test rows; on its held-out rows, the model it would go on to use."""
+        cohort, headline = admission.cohort, self.task.headline
+        # A client that took no step stands at the weights it was sent, and those are not its score.
+        test = self._score_networks({u.client: Single(u.spec, u.posterior) for u in cohort if u.steps})
+        used = (
+            dict(zip(cohort.clients, model.members, strict=True))
+            if isinstance(model, Apart)
+            else dict.fromkeys(self.held_out, model)
+        )
+        own: dict[str, float] = {}
+        for client, mine in used.items():
+            if rows := self.held_out.get(client):
+                own[client] = self._headline(ask_in_batches(self._few, need_answering(mine), rows.x, self.batch), rows)
+        facts = {u.client: u.record() for u in cohort}
+        for name, found in ((headline, test), (f"own_{headline}", own)):
+            for client, score in found.items():
+                facts.setdefault(client, {})[name] = score
+        num_examples = {u.client: u.num_examples for u in cohort}
+        own_rows, low = {client: float(len(self.held_out[client])) for client in own}, headline in self.task.lower
+        return {
+            "clients": facts,
+            **summarize_clients(test, num_examples, f"client_{headline}", low),
+            **summarize_clients(own, own_rows, f"own_{headline}", low),
+        }
+
+    def _score_networks(self, networks: Mapping[str, Single]) -> dict[str, float]:
+        # Methods that fuse the same updates ask for the same networks, so scores are kept by fingerprint.
+        keys = {client: (network.spec, fingerprint(network.posterior.mean)) for client, network in networks.items()}
+        fresh = {key: networks[client] for client, key in keys.items() if key not in self._test_scores}
+        for key, each in zip(fresh, self.ask(self._few, list(fresh.values()), self.test, self.batch), strict=True):
+            self._test_scores[key] = self._headline(each, self.test)
+        return {client: self._test_scores[key] for client, key in keys.items()}
+
+    def _headline(self, each: Tensor, rows: Rows) -> float:
+        return self.task.score(read_draws(each, self.classes, self.task).outputs, rows.y, self.classes)
+
+    @property
+    def _few(self) -> AskModel:
+        """How a client's own network is asked: with a few draws."""
+        return partial(each_draw, draws=Draws(_FEW_DRAWS, self.seed))
 
 
 def summarize_clients(

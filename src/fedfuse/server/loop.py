@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -16,14 +16,14 @@ from fedfuse.core.rng import stream
 from fedfuse.core.seams import Engine, Terms
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import QuorumLost
-from fedfuse.nets.cost import CohortFlops, cohort_flops, sparse_savings
+from fedfuse.nets.cost import cohort_flops, sparse_savings
 from fedfuse.server.admission.admit import Admission, Rules, admit_all
 from fedfuse.server.round import Clock, fuse_admitted
 from fedfuse.wire.messages import brief_size
 
 
 class Scorer(Protocol):
-    """Gives numbers to the record and to nobody else."""
+    """Gives numbers to the record; nothing in the round reads them."""
 
     def score(self, model: Model, admission: Admission, last: bool) -> Mapping[str, Any]:
         """What a reader wants to know of the model and of the clients' own."""
@@ -40,16 +40,16 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """How a run goes, beside its recipe.
+    """How a run goes, apart from its recipe.
 
     Attributes:
         rounds: exchanges in all.
-        per_round: how many clients are asked in a round; None asks everybody.
-        participation: with which probability everybody is asked in a round, by a coin of its own; None draws no coins.
+        per_round: how many clients are asked in a round; None asks all.
+        participation: with which probability a client is asked in a round, by a coin of its own; None draws no coins.
         rules: what the door and the quorum insist on.
         enrolled: how many examples each client has declared beforehand.
-        own_word: those of them for whom nobody but themselves says so.
-        checked: somebody has checked already that the recipe can do what is asked.
+        own_word: those of them that say so themselves and have no operator to vouch for it.
+        checked: whether the recipe is known to do what is asked.
     """
 
     rounds: int = 1
@@ -107,10 +107,9 @@ def one_round(
     train_seconds = time.perf_counter() - began
     check_quorum(admission, asked, plan.rules.quorum, state.round)
     after = fuse_admitted(recipe, admission, state, bench, clock)
-    check_quorum(admission, asked, plan.rules.quorum, state.round)
+    check_quorum(admission, asked, plan.rules.quorum, state.round)  # the fusion may have refused some of them
     scores = judge.score(after.model, admission, after.round == plan.rounds) if judge else {}
-    facts = _round_facts(recipe, admission, brief, asked, bench, terms)
-    facts |= _server_work(recipe, admission, state, after, bench, terms)
+    facts = _round_facts(recipe, admission, brief, asked, bench, terms, state, after)
     seconds = {"train_seconds": train_seconds, "server_seconds": clock.seconds["server"]}
     if "diagnostics" in clock.seconds:
         seconds["diagnostic_seconds"] = clock.seconds["diagnostics"]
@@ -121,9 +120,9 @@ def one_round(
 def choose_clients(
     clients: tuple[str, ...], per_round: int | None, seed: int, round_: int, participation: float | None = None
 ) -> tuple[str, ...]:
-    """The clients asked in a round: all, a seeded sample without replacement, or whoever's coin says so.
+    """The clients asked in a round: all, a seeded sample without replacement, or those whose coin says so.
 
-    Where all coins say no, they are thrown again: a round of nobody is none.
+    Where all coins say no they are thrown again, for there is no round without clients (privacy accounts for that).
 
     Example:
         >>> choose_clients(("a", "b", "c"), 2, seed=0, round_=0) == choose_clients(("a", "b", "c"), 2, seed=0, round_=0)
@@ -161,27 +160,30 @@ def check_quorum(admission: Admission, asked: tuple[str, ...], quorum: float, ro
     )
 
 
-def _bytes_down(brief: Brief, asked: tuple[str, ...]) -> int:
-    with_own_brief = [client for client in asked if client in brief.own]
-    return brief_size(brief.to("")) * (len(asked) - len(with_own_brief)) + sum(
-        brief_size(brief.to(c)) for c in with_own_brief
-    )
-
-
 def _round_facts(
-    recipe: Recipe, admission: Admission, brief: Brief, asked: tuple[str, ...], bench: Bench, terms: Terms
+    recipe: Recipe,
+    admission: Admission,
+    brief: Brief,
+    asked: tuple[str, ...],
+    bench: Bench,
+    terms: Terms,
+    before: ServerState,
+    after: ServerState,
 ) -> dict[str, Any]:
-    clients = {u.client: u.record() for u in admission.cohort}
-    flops = _flops_of(recipe, admission, bench, brief.round, lambda client: client not in terms.always)
-    others = tuple(client for client in asked if client not in terms.always)  # a server sends itself nothing
+    # Where the server answers as one more client, what it sends itself is no traffic and its training is its own work.
+    heard = [client for client in asked if client not in terms.always]
+    own = [client for client in heard if client in brief.own]
+    bytes_down = brief_size(brief.to("")) * (len(heard) - len(own)) + sum([brief_size(brief.to(c)) for c in own])
     saved, replies = sparse_savings(brief), admission.trained + admission.remembered
+    shape, work = bench.inputs.shape if bench.inputs else None, recipe.work(bench.local)
+    apart = [[u for u in admission.cohort if (u.client in terms.always) == is_server] for is_server in (False, True)]
+    flops, own_flops = [cohort_flops(updates, work, shape, brief.round) for updates in apart]
+    first = before.facts.get("server_flops") if brief.round == 0 else None
     return {
         "round": brief.round + 1,
-        "clients": clients,
+        "clients": {u.client: u.record() for u in admission.cohort},
         "bytes_up": admission.bytes_up - saved.up * replies,
-        "bytes_down": _bytes_down(brief, others)
-        - saved.down * len(others)
-        + (terms.shared_bytes if brief.round == 0 else 0),
+        "bytes_down": bytes_down - saved.down * len(heard) + (terms.shared_bytes if brief.round == 0 else 0),
         "flops": None if flops is None else sum(flops),
         "evidence_flops": None if flops is None else flops.curvature + flops.evidence,
         "curvature_flops": None if flops is None else flops.curvature,
@@ -191,22 +193,6 @@ def _round_facts(
         **({"clipped": admission.clipped} if admission.clipped else {}),
         "dropped": admission.dropped,
         "reveals": [*terms.reveals, *(e.reveals for e in recipe.evidence if e.reveals)],
+        "server_flops": None if own_flops is None else sum(own_flops) + after.facts.get("server_flops", 0),
+        **({} if first is None else {"first_flops": first}),
     }
-
-
-def _flops_of(
-    recipe: Recipe, admission: Admission, bench: Bench, round_: int, whom: Callable[[str], bool]
-) -> CohortFlops | None:
-    """What a round took of some of those who answered."""
-    shape = bench.inputs.shape if bench.inputs else None
-    return cohort_flops((u for u in admission.cohort if whom(u.client)), recipe.work(bench.local), shape, round_)
-
-
-def _server_work(
-    recipe: Recipe, admission: Admission, before: ServerState, after: ServerState, bench: Bench, terms: Terms
-) -> dict[str, int | None]:
-    """FLOPs of the server's steps, of its own training where it answers as a client, and of a first stage, if any."""
-    own = _flops_of(recipe, admission, bench, before.round, lambda client: client in terms.always)
-    first = before.facts.get("server_flops") if before.round == 0 else None
-    steps = None if own is None else sum(own) + after.facts.get("server_flops", 0)
-    return {"server_flops": steps} | ({} if first is None else {"first_flops": first})

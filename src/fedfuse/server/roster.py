@@ -1,4 +1,8 @@
-"""Who answers, and with whose rows: a server that trains as one more client, and one that lends its rows out."""
+"""Which clients answer, and with which rows: a server that trains as one more client, and one that lends its rows out.
+
+Each is an `Engine` around another: methods and engines know nothing of it, and what it changes for the door and for the
+record it says in `Terms`.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,65 @@ from fedfuse.core.state import Bench
 from fedfuse.core.torch_utils import one_thread
 from fedfuse.errors import ConfigError
 from fedfuse.training.round import client_round
-from fedfuse.wire.codec import Packet
 from fedfuse.wire.messages import hand_over
+
+SERVER = "server"
+
+
+@dataclass(frozen=True, slots=True)
+class WithServer:
+    """The server answers too, in every round, with a model trained on its own rows, and weighs by their number."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"server_rows"})
+    reveals: ClassVar[str] = ""
+
+    def __call__(self, engine: Engine, bench: Bench) -> Engine:
+        """The engine with one more client, which is asked in addition to those chosen."""
+        if SERVER in engine.clients:
+            raise ConfigError(f"a client is called {SERVER!r}, the name the server trains under; rename the client")
+        return _EngineWithServer(engine, bench.need_rows("a server that trains as a client"), bench.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineWithServer:
+    """An engine whose server is one of its clients."""
+
+    engine: Engine
+    rows: Rows
+    seed: int
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Those that can be chosen: the server is not one of them, it always answers."""
+        return self.engine.clients
+
+    @property
+    def terms(self) -> Terms:
+        """The server is asked in every round."""
+        inner = self.engine.terms
+        return replace(inner, always=(*inner.always, SERVER))
+
+    def exchange(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> Iterator[Envelope]:
+        """The clients' answers; the server trains while others still do."""
+        others = tuple(client for client in asked if client != SERVER)
+        answers = iter(self.engine.exchange(brief, work, others))
+        first = next(answers, None)  # an engine may send its briefs only when it is asked: now its clients are at work
+        if first is not None:
+            yield first
+        if SERVER in asked:
+            own_brief = brief.to(SERVER)
+            with one_thread():  # as in a client's own process: another number of threads would sum in another order
+                reply = client_round(work, hand_over(own_brief), SERVER, self.rows, seed=self.seed).reply
+            yield Envelope(SERVER, reply)
+        yield from answers
 
 
 @dataclass(frozen=True, slots=True)
 class WithShared:
-    """A client's own rows and some that everybody was given.
+    """A client's own rows and some that all were given.
 
     Attributes:
-        shared: the rows everybody has.
+        shared: the rows that all have.
         base: what the client would see without them.
 
     Example:
@@ -43,66 +96,12 @@ class WithShared:
         return Rows(torch.cat([own.x, self.shared.x.to(own.x)]), torch.cat([own.y, self.shared.y.to(own.y)]))
 
 
-SERVER = "server"
-
-
-@dataclass(frozen=True, slots=True)
-class WithServer:
-    """The server answers too, in every round, with a model it trained on its own rows; it weighs as they number."""
-
-    needs: ClassVar[frozenset[str]] = frozenset({"server_rows"})
-    reveals: ClassVar[str] = ""
-
-    def __call__(self, engine: Engine, bench: Bench) -> Engine:
-        """The engine with one more client, which is asked beside those chosen."""
-        if SERVER in engine.clients:
-            raise ConfigError(f"a client is called {SERVER!r}, the name the server trains under; rename the client")
-        return _EngineWithServer(engine, bench.need_rows("a server that trains as a client"), bench.seed)
-
-
-@dataclass(frozen=True, slots=True)
-class _EngineWithServer:
-    """An engine whose server is one of its clients."""
-
-    engine: Engine
-    rows: Rows
-    seed: int
-
-    @property
-    def clients(self) -> tuple[str, ...]:
-        """Those who can be chosen: the server is not one of them, it always answers."""
-        return self.engine.clients
-
-    @property
-    def terms(self) -> Terms:
-        """The server is asked in every round."""
-        before = self.engine.terms
-        return replace(before, always=(*before.always, SERVER))
-
-    def exchange(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> Iterator[Envelope]:
-        """The clients' answers; the server trains while others still do."""
-        others = tuple(client for client in asked if client != SERVER)
-        answers = iter(self.engine.exchange(brief, work, others))
-        first = next(answers, None)
-        if first is not None:
-            yield first
-        if SERVER in asked:
-            yield Envelope(SERVER, self._server_reply(brief, work))
-        yield from answers
-
-    def _server_reply(self, brief: Brief, work: Work) -> Packet:
-        """The server's reply, made by the same work as any client's."""
-        own_brief = brief.to(SERVER)
-        with one_thread():
-            return client_round(work, hand_over(own_brief), SERVER, self.rows, seed=self.seed).reply
-
-
 @dataclass(frozen=True, slots=True)
 class ShareServerRows:
-    """Every client is given the same rows of the server's, once, and trains on them beside its own.
+    """Every client is given the same rows of the server's, once, and trains on them in addition to its own.
 
     Attributes:
-        most: at most so many; None lends all. Fewer are drawn at random, once for the whole run.
+        most: how many at most; None lends all. Fewer are drawn at random, once for the whole run.
     """
 
     most: int | None = None
@@ -136,14 +135,15 @@ class _EngineWithSharedRows:
 
     @property
     def terms(self) -> Terms:
-        """Lent rows count in everybody's num_examples, and are sent before the first round."""
-        before, weight = self.engine.terms, self.rows.x.nbytes + self.rows.y.nbytes
+        """Lent rows count in every client's num_examples, and are sent before the first round."""
+        inner, size = self.engine.terms, self.rows.x.nbytes + self.rows.y.nbytes
         words = f"{len(self.rows):,} labelled rows of the server, given to each of {len(self.clients):,} clients"
-        shared_rows, shared_bytes = (
-            before.shared_rows + len(self.rows),
-            before.shared_bytes + weight * len(self.clients),
+        return replace(
+            inner,
+            shared_rows=inner.shared_rows + len(self.rows),
+            shared_bytes=inner.shared_bytes + size * len(self.clients),
+            reveals=(*inner.reveals, words),
         )
-        return replace(before, shared_rows=shared_rows, shared_bytes=shared_bytes, reveals=(*before.reveals, words))
 
     def exchange(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> Iterator[Envelope]:
         """The answers of clients that train on their own rows and the lent ones."""

@@ -1,7 +1,8 @@
 """The centre of a round: align → guard → aggregate → steps. The only place where a cohort becomes a model.
 
-A run, the fusion of files and a Flower strategy all come here, so the same recipe gives the same bytes through every
-door.
+A run, the fusion of files and a Flower strategy all come here, so the same recipe gives the same bytes through each of
+them. `fuse_round` is the round itself; `fuse_admitted` runs it and, where admitted updates break it, finds them and
+goes on without them; `PartedRound` runs it tensor by tensor, for models larger than memory.
 """
 
 from __future__ import annotations
@@ -56,32 +57,12 @@ class Clock:
             self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
 
 
-SPENT = "privacy"  # the kind of server memory that has everybody's Σ μ² about rows
-
-
-def account_rows(recipe: Recipe, cohort: Cohort, state: ServerState) -> ServerState:
-    """The state with this exchange added to what its clients have spent, where sums left them with noise.
-
-    Signals add in squares, so a client that was asked in four rounds at μ has spent 2μ. What clients told without
-    noise, before or after, is not in it.
-    """
-    release = release_of(recipe.evidence, recipe.trains)
-    if release is None:
-        return state
-    before = entries_of(state.memory, SPENT)
-    now = {c: float(before.get(c, torch.zeros(()))) + release.signal**2 for c in cohort.clients}
-    spent = with_kind(SPENT, {**before, **{c: torch.tensor(s, dtype=torch.float64) for c, s in now.items()}})
-    by_client = {client: released_epsilon(square, release.delta) for client, square in now.items()}
-    facts = {"of": "a row", "epsilon": max(by_client.values()), "delta": release.delta, "by_client": by_client}
-    return replace(state, memory={**state.memory, **spent}).noting(privacy=facts)
-
-
 def fuse_round(
     recipe: Recipe, cohort: Cohort, state: ServerState, bench: Bench, clock: Clock | None = None
 ) -> ServerState:
     """The state after a round: the cohort fused, the server's steps taken.
 
-    Steps see the cohort that was fused: aligned, and without whom a guard dropped.
+    Steps see the cohort that was fused: after alignment, and without the clients that a guard dropped.
 
     Args:
         recipe: the recipe in force in this round.
@@ -125,8 +106,62 @@ def fuse_round(
     return replace(after, round=state.round + 1)
 
 
+def filter_cohort(recipe: Recipe, cohort: Cohort, state: ServerState, bench: Bench) -> tuple[Cohort, Mapping[str, Any]]:
+    """The cohort that is fused, aligned and guarded as the recipe says, and what a reader should know of that."""
+    facts: dict[str, Any] = {}
+    if recipe.align is not None:
+        aligned: object = recipe.align(cohort, bench)
+        if not isinstance(aligned, tuple):
+            raise MethodFault(
+                f"{_who(recipe, recipe.align)} returned {_kind(aligned)}, expected a cohort and its facts"
+            )
+        cohort, moved = aligned
+        facts |= moved
+    if recipe.guard is not None:
+        _check_comparable(cohort, recipe)
+        guarded: object = recipe.guard.drawn_by(bench)(cohort, state)
+        if not isinstance(guarded, Cohort):
+            raise MethodFault(f"{_who(recipe, recipe.guard)} returned {_kind(guarded)}, expected a Cohort")
+        dropped = [client for client in cohort.clients if client not in guarded.clients]
+        cohort, facts = guarded, facts | {"guard": repr(recipe.guard), "guard_dropped": dropped}
+    return cohort, facts
+
+
+def _check_comparable(cohort: Cohort, recipe: Recipe) -> None:
+    """A guard measures distances between weights, so there must be one network."""
+    first = cohort.updates[0]
+    for update in cohort:
+        if update.spec != first.spec:
+            raise ConfigError(
+                f"method {recipe.name!r} behind {recipe.guard}: a guard compares weights, and {update.client} has "
+                f"another network than {first.client}; leave the guard out or fuse networks of one kind"
+            )
+
+
+def refuse_adapters(names: Iterable[str], method: str) -> None:
+    """Refuse low-rank adapters: the mean of B_k A_k is not the product of the means of B_k and A_k.
+
+    Raises:
+        ConfigError: naming the first tensor of an adapter.
+
+    Example:
+        >>> refuse_adapters(["fc.lora_A.weight"], "fedavg")
+        Traceback (most recent call last):
+        ...
+        fedfuse.errors.ConfigError: 'fc.lora_A.weight' belongs to a low-rank adapter and method 'fedavg' ...
+    """
+    for name in names:
+        if not PARTS.isdisjoint(name.split(".")):
+            raise ConfigError(
+                f"{name!r} belongs to a low-rank adapter and method {method!r} would fuse its factors apart, which is "
+                "not the mean of their products; fuse by flora or flexlora, or merge adapters into their base (--base)"
+            )
+
+
 def check_fused(recipe: Recipe, part: object, after: object, cohort: Cohort) -> None:
     """Refuse what an aggregator or a step returned if it is no state whose model has the tensors of its network.
+
+    Methods are extensions: a wrong shape would otherwise surface rounds later, or be saved.
 
     Args:
         recipe: whose part it is.
@@ -182,56 +217,113 @@ def _first_misfit(mean: Params, expected: Mapping[str, Form]) -> tuple[str, str,
     return (*odd[:2], "no such tensor") if odd and odd[0] not in expected else odd
 
 
-def filter_cohort(recipe: Recipe, cohort: Cohort, state: ServerState, bench: Bench) -> tuple[Cohort, Mapping[str, Any]]:
-    """The cohort that is fused, aligned and guarded as the recipe says, and what a reader should know of that."""
-    facts: dict[str, Any] = {}
-    if recipe.align is not None:
-        aligned: object = recipe.align(cohort, bench)
-        if not isinstance(aligned, tuple):
-            raise MethodFault(
-                f"{_who(recipe, recipe.align)} returned {_kind(aligned)}, expected a cohort and its facts"
-            )
-        cohort, moved = aligned
-        facts |= moved
-    if recipe.guard is not None:
-        _check_comparable(cohort, recipe)
-        guarded: object = recipe.guard.drawn_by(bench)(cohort, state)
-        if not isinstance(guarded, Cohort):
-            raise MethodFault(f"{_who(recipe, recipe.guard)} returned {_kind(guarded)}, expected a Cohort")
-        dropped = [client for client in cohort.clients if client not in guarded.clients]
-        cohort, facts = guarded, facts | {"guard": repr(recipe.guard), "guard_dropped": dropped}
-    return cohort, facts
+SPENT = "privacy"  # the kind of server memory that holds each client's Σ μ² about rows
 
 
-def _check_comparable(cohort: Cohort, recipe: Recipe) -> None:
-    """A guard measures distances between weights, so there must be one network."""
-    first = cohort.updates[0]
-    for update in cohort:
-        if update.spec != first.spec:
-            raise ConfigError(
-                f"method {recipe.name!r} behind {recipe.guard}: a guard compares weights, and {update.client} has "
-                f"another network than {first.client}; leave the guard out or fuse networks of one kind"
-            )
+def account_rows(recipe: Recipe, cohort: Cohort, state: ServerState) -> ServerState:
+    """The state with this exchange added to what its clients have spent, where sums left them with noise.
+
+    Signals add in squares, so a client that was asked in four rounds at μ has spent 2μ. What clients told without
+    noise, before or after, is not in it.
+    """
+    release = release_of(recipe.evidence, recipe.trains)
+    if release is None:
+        return state
+    before = entries_of(state.memory, SPENT)
+    now = {c: float(before.get(c, torch.zeros(()))) + release.signal**2 for c in cohort.clients}
+    spent = with_kind(SPENT, {**before, **{c: torch.tensor(s, dtype=torch.float64) for c, s in now.items()}})
+    by_client = {client: released_epsilon(square, release.delta) for client, square in now.items()}
+    facts = {"of": "a row", "epsilon": max(by_client.values()), "delta": release.delta, "by_client": by_client}
+    return replace(state, memory={**state.memory, **spent}).noting(privacy=facts)
 
 
-def refuse_adapters(names: Iterable[str], method: str) -> None:
-    """Refuse low-rank adapters: the mean of B_k A_k is not the product of the means of B_k and A_k.
+# What a method's arithmetic may end in when an update breaks it. Anything else (TypeError, AttributeError, …) is a bug
+# of the method, which leaving clients out would only hide.
+_FAILURES = (FuseError, ArithmeticError, RuntimeError, LookupError, ValueError)
+
+
+def fuse_admitted(
+    recipe: Recipe, admission: Admission, state: ServerState, bench: Bench, clock: Clock | None = None
+) -> ServerState:
+    """The state after a round whose fused model is finite; a minority that breaks it is moved to `admission.refused`.
+
+    Args:
+        recipe: the recipe in force in this round.
+        admission: the admitted updates; its cohort loses those that the fusion could not bear.
+        state: what the round began with.
+        bench: what the server may touch.
+        clock: see `fuse_round`.
 
     Raises:
-        ConfigError: naming the first tensor of an adapter.
-
-    Example:
-        >>> refuse_adapters(["fc.lora_A.weight"], "fedavg")
-        Traceback (most recent call last):
-        ...
-        fedfuse.errors.ConfigError: 'fc.lora_A.weight' belongs to a low-rank adapter and method 'fedavg' ...
+        FuseError: the fusion's own, where the absence of no minority would mend it.
+        MethodFault: at once, if a part of the method returns no model of its network.
     """
-    for name in names:
-        if not PARTS.isdisjoint(name.split(".")):
-            raise ConfigError(
-                f"{name!r} belongs to a low-rank adapter and method {method!r} would fuse its factors apart, which is "
-                "not the mean of their products; fuse by flora or flexlora, or merge adapters into their base (--base)"
-            )
+    fusion = _Fusion(recipe, state, bench, clock)
+    try:
+        return fusion.run(admission.cohort)
+    except MethodFault:  # the method is at fault, whichever clients are left out
+        raise
+    except _FAILURES as why:
+        broken = why
+    found = fusion.find_culprits(admission.cohort.updates) if len(admission.cohort) > 1 else []
+    rest = Cohort(tuple(u for u in admission.cohort if u not in found))
+    try:  # those left must be more than those blamed: of two that do not fit each other, either may be wrong
+        after = fusion.run(rest) if len(rest) > len(found) else None
+    except _FAILURES:
+        after = None
+    if after is None and isinstance(broken, FuseError):
+        raise broken
+    if after is None:
+        raise FuseError(
+            f"method {recipe.name!r} could not fuse these updates: {type(broken).__name__}: {broken}; try another "
+            "method, or a guard before this one"
+        ) from broken
+    words = f"one with which {recipe.name or 'the method'} can fuse"
+    admission.refused += [Refused(u.client, "update", str(broken), words).facts() for u in found]
+    admission.cohort = rest
+    return after
+
+
+@dataclass(frozen=True, slots=True)
+class _Fusion:
+    recipe: Recipe
+    state: ServerState
+    bench: Bench
+    clock: Clock | None
+
+    def run(self, cohort: Cohort) -> ServerState:
+        """Fuse, and look at what came out."""
+        after = fuse_round(self.recipe, cohort, self.state, self.bench, self.clock)
+        for params in (after.memory, *[member.posterior.mean for member in after.model.members]):
+            for name in params:
+                if not is_finite(params[name]):
+                    raise NotConverged(f"the fused {name} is not finite")
+        return after
+
+    def succeeds(self, updates: Sequence[ClientUpdate]) -> bool:
+        """Whether these can be fused."""
+        try:
+            self.run(Cohort.of(list(updates)))
+        except _FAILURES:
+            return False
+        return True
+
+    def find_culprits(
+        self, suspects: Sequence[ClientUpdate], others: Sequence[ClientUpdate] = ()
+    ) -> list[ClientUpdate]:
+        """Those of the suspects with which the others cannot be fused: some log₂ n fusions for each.
+
+        Halving takes it that a part of what can be fused can be fused too. A rule need not keep to that (solvers,
+        robust choices); then too many may be blamed, which is why `fuse_admitted` lets only a minority be.
+        """
+        if len(suspects) == 1:
+            return list(suspects)
+        left, right = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
+        if self.succeeds([*others, *left]):
+            return self.find_culprits(right, [*others, *left])
+        if self.succeeds([*others, *right]):
+            return self.find_culprits(left, [*others, *right])
+        return self.find_culprits(left, others) + self.find_culprits(right, others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +350,7 @@ class PartedRound:
             raise RecipeError(f"method {self.recipe.label or self.recipe.name!r} looks at the whole network at once")
 
     def result(self) -> Single:
-        """The fused model, whose tensors are fused when they are asked for, every time anew."""
+        """The fused model, whose tensors are fused each time they are asked for."""
         spec, mean = self.cohort.updates[0].spec, self.cohort.updates[0].posterior.mean
         first = {name: names[0] for names in spec.layout.tied for name in names[1:]}
         layers = {} if self.recipe.tensorwise else _layers_of(spec.layout)
@@ -342,94 +434,3 @@ def merge_facts(into: dict[str, Any], facts: Mapping[str, Any]) -> None:
             into[key] = known + [entry for entry in value if entry not in known]
         else:
             into[key] = value
-
-
-_FAILURES = (FuseError, ArithmeticError, RuntimeError, LookupError, ValueError)
-
-
-def fuse_admitted(
-    recipe: Recipe, admission: Admission, state: ServerState, bench: Bench, clock: Clock | None = None
-) -> ServerState:
-    """The state after a round whose fused model is sound; a minority that breaks it is moved to `admission.refused`.
-
-    Args:
-        recipe: the recipe in force in this round.
-        admission: the admitted updates; its cohort loses whom the fusion could not bear.
-        state: what the round began with.
-        bench: what the server may touch.
-        clock: see `fuse_round`.
-
-    Raises:
-        FuseError: the fusion's own, where the absence of no minority would mend it.
-        MethodFault: at once, if a part of the method returns no model of its network.
-    """
-    fusion = _Fusion(recipe, state, bench, clock)
-    try:
-        return fusion.run(admission.cohort)
-    except MethodFault:  # whoever is left out, the method is at fault
-        raise
-    except _FAILURES as why:
-        broken = why
-    found = fusion.find_culprits(admission.cohort.updates) if len(admission.cohort) > 1 else []
-    rest = Cohort(tuple(u for u in admission.cohort if u not in found))
-    try:  # of two who do not fit each other, nobody can say who is wrong
-        after = fusion.run(rest) if len(rest) > len(found) else None
-    except _FAILURES:
-        after = None
-    if after is None:
-        raise _ours(recipe, broken) from broken
-    words = f"one with which {recipe.name or 'the method'} can fuse"
-    admission.refused += [Refused(u.client, "update", str(broken), words).facts() for u in found]
-    admission.cohort = rest
-    return after
-
-
-def _ours(recipe: Recipe, broken: Exception) -> FuseError:
-    if isinstance(broken, FuseError):
-        return broken
-    return FuseError(
-        f"method {recipe.name!r} could not fuse these updates: {type(broken).__name__}: {broken}; try another method, "
-        "or a guard before this one"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Fusion:
-    recipe: Recipe
-    state: ServerState
-    bench: Bench
-    clock: Clock | None
-
-    def run(self, cohort: Cohort) -> ServerState:
-        """Fuse, and look at what came out."""
-        after = fuse_round(self.recipe, cohort, self.state, self.bench, self.clock)
-        for params in (after.memory, *(member.posterior.mean for member in after.model.members)):
-            if (name := _first_odd(params)) is not None:
-                raise NotConverged(f"the fused {name} is not finite")
-        return after
-
-    def is_sound(self, updates: Sequence[ClientUpdate]) -> bool:
-        """Whether these can be fused."""
-        try:
-            self.run(Cohort.of(list(updates)))
-        except _FAILURES:
-            return False
-        return True
-
-    def find_culprits(
-        self, suspects: Sequence[ClientUpdate], others: Sequence[ClientUpdate] = ()
-    ) -> list[ClientUpdate]:
-        """Those of the suspects with whom the others cannot be fused: some log₂ n fusions for each."""
-        if len(suspects) == 1:
-            return list(suspects)
-        left, right = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
-        if self.is_sound([*others, *left]):
-            return self.find_culprits(right, [*others, *left])
-        if self.is_sound([*others, *right]):
-            return self.find_culprits(left, [*others, *right])
-        return self.find_culprits(left, others) + self.find_culprits(right, others)
-
-
-def _first_odd(params: Params) -> str | None:
-    """The first tensor that has a number which is none."""
-    return next((name for name in params if not is_finite(params[name])), None)

@@ -27,7 +27,7 @@ _KIND = "labels"
 
 
 def record_label_counts(state: ServerState, cohort: Cohort) -> ServerState:
-    """The state with the cohort's label counts in its memory, beside those of clients that answered before."""
+    """The state with the cohort's label counts in its memory, in addition to those of clients that answered before."""
     counts = {u.client: u.notes["counts/labels"].clone() for u in cohort}
     return replace(state, memory={**state.memory, **with_kind(_KIND, counts)})
 
@@ -36,7 +36,7 @@ def population_histogram(memory: Params, population: int, missing_counts: Missin
     """The label histogram of all clients, float64: the sum over those known, and a guess for the others.
 
     A client that never answered counts with the mean number of rows, evenly over the classes ("uniform"), or is
-    left out ("ignored"). Once everybody has answered the histogram is exact and the guess is gone.
+    left out ("ignored"). Once all have answered the histogram is exact and the guess is gone.
 
     Example:
         >>> population_histogram({"labels/a": torch.tensor([4, 0])}, population=2)
@@ -51,7 +51,7 @@ def population_histogram(memory: Params, population: int, missing_counts: Missin
 
 
 def divergence(counts: Tensor, everyone: Tensor) -> float:
-    """D(P): the Jensen–Shannon divergence, base 2, of a histogram from everybody's.
+    """D(P): the Jensen–Shannon divergence, base 2, of a histogram from that of all clients.
 
     Example:
         >>> two_classes = torch.tensor([1, 1, 0, 0, 0, 0, 0, 0, 0, 0])
@@ -114,7 +114,6 @@ def common_rate(cohort: Cohort, round_: int, who: str) -> float:
 
 
 def _agree(cohort: Cohort, who: str, read: Callable[[ClientUpdate], dict[str, Any]]) -> dict[str, Any]:
-    """What everybody says, if it is the same."""
     first = cohort.updates[0]
     common = read(first)
     for update in cohort.updates[1:]:

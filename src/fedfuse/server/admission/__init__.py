@@ -1,1 +1,1 @@
-"""Admission: everything that comes from outside is judged here, once."""
+"""The door: all that clients send is judged here, once. Read `admit` first; it says what to read next."""

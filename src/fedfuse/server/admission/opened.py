@@ -1,10 +1,14 @@
-"""What is to be fused, opened: tensors, and what a header says of them."""
+"""Files and state dicts to be fused, opened: their tensors, what their headers say, and which of them come twice.
+
+Nothing here is trusted yet: what can be read goes to `updates`, which finds the brief it might have answered, and then
+through the same door as a live reply (`admit`). A damaged or packed file is refused by name and the others go on.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +23,9 @@ from fedfuse.wire.folders import check_unpacked, is_folder, open_weights
 from fedfuse.wire.messages import NOTE, split
 from fedfuse.wire.sums import SUM_NAME
 
-
-def first_difference(got: Mapping[str, Form], expected: Mapping[str, Form]) -> tuple[str, str, str] | None:
-    """The first tensor in which two layouts differ, and how it is in each, in words."""
-    for name in sorted(got.keys() | expected.keys()):
-        if got.get(name) != expected.get(name):
-            here, there = (form_words(forms[name]) if name in forms else "missing" for forms in (got, expected))
-            return shorten(name), here, there
-    return None
-
-
-def shorten(text: object) -> str:
-    """A word from a file, fit for a terminal."""
-    return ascii(text)[:80] if not str(text).isprintable() else str(text)[:80]
-
-
-SHARED = ("spec", "layout", "round", "start", "classes", "task", "memory")  # common to all of one fusion
-_LONGEST, _SHOWN = 1000, 110  # characters of a site's name, and of a path in a sentence
-_WHOLE = "the file as it was written; fetch it again"
+SHARED = ("spec", "layout", "round", "start", "classes", "task", "memory")  # header entries that one fusion has alike
+_LONGEST_NAME = 1000  # characters of a site's name
+_LONGEST_PATH = 110  # characters of a path in a sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +37,7 @@ class Item:
         payload: the message itself, its bytes or its file.
         num_examples: how many examples stand behind it, if the user says so.
         spec: its network, for an update that was made in this process.
-        packet: what is read instead of the payload, where somebody had to open it before.
+        packet: what is read instead of the payload, where it was opened before.
         place: where it lies: its file, or which of the updates it is.
         called: what it is called there.
         named: whether its header says which site it is from.
@@ -77,22 +66,32 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class OpenedItem:
-    """An update that could be read: its tensors, and what its header says."""
+    """An update that could be read: its tensors, and what its header says.
+
+    Attributes:
+        item: where it came from.
+        packet: its tensors and header.
+        standing: where it stands if it brings no weights, where clients do not train.
+        own: the model's own tensors: those it brings, or those it stands at.
+        forms: their forms.
+        signature: what updates must share to be fused: tensors, network, round, start and classes.
+    """
 
     item: Item
     packet: Packet
-    standing: Params | None = None  # where it stands if it brings no weights, since nobody trained
+    standing: Params | None = None
+    own: Params = field(init=False, repr=False, compare=False)
+    forms: Mapping[str, Form] = field(init=False, repr=False, compare=False)
+    signature: str = field(init=False, repr=False, compare=False)
 
-    @property
-    def own(self) -> Params:
-        """The model's own tensors: its own, or those it stands at."""
+    def __post_init__(self) -> None:
+        # Found once, for signatures are compared many times; `replace` with another packet finds them again.
         own = split(self.packet)[0]
-        return own if own or self.standing is None else self.standing
-
-    @property
-    def forms(self) -> Mapping[str, Form]:
-        """The forms of the model's own tensors."""
-        return forms_of(self.own)
+        own_or_standing: Params = own if own or self.standing is None else self.standing
+        forms, header = forms_of(own_or_standing), self.packet.header
+        said = (sorted((n, *f) for n, f in forms.items()), [header.get(key) for key in SHARED])
+        for name, value in (("own", own_or_standing), ("forms", forms), ("signature", repr(said))):
+            object.__setattr__(self, name, value)
 
     @property
     def blank(self) -> Params:
@@ -105,37 +104,14 @@ class OpenedItem:
         return any(not name.startswith(NOTE) for name in self.packet.tensors)
 
     @property
-    def signature(self) -> str:
-        """What must agree: the model's tensors, its network, the round, the start and the classes."""
-        header = self.packet.header
-        return repr((sorted((n, *f) for n, f in self.forms.items()), [header.get(f) for f in SHARED]))
-
-    @property
     def is_plain(self) -> bool:
-        """Whether it is a bare set of tensors, which nobody's training wrote for us."""
+        """Whether it is a bare set of tensors, not an update that fedfuse wrote."""
         return self.packet.header.get("kind") != "reply"
 
     @property
     def kinds(self) -> frozenset[str]:
         """The kinds of evidence it brings."""
         return frozenset(n.removeprefix(NOTE).partition("/")[0] for n in self.packet.tensors if n.startswith(NOTE))
-
-
-def open_all(items: Sequence[Item], standing: Params | None) -> tuple[list[OpenedItem], list[Refused]]:
-    """What can be read of some updates, and a refusal for each that is damaged or packed."""
-    opened, refused = [], []
-    for item in items:
-        try:
-            found = OpenedItem(item, item.packet or open_weights(item.payload), standing)
-            check_unpacked(found.forms, ours=bool(found.packet.header))
-            opened.append(found)
-        except Packed as why:
-            refused.append(Refused(item.client, shorten(why.tensor), why.got, why.expected))
-        except Altered as why:
-            refused.append(Refused(item.client, "file", f"damaged or altered: {why.how}", _WHOLE))
-        except Malformed as why:
-            refused.append(Refused(item.client, "file", f"damaged: {why}", "a safetensors file"))
-    return opened, refused
 
 
 def site_of(header: Mapping[str, Any]) -> str | None:
@@ -146,8 +122,34 @@ def site_of(header: Mapping[str, Any]) -> str | None:
         ('north', None)
     """
     client = header.get("client") if header.get("kind") == "reply" else None
-    fit = isinstance(client, str) and len(client) <= _LONGEST and client not in ("", SUM_NAME)
+    fit = isinstance(client, str) and len(client) <= _LONGEST_NAME and client not in ("", SUM_NAME)
     return client if fit else None  # the door refuses a header with another kind of name
+
+
+def open_all(items: Sequence[Item], standing: Params | None) -> tuple[list[OpenedItem], list[Refused]]:
+    """What can be read of some updates, and a refusal for each that is damaged or packed."""
+    opened, refused, whole = [], [], "the file as it was written; fetch it again"
+    for item in items:
+        try:
+            found = OpenedItem(item, item.packet or open_weights(item.payload), standing)
+            check_unpacked(found.forms, ours=bool(found.packet.header))
+            opened.append(found)
+        except Packed as why:
+            refused.append(Refused(item.client, shorten(why.tensor), why.got, why.expected))
+        except Altered as why:
+            refused.append(Refused(item.client, "file", f"damaged or altered: {why.how}", whole))
+        except Malformed as why:
+            refused.append(Refused(item.client, "file", f"damaged: {why}", "a safetensors file"))
+    return opened, refused
+
+
+def find_typical(items: Sequence[Item]) -> OpenedItem | None:
+    """One of those that share what most have, whichever came first; None where nothing can be read."""
+    opened, _ = open_all(items, None)
+    signatures = [o.signature for o in opened]
+    if not opened:
+        return None
+    return opened[signatures.index(Counter(signatures).most_common(1)[0][0])]
 
 
 def refuse_twins(opened: Sequence[OpenedItem], refused: list[Refused]) -> list[OpenedItem]:
@@ -180,7 +182,7 @@ def refuse_twins(opened: Sequence[OpenedItem], refused: list[Refused]) -> list[O
 
 def _end_of(place: str) -> str:
     """A path as it ends, where it is too long for a sentence."""
-    return place if len(place) <= _SHOWN else f"…{place[-_SHOWN:]}"
+    return place if len(place) <= _LONGEST_PATH else f"…{place[-_LONGEST_PATH:]}"
 
 
 def _content(opened: OpenedItem) -> str:
@@ -190,10 +192,15 @@ def _content(opened: OpenedItem) -> str:
     return "" if opened.is_plain or opened.item.is_folder else repr((sorted(header.items()), forms))
 
 
-def find_typical(items: Sequence[Item]) -> OpenedItem | None:
-    """One of those that share what most have, whichever came first; None where nothing can be read."""
-    opened, _ = open_all(items, None)
-    signatures = [o.signature for o in opened]
-    if not opened:
-        return None
-    return opened[signatures.index(Counter(signatures).most_common(1)[0][0])]
+def first_difference(got: Mapping[str, Form], expected: Mapping[str, Form]) -> tuple[str, str, str] | None:
+    """The first tensor in which two layouts differ, and how it is in each, in words."""
+    for name in sorted(got.keys() | expected.keys()):
+        if got.get(name) != expected.get(name):
+            here, there = (form_words(forms[name]) if name in forms else "missing" for forms in (got, expected))
+            return shorten(name), here, there
+    return None
+
+
+def shorten(text: object) -> str:
+    """A word from a file, fit for a terminal."""
+    return ascii(text)[:80] if not str(text).isprintable() else str(text)[:80]

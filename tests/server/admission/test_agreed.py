@@ -18,7 +18,7 @@ from fedfuse.core.inputs import PictureForm
 from fedfuse.core.model import Single
 from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError, QuorumLost
-from fedfuse.server.admission.names import reorder_outputs
+from fedfuse.server.admission.agreed import reorder_outputs
 from fedfuse.wire.codec import Packet, decode
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": 3})

@@ -1,4 +1,4 @@
-"""What clients bring: against leaving each of them out of the fusion, and where nobody says how sure it is."""
+"""Moves in units of precision: against leaving each client out of the fusion, and where none says how sure it is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.builders import update_of
 from torch import Tensor, nn
 
 from fedfuse.core.messages import ClientUpdate, Cohort
@@ -41,7 +42,7 @@ def updates(*geometries: Geometry) -> list[ClientUpdate]:
             n: t + 0.1 * drawn(*t.shape, seed=31 * k + i).to(t) if t.is_floating_point() else t
             for i, (n, t) in enumerate(start.items())
         }
-        found.append(ClientUpdate(f"c{k}", Posterior(mean, geometry), 1.0, 1, SPEC))
+        found.append(update_of(f"c{k}", mean, SPEC, geometry=geometry))
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.builders import UNLIKE, digits, update_of
 from torch import Tensor, nn
 
 from fedfuse.client.fisher import FisherDiagonal
@@ -21,9 +22,7 @@ from fedfuse.core.seams import Evidence
 from fedfuse.core.settings import Bounds, LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.data.partitions import partition
-from fedfuse.data.schemes import Classes, Dirichlet, Scheme, Shares
-from fedfuse.data.sources import load
+from fedfuse.data.schemes import Dirichlet
 from fedfuse.methods._pruning import CurvatureSpectrum
 from fedfuse.methods.prunefl import SquaredGradients
 from fedfuse.methods.qfedavg import StartLoss
@@ -200,12 +199,6 @@ def test_who_an_operator_vouches_for_may_have_most_examples() -> None:
     assert [u.num_examples for u in alone.cohort] == [600.0, 150.0], "of two, one always has half"
 
 
-def digits(scheme: Scheme, clients: int, limit: int | None = None) -> dict[str, Rows]:
-    data = load("digits").train
-    parts = partition(data.y, scheme, clients, 0).clients
-    return {c: Rows(data.x[i[:limit]].flatten(1), data.y[i[:limit]]) for c, i in parts.items()}
-
-
 ALL_EVIDENCE: tuple[Evidence, ...] = (
     KroneckerFactors(choose=True),
     FisherDiagonal(),
@@ -230,21 +223,14 @@ def answers(
     return brief, sent, recipe.evidence
 
 
-REGIMES: dict[str, tuple[Scheme, int]] = {
-    "Dirichlet 0.01": (Dirichlet(alpha=0.01), 10),
-    "one class each": (Classes(per_client=1), 10),
-    "shares": (Shares(shares=(0.6, 0.15, 0.15)), 3),
-}
-
-
 @pytest.mark.parametrize(
     "epochs", [1, pytest.param(200, marks=pytest.mark.slow)], ids=["one epoch", "two hundred epochs"]
 )
 @pytest.mark.parametrize("method", ["fedavg", "rklb"])
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("regime", UNLIKE)
 def test_honest_clients_pass_however_different_they_are(regime: str, method: str, epochs: int) -> None:
     settings = LocalSettings(epochs=epochs, batch_size=32, optimizer={"lr": 0.05, "momentum": 0.9})
-    rows = digits(*REGIMES[regime])
+    rows = digits(*UNLIKE[regime])
     brief, sent, evidence = answers(method, rows, settings)
     enrolled = {c: len(r) for c, r in rows.items()}
     found = admit_all(
@@ -378,10 +364,8 @@ def test_who_claims_everything_about_a_few_weights_may_move_them_less(few: int) 
 
 def test_networks_of_several_kinds_are_compared_apart() -> None:
     other = Spec("mlp", {"inputs": 3, "hidden": [], "classes": 2})
-    updates = [ClientUpdate(c, Posterior(moved(1.0)), 1.0, 1, SPEC) for c in HONEST]
-    updates.append(
-        ClientUpdate("m", Posterior({n: t + 20 for n, t in other.build().state_dict().items()}), 1.0, 1, other)
-    )
+    updates = [update_of(c, moved(1.0), SPEC) for c in HONEST]
+    updates.append(update_of("m", {n: t + 20 for n, t in other.build().state_dict().items()}, other))
     briefs = {SPEC: BRIEF, other: Brief(0, other, other.build().state_dict(), classes=2)}
     levers = {u.client: measure(u, briefs[u.spec], ()) for u in updates}
     assert len(keep_within_bounds(updates, levers, Claims(), Bounds()).updates) == 10

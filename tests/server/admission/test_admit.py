@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedfuse.client.class_sums import LabelCounts
-from fedfuse.core.messages import Brief, Envelope, Flaw, Start
+from fedfuse.core.messages import Brief, Envelope, Flaw, Form, Start
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Diag, Flat, Geometry
@@ -357,6 +357,26 @@ def test_who_was_not_asked_to_train_stands_at_the_briefs_weights() -> None:
     with_weights = refusal(reply(notes={"counts/labels": torch.tensor([4, 6])}), RESTING)
     assert with_weights.facts()["got"] == "8 tensors are more than the 2 allowed"
     assert refusal(evidence_alone(), Contract.of(BRIEF, (LabelCounts(),))).facts()["got"] == "missing"
+
+
+@dataclass(frozen=True, slots=True)
+class Sums(LabelCounts):
+    """Evidence of floating numbers."""
+
+    def expects(self, brief: Brief) -> Mapping[str, Any]:
+        return {"counts/labels": Form((2,), torch.float32)}
+
+    def check(self, notes: Params, num_examples: float) -> Flaw | None:
+        return None
+
+
+def test_evidence_alone_is_measured_where_no_start_is_known() -> None:
+    """No weights came, so the reply's own numbers say nothing of the length of the weights it stands at."""
+    told = reply_header(BRIEF, num_examples=10.0, steps=0, facts={})
+    payload = encode(mark_notes({"counts/labels": torch.ones(2)}), told)
+    sent = [Envelope(c, payload) for c in "abc"]
+    found = admit_all(sent, BRIEF, (Sums(),), "abc", trains=False, anchored=False)
+    assert (found.cohort.clients, found.refused) == (("a", "b", "c"), [])
 
 
 def test_no_steps_are_admitted_where_the_settings_have_no_epochs() -> None:
