@@ -6,11 +6,12 @@ import torch
 from torch import nn
 
 from fedfuse.client.kfac import KroneckerFactors
-from fedfuse.client.memory import KeepFactors, KeepModel
+from fedfuse.client.objectives import KeepModel
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
+from fedfuse.methods.fedlpa import KeepFactors
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode
 

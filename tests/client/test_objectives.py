@@ -7,13 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedfuse.client.objectives import Contrastive, Controlled, Proximal
+from fedfuse.client.objectives import Contrastive, Proximal
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Objective, TaskLoss
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local, with_kind
+from fedfuse.methods.scaffold import Controlled
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [32], "classes": 3})
 DRAW = torch.Generator().manual_seed(7)

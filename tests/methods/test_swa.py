@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import fedfuse
-from fedfuse.client.memory import KeepModel
-from fedfuse.client.objectives import Contrastive
+from fedfuse.client.objectives import Contrastive, KeepModel
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe

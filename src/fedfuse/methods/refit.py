@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedfuse.client.class_sums import Moments
 from fedfuse.client.layer_inputs import input_factors
-from fedfuse.client.memory import KeepModel
+from fedfuse.client.objectives import KeepModel
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Flaw, Form
 from fedfuse.core.params import Layer, Params
 from fedfuse.core.recipe import Recipe

@@ -15,8 +15,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from fedfuse.client.memory import KeepModel
-from fedfuse.client.objectives import Contrastive
+from fedfuse.client.objectives import Contrastive, KeepModel
 from fedfuse.core.messages import Cohort, Form
 from fedfuse.core.params import Layer, Params
 from fedfuse.core.recipe import Recipe

@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.client.memory import KeepControl
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Batch, Work
 from fedfuse.core.settings import LocalSettings, effective_steps
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local, with_kind
-from fedfuse.methods.scaffold import ControlDelta, total_step_size
+from fedfuse.methods.scaffold import ControlDelta, KeepControl, total_step_size
 from fedfuse.server.admission.admit import Contract, admit
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode
