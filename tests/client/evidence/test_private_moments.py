@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor, nn
 
-from fedfuse.client.class_sums import Moments, collect_sums
+from fedfuse.client.class_sums import Moments, PrivateMoments, add_noise, collect_sums
 from fedfuse.core.messages import Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.registry import find_method
@@ -19,7 +19,6 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import RecipeError
 from fedfuse.linalg.psd import pack
 from fedfuse.linalg.ridge import Sums
-from fedfuse.methods._closed_form import PrivateMoments, add_noise
 from fedfuse.nets.head import moment_notes, sums_in
 from fedfuse.server.admission.admit import admit_all
 from fedfuse.training.round import client_round

@@ -21,7 +21,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.methods._closed_form import FitHead
+from fedfuse.methods.ridge import FitHead
 
 ROWS, CLASSES = 90, 3
 
