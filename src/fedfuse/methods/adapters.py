@@ -1,4 +1,12 @@
-"""Low-rank adapters: FLoRA (NeurIPS 2024), FlexLoRA (NeurIPS 2024) and FedIT (ICASSP 2024)."""
+"""Low-rank adapters: FLoRA (NeurIPS 2024), FlexLoRA (NeurIPS 2024) and FedIT (ICASSP 2024).
+
+An adapter adds B_k A_k to a frozen weight, B_k (outputs × R) and A_k (R × inputs). What clients learned is the
+product, so the mean that is wanted is Σ f_k B_k A_k, of rank up to the sum of the clients' ranks:
+
+    flora      [f_1 B_1, …, f_K B_K] [A_1; …; A_K], all of it                  `AdapterMean(stack=True)`, `merge_rounds`
+    flexlora   its best approximation of a given rank, by a truncated SVD      `AdapterMean(rank)`
+    fedit      (Σ f_k B_k)(Σ f_k A_k), which is another matrix: a baseline     `SeparateMeans`
+"""
 
 from __future__ import annotations
 
@@ -43,6 +51,10 @@ def _stack(cohort: Cohort, pair: Pair) -> tuple[Tensor, Tensor]:
     return left[:, used], right[used]
 
 
+def _columns(left: Tensor, like: Tensor) -> Tensor:
+    return left.reshape(len(left), -1, *like.shape[2:]).to(like.dtype).contiguous()
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterMean(ServerPart):
     """Σ_k f_k B_k A_k of every adapted module, exactly by stacking or as its best approximation of some rank.
@@ -84,7 +96,7 @@ class AdapterMean(ServerPart):
             left, right = _stack(cohort, pair)
             seen = _seen_products(cohort, pair, right) if self.moments else None
             unseen += [pair.module] * (self.moments and seen is None)
-            found[pair.module] = fused = self._fuse(left, right, first[pair.a].shape[0], seen)
+            found[pair.module] = fused = self._fuse(left, right, len(first[pair.a]), seen)
             mean[pair.a] = fused.right.reshape(-1, *first[pair.a].shape[1:]).to(first[pair.a].dtype)
             mean[pair.b] = _columns(fused.left, first[pair.b])
         metric = {"adapter_metric": "inputs", "unseen_modules": unseen} if self.moments and found else {}
@@ -101,7 +113,7 @@ class AdapterMean(ServerPart):
 
 
 def _seen_products(cohort: Cohort, pair: Pair, right: Tensor) -> Tensor | None:
-    """A C Aᵀ = Σ f_k A C_k Aᵀ, C_k being what client k's module reads; None where somebody does not tell."""
+    """A C Aᵀ = Σ f_k A C_k Aᵀ, C_k the moments of what client k's module reads; None where a client sent none."""
     names = [block.name for block in blocks_of(cohort.updates[0].spec) if block.weight == pair.a and block.groups == 1]
     total = right.new_zeros(len(right), len(right))
     for share, update in zip(cohort.weights.tolist(), cohort, strict=True):
@@ -110,6 +122,18 @@ def _seen_products(cohort: Cohort, pair: Pair, right: Tensor) -> Tensor | None:
             return None
         total += share * times(right, written(as_stack(moments)[0])) @ right.mT
     return total if bool(total.any()) else None
+
+
+def error_facts(found: Mapping[str, ThinProduct]) -> dict[str, Any]:
+    """Ranks and errors for a reader; nothing where there are no adapters."""
+    if not found:
+        return {}
+    total, lost = math.hypot(*(x.norm for x in found.values())), math.hypot(*(x.error * x.norm for x in found.values()))
+    return {
+        "adapter_error": lost / total if total else 0.0,
+        "adapter_errors": {module: x.error for module, x in found.items()},
+        "adapter_ranks": {module: x.left.shape[1] for module, x in found.items()},
+    }
 
 
 def merge_rounds(cohort: Cohort, state: ServerState, bench: Bench, pairs: Sequence[Pair]) -> ServerState:
@@ -146,22 +170,6 @@ def _shorten(right: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
     if len(left) <= right.shape[1]:
         return whole, torch.eye(len(left), dtype=whole.dtype)
     return torch.eye(right.shape[1], dtype=whole.dtype), whole
-
-
-def _columns(left: Tensor, like: Tensor) -> Tensor:
-    return left.reshape(len(left), -1, *like.shape[2:]).to(like.dtype).contiguous()
-
-
-def error_facts(found: Mapping[str, ThinProduct]) -> dict[str, Any]:
-    """Ranks and errors for a reader; nothing where there are no adapters."""
-    if not found:
-        return {}
-    total, lost = math.hypot(*(x.norm for x in found.values())), math.hypot(*(x.error * x.norm for x in found.values()))
-    return {
-        "adapter_error": lost / total if total else 0.0,
-        "adapter_errors": {module: x.error for module, x in found.items()},
-        "adapter_ranks": {module: x.left.shape[1] for module, x in found.items()},
-    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,13 @@
-"""Wang et al., Federated Learning with Matched Averaging, ICLR 2020."""
+"""Wang et al., Federated Learning with Matched Averaging, ICLR 2020 (FedMA).
+
+Hidden units of all clients are matched as in PFNM, but one layer an exchange, from the inputs on (Algorithm 1):
+
+    server   units of layer l are matched by their incoming weights; the common layer is fixed      `MatchedLayers`
+             each client's next layer is re-ordered and padded to the common units                  `expand_units`
+    client   trains the layers after l, the fixed ones held                                         publishes "held"
+
+The last layer is averaged class by class, by the clients' shares of each class, for which they send label counts.
+"""
 
 from __future__ import annotations
 
