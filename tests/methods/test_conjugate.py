@@ -217,5 +217,4 @@ def test_a_weight_that_clients_make_impossible_stays_as_it_was() -> None:
 def test_its_recipe_says_what_it_needs() -> None:
     recipe = find_method("pvi").recipe(last=2, scale=0.5, damping=0.25)
     assert recipe.needs == {"start"}
-    assert recipe.objective == Elbo(1.0, Cavity(0.5))
     assert recipe.laws == find_method("pvi").recipe().laws - {"one"}
