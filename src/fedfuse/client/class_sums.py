@@ -138,7 +138,7 @@ class Moments(PlainEvidence):
         return None
 
     def influence(self, notes: Params) -> Mapping[str, float]:
-        """The mean square of a feature: whoever's features are larger determines more of the solution.
+        """The mean square of a feature: a client with larger features determines more of the solution.
 
         Of labels and numbers also their mean product with the features, which no count of classes bounds.
         """
@@ -241,7 +241,7 @@ class PrivateMoments(PlainEvidence):
 
     Every row's features are shortened to the length `clip` and measured in it, so that ‖φ‖ ≤ 1. What is released is
     the triangle of Σ φφᵀ, the table Σ φtᵀ, and the class counts, with noise of the analytic Gaussian mechanism; the
-    constant's sums follow from the table, and the number of rows is told as it is. Neighbours therefore are clients
+    constant's sums follow from the table, and the number of rows is sent as it is. Neighbours therefore are clients
     with as many rows of which one is another. It changes the release by at most √6: two each by the triangle, the
     table and the counts, squared. Where counts are public by agreement, the other row has the same class: √4.5.
 
@@ -250,8 +250,8 @@ class PrivateMoments(PlainEvidence):
         delta: its δ.
         clip: the length that rows' features are shortened to; a public number.
         counts: class counts are "noised", or "public" by agreement.
-        reproducible: draw the noise from the run's seed. For simulations alone: whoever knows the seed can take the
-            noise away again. Otherwise it comes from the operating system.
+        reproducible: draw the noise from the run's seed. For simulations alone: with the seed the noise can be
+            subtracted again. Otherwise it comes from the operating system.
         of: which layer, and how it is run.
     """
 

@@ -87,7 +87,7 @@ def kronecker_factors(
         rows: the examples.
         fisher: "empirical" takes the rows' own labels, "sampled" draws labels from the network's answer.
         sharing: whether positions are further examples ("expand") or one example's ("reduce").
-        centred: whether A is of inputs less their mean, which then nobody can read off it.
+        centred: whether A is of inputs less their mean, which then cannot be read off it.
         batch: rows per pass; by default 128 to begin with, and more where layers are small.
         generator: draws the labels.
         task: what the outputs mean: whose likelihood it is.
@@ -209,7 +209,7 @@ def _remove_mean(A: Tensor, one: bool) -> Tensor:
 class KroneckerFactors(CurvatureEvidence):
     """The raw factors A and B of every layer that has them.
 
-    Damping is left to whoever fuses, so that comparing dampings and solvers asks clients nothing new. A grouped
+    Damping is left to the server, so that comparing dampings and solvers asks clients nothing new. A grouped
     convolution sends one pair per group, an attention one for queries, keys and values each. Tied and frozen weights
     have no factors.
 
@@ -335,7 +335,7 @@ def _paths(notes: Params) -> Iterator[str]:
 
 
 def too_few_rows(local: Local, min_rows: int | None) -> bool:
-    """Whether a client has so few rows that its factors would tell of single ones, which it is told then.
+    """Whether a client has so few rows that its factors would reveal single ones; a warning says so.
 
     Args:
         local: the client.

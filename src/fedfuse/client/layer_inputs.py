@@ -90,7 +90,7 @@ def input_factors(
 
 @dataclass(frozen=True, slots=True)
 class InputFactors(PlainEvidence):
-    """The input factor A of every layer that mixes what it reads, beside an output factor B = I.
+    """The input factor A of every layer that mixes what it reads, with an output factor B = I.
 
     Attributes:
         layers: "all", or "plain": linear layers and convolutions alone.
@@ -171,7 +171,7 @@ class InputFactors(PlainEvidence):
         return Kron(factors_in(notes))
 
     def influence(self, notes: Params) -> Mapping[str, float]:
-        """The mean eigenvalue of every input factor: whoever's inputs are larger determines more of the layer."""
+        """The mean eigenvalue of every input factor: a client with larger inputs determines more of the layer."""
         return {path: mean_eigenvalue_of(notes, path) for path in (f"kron/{layer}/in" for layer in layers_in(notes))}
 
 
@@ -212,7 +212,7 @@ class AdapterInputs(PlainEvidence):
         return next((flaw for path in _paths(notes) if (flaw := find_flaw(notes, path))), None)
 
     def influence(self, notes: Params) -> Mapping[str, float]:
-        """The mean eigenvalue of every layer's moments: whoever's inputs are larger says more of what may be lost."""
+        """The mean eigenvalue of every layer's moments: a client with larger inputs decides more of what is lost."""
         return {path: mean_eigenvalue_of(notes, path) for path in _paths(notes)}
 
 

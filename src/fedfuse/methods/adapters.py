@@ -47,7 +47,7 @@ def _stack(cohort: Cohort, pair: Pair) -> tuple[Tensor, Tensor]:
     left = torch.cat([share * b for share, (b, _) in zip(cohort.weights.tolist(), both, strict=True)], 1)
     right = torch.cat([a for _, a in both])
     used = (left != 0).any(0) | (right != 0).any(1)
-    used[0] |= not bool(used.any())  # an adapter nobody trained keeps a rank of one
+    used[0] |= not bool(used.any())  # an untrained adapter keeps a rank of one
     return left[:, used], right[used]
 
 
@@ -64,9 +64,9 @@ class AdapterMean(ServerPart):
 
     Attributes:
         rank: of the result; None keeps that of the clients.
-        stack: keep all ranks beside each other instead: exact, and as wide as all clients together.
+        stack: concatenate all factors instead: exact, of rank up to the sum of the clients' ranks.
         moments: measure what is lost by what clients' inputs C = Σ f_k C_k see of it, ‖(ΔW − X) C^½‖; modules whose
-            inputs nobody brings are measured as they are, and named in the record.
+            inputs no client sent are measured as they are, and named in the record.
     """
 
     rank: int | None = None
@@ -137,7 +137,7 @@ def error_facts(found: Mapping[str, ThinProduct]) -> dict[str, Any]:
 
 
 def merge_rounds(cohort: Cohort, state: ServerState, bench: Bench, pairs: Sequence[Pair]) -> ServerState:
-    """Put the mean of the adapters beside what earlier rounds have learned, exactly, and begin new ones.
+    """Append the mean of the adapters to what earlier rounds have learned, exactly, and begin new ones.
 
     The stacked factors of all clients are appended to the network's merged ones, whose rank so grows by the sum of the
     clients' ranks, until writing the product out is smaller. New factors A are drawn, new B are zero (FLoRA).

@@ -9,7 +9,8 @@ Two ideas for a server with labelled rows of its own, each a method, and both to
     FedAP, once  a pruning rate from the curvature of every client's loss, eq. 6                       `Rates`
                  filters of low rank go, until each layer has lost its share                           `FilterRanking`
 
-n₀ and n′ are the rows of the server and of the cohort, D(P₀) and D(P̄) the divergences of their labels from everyone's.
+n₀ and n′ are the numbers of rows of the server and of the cohort, D(P₀) and D(P̄) the Jensen–Shannon divergences of
+their labels from those of all clients.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class DynamicUpdate(ServerPart):
     w − τ_eff η ḡ with τ_eff = α τ and ḡ the mean gradient of the τ steps. D is the divergence of a label histogram
     from that of all clients; acc is the accuracy of w on the server's rows. What a mask leaves out stays zero.
 
-    Where everybody takes part the cohort's labels are everybody's, D(P̄) = 0 and α = 0: by its equation FedDU is then
+    Where all clients take part the cohort's labels are those of all, D(P̄) = 0 and α = 0: by its equation FedDU is then
     FedAvg, which the record says. `divergence = "clients"` takes the mean divergence of the cohort's clients instead,
     which is not zero under skew.
 
@@ -74,7 +75,7 @@ class DynamicUpdate(ServerPart):
         epochs: E, the server's passes over its rows; None takes the clients'.
         batch_size: B; None takes the clients'.
         least: a smaller α is no step at all.
-        explode: the step is taken back if it raises the loss on the server's rows more than so many times.
+        explode: the step is taken back if it multiplies the loss on the server's rows by more than this.
         unheard: what clients that never answered are taken to have.
         divergence: what stands for D(P̄): that of the "cohort"'s labels together, or the mean of its "clients'", by
             their examples.
@@ -134,7 +135,7 @@ class DynamicUpdate(ServerPart):
         return float(torch.tensor(each, dtype=torch.float64) @ cohort.weights)
 
     def remark(self, asked: int, bench: Bench) -> str:
-        """That everybody takes part, where this makes it FedAvg."""
+        """That all clients take part, where this makes it FedAvg."""
         return _EVERYBODY if self._is_fedavg(asked, bench) else ""
 
     def _is_fedavg(self, clients: int, bench: Bench) -> bool:
@@ -154,7 +155,7 @@ def need_of(accuracy: float, form: Need = "complement") -> float:
 def balance(rows: float, num_examples: float, cohort: float, server: float) -> float:
     """How far the server's rows are to be trusted: n₀ D(P̄) / (n₀ D(P̄) + n′ D(P₀)).
 
-    The server counts for more the more rows it has, the further the cohort's labels are from everybody's and the
+    The server counts for more the more rows it has, the further the cohort's labels are from all clients' and the
     nearer its own are. Where neither is any way off, 0/0, only the numbers of rows speak: n₀ / (n₀ + n′).
 
     Args:

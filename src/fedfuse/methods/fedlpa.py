@@ -133,7 +133,7 @@ class KeepFactors:
     """What `PosteriorPull` reads in the client's next round: the Kronecker factors it sent."""
 
     def __call__(self, local: Local, notes: Params) -> Params:  # noqa: ARG002 - the seam's signature
-        """The factors as they were sent, without what the client chose beside them."""
+        """The factors as they were sent, without the damping the client chose."""
         return with_kind("kron", {n: t for n, t in entries_of(notes, "kron").items() if "/" in n})
 
 
@@ -153,7 +153,7 @@ def early_mean(
     iterations: int,
     what: str,
 ) -> Solution:
-    """So many iterations of plain conjugate gradients for Σ f_k B_k (M − M_k) A_k = 0, from a start (MaTS).
+    """Some iterations of plain conjugate gradients for Σ f_k B_k (M − M_k) A_k = 0, from a start (MaTS).
 
     Example:
         >>> I = torch.eye(2)
@@ -175,7 +175,7 @@ def descend(
     rate: float,
     every: int,
 ) -> Iterator[Tensor]:
-    """Adam's steps down Σ f_k tr((M − M_k)ᵀ B_k (M − M_k) A_k) from a start (FedFisher): M every so many steps.
+    """Adam's steps down Σ f_k tr((M − M_k)ᵀ B_k (M − M_k) A_k) from a start (FedFisher): M after every `every`.
 
     Example:
         >>> I = torch.eye(1)

@@ -27,7 +27,7 @@ class IsotropicSum(ServerPart):
     """w = w₀ + λ σ̄ U Vᵀ, where U Σ Vᵀ = K Σ_k f_k δ_k and σ̄ is the mean of Σ.
 
     Weights of more than two dimensions are laid out as matrices, outputs × everything else; biases and norms take the
-    mean move. Directions in which nobody moved (singular values that are nothing but rounding) stay out.
+    mean move. Directions in which no client moved (singular values that are nothing but rounding) stay out.
 
     Attributes:
         scale: λ.

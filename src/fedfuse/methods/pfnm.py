@@ -124,8 +124,8 @@ def match_units(
     """Match the hidden units of fully connected networks, the last layer first.
 
     Args:
-        clients: everybody's weights, float64.
-        chains: everybody's hidden layers, as many for each.
+        clients: all clients' weights, float64.
+        chains: their hidden layers, equally many for each.
         shares: each client's share of each class.
         matcher: how units are matched.
         draw: the order of sweeps.

@@ -158,7 +158,7 @@ class Product(ServerPart):
 
 
 def _fan_in(params: Params, mean: str) -> int:
-    """How many inputs the layer of a mean sums: a bias belongs to the weight beside it."""
+    """How many inputs the layer of a mean sums: a bias counts as its layer's weight does."""
     parent, dot, _ = mean.rpartition(".")
     return params[f"{parent}{dot}weight"][0].numel()
 

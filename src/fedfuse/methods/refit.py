@@ -100,7 +100,7 @@ class LayerAnswers(PlainEvidence):
         return {**moments, _ANSWERS: answers.float().cpu()}
 
     def passes(self, effort: Effort) -> float:
-        """A pass forward; the products of one layer are few beside it."""
+        """A pass forward; the products of one layer are few in comparison."""
         return self.head.passes(effort)
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
@@ -127,7 +127,7 @@ class RefitLayers(ServerPart):
     """M = (Σ f_k M_k Ã_k)(Σ f_k Ã_k)⁻¹ for the layer whose turn it is, from `LayerAnswers`; the last one by `FitHead`.
 
     The moments Ã_k are of what the layer reads behind the layers already fused, so each layer is fitted to what it will
-    really see. Inputs that nobody has seen keep the layer as it is.
+    really see. Directions in which no client has inputs keep the layer as it is.
 
     Attributes:
         head: how the last layer is fitted.

@@ -94,7 +94,7 @@ _SHARPNESS = 10.0  # a regression on ones and zeros answers in tenths: times thi
 class FitHead(ServerPart):
     """Fit the last linear layer, or one by name, to the clients' `Moments`: W = (ΣG + λI)⁻¹ ΣH.
 
-    This is ridge regression of the targets on the layer's input over everybody's rows, whatever the partition: of
+    This is ridge regression of the targets on the layer's input over all clients' rows, whatever the partition: of
     one-hot classes, of yes or no and of labels as 1 and −1, of numbers as they are. Answers that are to be logits are
     divided by a temperature, so that yes or no has the odds that two classes would have. The posterior of W has the
     covariance σ² (ΣG + λI)⁻¹ per output. With head = "gaussian" the same sums of classes give linear discriminant
@@ -120,7 +120,7 @@ class FitHead(ServerPart):
     laws: ClassVar[frozenset[str]] = frozenset({"order", "scale", "pure", "dtype", "finite", "repeat"})
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
-        """Add the sums, choose λ, solve, and put the solution into the network everybody stands at."""
+        """Add the sums, choose λ, solve, and put the solution into the common network."""
         update = cohort.updates[0]
         if moved := [u.client for u in cohort if u.steps]:
             raise RecipeError(

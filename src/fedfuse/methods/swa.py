@@ -170,8 +170,8 @@ class NonGaussianMean(ServerPart):
     """SWA: w_l = Σ_k (g_kl / Σ_j g_jl) w_kl, where g_kl is client k's distance from Gaussian in layer l.
 
     Bias, norm and running statistics follow the layer they belong to; a tensor without a layer is averaged alike.
-    A client without a score in a layer (fewer than four weights, all equal) counts nothing there, and where nobody has
-    one all count alike, which the record says. Example counts are not used unless mixed in.
+    A client without a score in a layer (fewer than four weights, all equal) counts nothing there; where no client has
+    one, all count alike, which the record says. Example counts are not used unless mixed in.
 
     Attributes:
         distance: how far from Gaussian.
@@ -220,7 +220,7 @@ class NonGaussianMean(ServerPart):
         return state.fused(mean, spec=spec).noting(**_facts(cohort.clients, layers))
 
     def _shares(self, scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Each client's weight, (clients × rows), and the rows in which nobody has a score."""
+        """Each client's weight, (clients × rows), and the rows in which no client has a score."""
         known = torch.where(scores.isfinite() & ((scores > 0) | self.signed), scores, 0.0).double()
         largest = known.amax(0)
         unscored = (largest == 0) | (known.sum(0) == 0)
@@ -329,7 +329,9 @@ class _LayerStack:
         else:
             self._fill_by_blocks(means, weights)
         first, *others = (t.view(self.forms[n].shape) for n, t in zip(self.run, means.split(sizes), strict=True))
-        return dict(zip(self.run, (first, *(t.clone() for t in others)), strict=True))  # nobody shares memory
+        return dict(
+            zip(self.run, (first, *(t.clone() for t in others)), strict=True)
+        )  # results must not share memory: one may be changed in place
 
     def _fill_by_blocks(self, means: Tensor, weights: Sequence[float]) -> None:
         sums = torch.empty(min(BLOCK, len(means)), dtype=torch.float64)
