@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedfuse.client.objectives import Controlled, Proximal
+from fedfuse.client.objectives import Proximal
 from fedfuse.core.messages import Brief
 from fedfuse.core.params import Params
 from fedfuse.core.rows import Rows
@@ -42,6 +42,7 @@ from fedfuse.core.state import with_kind
 from fedfuse.engines.local import InProcess, LocalEngine, Population
 from fedfuse.engines.pool import Pool
 from fedfuse.kernels import chain_for
+from fedfuse.methods.scaffold import Controlled
 from machine import here
 from networks import own_lenet, own_mlp, plain_lenet
 

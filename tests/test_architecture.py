@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engines.starting",
     },
     "loggers": {"core", "experiment", "errors"},
-    "extend": {"core", "tasks", "nets", "client", "server"},
+    "extend": {"core", "tasks", "nets", "client", "server", "methods"},
     "testing": {"core", "tasks", "server", "training", "errors"},
     "__init__": {"api", "core", "errors"},
     "__main__": {"cli"},

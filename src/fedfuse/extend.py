@@ -19,7 +19,7 @@ Example:
     >>> forget_method("plain_mean")
 """
 
-from fedfuse.client.objectives import Contrastive, Controlled, Proximal
+from fedfuse.client.objectives import Contrastive, Proximal
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Flaw, Form
 from fedfuse.core.model import Apart, Single
 from fedfuse.core.params import Layer, Layout, Params
@@ -45,6 +45,7 @@ from fedfuse.core.seams import (
 from fedfuse.core.settings import LocalSettings, Optimizer, Settings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState
+from fedfuse.methods.scaffold import Controlled
 from fedfuse.nets.mixture import Mixture
 from fedfuse.server.aggregate.mean import ALL_LAWS, Mean, weighted_mean
 from fedfuse.server.filters import with_filters

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from fedfuse.client.elbo import Elbo
 from fedfuse.client.fisher import FisherDiagonal
 from fedfuse.client.kfac import KroneckerFactors
-from fedfuse.client.objectives import Contrastive, Controlled, Proximal
+from fedfuse.client.objectives import Contrastive, Proximal
 from fedfuse.core.messages import Brief, ClientUpdate
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
@@ -28,6 +28,7 @@ from fedfuse.methods.fedov import OpenSet
 from fedfuse.methods.prunefl import SquaredGradients
 from fedfuse.methods.qfedavg import StartLoss
 from fedfuse.methods.refit import UnitEvidence
+from fedfuse.methods.scaffold import Controlled
 from fedfuse.models.bayes import BayesianLayers
 from fedfuse.nets.cost import cohort_flops, pass_flops
 

@@ -7,13 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedfuse.client.objectives import Contrastive, Controlled, Proximal
+from fedfuse.client.objectives import Contrastive, KeepModel, Proximal
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import Objective, TaskLoss
+from fedfuse.core.seams import Objective, TaskLoss, Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local, with_kind
+from fedfuse.training.round import client_round
+from fedfuse.wire.codec import decode
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [32], "classes": 3})
 DRAW = torch.Generator().manual_seed(7)
@@ -59,29 +61,6 @@ def test_the_proximal_gradient_points_away_from_the_global_model_so_a_step_pulls
 
 def test_without_mu_the_proximal_loss_is_the_base_bit_for_bit() -> None:
     a, b = gradient(Proximal(0.0), at_work()), gradient(TaskLoss(), at_work())
-    assert all(a[n].equal(b[n]) for n in a)
-
-
-def test_the_control_term_adds_exactly_the_gap_between_the_variates() -> None:
-    theirs, mine = weights(2), weights(3)
-    local = at_work(with_kind("control", mine), with_kind("control", theirs))
-    with_term, without = gradient(Controlled(), local), gradient(TaskLoss(), at_work())
-    for n in with_term:
-        assert torch.allclose(with_term[n] - without[n], theirs[n] - mine[n], atol=1e-6)
-
-
-@pytest.mark.parametrize("missing", ["mine", "theirs"])
-def test_a_variate_that_is_not_there_yet_is_zero(missing: str) -> None:
-    filed_ = with_kind("control", weights(2))
-    local = at_work({}, filed_) if missing == "mine" else at_work(filed_, {})
-    sign = 1 if missing == "mine" else -1
-    with_term, without = gradient(Controlled(), local), gradient(TaskLoss(), at_work())
-    for n in with_term:
-        assert torch.allclose(with_term[n] - without[n], sign * weights(2)[n], atol=1e-6)
-
-
-def test_without_variates_the_controlled_loss_is_the_base_bit_for_bit() -> None:
-    a, b = gradient(Controlled(), at_work()), gradient(TaskLoss(), at_work())
     assert all(a[n].equal(b[n]) for n in a)
 
 
@@ -132,3 +111,11 @@ def test_terms_compose() -> None:
     expected = plain() + 0.2 * square + contrast(BATCH[0], 0.5)
     for both in (Proximal(0.4, Contrastive(1.0)), Contrastive(1.0, base=Proximal(0.4))):
         assert both(local, BATCH).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_last_model_is_the_trained_one_and_is_not_sent() -> None:
+    answer = client_round(Work(memory=(KeepModel(),)), Brief(0, SPEC, weights(0), classes=3), "a", Rows(*BATCH))
+    packet = decode(answer.payload)
+    assert not any(n.startswith("~") for n in packet.tensors)
+    assert {n.removeprefix("last/") for n in answer.memory} == set(packet.tensors)
+    assert all(answer.memory[f"last/{n}"].equal(t) for n, t in packet.tensors.items())

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.builders import UNLIKE, digits
 from torch import Tensor
 
 import fedfuse
+from builders import UNLIKE, digits
 from fedfuse.core.model import Single
 from fedfuse.core.registry import find_method
 from fedfuse.core.rows import Rows

@@ -8,7 +8,6 @@ import torch
 
 from builders import as_bytes
 from fedfuse.client.class_sums import LabelCounts
-from fedfuse.client.memory import KeepControl
 from fedfuse.client.objectives import Proximal
 from fedfuse.core.messages import Brief, Start
 from fedfuse.core.rows import Rows
@@ -16,7 +15,7 @@ from fedfuse.core.seams import Work
 from fedfuse.core.spec import Spec
 from fedfuse.engines.local import InProcess, OncePerBrief, Population, one_thread
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.methods.scaffold import ControlDelta
+from fedfuse.methods.scaffold import ControlDelta, KeepControl
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import Packet, decode, encode
 from fedfuse.wire.messages import encode_brief, hand_over, receive_brief

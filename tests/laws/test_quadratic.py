@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.client.objectives import Controlled, Proximal
+from fedfuse.client.objectives import Proximal
 from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method
@@ -25,6 +25,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState
 from fedfuse.engines.local import InProcess, Population
+from fedfuse.methods.scaffold import Controlled
 from fedfuse.server.loop import RunPlan, run
 
 DIMENSION, RATE = 3, 0.1

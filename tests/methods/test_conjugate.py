@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedfuse.client.elbo import Elbo, KeepFactor, Prior, cavity
+from fedfuse.client.elbo import Elbo, Prior
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
@@ -25,7 +25,7 @@ from fedfuse.core.seams import Batch
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, Local, ServerState, tell_examples
-from fedfuse.methods.pvi import Product
+from fedfuse.methods.pvi import Cavity, KeepFactor, Product
 from fedfuse.models.bayes import BayesianLayers, factors
 from fedfuse.server.aggregate.charts import RKLB, MeanIn
 
@@ -174,10 +174,10 @@ def one_pvi_round(
     updates, kept = [], list(memories)
     for k in asked:
         local = at_work(clients[k].rows, state, memory=memories[k])
-        mean, log_variance = cavity(local, SCALE)["net.weight"]
+        mean, log_variance = Cavity(SCALE)(local)["net.weight"]
         left = (-log_variance[0]).exp()
         precision, shift = left + clients[k].precision, left * mean[0] + clients[k].shift
-        params = settle(local, Elbo(1.0, "cavity", SCALE, ExpectedLoss()), precision, shift)
+        params = settle(local, Elbo(1.0, Cavity(SCALE), base=ExpectedLoss()), precision, shift)
         kept[k] = dict(KeepFactor(SCALE, damping)(local, {}))
         updates.append(update(f"c{k}", params, len(clients[k].rows)))
     after = Product(SCALE, damping)(Cohort.of(updates), state, Bench())
@@ -217,5 +217,4 @@ def test_a_weight_that_clients_make_impossible_stays_as_it_was() -> None:
 def test_its_recipe_says_what_it_needs() -> None:
     recipe = find_method("pvi").recipe(last=2, scale=0.5, damping=0.25)
     assert recipe.needs == {"start"}
-    assert recipe.objective == Elbo(1.0, "cavity", 0.5)
     assert recipe.laws == find_method("pvi").recipe().laws - {"one"}

@@ -1,23 +1,20 @@
-"""DENSE with the published numbers."""
+"""DENSE: nothing but weights leaves the clients, and one network comes back."""
 
 from __future__ import annotations
 
+import torch
+
+from builders import drawn
+from fedfuse.api import fuse
 from fedfuse.api import recipe as method
-from fedfuse.core.settings import Optimizer
-from fedfuse.nets.mixture import MeanLogit
-from fedfuse.server.aggregate.ensemble import KeepAll
-from fedfuse.server.steps.distill import Distill
-from fedfuse.server.steps.synthesize import Generate
+from fedfuse.core.spec import Spec
 
 
-def test_published_settings() -> None:
-    recipe = method("dense")
-    assert recipe.aggregate == KeepAll(MeanLogit())
-    generate = Generate(batch=256, latent=256, steps=30, lr=1e-3, oh=1.0, bn=1.0, adv=1.0, width=64)
-    student = Optimizer(name="sgd", lr=0.005, momentum=0.9)
-    assert recipe.steps == (
-        Distill(generate, temperature=20.0, epochs=200, batch=256, optimizer=student, begin="fresh"),
-    )
-    assert recipe.result == "single"
+def test_generated_inputs_teach_one_network_without_rows_or_evidence() -> None:
+    recipe = method("dense", epochs=1, steps=1, batch=4, latent=4)
     assert recipe.needs == {"network"}
     assert recipe.reveals == ()
+    spec = Spec("lenet", {"channels": 1, "size": 16, "classes": 3})
+    fused = fuse([drawn(spec, seed) for seed in range(2)], recipe, model=spec)
+    assert fused.state_dict().keys() == drawn(spec).keys()
+    assert all(torch.isfinite(t).all() for t in fused.state_dict().values())

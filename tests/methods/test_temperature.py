@@ -1,4 +1,4 @@
-"""One temperature: the best on the server's rows, and nothing but how sure the network is changes."""
+"""Temperature scaling: the likeliest T on the server's rows, and nothing but how sure the network is changes."""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from scipy import stats
-from tests.builders import constant, drawn, start_of, update_of
 from torch import Tensor
 
 import fedfuse
+from builders import constant, drawn, start_of, update_of
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method

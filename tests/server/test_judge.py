@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from sklearn.metrics import roc_auc_score
-from tests.builders import start_of, update_of
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics.functional.classification import (
@@ -23,6 +22,7 @@ from torchmetrics.functional.classification import (
     multiclass_confusion_matrix,
 )
 
+from builders import start_of, update_of
 from fedfuse.core.messages import Cohort
 from fedfuse.core.model import Answering, Apart, AskModel, Single
 from fedfuse.core.posterior import Posterior

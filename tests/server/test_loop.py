@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tests.builders import start_of, update_of
 
+from builders import as_bytes, start_of, update_of
 from fedfuse.core.messages import Brief, Cohort, Envelope
 from fedfuse.core.model import Apart, Model
 from fedfuse.core.recipe import Recipe

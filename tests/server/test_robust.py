@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from tests.builders import cohort_of, start_of
 from torch import Tensor, nn
 
 import fedfuse
+from builders import cohort_of, start_of
 from fedfuse.core.messages import Cohort
 from fedfuse.core.posterior import Diag, Posterior
 from fedfuse.core.recipe import Recipe

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tests.builders import constant, start_of, update_of
 from tests.conftest import Fedfuse
 from torch import Tensor, nn
 
+from builders import constant, start_of, update_of
 from fedfuse.api import fuse, recipe
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.recipe import Recipe

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from scipy.spatial.distance import jensenshannon
-from tests.builders import start_of, update_of
 
 import fedfuse
+from builders import start_of, update_of
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Brief, Cohort
 from fedfuse.core.recipe import Recipe

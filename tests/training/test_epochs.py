@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedfuse.client.objectives import Contrastive, Controlled, Proximal
+from fedfuse.client.objectives import Contrastive, Proximal
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Batch, Objective, TaskLoss, Work
@@ -17,6 +17,7 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local, with_kind
 from fedfuse.errors import ConfigError
+from fedfuse.methods.scaffold import Controlled
 from fedfuse.training.pulls import Masked, pull_of
 from fedfuse.training.round import RoundAnswer, client_round
 from fedfuse.wire.codec import decode

@@ -54,82 +54,13 @@ from fedfuse.nets.kronecker import (
 from fedfuse.tasks import CLASSIFICATION, Task
 from fedfuse.wire.codec import forms_of
 
-_DECADES = range(-10, 3)  # λ from 1e-10 to 1e2
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerBelief:
-    """A layer's Fisher factors and move, in the eigenvectors of the factors.
-
-    Attributes:
-        inputs: α, the eigenvalues of A.
-        outputs: β, the eigenvalues of B.
-        squared: D_ij², (out × in).
-        balances: π of every split.
-    """
-
-    inputs: Tensor
-    outputs: Tensor
-    squared: Tensor
-    balances: tuple[float, ...]
-
-    @classmethod
-    def of(cls, A: Tensor, B: Tensor, move: Tensor) -> LayerBelief:
-        """The belief of a layer with factors A (in × in) and B (out × out) that moved by `move` (out × in)."""
-        if not (bool(A.any()) and bool(B.any())):  # as `damp` has it: what informs about nothing leaves the damping
-            A, B = torch.zeros_like(A), torch.zeros_like(B)
-        alpha, left = torch.linalg.eigh(A.double())
-        beta, right = torch.linalg.eigh(B.double())
-        turned = right.mT @ move.double() @ left
-        balances = tuple(balance(A, B, split) for split in get_args(Split))
-        return cls(alpha.clamp(min=0), beta.clamp(min=0), turned.square(), balances)
-
-    def log_evidence(self, rows: int, damping: float, pi: float) -> float:
-        """The part of log p(rows | λ, π) that depends on λ and π.
-
-        Example:
-            >>> one = LayerBelief.of(torch.eye(1), torch.eye(1), torch.zeros(1, 1))
-            >>> round(one.log_evidence(rows=5, damping=1.0, pi=1.0), 4) == round(0.5 * math.log(3 / 4), 4)
-            True
-        """
-        root = math.sqrt(damping)
-        prior = damping + root * (self.inputs / pi + pi * self.outputs[:, None])
-        posterior = (self.inputs + pi * root).log() + (self.outputs + root / pi).log()[:, None]
-        return 0.5 * float((prior.log() - posterior - rows * prior * self.squared).sum())
-
-
-def best_damping(beliefs: Sequence[LayerBelief], rows: int) -> tuple[Tensor, Tensor]:
-    """For every split ("one", "trace", "frobenius") the λ of largest evidence, and that evidence, both float64.
-
-    Example:
-        >>> moved = LayerBelief.of(torch.eye(2), torch.eye(2), torch.full((2, 2), 3.0))
-        >>> still = LayerBelief.of(torch.eye(2), torch.eye(2), torch.full((2, 2), 0.1))
-        >>> bool(best_damping([still], 10)[0][0] > best_damping([moved], 10)[0][0])
-        True
-    """
-    found = [_search(beliefs, rows, split) for split in range(len(get_args(Split)))]
-    return torch.tensor([lam for lam, _ in found]).double(), torch.tensor([value for _, value in found]).double()
-
-
-def _search(beliefs: Sequence[LayerBelief], rows: int, split: int) -> tuple[float, float]:
-    """The best decade, then the best place around it."""
-
-    def loss(exponent: float) -> float:
-        return -sum(b.log_evidence(rows, 10.0**exponent, b.balances[split]) for b in beliefs)
-
-    decade = min(_DECADES, key=loss)
-    from scipy.optimize import minimize_scalar  # late: it is long to load, and few ask for it
-
-    fine = minimize_scalar(loss, bounds=(decade - 1, decade + 1), method="bounded", options={"xatol": 0.01})
-    return 10.0 ** float(fine.x), -float(fine.fun)
-
-
 _log = logging.getLogger(__name__)
 
 Sharing: TypeAlias = Literal["expand", "reduce"]
 
 _SUMS = 1 << 27  # numbers that sums may hold at a time, 1 GiB; wider networks are gone through several times
-_MAX_DAMPING = 1e3  # the search for the best one ends there
+_DECADES = range(-10, 3)  # in which the best damping is looked for: λ from 1e-10 to 1e2
+_MAX_DAMPING = 1e3  # one decade further, where the search around the best decade ends
 
 
 def kronecker_factors(
@@ -156,7 +87,7 @@ def kronecker_factors(
         rows: the examples.
         fisher: "empirical" takes the rows' own labels, "sampled" draws labels from the network's answer.
         sharing: whether positions are further examples ("expand") or one example's ("reduce").
-        centred: whether A is of inputs less their mean, which then nobody can read off it.
+        centred: whether A is of inputs less their mean, which then cannot be read off it.
         batch: rows per pass; by default 128 to begin with, and more where layers are small.
         generator: draws the labels.
         task: what the outputs mean: whose likelihood it is.
@@ -184,14 +115,11 @@ def kronecker_factors(
     if norms:
         options = {"fisher": fisher, "batch": batch or BATCH, "generator": generator, "task": task}
         spread = diagonal_fisher(module, rows, names=norms, **options)  # type: ignore[arg-type]
-        found |= {name: _norm_factors(value) for name, value in spread.items()}
+        for name, value in spread.items():  # a diagonal on the inputs' side, and nothing on the other
+            flat = value.flatten()[None]
+            ones = torch.ones(1, 1, 1, dtype=torch.float64, device=flat.device)
+            found[name] = LowRank.diagonal(flat), ones
     return {block.name: found[block.name] for block in blocks}
-
-
-def _norm_factors(precision: Tensor) -> Factors:
-    """A diagonal of the inputs' side, and nothing on the other."""
-    flat = precision.flatten()[None]
-    return LowRank.diagonal(flat), torch.ones(1, 1, 1, dtype=torch.float64, device=flat.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,7 +154,10 @@ class _Sums:
             mine = [(call, _mask_padding(call, grad)) for call, grad in calls if call.group == group]
             where = slice(None) if group is None else slice(group, group + 1)
             by_example = self.sharing == "reduce" and all(len(call.x) == examples for call, _ in mine)
-            (self._add_reduced if by_example else self._add_expanded)(where, mine, examples)
+            if by_example:
+                self._add_reduced(where, mine, examples)
+            else:
+                self._add_expanded(where, mine)
 
     def mean(self, rows: int) -> Factors:
         """The factors, Σ a aᵀ / (N S²) and S Σ g gᵀ / N."""
@@ -237,7 +168,7 @@ class _Sums:
             A = _remove_mean(A, self.block.bias is not None)
         return (LowRank.diagonal(A) if self.block.has_diagonal_inputs else A), self.B * S[..., None] / rows
 
-    def _add_expanded(self, where: slice, calls: Sequence[tuple[LayerCall, Tensor]], examples: int) -> None:  # noqa: ARG002
+    def _add_expanded(self, where: slice, calls: Sequence[tuple[LayerCall, Tensor]]) -> None:
         """Σ a aᵀ and Σ g gᵀ over positions; tokens that pad are none."""
         for call, grad in calls:
             inputs = input_moments(call.module, call.x, self.one)
@@ -256,6 +187,14 @@ class _Sums:
         self.positions[where].add_(examples)
 
 
+def _mask_padding(call: LayerCall, grad: Tensor) -> Tensor:
+    """The gradient that a layer learns from, nothing of what pads: neither positions nor an embedding's token."""
+    grad = grad if call.known is None else grad[call.known]
+    if isinstance(call.module, nn.Embedding) and call.module.padding_idx is not None:
+        return grad * (call.x != call.module.padding_idx)[..., None]
+    return grad
+
+
 def _remove_mean(A: Tensor, one: bool) -> Tensor:
     """The moments of inputs less their mean, which the last column holds; that column is zero then, or goes."""
     corner = A[:, -1:, -1:]
@@ -266,57 +205,17 @@ def _remove_mean(A: Tensor, one: bool) -> Tensor:
     return centred if one else centred[:, :-1, :-1]
 
 
-def too_few_rows(local: Local, min_rows: int | None) -> bool:
-    """Whether a client has so few rows that its factors would tell of single ones, which it is told then.
-
-    Args:
-        local: the client.
-        min_rows: how many are enough; by default twice the batch it trains with.
-    """
-    least = 2 * local.settings.batch_size if min_rows is None else min_rows
-    if len(local.rows) < least:
-        _log.warning(
-            "%s has %d rows, and factors of fewer than %d would tell of single ones: it sends their size alone "
-            "(min_rows sets the number)",
-            local.client,
-            len(local.rows),
-            least,
-        )
-    return len(local.rows) < least
-
-
-def even_out(factor: Factor) -> Factor:
-    """The multiple of the identity with the same trace, of each matrix of a stack: it tells no direction."""
-    if isinstance(factor, LowRank):
-        return LowRank.diagonal(factor.rest.mean(-1, keepdim=True).expand_as(factor.rest))
-    if isinstance(factor, BlockDiagonal):
-        mean = factor.trace()[:, None, None] / sum(factor.sizes)
-        return BlockDiagonal(
-            tuple(mean * torch.eye(size, dtype=mean.dtype, device=mean.device) for size in factor.sizes)
-        )
-    sizes = factor.diagonal(dim1=-2, dim2=-1).mean(-1)
-    return torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device) * sizes[:, None, None]
-
-
-def _mask_padding(call: LayerCall, grad: Tensor) -> Tensor:
-    """The gradient that a layer learns from, nothing of what pads: neither positions nor an embedding's token."""
-    grad = grad if call.known is None else grad[call.known]
-    if isinstance(call.module, nn.Embedding) and call.module.padding_idx is not None:
-        return grad * (call.x != call.module.padding_idx)[..., None]
-    return grad
-
-
 @dataclass(frozen=True, slots=True)
 class KroneckerFactors(CurvatureEvidence):
     """The raw factors A and B of every layer that has them.
 
-    Damping is left to whoever fuses, so that comparing dampings and solvers asks clients nothing new. A grouped
+    Damping is left to the server, so that comparing dampings and solvers asks clients nothing new. A grouped
     convolution sends one pair per group, an attention one for queries, keys and values each. Tied and frozen weights
     have no factors.
 
     Attributes:
         fisher: "empirical" takes the rows' own labels, "sampled" draws labels from the network's answer.
-        choose: also send the damping that the client's own rows prefer (see `marginal`).
+        choose: also send the damping that the client's own rows prefer (see `best_damping`).
         batch: rows per pass; None for 128 to begin with, and more where layers are small.
         rank: send so many leading eigenpairs of each factor and one number for the rest; None for all of it.
         half: send eigenvectors in float16.
@@ -435,6 +334,38 @@ def _paths(notes: Params) -> Iterator[str]:
     return (f"kron/{layer}/{side}" for layer in layers_in(notes) for side in SIDES)
 
 
+def too_few_rows(local: Local, min_rows: int | None) -> bool:
+    """Whether a client has so few rows that its factors would reveal single ones; a warning says so.
+
+    Args:
+        local: the client.
+        min_rows: how many are enough; by default twice the batch it trains with.
+    """
+    least = 2 * local.settings.batch_size if min_rows is None else min_rows
+    if len(local.rows) < least:
+        _log.warning(
+            "%s has %d rows, and factors of fewer than %d would tell of single ones: it sends their size alone "
+            "(min_rows sets the number)",
+            local.client,
+            len(local.rows),
+            least,
+        )
+    return len(local.rows) < least
+
+
+def even_out(factor: Factor) -> Factor:
+    """The multiple of the identity with the same trace, of each matrix of a stack: it tells no direction."""
+    if isinstance(factor, LowRank):
+        return LowRank.diagonal(factor.rest.mean(-1, keepdim=True).expand_as(factor.rest))
+    if isinstance(factor, BlockDiagonal):
+        mean = factor.trace()[:, None, None] / sum(factor.sizes)
+        return BlockDiagonal(
+            tuple(mean * torch.eye(size, dtype=mean.dtype, device=mean.device) for size in factor.sizes)
+        )
+    sizes = factor.diagonal(dim1=-2, dim2=-1).mean(-1)
+    return torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device) * sizes[:, None, None]
+
+
 def _preferred_damping(local: Local, blocks: Sequence[Block], factors: Mapping[str, Factors]) -> dict[str, Tensor]:
     """The damping that the marginal likelihood prefers, and that likelihood, for every way of splitting it.
 
@@ -454,3 +385,73 @@ def _preferred_damping(local: Local, blocks: Sequence[Block], factors: Mapping[s
     ]
     damping, evidence = best_damping(beliefs, len(local.rows))
     return {"kron/damping": damping, "kron/evidence": evidence}
+
+
+def best_damping(beliefs: Sequence[LayerBelief], rows: int) -> tuple[Tensor, Tensor]:
+    """For every split ("one", "trace", "frobenius") the λ of largest evidence, and that evidence, both float64.
+
+    Example:
+        >>> moved = LayerBelief.of(torch.eye(2), torch.eye(2), torch.full((2, 2), 3.0))
+        >>> still = LayerBelief.of(torch.eye(2), torch.eye(2), torch.full((2, 2), 0.1))
+        >>> bool(best_damping([still], 10)[0][0] > best_damping([moved], 10)[0][0])
+        True
+    """
+    from scipy.optimize import minimize_scalar  # late: it is long to load, and few ask for it
+
+    found: list[tuple[float, float]] = []
+    for split in range(len(get_args(Split))):
+
+        def loss(exponent: float, split: int = split) -> float:
+            return -sum(b.log_evidence(rows, 10.0**exponent, b.balances[split]) for b in beliefs)
+
+        # the evidence can have several maxima: decades first, then the best place around the best of them
+        decade = min(_DECADES, key=loss)
+        fine = minimize_scalar(loss, bounds=(decade - 1, decade + 1), method="bounded", options={"xatol": 0.01})
+        found.append((10.0 ** float(fine.x), -float(fine.fun)))
+    return torch.tensor([lam for lam, _ in found]).double(), torch.tensor([value for _, value in found]).double()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerBelief:
+    """A layer's Fisher factors and move, in the eigenvectors of the factors.
+
+    Attributes:
+        inputs: α, the eigenvalues of A.
+        outputs: β, the eigenvalues of B.
+        squared: D_ij², (out × in).
+        balances: π of every split.
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+    squared: Tensor
+    balances: tuple[float, ...]
+
+    @classmethod
+    def of(cls, A: Tensor, B: Tensor, move: Tensor) -> LayerBelief:
+        """The belief of a layer with factors A (in × in) and B (out × out) that moved by `move` (out × in)."""
+        if not (bool(A.any()) and bool(B.any())):  # as `damp` has it: what informs about nothing leaves the damping
+            A, B = torch.zeros_like(A), torch.zeros_like(B)
+        alpha, left = torch.linalg.eigh(A.double())
+        beta, right = torch.linalg.eigh(B.double())
+        turned = right.mT @ move.double() @ left
+        balances = tuple(balance(A, B, split) for split in get_args(Split))
+        return cls(alpha.clamp(min=0), beta.clamp(min=0), turned.square(), balances)
+
+    def log_evidence(self, rows: int, damping: float, pi: float) -> float:
+        """The part of log p(rows | λ, π) that depends on λ and π, by Laplace's approximation.
+
+        The damped product (α_j + π√λ)(β_i + √λ/π) is α_j β_i + p_ij with p_ij = λ + √λ (α_j/π + π β_i): the precision
+        of the likelihood, per row, and that of a prior, which is what damping adds. With D the move from its mean
+
+            log p = ½ Σ_ij log p_ij − log((α_j + π√λ)(β_i + √λ/π)) − N p_ij D_ij².
+
+        Example:
+            >>> one = LayerBelief.of(torch.eye(1), torch.eye(1), torch.zeros(1, 1))
+            >>> round(one.log_evidence(rows=5, damping=1.0, pi=1.0), 4) == round(0.5 * math.log(3 / 4), 4)
+            True
+        """
+        root = math.sqrt(damping)
+        prior = damping + root * (self.inputs / pi + pi * self.outputs[:, None])
+        posterior = (self.inputs + pi * root).log() + (self.outputs + root / pi).log()[:, None]
+        return 0.5 * float((prior.log() - posterior - rows * prior * self.squared).sum())

@@ -61,11 +61,13 @@ def input_factors(
         [[[1.0, 2.0], [2.0, 4.0]]]
     """
     forms = {n: Form.of(t) for n, t in module.state_dict().items()}
-    runs = {block.name: _runs(block, forms, width) for block in blocks}
+    runs: dict[str, tuple[int, ...]] = {}
     sums: dict[str, list[Tensor]] = {}
     for block in blocks:
+        size = block.sizes(forms)[0]
+        runs[block.name] = (size,) if width is None or block.has_diagonal_inputs else block_sizes(size, width)
         sides = 1 if block.has_diagonal_inputs else 2
-        shapes = [(block.groups, *[size] * sides) for size in runs[block.name]]
+        shapes = [(block.groups, *[run] * sides) for run in runs[block.name]]
         sums[block.name] = [torch.zeros(shape, dtype=torch.float64, device=x.device) for shape in shapes]
     with record_calls(module, blocks) as calls:
         for part in x.split(batch):
@@ -76,25 +78,19 @@ def input_factors(
                 name, one = call.block.name, call.block.bias is not None
                 for total, moments in zip(sums[name], run_moments(call.module, call.x, one, runs[name]), strict=True):
                     total[where].add_(moments)
-    means = {name: [total / len(x) for total in parts] for name, parts in sums.items()}
-    return {block.name: _as_factor(block, means[block.name]) for block in blocks}
-
-
-def _runs(block: Block, forms: Mapping[str, Form], width: int | None) -> tuple[int, ...]:
-    """How many inputs each run has whose moments are taken: one run of all, unless there is a limit."""
-    size = block.sizes(forms)[0]
-    return (size,) if width is None or block.has_diagonal_inputs else block_sizes(size, width)
-
-
-def _as_factor(block: Block, parts: Sequence[Tensor]) -> Factor:
-    if block.has_diagonal_inputs:
-        return LowRank.diagonal(parts[0])
-    return parts[0] if len(parts) == 1 else BlockDiagonal(tuple(parts))
+    found: dict[str, Factor] = {}
+    for block in blocks:
+        parts = [total / len(x) for total in sums[block.name]]
+        if block.has_diagonal_inputs:
+            found[block.name] = LowRank.diagonal(parts[0])
+        else:
+            found[block.name] = parts[0] if len(parts) == 1 else BlockDiagonal(tuple(parts))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class InputFactors(PlainEvidence):
-    """The input factor A of every layer that mixes what it reads, beside an output factor B = I.
+    """The input factor A of every layer that mixes what it reads, with an output factor B = I.
 
     Attributes:
         layers: "all", or "plain": linear layers and convolutions alone.
@@ -175,7 +171,7 @@ class InputFactors(PlainEvidence):
         return Kron(factors_in(notes))
 
     def influence(self, notes: Params) -> Mapping[str, float]:
-        """The mean eigenvalue of every input factor: whoever's inputs are larger determines more of the layer."""
+        """The mean eigenvalue of every input factor: a client with larger inputs determines more of the layer."""
         return {path: mean_eigenvalue_of(notes, path) for path in (f"kron/{layer}/in" for layer in layers_in(notes))}
 
 
@@ -216,7 +212,7 @@ class AdapterInputs(PlainEvidence):
         return next((flaw for path in _paths(notes) if (flaw := find_flaw(notes, path))), None)
 
     def influence(self, notes: Params) -> Mapping[str, float]:
-        """The mean eigenvalue of every layer's moments: whoever's inputs are larger says more of what may be lost."""
+        """The mean eigenvalue of every layer's moments: a client with larger inputs decides more of what is lost."""
         return {path: mean_eigenvalue_of(notes, path) for path in _paths(notes)}
 
 

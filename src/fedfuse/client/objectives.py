@@ -1,4 +1,4 @@
-"""Local losses: each adds its term to a base objective, so terms compose."""
+"""Local losses that several methods share: each adds its term to a base objective, so terms compose."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedfuse.core.params import Params
 from fedfuse.core.seams import TRAINING_PASSES, Batch, Effort, Objective, TaskLoss, passes_of
-from fedfuse.core.state import Local, entries_of, representation
+from fedfuse.core.state import Local, representation, with_kind
 from fedfuse.core.torch_utils import in_full
 from fedfuse.training.pulls import Pull, pull_of
 
@@ -33,35 +34,6 @@ class Proximal:
         """The base's pulls and the quadratic term."""
         base = pull_of(self.base, local)
         return None if base is None else replace(base, mu=base.mu + self.mu)
-
-
-@dataclass(frozen=True, slots=True)
-class Controlled:
-    """SCAFFOLD's correction as a linear term of the loss: base + ⟨c − c_k, w⟩.
-
-    Its gradient is c − c_k, so the training loop needs no special case. Both control variates start at zero.
-    """
-
-    base: Objective = field(default_factory=TaskLoss)
-
-    def __call__(self, local: Local, batch: Batch) -> Tensor:
-        """The base loss and the linear term; nothing is added while both variates are zero."""
-        loss = self.base(local, batch)
-        pull = local.once("control", _control_gap)
-        return loss + sum((pull[n] * in_full(w)).sum() for n, w in local.live.items() if n in pull)
-
-    def pull(self, local: Local) -> Pull | None:
-        """The base's pulls and the linear term."""
-        base, gap = pull_of(self.base, local), local.once("control", _control_gap)
-        return None if base is None else replace(base, linear={n: base.linear.get(n, 0) + gap[n] for n in gap})
-
-
-def _control_gap(local: Local) -> dict[str, Tensor]:
-    theirs, mine = entries_of(local.brief.memory, "control"), local.recall("control")
-    names = theirs.keys() | mine.keys()
-    zero = torch.zeros(())
-    gaps = {n: in_full(theirs.get(n, zero)) - in_full(mine.get(n, zero)) for n in local.live if n in names}
-    return {n: gap.to(local.settings.device) for n, gap in gaps.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +77,12 @@ class Contrastive:
     def pull(self, local: Local) -> Pull | None:
         """The base's in a first round, where its own term is zero."""
         return None if self.mu and local.recall("last") else pull_of(self.base, local)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepModel:
+    """What `Contrastive` reads in the client's next round: the model of this one, which is not sent."""
+
+    def __call__(self, local: Local, notes: Params) -> Params:  # noqa: ARG002 - the seam's signature
+        """The trained weights and buffers."""
+        return with_kind("last", {n: t.detach() for n, t in local.module.state_dict().items()})

@@ -221,7 +221,7 @@ Passes: TypeAlias = Iterator[tuple[list[tuple[LayerCall, Tensor]], int]]
 Draw: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """From a network's answer and the rows' labels, labels in their place."""
 
-BATCH, _MOST_ROWS = 128, 512  # rows per pass: so few at least, and so many at most
+BATCH, _MOST_ROWS = 128, 512  # rows per pass, at least and at most
 _RECORDED = 1 << 22  # numbers that layers may read and answer in a pass of more than the least
 
 

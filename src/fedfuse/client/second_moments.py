@@ -47,7 +47,7 @@ def input_moments(module: nn.Module, x: Tensor, one: bool) -> Tensor:
 
 
 def run_moments(module: nn.Module, x: Tensor, one: bool, runs: Sequence[int]) -> list[Tensor]:
-    """The blocks of `input_moments` along its diagonal, for runs of so many inputs each; of one run it is all of it.
+    """The blocks of `input_moments` along its diagonal, for runs of these lengths; a single run is all of it.
 
     Example:
         >>> [part.tolist() for part in run_moments(nn.Linear(2, 1), torch.tensor([[1.0, 2.0]]), False, [1, 1])]
@@ -176,7 +176,7 @@ def _patch_moments(conv: Convolution, x: Tensor) -> tuple[Tensor, Tensor, int]:
     Patches overlap. Along the first axis a patch is a stack of windows, and two windows that stand `lag` apart meet
     again in the next patch; so their product is taken once, and summed over the places where it counts. For a k × k
     kernel that is k times less work than the product of whole patches. Along the last axis a window is as wide as
-    several patches that overlap, and the products of each stand in its product, one beside the other.
+    several patches that overlap, and the products of each stand in its product, side by side.
     """
     size, step, gap = conv.kernel_size[0], conv.stride[0], conv.dilation[0]
     reach, channels = gap * (size - 1), conv.in_channels // conv.groups

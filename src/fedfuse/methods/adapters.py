@@ -1,4 +1,12 @@
-"""Low-rank adapters: FLoRA (NeurIPS 2024), FlexLoRA (NeurIPS 2024) and FedIT (ICASSP 2024)."""
+"""Low-rank adapters: FLoRA (NeurIPS 2024), FlexLoRA (NeurIPS 2024) and FedIT (ICASSP 2024).
+
+An adapter adds B_k A_k to a frozen weight, B_k (outputs × R) and A_k (R × inputs). What clients learned is the
+product, so the mean that is wanted is Σ f_k B_k A_k, of rank up to the sum of the clients' ranks:
+
+    flora      [f_1 B_1, …, f_K B_K] [A_1; …; A_K], all of it                  `AdapterMean(stack=True)`, `merge_rounds`
+    flexlora   its best approximation of a given rank, by a truncated SVD      `AdapterMean(rank)`
+    fedit      (Σ f_k B_k)(Σ f_k A_k), which is another matrix: a baseline     `SeparateMeans`
+"""
 
 from __future__ import annotations
 
@@ -39,8 +47,12 @@ def _stack(cohort: Cohort, pair: Pair) -> tuple[Tensor, Tensor]:
     left = torch.cat([share * b for share, (b, _) in zip(cohort.weights.tolist(), both, strict=True)], 1)
     right = torch.cat([a for _, a in both])
     used = (left != 0).any(0) | (right != 0).any(1)
-    used[0] |= not bool(used.any())  # an adapter nobody trained keeps a rank of one
+    used[0] |= not bool(used.any())  # an untrained adapter keeps a rank of one
     return left[:, used], right[used]
+
+
+def _columns(left: Tensor, like: Tensor) -> Tensor:
+    return left.reshape(len(left), -1, *like.shape[2:]).to(like.dtype).contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +64,9 @@ class AdapterMean(ServerPart):
 
     Attributes:
         rank: of the result; None keeps that of the clients.
-        stack: keep all ranks beside each other instead: exact, and as wide as all clients together.
+        stack: concatenate all factors instead: exact, of rank up to the sum of the clients' ranks.
         moments: measure what is lost by what clients' inputs C = Σ f_k C_k see of it, ‖(ΔW − X) C^½‖; modules whose
-            inputs nobody brings are measured as they are, and named in the record.
+            inputs no client sent are measured as they are, and named in the record.
     """
 
     rank: int | None = None
@@ -84,7 +96,7 @@ class AdapterMean(ServerPart):
             left, right = _stack(cohort, pair)
             seen = _seen_products(cohort, pair, right) if self.moments else None
             unseen += [pair.module] * (self.moments and seen is None)
-            found[pair.module] = fused = self._fuse(left, right, first[pair.a].shape[0], seen)
+            found[pair.module] = fused = self._fuse(left, right, len(first[pair.a]), seen)
             mean[pair.a] = fused.right.reshape(-1, *first[pair.a].shape[1:]).to(first[pair.a].dtype)
             mean[pair.b] = _columns(fused.left, first[pair.b])
         metric = {"adapter_metric": "inputs", "unseen_modules": unseen} if self.moments and found else {}
@@ -101,7 +113,7 @@ class AdapterMean(ServerPart):
 
 
 def _seen_products(cohort: Cohort, pair: Pair, right: Tensor) -> Tensor | None:
-    """A C Aᵀ = Σ f_k A C_k Aᵀ, C_k being what client k's module reads; None where somebody does not tell."""
+    """A C Aᵀ = Σ f_k A C_k Aᵀ, C_k the moments of what client k's module reads; None where a client sent none."""
     names = [block.name for block in blocks_of(cohort.updates[0].spec) if block.weight == pair.a and block.groups == 1]
     total = right.new_zeros(len(right), len(right))
     for share, update in zip(cohort.weights.tolist(), cohort, strict=True):
@@ -112,8 +124,20 @@ def _seen_products(cohort: Cohort, pair: Pair, right: Tensor) -> Tensor | None:
     return total if bool(total.any()) else None
 
 
+def error_facts(found: Mapping[str, ThinProduct]) -> dict[str, Any]:
+    """Ranks and errors for a reader; nothing where there are no adapters."""
+    if not found:
+        return {}
+    total, lost = math.hypot(*(x.norm for x in found.values())), math.hypot(*(x.error * x.norm for x in found.values()))
+    return {
+        "adapter_error": lost / total if total else 0.0,
+        "adapter_errors": {module: x.error for module, x in found.items()},
+        "adapter_ranks": {module: x.left.shape[1] for module, x in found.items()},
+    }
+
+
 def merge_rounds(cohort: Cohort, state: ServerState, bench: Bench, pairs: Sequence[Pair]) -> ServerState:
-    """Put the mean of the adapters beside what earlier rounds have learned, exactly, and begin new ones.
+    """Append the mean of the adapters to what earlier rounds have learned, exactly, and begin new ones.
 
     The stacked factors of all clients are appended to the network's merged ones, whose rank so grows by the sum of the
     clients' ranks, until writing the product out is smaller. New factors A are drawn, new B are zero (FLoRA).
@@ -146,22 +170,6 @@ def _shorten(right: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
     if len(left) <= right.shape[1]:
         return whole, torch.eye(len(left), dtype=whole.dtype)
     return torch.eye(right.shape[1], dtype=whole.dtype), whole
-
-
-def _columns(left: Tensor, like: Tensor) -> Tensor:
-    return left.reshape(len(left), -1, *like.shape[2:]).to(like.dtype).contiguous()
-
-
-def error_facts(found: Mapping[str, ThinProduct]) -> dict[str, Any]:
-    """Ranks and errors for a reader; nothing where there are no adapters."""
-    if not found:
-        return {}
-    total, lost = math.hypot(*(x.norm for x in found.values())), math.hypot(*(x.error * x.norm for x in found.values()))
-    return {
-        "adapter_error": lost / total if total else 0.0,
-        "adapter_errors": {module: x.error for module, x in found.items()},
-        "adapter_ranks": {module: x.left.shape[1] for module, x in found.items()},
-    }
 
 
 @dataclass(frozen=True, slots=True)

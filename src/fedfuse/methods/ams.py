@@ -1,4 +1,10 @@
-"""Zhang and Zhang, Investigating Neuron Disturbing in Fusing Heterogeneous Neural Networks, 2022."""
+"""Zhang and Zhang, Investigating Neuron Disturbing in Fusing Heterogeneous Neural Networks, 2022 (AMS).
+
+Nothing is averaged: every client's network is kept, and an input x is answered by the k networks whose largest logit is
+largest, argmax_c Σ_{m in top k} z_mc(x). Networks trained apart can have logits of different sizes; `LogitScale`
+measures that on each client's rows, the options `calibrate` and `score` are other ways to compare them. `KeepAll` with
+a rule of nets/mixture.py is the aggregation.
+"""
 
 from __future__ import annotations
 

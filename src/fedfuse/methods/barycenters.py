@@ -1,9 +1,20 @@
-"""Jamoussi et al., BA-BFL: Barycentric Aggregation for Bayesian Federated Learning, 2024."""
+"""Jamoussi et al., BA-BFL: Barycentric Aggregation for Bayesian Federated Learning, 2024; Ozer et al., 2022.
+
+Clients learn Gaussian posteriors N(μ_k, v_k) of the last layers' weights (`Elbo` in client/elbo.py), and the server
+fuses them weight by weight to the barycenter argmin_q Σ f_k D(q_k ‖ q) of a divergence D, with f_k a client's share of
+the examples. For most divergences that is a plain mean in a chart of the Gaussians (aggregate/charts.py):
+
+    eaa    μ = Σ f_k μ_k,   v = Σ f_k v_k                          wb     μ = Σ f_k μ_k,   √v = Σ f_k √v_k
+    gaa    μ = Σ f_k μ_k,   v = Σ f_k² v_k                         rklb   μ/v = Σ f_k μ_k/v_k,   1/v = Σ f_k/v_k
+    aalv   μ = Σ f_k μ_k,   log v = Σ f_k log v_k                  fklb   μ = Σ f_k μ_k,   v + μ² = Σ f_k (v_k + μ_k²)
+
+The α-divergence between the last two has no such chart: `alpha_barycenter` finds its minimum by Newton's method.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, TypeAlias
 
@@ -19,31 +30,7 @@ from fedfuse.core.registry import method
 from fedfuse.core.seams import Result, ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError, NotConverged
-from fedfuse.server.aggregate.charts import AALV, EAA, FKLB, GAA, RKLB, WB, FusionRule, MeanIn, Pair
-
-
-@dataclass(frozen=True, slots=True)
-class Personalize(ServerPart):
-    """Give each client the barycenter of the fused posterior and its own; all train on from the fused one.
-
-    Attributes:
-        chart: where the mean of the two is taken.
-        share: what the client's own posterior weighs, from 0 (the fused one) to 1 (its own).
-    """
-
-    chart: FusionRule
-    share: float
-    result: ClassVar[Result] = "apart"
-
-    def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
-        """The clients' models in client order; the next round begins with the fused one."""
-        common = state.single
-        fused = ClientUpdate("", common.posterior, 1 - self.share, 0, common.spec)
-        mix = MeanIn(self.chart)
-        pairs = (Cohort((fused, replace(own, num_examples=self.share))) for own in cohort)
-        members = tuple(mix(pair, state, bench).single for pair in pairs)
-        return replace(state, model=Apart(members), starts={"": Start(common.spec, common.posterior.mean)})
-
+from fedfuse.server.aggregate.charts import AALV, EAA, FKLB, GAA, RKLB, WB, Chart, FusionRule, MeanIn, Pair
 
 _PIECE = 4096  # elements searched at a time: their many terms stay in cache
 Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -110,6 +97,7 @@ def alpha_barycenter(
         return clients.moments()
     m, rho = m.clone(), clients.feasible(v, alpha).log()
     damping, todo = torch.zeros_like(m), torch.arange(len(m), device=m.device)
+    slack = 1e-13 + 1e-15 / abs(alpha * (1 - alpha))  # rounding of the nearness, a logarithm divided by α (1 − α)
     for _ in range(max_iters):
         here = clients.at(todo)
         slope, curve = here.derivatives(m[todo], rho[todo], alpha)
@@ -121,9 +109,10 @@ def alpha_barycenter(
         step, curved = _newton([g[steep] for g in slope], [h[steep] for h in curve], point[1], damping[todo])
         trial = point[0] + step[0], point[1] + step[1]
         rise = here.nearness(*trial, alpha) - here.nearness(*point, alpha)
-        better = curved & (rise >= -_slack(alpha))
+        better = curved & (rise >= -slack)
         m[todo], rho[todo] = (torch.where(better, a, b) for a, b in zip(trial, point, strict=True))
-        damping[todo] = torch.where(better, _relax(damping[todo]), (4 * damping[todo]).clamp(min=0.1))
+        less = torch.where(damping[todo] > 0.01, damping[todo] / 10, 0.0)  # none once it is small: Newton's own step
+        damping[todo] = torch.where(better, less, (4 * damping[todo]).clamp(min=0.1))
     raise NotConverged(
         f"the barycenter of the α-divergence with α = {alpha:g}: after {max_iters} iterations {len(todo)} of {len(m)} "
         f"elements are not at rest within {tol:.0e}; take an α nearer to [0, 1]"
@@ -193,116 +182,94 @@ def _newton(slope: Sequence[Tensor], curve: Sequence[Tensor], rho: Tensor, dampi
     return (step_m, ((p * k - q * g) / safe).clamp(-1.0, 1.0)), curved
 
 
-def _relax(damping: Tensor) -> Tensor:
-    """Damping after a step that went well: none, once it is small."""
-    return torch.where(damping > 0.01, damping / 10, 0.0)
+@dataclass(frozen=True, slots=True)
+class Personalize(ServerPart):
+    """Give each client the barycenter of the fused posterior and its own; all train on from the fused one.
 
+    Attributes:
+        chart: where the mean of the two is taken.
+        share: what the client's own posterior weighs, from 0 (the fused one) to 1 (its own).
+    """
 
-def _slack(alpha: float) -> float:
-    """Rounding of the nearness, whose numerator is divided by c."""
-    return 1e-13 + 1e-15 / abs(alpha * (1 - alpha))
+    chart: FusionRule
+    share: float
+    result: ClassVar[Result] = "apart"
+
+    def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
+        """The clients' models in client order; the next round begins with the fused one."""
+        common = state.single
+        fused = ClientUpdate("", common.posterior, 1 - self.share, 0, common.spec)
+        mix = MeanIn(self.chart)
+        pairs = (Cohort((fused, replace(own, num_examples=self.share))) for own in cohort)
+        members = tuple(mix(pair, state, bench).single for pair in pairs)
+        return replace(state, model=Apart(members), starts={"": Start(common.spec, common.posterior.mean)})
 
 
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
+# What all these methods say alike of themselves.
+_LAST = "The network's last layers are Bayesian; the others take the plain mean."
+_OPTIONS = """
+    Args:
+        last: how many layers, counted from the end, are Bayesian; 0 is FedAvg.
+        uniform: weigh every client alike, whatever its number of examples.
+        personal: end with a model for each client, its own posterior weighing so much beside the fused one.
+        how: how Bayesian layers are made, learned and asked.
+    """
 
-def _fused_in(chart: FusionRule, last: int, uniform: bool, personal: float, how: Variational) -> Recipe:
+
+def fused_in(rule: FusionRule, last: int, uniform: bool, personal: float, how: Variational) -> Recipe:
     """Bayesian layers fused by a rule; with `personal`, a model for each client between the fused one and its own."""
-    steps = (Personalize(chart, personal),) if personal else ()
-    return how.recipe(last, MeanIn(chart, uniform=uniform), steps)
+    steps = (Personalize(rule, personal),) if personal else ()
+    return how.recipe(last, MeanIn(rule, uniform=uniform), steps)
 
 
-@method("eaa", paper="arXiv:2206.10897", family="posterior")
-def eaa(last: NonNegativeInt = 1, uniform: bool = False, personal: Share = 0.0, how: Variational = USUAL) -> Recipe:
-    """Empirical arithmetic aggregation: the mean of means and of variances, v = Σ f_k v_k.
+def barycenter_in(chart: Chart, paper: str, summary: str, remark: str = "") -> Callable[..., Recipe]:
+    """Register the mean in a chart as a method, under the chart's name."""
 
-    The network's last layers are Bayesian; the others take the plain mean.
+    def barycenter(
+        last: NonNegativeInt = 1, uniform: bool = False, personal: Share = 0.0, how: Variational = USUAL
+    ) -> Recipe:
+        return fused_in(chart, last, uniform, personal, how)
 
-    Args:
-        last: how many layers, counted from the end, are Bayesian; 0 is FedAvg.
-        uniform: weigh every client alike, whatever its number of examples.
-        personal: end with a model for each client, its own posterior weighing so much beside the fused one.
-        how: how Bayesian layers are made, learned and asked.
-    """
-    return _fused_in(EAA, last, uniform, personal, how)
+    barycenter.__name__ = barycenter.__qualname__ = name = chart.name.lower()
+    barycenter.__doc__ = "\n".join([summary, "", f"    {_LAST}", *([f"    {remark}"] if remark else []), _OPTIONS])
+    return method(name, paper=paper, family="posterior")(barycenter)
 
 
-@method("gaa", paper="arXiv:2206.10897", family="posterior")
-def gaa(last: NonNegativeInt = 1, uniform: bool = False, personal: Share = 0.0, how: Variational = USUAL) -> Recipe:
-    """Gaussian arithmetic aggregation: the distribution of the weighted sum of independent draws, v = Σ f_k² v_k.
-
-    The network's last layers are Bayesian; the others take the plain mean.
-    Variances shrink about as 1/clients in every round, so that the network soon is a deterministic one.
-
-    Args:
-        last: how many layers, counted from the end, are Bayesian; 0 is FedAvg.
-        uniform: weigh every client alike, whatever its number of examples.
-        personal: end with a model for each client, its own posterior weighing so much beside the fused one.
-        how: how Bayesian layers are made, learned and asked.
-    """
-    return _fused_in(GAA, last, uniform, personal, how)
-
-
-@method("aalv", paper="arXiv:2206.10897", family="posterior")
-def aalv(last: NonNegativeInt = 1, uniform: bool = False, personal: Share = 0.0, how: Variational = USUAL) -> Recipe:
-    """Arithmetic aggregation of log-variances: the mean of means and the geometric mean of variances.
-
-    The network's last layers are Bayesian; the others take the plain mean.
-
-    Args:
-        last: how many layers, counted from the end, are Bayesian; 0 is FedAvg.
-        uniform: weigh every client alike, whatever its number of examples.
-        personal: end with a model for each client, its own posterior weighing so much beside the fused one.
-        how: how Bayesian layers are made, learned and asked.
-    """
-    return _fused_in(AALV, last, uniform, personal, how)
-
-
-@method("wb", paper="arXiv:2412.11646", family="posterior")
-def wb(last: NonNegativeInt = 1, uniform: bool = False, personal: Share = 0.0, how: Variational = USUAL) -> Recipe:
-    """The Wasserstein-2 barycenter of the posteriors: standard deviations are averaged, √v = Σ f_k √v_k.
-
-    The network's last layers are Bayesian; the others take the plain mean.
-
-    Args:
-        last: how many layers, counted from the end, are Bayesian; 0 is FedAvg.
-        uniform: weigh every client alike, whatever its number of examples.
-        personal: end with a model for each client, its own posterior weighing so much beside the fused one.
-        how: how Bayesian layers are made, learned and asked.
-    """
-    return _fused_in(WB, last, uniform, personal, how)
-
-
-@method("rklb", paper="arXiv:2412.11646", family="posterior")
-def rklb(last: NonNegativeInt = 1, uniform: bool = False, personal: Share = 0.0, how: Variational = USUAL) -> Recipe:
-    """The reverse-KL barycenter of the posteriors: 1/v = Σ f_k / v_k and μ = v Σ f_k μ_k / v_k.
-
-    The network's last layers are Bayesian; the others take the plain mean.
-    A client's say about a weight grows with how sure it is of it.
-
-    Args:
-        last: how many layers, counted from the end, are Bayesian; 0 is FedAvg.
-        uniform: weigh every client alike, whatever its number of examples.
-        personal: end with a model for each client, its own posterior weighing so much beside the fused one.
-        how: how Bayesian layers are made, learned and asked.
-    """
-    return _fused_in(RKLB, last, uniform, personal, how)
-
-
-@method("fklb", paper="arXiv:2412.11646", family="posterior")
-def fklb(last: NonNegativeInt = 1, uniform: bool = False, personal: Share = 0.0, how: Variational = USUAL) -> Recipe:
-    """The KL barycenter of the posteriors: the moments of their mixture, v = Σ f_k (v_k + (μ_k − μ)²).
-
-    The network's last layers are Bayesian; the others take the plain mean.
-    Where clients disagree about a weight the fused posterior is wide.
-
-    Args:
-        last: how many layers, counted from the end, are Bayesian; 0 is FedAvg.
-        uniform: weigh every client alike, whatever its number of examples.
-        personal: end with a model for each client, its own posterior weighing so much beside the fused one.
-        how: how Bayesian layers are made, learned and asked.
-    """
-    return _fused_in(FKLB, last, uniform, personal, how)
+eaa = barycenter_in(
+    EAA,
+    "arXiv:2206.10897",
+    "Empirical arithmetic aggregation: the mean of means and of variances, v = Σ f_k v_k.",
+)
+gaa = barycenter_in(
+    GAA,
+    "arXiv:2206.10897",
+    "Gaussian arithmetic aggregation: the distribution of the weighted sum of independent draws, v = Σ f_k² v_k.",
+    "Variances shrink about as 1/clients in every round, so that the network soon is a deterministic one.",
+)
+aalv = barycenter_in(
+    AALV,
+    "arXiv:2206.10897",
+    "Arithmetic aggregation of log-variances: the mean of means and the geometric mean of variances.",
+)
+wb = barycenter_in(
+    WB,
+    "arXiv:2412.11646",
+    "The Wasserstein-2 barycenter of the posteriors: standard deviations are averaged, √v = Σ f_k √v_k.",
+)
+rklb = barycenter_in(
+    RKLB,
+    "arXiv:2412.11646",
+    "The reverse-KL barycenter of the posteriors: 1/v = Σ f_k / v_k and μ = v Σ f_k μ_k / v_k.",
+    "A client's say about a weight grows with how sure it is of it.",
+)
+fklb = barycenter_in(
+    FKLB,
+    "arXiv:2412.11646",
+    "The KL barycenter of the posteriors: the moments of their mixture, v = Σ f_k (v_k + (μ_k − μ)²).",
+    "Where clients disagree about a weight the fused posterior is wide.",
+)
 
 
 @method("alpha", paper="arXiv:2412.11646", family="posterior")
@@ -324,4 +291,4 @@ def alpha(
         personal: end with a model for each client, its own posterior weighing so much beside the fused one.
         how: how Bayesian layers are made, learned and asked.
     """
-    return _fused_in(AlphaDivergence(alpha), last, uniform, personal, how)
+    return fused_in(AlphaDivergence(alpha), last, uniform, personal, how)

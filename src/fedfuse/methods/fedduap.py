@@ -1,4 +1,17 @@
-"""Zhang et al., FedDUAP: Federated Learning with Dynamic Update and Adaptive Pruning, IJCAI 2022."""
+"""Zhang et al., FedDUAP: Federated Learning with Dynamic Update and Adaptive Pruning, IJCAI 2022.
+
+Two ideas for a server with labelled rows of its own, each a method, and both together. In round t
+
+    client       w_k as in FedAvg, and its label counts                                                `LabelCounts`
+    server       w ← Σ f_k w_k
+    FedDU        w ← w + α (w_s − w), w_s being w trained on the server's rows, eqs. 2 to 5            `DynamicUpdate`
+                 α = f′(acc) · n₀ D(P̄) / (n₀ D(P̄) + n′ D(P₀)) · C · decayᵗ                            `balance`
+    FedAP, once  a pruning rate from the curvature of every client's loss, eq. 6                       `Rates`
+                 filters of low rank go, until each layer has lost its share                           `FilterRanking`
+
+n₀ and n′ are the numbers of rows of the server and of the cohort, D(P₀) and D(P̄) the Jensen–Shannon divergences of
+their labels from those of all clients.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +30,7 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import ServerPart
-from fedfuse.core.settings import LocalSettings, Settings
+from fedfuse.core.settings import Settings
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.methods._pruning import RANKING, RATES, FilterRanking, Rates
 from fedfuse.nets.cost import count_server_work, training_passes
@@ -40,50 +53,6 @@ _EVERYBODY = (
     "everybody takes part, so the cohort's labels are everybody's and FedDU takes no step: it is FedAvg to the last "
     'bit; ask fewer clients a round, or set divergence = "clients"'
 )
-_SMALL = 1e-2  # what keeps the inverse of an accuracy finite
-
-
-def need_of(accuracy: float, form: Need = "complement") -> float:
-    """f′(acc), how much a model needs the server's rows: 1 − acc, or 1/(acc + ε).
-
-    Example:
-        >>> need_of(0.75), round(need_of(0.99, "inverse"), 6)
-        (0.25, 1.0)
-    """
-    return 1.0 - accuracy if form == "complement" else 1.0 / (accuracy + _SMALL)
-
-
-def balance(rows: float, num_examples: float, cohort: float, server: float) -> float:
-    """How far the server's rows are to be trusted: n₀ D(P̄) / (n₀ D(P̄) + n′ D(P₀)).
-
-    The server counts for more the more rows it has, the further the cohort's labels are from everybody's and the
-    nearer its own are. Where neither is any way off, 0/0, only the numbers of rows speak: n₀ / (n₀ + n′).
-
-    Args:
-        rows: n₀, the server's rows.
-        num_examples: n′, the cohort's.
-        cohort: D(P̄), the divergence of the cohort's labels.
-        server: D(P₀), that of the server's.
-
-    Example:
-        >>> balance(100, 300, 0.2, 0.2), balance(100, 300, 0.0, 0.0), balance(100, 300, 0.0, 0.1)
-        (0.25, 0.25, 0.0)
-    """
-    ours, theirs = rows * cohort, num_examples * server
-    return ours / (ours + theirs) if ours + theirs > 0 else rows / (rows + num_examples)
-
-
-def interpolate(start: Params, end: Params, share: float) -> dict[str, Tensor]:
-    """(1 − α) w + α w_s for every floating tensor; counters are the trained model's.
-
-    Example:
-        >>> interpolate({"w": torch.zeros(1)}, {"w": torch.ones(1)}, 0.25)
-        {'w': tensor([0.2500])}
-    """
-    return {
-        n: torch.lerp(t.double(), end[n].double(), share).to(t.dtype) if t.is_floating_point() else end[n].clone()
-        for n, t in start.items()
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +64,7 @@ class DynamicUpdate(ServerPart):
     w − τ_eff η ḡ with τ_eff = α τ and ḡ the mean gradient of the τ steps. D is the divergence of a label histogram
     from that of all clients; acc is the accuracy of w on the server's rows. What a mask leaves out stays zero.
 
-    Where everybody takes part the cohort's labels are everybody's, D(P̄) = 0 and α = 0: by its equation FedDU is then
+    Where all clients take part the cohort's labels are those of all, D(P̄) = 0 and α = 0: by its equation FedDU is then
     FedAvg, which the record says. `divergence = "clients"` takes the mean divergence of the cohort's clients instead,
     which is not zero under skew.
 
@@ -106,7 +75,7 @@ class DynamicUpdate(ServerPart):
         epochs: E, the server's passes over its rows; None takes the clients'.
         batch_size: B; None takes the clients'.
         least: a smaller α is no step at all.
-        explode: the step is taken back if it raises the loss on the server's rows more than so many times.
+        explode: the step is taken back if it multiplies the loss on the server's rows by more than this.
         unheard: what clients that never answered are taken to have.
         divergence: what stands for D(P̄): that of the "cohort"'s labels together, or the mean of its "clients'", by
             their examples.
@@ -134,7 +103,10 @@ class DynamicUpdate(ServerPart):
             why = _EVERYBODY if remark else f"alpha is {share:.2g}"
             state = count_server_work(state, len(rows), bench)
             return state.noting(server_step={**facts, "taken": False, "why": why}, **remark)
-        settings = self._settings(cohort, bench)
+        # the server trains as the clients did, but for what it was given
+        own: Mapping[str, int | None] = {"epochs": self.epochs, "batch_size": self.batch_size}
+        given = {key: value for key, value in own.items() if value is not None}
+        settings = common_training(cohort, bench, "FedDU", given).model_copy(update=given)
         trained = train_on(rows, state, settings, bench)
         state = count_server_work(state, 2 * len(rows) + training_passes(settings, len(rows), trained.steps), bench)
         moved = state.fused(interpolate(state.single.posterior.mean, trained.params, share))
@@ -163,17 +135,54 @@ class DynamicUpdate(ServerPart):
         return float(torch.tensor(each, dtype=torch.float64) @ cohort.weights)
 
     def remark(self, asked: int, bench: Bench) -> str:
-        """That everybody takes part, where this makes it FedAvg."""
+        """That all clients take part, where this makes it FedAvg."""
         return _EVERYBODY if self._is_fedavg(asked, bench) else ""
 
     def _is_fedavg(self, clients: int, bench: Bench) -> bool:
         return self.divergence == "cohort" and clients >= bench.population > 0
 
-    def _settings(self, cohort: Cohort, bench: Bench) -> LocalSettings:
-        """How the server trains: as the clients did, but for what it was told."""
-        own: Mapping[str, int | None] = {"epochs": self.epochs, "batch_size": self.batch_size}
-        given = {key: value for key, value in own.items() if value is not None}
-        return common_training(cohort, bench, "FedDU", given).model_copy(update=given)
+
+def need_of(accuracy: float, form: Need = "complement") -> float:
+    """f′(acc), how much a model needs the server's rows: 1 − acc, or 1/(acc + ε).
+
+    Example:
+        >>> need_of(0.75), round(need_of(0.99, "inverse"), 6)
+        (0.25, 1.0)
+    """
+    return 1.0 - accuracy if form == "complement" else 1.0 / (accuracy + 1e-2)
+
+
+def balance(rows: float, num_examples: float, cohort: float, server: float) -> float:
+    """How far the server's rows are to be trusted: n₀ D(P̄) / (n₀ D(P̄) + n′ D(P₀)).
+
+    The server counts for more the more rows it has, the further the cohort's labels are from all clients' and the
+    nearer its own are. Where neither is any way off, 0/0, only the numbers of rows speak: n₀ / (n₀ + n′).
+
+    Args:
+        rows: n₀, the server's rows.
+        num_examples: n′, the cohort's.
+        cohort: D(P̄), the divergence of the cohort's labels.
+        server: D(P₀), that of the server's.
+
+    Example:
+        >>> balance(100, 300, 0.2, 0.2), balance(100, 300, 0.0, 0.0), balance(100, 300, 0.0, 0.1)
+        (0.25, 0.25, 0.0)
+    """
+    ours, theirs = rows * cohort, num_examples * server
+    return ours / (ours + theirs) if ours + theirs > 0 else rows / (rows + num_examples)
+
+
+def interpolate(start: Params, end: Params, share: float) -> dict[str, Tensor]:
+    """(1 − α) w + α w_s for every floating tensor; counters are the trained model's.
+
+    Example:
+        >>> interpolate({"w": torch.zeros(1)}, {"w": torch.ones(1)}, 0.25)
+        {'w': tensor([0.2500])}
+    """
+    return {
+        n: torch.lerp(t.double(), end[n].double(), share).to(t.dtype) if t.is_floating_point() else end[n].clone()
+        for n, t in start.items()
+    }
 
 
 class ServerUpdate(Settings):

@@ -1,4 +1,20 @@
-"""Liu et al., FedLPA: One-shot Federated Learning with Layer-Wise Posterior Aggregation, NeurIPS 2024."""
+"""Liu et al., FedLPA: One-shot Federated Learning with Layer-Wise Posterior Aggregation, NeurIPS 2024.
+
+Around its trained weights M_k = [W | b] of a layer, client k believes in a Gaussian whose precision is the Fisher
+information of its rows, A_k ⊗ B_k (eqs. 10 and 27). One round is
+
+    client   A_k and B_k of every layer                                            `KroneckerFactors` in client/kfac.py
+    server   Σ f_k B_k M A_k = Σ f_k B_k M_k A_k, solved for M, eqs. 7 and 11–14   `NaturalKron` in aggregate/natural.py
+
+and a further round, with eta > 0, as the released code has it,
+
+    client   loss + η Σ_layers max(0, ½ ⟨D, (B − B_k) D (A − A_k)⟩), D = M − M_global        `PosteriorPull`
+             A_k, B_k are kept for the next round                                            `KeepFactors`
+    server   A = Σ f_k A_k and B = Σ f_k B_k are published                                   `ShareFactors`
+
+Two other papers solve the same equation less exactly on purpose: MaTS stops early (`EarlyStopped`), FedFisher takes the
+step that is best on the server's rows (`BestStep`).
+"""
 
 from __future__ import annotations
 
@@ -12,12 +28,12 @@ from torch import Tensor
 
 from fedfuse.client.fisher import Fisher
 from fedfuse.client.kfac import KroneckerFactors, Sharing
-from fedfuse.client.memory import KeepFactors
 from fedfuse.core.messages import Cohort
+from fedfuse.core.params import Params
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.core.seams import Aggregator, Batch, Objective, ServerPart, TaskLoss
-from fedfuse.core.state import Bench, Local, ServerState, entries_of
+from fedfuse.core.state import Bench, Local, ServerState, entries_of, with_kind
 from fedfuse.core.torch_utils import in_full
 from fedfuse.errors import RecipeError
 from fedfuse.linalg.cg import Solution, conjugate_gradient
@@ -28,7 +44,6 @@ from fedfuse.linalg.subspace import times, written
 from fedfuse.nets.kronecker import SIDES, Block, Which, blocks_of, read_factor
 from fedfuse.server.aggregate.natural import (
     Balance,
-    Damping,
     Equation,
     NaturalKron,
     Scale,
@@ -39,15 +54,6 @@ from fedfuse.server.aggregate.natural import (
     with_the_rest_averaged,
 )
 from fedfuse.wire.codec import forms_of
-
-
-class _Gap(NamedTuple):
-    """A layer's global factors less the client's own, stacked over its groups, and where it began."""
-
-    block: Block
-    A: Tensor
-    B: Tensor
-    start: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,54 +79,68 @@ class PosteriorPull:
         gaps = local.once("kron gaps", _gaps)
         if not gaps or self.eta == 0:
             return loss
-        return loss + self.eta / 2 * torch.stack([_pull(gap, local) for gap in gaps]).clamp(min=0).sum()
+        return loss + self.eta / 2 * torch.stack([gap.pull(local) for gap in gaps]).clamp(min=0).sum()
 
 
-def _pull(gap: _Gap, local: Local) -> Tensor:
-    away = in_full(gap.block.matrices(local.live)) - gap.start
-    inner = gap.B @ away
-    return (away * (inner * gap.A[:, None] if gap.block.has_diagonal_inputs else inner @ gap.A)).sum()
+class _Gap(NamedTuple):
+    """A − A_k and B − B_k of a layer, stacked over its groups, and the M_global it began at."""
+
+    block: Block
+    A: Tensor
+    B: Tensor
+    start: Tensor
+
+    def pull(self, local: Local) -> Tensor:
+        """⟨D, (B − B_k) D (A − A_k)⟩."""
+        away = in_full(self.block.matrices(local.live)) - self.start
+        inner = self.B @ away
+        return (away * (inner * self.A[:, None] if self.block.has_diagonal_inputs else inner @ self.A)).sum()
 
 
 def _gaps(local: Local) -> list[_Gap]:
-    theirs, mine = entries_of(local.brief.memory, "kron"), local.recall("kron")
-    known = [b for b in blocks_of(local.brief.spec) if _is_known(b, theirs, local) and _is_known(b, mine, local)]
-    return [_gap(block, theirs, mine, local) for block in known]
+    """The gap of every trained layer whose factors both sides know in its present size; a pruning changes sizes."""
+    common, own = entries_of(local.brief.memory, "kron"), local.recall("kron")
+    forms, found = forms_of(local.brief.params), list[_Gap]()
+    for block in blocks_of(local.brief.spec):
+        if not local.live.keys() >= set(block.tensors):
+            continue
+        sides = [[read_factor(factors, f"{block.name}/{side}") for factors in (common, own)] for side in SIDES]
+        sized = zip(sides, block.sizes(forms), strict=True)
+        known = [[f for f in pair if f is not None and _size(f) == size] for pair, size in sized]
+        if all(len(pair) == 2 for pair in known):
+            start = in_full(block.matrices(local.anchor))
+            A, B = (_difference(*pair).to(start) for pair in known)
+            found.append(_Gap(block, A, B, start))
+    return found
 
 
-def _is_known(block: Block, factors: dict[str, Tensor], local: Local) -> bool:
-    """Whether there are factors of this layer as it is now: after a pruning there are none of its size."""
-    if not local.live.keys() >= set(block.tensors):
-        return False
-    sizes = zip(SIDES, block.sizes(forms_of(local.brief.params)), strict=True)
-    return all(_size(read_factor(factors, f"{block.name}/{side}")) == size for side, size in sizes)
-
-
-def _size(factor: Factor | None) -> int:
-    if factor is None:
-        return 0
+def _size(factor: Factor) -> int:
     if isinstance(factor, BlockDiagonal):
         return sum(factor.sizes)
     return factor.rest.shape[-1] if isinstance(factor, LowRank) else factor.shape[-1]
 
 
-def _gap(block: Block, theirs: dict[str, Tensor], mine: dict[str, Tensor], local: Local) -> _Gap:
-    start = in_full(block.matrices(local.anchor))
-    A, B = (_difference(theirs, mine, f"{block.name}/{side}").to(start) for side in SIDES)
-    return _Gap(block, A, B, start)
+def _difference(first: Factor, second: Factor) -> Tensor:
+    """One factor less the other, stacked over groups, in float64; of diagonals, the diagonal."""
+    if isinstance(first, LowRank) and isinstance(second, LowRank) and first.is_diagonal and second.is_diagonal:
+        return (first.rest.double() - second.rest.double()).reshape(-1, first.rest.shape[-1])
+    gap = dense(first).double() - dense(second).double()
+    return gap.reshape(-1, *gap.shape[-2:])
 
 
-def _difference(theirs: dict[str, Tensor], mine: dict[str, Tensor], path: str) -> Tensor:
-    """The global factor less the client's own, stacked over groups; of diagonals, the diagonal."""
-    known = [read_factor(factors, path) for factors in (theirs, mine)]
-    if all(isinstance(f, LowRank) and f.is_diagonal for f in known):
-        first, second = (f.rest.double() for f in known if isinstance(f, LowRank))
-        return (first - second).reshape(-1, first.shape[-1])
-    first, second = (dense(f).double() for f in known if f is not None)
-    return (first - second).reshape(-1, *first.shape[-2:])
+@dataclass(frozen=True, slots=True)
+class KeepFactors:
+    """What `PosteriorPull` reads in the client's next round: the Kronecker factors it sent."""
+
+    def __call__(self, local: Local, notes: Params) -> Params:  # noqa: ARG002 - the seam's signature
+        """The factors as they were sent, without the damping the client chose."""
+        return with_kind("kron", {n: t for n, t in entries_of(notes, "kron").items() if "/" in n})
 
 
-_TOL = 1e-10  # by then there is nothing left to stop early
+Begin: TypeAlias = Literal["mean", "regmean", "tasks"]
+Early: TypeAlias = Literal["early", "adam"]
+
+_TASKS = 0.3  # how far along the sum of all tasks task arithmetic goes where nothing is tuned
 
 
 def early_mean(
@@ -133,7 +153,7 @@ def early_mean(
     iterations: int,
     what: str,
 ) -> Solution:
-    """So many iterations of plain conjugate gradients for Σ f_k B_k (M − M_k) A_k = 0, from a start (MaTS).
+    """Some iterations of plain conjugate gradients for Σ f_k B_k (M − M_k) A_k = 0, from a start (MaTS).
 
     Example:
         >>> I = torch.eye(2)
@@ -142,7 +162,7 @@ def early_mean(
                 [0., 3.]], dtype=torch.float64)
     """
     operator, Z = _system(Ms, As, Bs, shares)
-    return conjugate_gradient(operator, Z, x0=start, tol=_TOL, max_iters=iterations, strict=False, what=what)
+    return conjugate_gradient(operator, Z, x0=start, tol=1e-10, max_iters=iterations, strict=False, what=what)
 
 
 def descend(
@@ -155,7 +175,7 @@ def descend(
     rate: float,
     every: int,
 ) -> Iterator[Tensor]:
-    """Adam's steps down Σ f_k tr((M − M_k)ᵀ B_k (M − M_k) A_k) from a start (FedFisher): M every so many steps.
+    """Adam's steps down Σ f_k tr((M − M_k)ᵀ B_k (M − M_k) A_k) from a start (FedFisher): M after every `every`.
 
     Example:
         >>> I = torch.eye(1)
@@ -182,30 +202,18 @@ def _system(Ms: Sequence[Tensor], As: Sequence[Factor], Bs: Sequence[Factor], sh
     return KronSum.of(inputs, outputs, shares), Z
 
 
-Begin: TypeAlias = Literal["mean", "regmean", "tasks"]
-Early: TypeAlias = Literal["early", "adam"]
-
-_TASKS = 0.3  # how far along the sum of all tasks task arithmetic goes where nothing is tuned
-
-
-@dataclass(frozen=True, slots=True)
-class _Begin:
+def begin_at(begin: Begin, state: ServerState, block: Block, group: int, equation: Equation) -> Tensor:
     """Where a solve begins: Σ f_k M_k, the same equation with B = I, or M_0 + 0.3 Σ (M_k − M_0)."""
-
-    at: Begin
-    state: ServerState
-
-    def __call__(self, block: Block, group: int, known: Equation) -> Tensor:
-        shares = known.shares.tolist()
-        if self.at == "regmean":
-            return regression_mean(known.layers, [written(A) for A in known.inputs], shares)
-        if self.at == "mean":
-            return sum(
-                (f * M.double() for f, M in zip(shares, known.layers, strict=True)),
-                torch.zeros_like(known.layers[0], dtype=torch.float64),
-            )
-        base = block.matrices(self.state.single.posterior.mean)[group].double()
-        return base + _TASKS * torch.stack([M.double() - base for M in known.layers]).sum(0)
+    shares = equation.shares.tolist()
+    if begin == "regmean":
+        return regression_mean(equation.layers, [written(A) for A in equation.inputs], shares)
+    if begin == "mean":
+        return sum(
+            (f * M.double() for f, M in zip(shares, equation.layers, strict=True)),
+            torch.zeros_like(equation.layers[0], dtype=torch.float64),
+        )
+    base = block.matrices(state.single.posterior.mean)[group].double()
+    return base + _TASKS * torch.stack([M.double() - base for M in equation.layers]).sum(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,19 +235,19 @@ class EarlyStopped(ServerPart):
     @property
     def needs(self) -> frozenset[str]:
         """The factors, and for task arithmetic the common start."""
-        return self.of.needs | _base_of(self.begin)
+        return self.of.needs | ({"start"} if self.begin == "tasks" else set())
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
         """Iterate layer by layer; the facts say how far each came."""
-        start = _Begin(self.begin, state)
         mean: dict[str, Tensor] = {}
         solutions: dict[str, list[Solution]] = {}
         for block in informed_blocks(cohort):
-            known = [self.of.equation(cohort, block, group) for group in range(block.groups)]
-            solutions[block.name] = [
-                early_mean(*one[:4], start=start(block, group, one), iterations=self.iterations, what=one.what)
-                for group, one in enumerate(known)
-            ]
+            solutions[block.name] = []
+            for group in range(block.groups):
+                one = self.of.equation(cohort, block, group)
+                start = begin_at(self.begin, state, block, group, one)
+                found = early_mean(*one[:4], start=start, iterations=self.iterations, what=one.what)
+                solutions[block.name].append(found)
             mean |= split_solutions(cohort, block, [s.x for s in solutions[block.name]])
         return with_the_rest_averaged(cohort, state, mean).noting(**self.of.facts(cohort, solutions))
 
@@ -270,7 +278,7 @@ class BestStep(ServerPart):
     @property
     def needs(self) -> frozenset[str]:
         """The factors, rows to choose by and the network that answers to them."""
-        return self.of.needs | {"server_rows", "network"} | _base_of(self.begin)
+        return self.of.needs | {"server_rows", "network"} | ({"start"} if self.begin == "tasks" else set())
 
     def passes(self, clients: int, bench: Bench) -> float:  # noqa: ARG002 - the seam's signature
         """The server's rows at every look."""
@@ -286,12 +294,11 @@ class BestStep(ServerPart):
 
     def _walk(self, cohort: Cohort, state: ServerState) -> Iterator[ServerState]:
         """The fused state at the beginning and at every look."""
-        start = _Begin(self.begin, state)
         now: dict[Block, list[Tensor]] = {}
         walks: dict[Block, list[Iterator[Tensor]]] = {}
         for block in informed_blocks(cohort):
             known = [self.of.equation(cohort, block, group) for group in range(block.groups)]
-            now[block] = [start(block, group, one) for group, one in enumerate(known)]
+            now[block] = [begin_at(self.begin, state, block, group, one) for group, one in enumerate(known)]
             walks[block] = [
                 descend(*one[:4], start=M, rate=self.rate, every=self.every)
                 for one, M in zip(known, now[block], strict=True)
@@ -301,10 +308,6 @@ class BestStep(ServerPart):
                 now = {block: [next(walk) for walk in mine] for block, mine in walks.items()}
             tensors = {n: t for block, found in now.items() for n, t in split_solutions(cohort, block, found).items()}
             yield with_the_rest_averaged(cohort, state, tensors)
-
-
-def _base_of(begin: Begin) -> frozenset[str]:
-    return frozenset({"start"} if begin == "tasks" else ())
 
 
 @torch.no_grad()
@@ -365,44 +368,34 @@ def fedlpa(
         begin: where early and adam begin: mean, regmean (the same equation with B = I) or tasks (task arithmetic).
         block_width: of factors with more rows, send blocks of at most so many along their diagonals.
     """
-    by_rows, pulled = damping == "evidence", eta > 0
-    equation = replace(_equation(damping, scale, pi), tol=tol, max_iters=max_iters, shares=shares)
-    factors = KroneckerFactors(fisher, by_rows, sharing=sharing, layers=layers, centred=centred, min_rows=min_rows)
-    evidence = _with_size(factors, rank, half, block_width)
-    return Recipe(
-        objective=PosteriorPull(eta) if pulled else TaskLoss(),
-        evidence=(evidence,),
-        memory=(KeepFactors(),) if pulled else (),
-        aggregate=_solver(solver, begin, equation),
-        steps=(ShareFactors(),) if pulled else (),
-        publishes=("kron",) if pulled else (),
-    )
-
-
-def _with_size(factors: KroneckerFactors, rank: int | None, half: bool, block_width: int | None) -> KroneckerFactors:
-    """The evidence in the form in which it travels."""
     if half and rank is None:
         raise RecipeError("fedlpa: half stores eigenvectors in half precision and there are none; set rank, say to 8")
     if rank is not None and block_width is not None:
         raise RecipeError("fedlpa: rank and block_width are two ways to make factors small; set one of them")
-    return replace(factors, rank=rank, half=half, width=block_width)
-
-
-def _equation(damping: Damping | None, scale: Scale | None, pi: Balance | None) -> NaturalKron:
-    by_rows = damping == "evidence"
-    scaled: Scale = scale or ("none" if by_rows else "root")
-    lam = damping if damping is not None else 1e-3 if scaled == "none" else 1e-1
-    return NaturalKron(lam, pi or ("evidence" if by_rows else "trace"), scale=scaled)
-
-
-def _solver(solver: Solver | Early, begin: Begin, equation: NaturalKron) -> Aggregator:
-    if solver == "early":
-        return EarlyStopped(equation, begin, equation.max_iters or 100)
-    if solver == "adam":
-        return BestStep(equation, begin, equation.max_iters or 2000)
-    if begin != "mean":
+    if begin != "mean" and solver not in ("early", "adam"):
         raise RecipeError(
             f"fedlpa: begin is {begin!r}, and the solver {solver!r} ends at the same weights wherever it begins; set "
             "solver to early or adam"
         )
-    return replace(equation, solver=solver)
+    by_rows, pulled = damping == "evidence", eta > 0
+    scaled: Scale = scale or ("none" if by_rows else "root")
+    if damping is None:
+        damping = 1e-3 if scaled == "none" else 1e-1
+    balance = pi or ("evidence" if by_rows else "trace")
+    equation = NaturalKron(damping, balance, scale=scaled, tol=tol, max_iters=max_iters, shares=shares)
+    aggregate: Aggregator
+    if solver == "early":
+        aggregate = EarlyStopped(equation, begin, max_iters or 100)
+    elif solver == "adam":
+        aggregate = BestStep(equation, begin, max_iters or 2000)
+    else:
+        aggregate = replace(equation, solver=solver)
+    factors = KroneckerFactors(fisher, by_rows, sharing=sharing, layers=layers, centred=centred, min_rows=min_rows)
+    return Recipe(
+        objective=PosteriorPull(eta) if pulled else TaskLoss(),
+        evidence=(replace(factors, rank=rank, half=half, width=block_width),),
+        memory=(KeepFactors(),) if pulled else (),
+        aggregate=aggregate,
+        steps=(ShareFactors(),) if pulled else (),
+        publishes=("kron",) if pulled else (),
+    )

@@ -1,4 +1,13 @@
-"""Wang et al., Federated Learning with Matched Averaging, ICLR 2020."""
+"""Wang et al., Federated Learning with Matched Averaging, ICLR 2020 (FedMA).
+
+Hidden units of all clients are matched as in PFNM, but one layer an exchange, from the inputs on (Algorithm 1):
+
+    server   units of layer l are matched by their incoming weights; the common layer is fixed      `MatchedLayers`
+             each client's next layer is re-ordered and padded to the common units                  `expand_units`
+    client   trains the layers after l, the fixed ones held                                         publishes "held"
+
+The last layer is averaged class by class, by the clients' shares of each class, for which they send label counts.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +69,7 @@ class MatchedLayers(ServerPart):
         """Every network is one layer after another, and all have the same ones; unseen inputs leave it for later."""
         try:
             chains = {client: hidden_layers("fedma", spec, bench) for client, spec in networks.items()}
-        except RecipeError:  # nobody here knows what an input looks like
+        except RecipeError:  # the shape of an input is not known yet
             return
         check_same_depth("fedma", chains)
 
@@ -82,8 +91,12 @@ class MatchedLayers(ServerPart):
             if depth == settled:
                 starts = {u.client: _client_start(u, {**c, **common}) for u, c in zip(cohort, clients, strict=True)}
                 unit_indices = dict(zip(cohort.clients, found.assignment, strict=True))
-                memory |= _held_entries(layers[0]) | with_kind(f"places/{layers[0].maker.name}", unit_indices)
-        common |= _last_layer(chains[0][-1].reader, clients, class_shares(cohort, _outputs(chains[0], clients)))
+                maker = layers[0].maker
+                held = [n for n in (maker.weight, maker.bias, *maker.followers) if n is not None]
+                memory |= with_kind("held", {n: torch.ones((), dtype=torch.bool) for n in held})
+                memory |= with_kind(f"places/{maker.name}", unit_indices)
+        last = chains[0][-1].reader
+        common |= _last_layer(last, clients, class_shares(cohort, len(clients[0][last.weight])))
         mean = _complete_network(cohort, common)
         if settled == len(chains[0]):
             starts = _starts_after_pass(cohort, chains[0], mean, memory)
@@ -135,10 +148,6 @@ def _last_layer(last: Layer, clients: Sequence[Params], shares: Tensor) -> dict[
     return averaged
 
 
-def _outputs(chain: Sequence[Hidden], clients: Sequence[Params]) -> int:
-    return len(clients[0][chain[-1].reader.weight])
-
-
 def _complete_network(cohort: Cohort, common: Params) -> dict[str, Tensor]:
     """The common network, tensors of no layer averaged, in the order and the dtypes of a client's."""
     first = cohort.updates[0].posterior.mean
@@ -155,13 +164,6 @@ def _client_start(update: ClientUpdate, params: Params) -> Start:
     like = update.posterior.mean
     mean = {name: params[name].to(like[name].dtype, copy=True).contiguous() for name in like}
     return Start(update.spec.with_shapes_of(mean), mean)
-
-
-def _held_entries(hidden: Hidden) -> dict[str, Tensor]:
-    """Everything of a layer, to be held by clients from now on."""
-    maker = hidden.maker
-    names = filter(None, (maker.weight, maker.bias, *maker.followers))
-    return with_kind("held", {name: torch.ones((), dtype=torch.bool) for name in names})
 
 
 def _starts_after_pass(cohort: Cohort, chain: Sequence[Hidden], mean: Params, memory: Params) -> dict[str, Start]:

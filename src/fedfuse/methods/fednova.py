@@ -1,4 +1,14 @@
-"""Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization, NeurIPS 2020."""
+"""Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization, NeurIPS 2020.
+
+A client that takes more local steps pulls the mean further, and so changes which objective is minimized. FedNova
+averages the clients' walks per gradient, and then goes as far as they went on average:
+
+    a_k = ‖a_k‖₁, the weight of all gradients in client k's walk: τ_k steps with momentum ρ_k      `effective_steps`
+    d_k = (w₀ − w_k) / a_k
+    w = w₀ − τ_eff Σ_k f_k d_k   with   τ_eff = Σ_k f_k a_k                                        `NormalizedMean`
+
+Clients train as in FedAvg. With equal a_k this is FedAvg.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +30,10 @@ from fedfuse.server.training import training_of
 
 @dataclass(frozen=True, slots=True)
 class NormalizedMean(ServerPart):
-    """FedNova: average the clients' walks per gradient, then go as far as they went on average.
+    """w = w₀ − τ_eff Σ_k f_k (w₀ − w_k)/a_k with a_k = `effective_steps`(τ_k, ρ_k) and τ_eff = Σ_k f_k a_k.
 
-    w = w₀ − τ_eff Σ_k f_k (w₀ − w_k)/a_k with a_k = `effective_steps`(τ_k, ρ_k) and τ_eff = Σ_k f_k a_k
-    (Wang et al. 2020). With equal a_k this is FedAvg. Each client says which momentum ρ_k it trained with, and at
-    which rate: where rates differ, a_k is measured in steps of the first client's rate.
+    A client's reply names the momentum ρ_k and the rate it trained with: where rates differ, a_k is measured in steps
+    of the first client's rate.
 
     Attributes:
         momentum: ρ of the clients' SGD, to be taken instead of what they say; their rates are then taken to agree.

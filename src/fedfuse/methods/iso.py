@@ -1,4 +1,9 @@
-"""Marczak et al., No Task Left Behind: Isotropic Model Merging with Common and Task-Specific Subspaces, ICML 2025."""
+"""Marczak et al., No Task Left Behind: Isotropic Model Merging with Common and Task-Specific Subspaces, ICML 2025.
+
+Iso-C: the sum of the clients' moves from their common start, with its spectrum made flat, matrix by matrix,
+
+    δ = K Σ_k f_k (w_k − w₀) = U Σ Vᵀ,      w = w₀ + λ σ̄ U Vᵀ,      σ̄ the mean of Σ
+"""
 
 from __future__ import annotations
 
@@ -16,15 +21,13 @@ from fedfuse.core.seams import ServerPart
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.server.aggregate.moves import BASE_LAWS, blocks_of, fuse_weights, move_along, move_block, sources_of
 
-_DEEPEST = 1e-4  # of the largest singular value: its square is a hundred million roundings
-
 
 @dataclass(frozen=True, slots=True)
 class IsotropicSum(ServerPart):
-    """Iso-C (Marczak et al. 2025): w = w₀ + λ σ̄ U Vᵀ, where U Σ Vᵀ = K Σ_k f_k δ_k and σ̄ is the mean of Σ.
+    """w = w₀ + λ σ̄ U Vᵀ, where U Σ Vᵀ = K Σ_k f_k δ_k and σ̄ is the mean of Σ.
 
     Weights of more than two dimensions are laid out as matrices, outputs × everything else; biases and norms take the
-    mean move. Directions in which nobody moved (singular values that are nothing but rounding) stay out.
+    mean move. Directions in which no client moved (singular values that are nothing but rounding) stay out.
 
     Attributes:
         scale: λ.
@@ -73,7 +76,9 @@ def flatten_spectrum(matrix: Tensor) -> Tensor:
         return flatten_spectrum(matrix.mT).mT
     squares, vectors = torch.linalg.eigh(matrix.mT @ matrix)
     values = squares.clamp(min=0).sqrt()
-    if not bool(values[0] > _DEEPEST * values[-1]):
+    # below 1e-4 of the largest the square is 1e-8 of the largest square, and half of its sixteen digits are rounding;
+    # NaN fails the comparison too
+    if not bool(values[0] > 1e-4 * values[-1]):
         return _flatten_by_factors(matrix)
     flat: Tensor = matrix @ ((vectors * (values.mean() / values)) @ vectors.mT)
     return flat

@@ -22,7 +22,7 @@ class KeepApart(ServerPart):
     result: ClassVar[Result] = "apart"
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
-        """Hand each client its own model back; whoever was not asked yet still begins where all began."""
+        """Hand each client its own model back; clients not asked yet still begin at the common start."""
         mine = {u.client: {n: t.clone() for n, t in u.posterior.mean.items()} for u in cohort}
         starts = {"": state.start, **state.starts, **{u.client: Start(u.spec, mine[u.client]) for u in cohort}}
         members = tuple(Single(u.spec, replace(u.posterior, mean=mine[u.client])) for u in cohort)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from fedfuse.client.memory import KeepModel
-from fedfuse.client.objectives import Contrastive
+from fedfuse.client.objectives import Contrastive, KeepModel
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.server.aggregate.mean import Mean

@@ -1,4 +1,14 @@
-"""Wu et al., Grid Binary LOgistic REgression (GLORE), JAMIA 2012: Newton's method from sums of gradient and Hessian."""
+"""Wu et al., Grid Binary LOgistic REgression (GLORE), JAMIA 2012: a pooled fit from sums, with its inference.
+
+A generalized linear model, or the last linear layer of a network, is fitted by Newton's method. The sums below are
+those of the pooled rows, so the fit is the pooled one whatever the partition. One exchange is
+
+    client   ℓ_k, g_k and H_k: loss, gradient and Hessian over its rows at w             `CurvatureSums`
+    server   w ← w − (Σ H_k + ρ)⁻¹ (Σ g_k + ρ w)                                         `NewtonStep`
+
+The server also reports coefficients with standard errors from (Σ H_k)⁻¹ (`coefficient_table`), and whether the sites
+agree, by Cochran's Q (`heterogeneity`).
+"""
 
 from __future__ import annotations
 
@@ -90,10 +100,8 @@ class CurvatureSums(CurvatureEvidence):
             "newton/gradient": Form(shape, torch.float64),
             "newton/hessian": Form((packed_size(size),), torch.float64),
         }
-        return wanted | ({"newton/fit": Form(shape, torch.float64)} if self._brings_fit(brief) else {})
-
-    def _brings_fit(self, brief: Brief) -> bool:
-        return self.first == "local" and brief.round == 0
+        brings_fit = self.first == "local" and brief.round == 0
+        return wanted | ({"newton/fit": Form(shape, torch.float64)} if brings_fit else {})
 
     def check(self, notes: Params, num_examples: float) -> Flaw | None:
         """A Hessian of real rows has no negative eigenvalue, a loss is not negative, and rows are as many as said."""
@@ -122,106 +130,6 @@ def layer_features(local: Local, width: int) -> Tensor:
         parts = [representation(local.module, x)[1].double().cpu() for x in local.rows.x.split(512)]
     phi = torch.cat(parts)
     return phi if phi.shape[1] == width else torch.cat([phi, phi.new_ones(len(phi), 1)], 1)
-
-
-_RATIO = {"bernoulli": "odds_ratio", "multinomial": "odds_ratio", "poisson": "rate_ratio"}
-
-
-def coefficient_table(
-    weights: Tensor,
-    sums: NewtonSums,
-    free: Tensor,
-    family: Family,
-    num_examples: float,
-    names: Sequence[str] = (),
-    classes: Sequence[str] = (),
-    level: float = 0.95,
-) -> list[dict[str, Any]]:
-    """Each free coefficient with its standard error, test and interval.
-
-    The covariance is the inverse of the Hessian at the fit; for numbers times the residual variance RSS/(n − p), with
-    Student's t in place of the normal.
-
-    Args:
-        weights: outputs × features.
-        sums: of all rows, at the weights.
-        free: which coefficients were estimated.
-        family: of the likelihood.
-        num_examples: n.
-        names: of the features, the constant aside.
-        classes: of the outputs.
-        level: of the intervals.
-    """
-    covariance = torch.linalg.pinv(_free(sums.hessian, free), hermitian=True)
-    freedom = num_examples - covariance.shape[0]
-    if family == "gaussian":
-        covariance = covariance * (2 * float(sums.loss) / max(freedom, 1.0) / len(weights))
-    from scipy import stats  # late: it takes as long to load as a small fusion lasts
-
-    spread = stats.t(max(freedom, 1.0)) if family == "gaussian" else stats.norm()
-    errors = covariance.diagonal().clamp(min=0).sqrt()
-    width = float(spread.ppf((1 + level) / 2))
-    places = free.nonzero().tolist()
-    labels = [_label(output, feature, weights, names, classes) for output, feature in places]
-    estimates = [float(weights[output, feature]) for output, feature in places]
-    return [
-        _line(label, b, float(se), width, 2 * float(spread.sf(abs(b) / float(se))) if se > 0 else math.nan, family)
-        for label, b, se in zip(labels, estimates, errors, strict=True)
-    ]
-
-
-def heterogeneity(each: Sequence[NewtonSums], moves: Sequence[Tensor], free: Tensor) -> dict[str, float]:
-    """Cochran's Q = Σ_k d_kᵀ H_k d_k with d_k = w_k − w, its degrees of freedom, p-value and I² = max(0, (Q − df)/Q).
-
-    Args:
-        each: every site's sums.
-        moves: how far each site's own fit is from the common one, outputs × features.
-        free: which coefficients were estimated.
-    """
-    hessians = [_free(s.hessian, free) for s in each]
-    ranks = [int(torch.linalg.matrix_rank(h, hermitian=True)) for h in hessians]
-    away = [d.flatten()[free.flatten()] for d in moves]
-    q = sum(float(d @ h @ d) for d, h in zip(away, hessians, strict=True))
-    freedom = max(sum(ranks) - int(free.sum()), 0)
-    from scipy import stats
-
-    chance = float(stats.chi2.sf(q, freedom)) if freedom else math.nan
-    return {"Q": q, "df": freedom, "p": chance, "I2": max(0.0, (q - freedom) / q) if q > 0 else 0.0}
-
-
-def one_step_moves(each: Sequence[NewtonSums], free: Tensor) -> list[Tensor]:
-    """Where a Newton step alone would take each site from the common fit: the score form of its own fit."""
-    chosen = free.flatten()
-    moves = []
-    for sums in each:
-        step = torch.zeros(free.numel(), dtype=sums.hessian.dtype)
-        step[chosen] = -solve_symmetric(_free(sums.hessian, free), sums.gradient.flatten()[chosen])
-        moves.append(step.view_as(free))
-    return moves
-
-
-def _free(hessian: Tensor, free: Tensor) -> Tensor:
-    chosen = free.flatten()
-    return hessian[chosen][:, chosen]
-
-
-def _label(output: int, feature: int, weights: Tensor, names: Sequence[str], classes: Sequence[str]) -> str:
-    known = [*names, "constant"] if len(names) == weights.shape[1] - 1 else list(names)
-    name = known[feature] if len(known) == weights.shape[1] else f"x{feature}"
-    if feature == weights.shape[1] - 1 and len(known) != weights.shape[1]:
-        name = "constant"
-    if len(weights) == 1:
-        return name
-    return f"{classes[output] if len(classes) == len(weights) else output}: {name}"
-
-
-def _line(name: str, b: float, se: float, width: float, p: float, family: Family) -> dict[str, Any]:
-    low, high = b - width * se, b + width * se
-    line = {"name": name, "estimate": b, "standard_error": se, "p": p, "low": low, "high": high}
-    if family not in _RATIO:
-        return line
-    ratio, least, most = (math.exp(min(v, 700.0)) for v in (b, low, high))
-    return line | {_RATIO[family]: ratio, "ratio_low": least, "ratio_high": most}
 
 
 _FALLEN = 1e-3  # of the information in some direction since the first exchange: classes are then told apart completely
@@ -266,7 +174,7 @@ class NewtonStep(ServerPart):
         else:
             moved, memory, facts = self._step(total, weights, ridge, free, state.memory)
             moves = one_step_moves(each, free)
-        count = sum(float(u.notes["newton/count"]) for u in cohort)  # what the door bounds is a say, not the rows
+        count = sum(float(u.notes["newton/count"]) for u in cohort)  # not num_examples, which the door may have clipped
         facts |= {"heterogeneity": heterogeneity(each, moves, free)}
         facts |= _separation(total, free, state.memory, memory, family)
         facts["coefficients"] = coefficient_table(moved, total, free, family, count, bench.features)
@@ -293,14 +201,12 @@ class NewtonStep(ServerPart):
         return moved, memory, facts | {"step": float(step.abs().max()), "halved": halved}
 
 
-def _inverse_variance(each: list[NewtonSums], fits: list[Tensor], free: Tensor) -> Tensor:
+def _inverse_variance(each: Sequence[NewtonSums], fits: Sequence[Tensor], free: Tensor) -> Tensor:
     """(ΣH_k)⁻¹ ΣH_k w_k, over the free weights."""
-    chosen = free.flatten()
-    hessians = [s.hessian[chosen][:, chosen] for s in each]
-    right = sum(h @ w.flatten()[chosen] for h, w in zip(hessians, fits, strict=True))
-    assert isinstance(right, Tensor)
-    found = torch.zeros(free.numel(), dtype=right.dtype)
-    found[chosen] = solve_symmetric(sum(hessians[1:], hessians[0]), right)
+    hessians = [_free(s.hessian, free) for s in each]
+    right = [h @ w.flatten()[free.flatten()] for h, w in zip(hessians, fits, strict=True)]
+    found = torch.zeros(free.numel(), dtype=torch.float64)
+    found[free.flatten()] = solve_symmetric(sum(hessians[1:], hessians[0]), sum(right[1:], right[0]))
     return found.view_as(free)
 
 
@@ -308,12 +214,94 @@ def _separation(
     sums: NewtonSums, free: Tensor, before: Params, memory: dict[str, Tensor], family: Family
 ) -> dict[str, Any]:
     """Whether classes are told apart completely, so that a coefficient runs away and has no finite estimate."""
-    chosen = free.flatten()
-    least = torch.linalg.eigvalsh(sums.hessian[chosen][:, chosen])[0].clamp(min=0)
+    least = torch.linalg.eigvalsh(_free(sums.hessian, free))[0].clamp(min=0)
     first = before.get("newton/information", least)
     memory["newton/information"] = first.clone()
     apart = family in ("bernoulli", "multinomial") and float(first) > 0 and float(least) < _FALLEN * float(first)
     return {"separation": bool(apart)}
+
+
+def coefficient_table(
+    weights: Tensor, sums: NewtonSums, free: Tensor, family: Family, num_examples: float, names: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Each free coefficient with its standard error, test and 95 % interval.
+
+    The covariance is the inverse of the Hessian at the fit; for numbers times the residual variance RSS/(n − p), with
+    Student's t in place of the normal.
+
+    Args:
+        weights: outputs × features.
+        sums: of all rows, at the weights.
+        free: which coefficients were estimated.
+        family: of the likelihood.
+        num_examples: n.
+        names: of the features, the constant aside.
+    """
+    covariance = torch.linalg.pinv(_free(sums.hessian, free), hermitian=True)
+    freedom = num_examples - covariance.shape[0]
+    if family == "gaussian":
+        covariance = covariance * (2 * float(sums.loss) / max(freedom, 1.0) / len(weights))
+    from scipy import stats  # late: it takes as long to load as a small fusion lasts
+
+    spread = stats.t(max(freedom, 1.0)) if family == "gaussian" else stats.norm()
+    errors = covariance.diagonal().clamp(min=0).sqrt().tolist()
+    width, (outputs, inputs) = float(spread.ppf(0.975)), weights.shape
+    labels = [*names, "constant"] if len(names) == inputs - 1 else list(names)
+    if len(labels) != inputs:
+        labels = [*(f"x{feature}" for feature in range(inputs - 1)), "constant"]
+    table = []
+    for (output, feature), se in zip(free.nonzero().tolist(), errors, strict=True):
+        b = float(weights[output, feature])
+        low, high = b - width * se, b + width * se
+        line: dict[str, Any] = {
+            "name": labels[feature] if outputs == 1 else f"{output}: {labels[feature]}",
+            "estimate": b,
+            "standard_error": se,
+            "p": 2 * float(spread.sf(abs(b) / se)) if se > 0 else math.nan,
+            "low": low,
+            "high": high,
+        }
+        if family != "gaussian":  # a coefficient of a logarithm multiplies odds or rates; e^709 is the largest float64
+            ratio, least, most = (math.exp(min(v, 700.0)) for v in (b, low, high))
+            kind = "rate_ratio" if family == "poisson" else "odds_ratio"
+            line |= {kind: ratio, "ratio_low": least, "ratio_high": most}
+        table.append(line)
+    return table
+
+
+def heterogeneity(each: Sequence[NewtonSums], moves: Sequence[Tensor], free: Tensor) -> dict[str, float]:
+    """Cochran's Q = Σ_k d_kᵀ H_k d_k with d_k = w_k − w, its degrees of freedom, p-value and I² = max(0, (Q − df)/Q).
+
+    Args:
+        each: every site's sums.
+        moves: how far each site's own fit is from the common one, outputs × features.
+        free: which coefficients were estimated.
+    """
+    hessians = [_free(s.hessian, free) for s in each]
+    ranks = [int(torch.linalg.matrix_rank(h, hermitian=True)) for h in hessians]
+    away = [d.flatten()[free.flatten()] for d in moves]
+    q = sum(float(d @ h @ d) for d, h in zip(away, hessians, strict=True))
+    freedom = max(sum(ranks) - int(free.sum()), 0)
+    from scipy import stats
+
+    chance = float(stats.chi2.sf(q, freedom)) if freedom else math.nan
+    return {"Q": q, "df": freedom, "p": chance, "I2": max(0.0, (q - freedom) / q) if q > 0 else 0.0}
+
+
+def one_step_moves(each: Sequence[NewtonSums], free: Tensor) -> list[Tensor]:
+    """Where a Newton step alone would take each site from the common fit: the score form of its own fit."""
+    chosen = free.flatten()
+    moves = []
+    for sums in each:
+        step = torch.zeros(free.numel(), dtype=sums.hessian.dtype)
+        step[chosen] = -solve_symmetric(_free(sums.hessian, free), sums.gradient.flatten()[chosen])
+        moves.append(step.view_as(free))
+    return moves
+
+
+def _free(hessian: Tensor, free: Tensor) -> Tensor:
+    chosen = free.flatten()
+    return hessian[chosen][:, chosen]
 
 
 @method("newton", paper="doi:10.1136/amiajnl-2012-000862", family="statistics")

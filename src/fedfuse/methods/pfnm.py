@@ -1,4 +1,15 @@
-"""Yurochkin et al., Bayesian Nonparametric Federated Learning of Neural Networks, ICML 2019."""
+"""Yurochkin et al., Bayesian Nonparametric Federated Learning of Neural Networks, ICML 2019 (PFNM).
+
+A hidden unit is a vector: its incoming weights, bias and outgoing weights. Units of all clients are noisy copies of
+common ones under a Beta–Bernoulli process,
+
+    θ_i ~ N(μ₀, σ₀²),      v_kj | θ_i ~ N(θ_i, σ²)  for the unit j of client k that is assigned to i,
+
+with mass γ: how readily units get a common one of their own. `match_units` goes through the layers from the last to the
+first; in each, `Matcher` (aggregate/chain.py, linalg/atoms.py) assigns client after client by the Hungarian method and
+takes the posterior mean of the m copies of a unit, Σ v / (m + σ²/σ₀²) for μ₀ = 0. Clients train as in FedAvg and send
+their label counts, by which the last layer's answers are weighed.
+"""
 
 from __future__ import annotations
 
@@ -113,8 +124,8 @@ def match_units(
     """Match the hidden units of fully connected networks, the last layer first.
 
     Args:
-        clients: everybody's weights, float64.
-        chains: everybody's hidden layers, as many for each.
+        clients: all clients' weights, float64.
+        chains: their hidden layers, equally many for each.
         shares: each client's share of each class.
         matcher: how units are matched.
         draw: the order of sweeps.

@@ -1,4 +1,13 @@
-"""Jiang et al., Model Pruning Enables Efficient Federated Learning on Edge Devices, TNNLS 2022."""
+"""Jiang et al., Model Pruning Enables Efficient Federated Learning on Edge Devices, TNNLS 2022.
+
+A mask keeps the weights that lower the loss most per unit of round time. A weight's worth is its squared gradient g_j²,
+its price t_j the time it adds to a round; a trade keeps the set of largest Σ g_j² / (c + Σ t_j).
+
+    before round 1   the server trains and trades on its own rows until the density settles      `PruneFirst`
+    client           w_k ← mask ⊙ (w_k − η g_k), τ times                                         `Masked`
+                     g_k² of every weight, in the rounds that trade                              `SquaredGradients`
+    server           w ← Σ f_k w_k, and in those rounds a trade by Σ f_k g_k²                    `Reconfigure`
+"""
 
 from __future__ import annotations
 

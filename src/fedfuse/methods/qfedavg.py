@@ -1,4 +1,12 @@
-"""Li et al., Fair Resource Allocation in Federated Learning, ICLR 2020."""
+"""Li et al., Fair Resource Allocation in Federated Learning, ICLR 2020.
+
+The objective is Σ_k p_k F_k^{q+1} / (q + 1), so clients with a larger loss weigh more. A round of Algorithm 2, with
+L = 1/η in place of the Lipschitz constant, is
+
+    client   F_k = F_k(w₀), the loss before training; then w_k as in FedAvg                              `StartLoss`
+    server   Δ_k = L (w₀ − w_k),   h_k = q F_k^{q−1} ‖Δ_k‖² + L F_k^q
+             w = w₀ − Σ F_k^q Δ_k / Σ h_k                                                                `FairMean`
+"""
 
 from __future__ import annotations
 
@@ -58,10 +66,9 @@ class StartLoss(PlainEvidence):
 
 @dataclass(frozen=True, slots=True)
 class FairMean(ServerPart):
-    """w = w₀ − Σ F_k^q Δ_k / Σ h_k with Δ_k = L (w₀ − w_k), h_k = q F_k^{q−1} ‖Δ_k‖² + L F_k^q, L = 1/η.
+    """w = w₀ − Σ F_k^q Δ_k / Σ h_k, as one weighted mean of the start and the clients.
 
-    F_k is the global model's loss at client k before training (Li et al. 2020, Algorithm 2). It is one weighted mean
-    of the start and the clients; q = 0 is the plain mean with equal weights.
+    With s_k = L F_k^q / Σ h_j it is (1 − Σ s_k) w₀ + Σ s_k w_k; q = 0 is the plain mean with equal weights.
     """
 
     q: float
@@ -71,12 +78,11 @@ class FairMean(ServerPart):
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:  # noqa: ARG002
         """Weigh the clients' moves by the q-th power of their losses."""
         start, smooth = state.single.posterior.mean, 1 / common_rate(cohort, state.round, "q-FedAvg")
-        loss = torch.tensor([float(u.notes["start_loss/mean"]) for u in cohort], dtype=torch.float64) + 1e-10
-        square = (
-            torch.tensor([squared_distance(u.posterior.mean, start) for u in cohort], dtype=torch.float64) * smooth**2
-        )
-        step = self.q * loss ** (self.q - 1) * square + smooth * loss**self.q
-        shares = loss**self.q * smooth / step.sum()
+        loss = torch.tensor([float(u.notes["start_loss/mean"]) for u in cohort], dtype=torch.float64)
+        loss += 1e-10  # for q < 1 the power q − 1 of a loss of zero is infinite; the released code has the same number
+        distance = torch.tensor([squared_distance(u.posterior.mean, start) for u in cohort], dtype=torch.float64)
+        h = self.q * loss ** (self.q - 1) * (distance * smooth**2) + smooth * loss**self.q
+        shares = loss**self.q * smooth / h.sum()
         sources = [u.posterior.mean for u in cohort]
         shares_with_start = torch.cat([1 - shares.sum().reshape(1), shares])
         buffers = state.single.spec.layout.with_role("statistic", "counter")

@@ -1,4 +1,14 @@
-"""Refitting the last layer of a finished network, as in FedCGS (AAAI 2025) and Fed3R (ICML 2024); RegMean++; REPAIR."""
+"""Refit parts of a finished network to the rows of all clients, without training it again.
+
+Three ways, each an ending that can stand behind any method (`refit = "head"`, `"layers"` or `"units"` in a file):
+
+- the head: the last layer is fitted in closed form to the features below it, as `ridge` does (FedCGS, AAAI 2025; Fed3R,
+  ICML 2024);
+- the layers: before the head, all layers from the bottom up, one exchange each, by RegMean's equation on what a layer
+  reads behind the layers already fused, M = (Σ f_k M_k Ã_k)(Σ f_k Ã_k)⁻¹ (RegMean++, `LayerAnswers`, `RefitLayers`);
+- the units: hidden units are rescaled to the means and deviations they had in the clients' own networks (REPAIR, Jordan
+  et al., ICLR 2023, `UnitEvidence`, `KeepUnitGoals`, `RepairUnits`).
+"""
 
 from __future__ import annotations
 
@@ -13,8 +23,8 @@ from torch import Tensor
 
 from fedfuse.client.class_sums import Moments
 from fedfuse.client.layer_inputs import input_factors
-from fedfuse.client.memory import KeepModel
-from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Flaw, Form
+from fedfuse.client.objectives import KeepModel
+from fedfuse.core.messages import Brief, Cohort, Flaw, Form
 from fedfuse.core.params import Layer, Params
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import find_method, method
@@ -26,8 +36,7 @@ from fedfuse.linalg.factor import LowRank, as_stack
 from fedfuse.linalg.psd import pack, packed_size
 from fedfuse.linalg.ridge import shrink_moments, solve_moments
 from fedfuse.linalg.subspace import times, written
-from fedfuse.methods._closed_form import USUAL, FitHead, HeadFit
-from fedfuse.methods.ridge import ridge
+from fedfuse.methods.ridge import USUAL, FitHead, HeadFit, ridge
 from fedfuse.nets.head import TURN, block_in_turn, count_turns, turns_done
 from fedfuse.nets.kronecker import Block, find_flaw, mean_eigenvalue_of, read_factor
 from fedfuse.nets.units import (
@@ -44,8 +53,7 @@ from fedfuse.nets.units import (
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.wire.codec import forms_of
 
-KIND = "layer"
-_IN, _ANSWERS = f"{KIND}/in", f"{KIND}/answers"
+_IN, _ANSWERS = "layer/in", "layer/answers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +95,12 @@ class LayerAnswers(PlainEvidence):
         own = {n: local.recall("last").get(n, local.module.state_dict()[n]) for n in block.tensors}
         layers = block.matrices({n: t.detach() for n, t in own.items()}).to(shrunk)
         answers = torch.stack([times(M, a) for M, a in zip(layers, shrunk, strict=True)])
-        return {**_pack_moments(shrunk, block.has_diagonal_inputs), _ANSWERS: answers.float().cpu()}
+        sent = shrunk.float()
+        moments = {f"{_IN}/diagonal": sent.cpu()} if block.has_diagonal_inputs else {_IN: pack(sent).cpu()}
+        return {**moments, _ANSWERS: answers.float().cpu()}
 
     def passes(self, effort: Effort) -> float:
-        """A pass forward; the products of one layer are few beside it."""
+        """A pass forward; the products of one layer are few in comparison."""
         return self.head.passes(effort)
 
     def expects(self, brief: Brief) -> Mapping[str, Form]:
@@ -109,12 +119,60 @@ class LayerAnswers(PlainEvidence):
 
     def influence(self, notes: Params) -> Mapping[str, float]:
         """The mean eigenvalue of the moments, by which the answers are scaled too."""
-        return {KIND: mean_eigenvalue_of(notes, _IN)} if _ANSWERS in notes else self.head.influence(notes)
+        return {"layer": mean_eigenvalue_of(notes, _IN)} if _ANSWERS in notes else self.head.influence(notes)
 
 
-def _pack_moments(moments: Tensor, diagonal: bool) -> dict[str, Tensor]:
-    """Moments as they travel: triangles in float32, or diagonals."""
-    return {f"{_IN}/diagonal": moments.float().cpu()} if diagonal else {_IN: pack(moments.float()).cpu()}
+@dataclass(frozen=True, slots=True)
+class RefitLayers(ServerPart):
+    """M = (Σ f_k M_k Ã_k)(Σ f_k Ã_k)⁻¹ for the layer whose turn it is, from `LayerAnswers`; the last one by `FitHead`.
+
+    The moments Ã_k are of what the layer reads behind the layers already fused, so each layer is fitted to what it will
+    really see. Directions in which no client has inputs keep the layer as it is.
+
+    Attributes:
+        head: how the last layer is fitted.
+    """
+
+    head: FitHead
+    needs: ClassVar[frozenset[str]] = FitHead.needs
+    only_sums: ClassVar[bool] = True
+    laws: ClassVar[frozenset[str]] = FitHead.laws
+
+    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
+        """Fit one layer, and pass the turn to the next."""
+        update = cohort.updates[0]
+        block = block_in_turn(update.spec, state.memory, self.head.layer)
+        if block is None:
+            return self.head(cohort, state, bench)
+        params = {n: t.clone() for n, t in update.posterior.mean.items()}
+        params |= block.split(self._fit(cohort, block), params)
+        done = {f"{TURN}/done": torch.tensor(turns_done(state.memory) + 1)}
+        fused = state.fused(params, spec=update.spec).noting(layer=block.name)
+        return replace(fused, memory={**fused.memory, **done})
+
+    def _fit(self, cohort: Cohort, block: Block) -> Tensor:
+        """The layer's matrices, one per group."""
+        now = block.matrices(cohort.updates[0].posterior.mean).double()
+        moments: list[Tensor] = [torch.zeros((), dtype=torch.float64)] * block.groups
+        answers = torch.zeros_like(now)
+        for share, update in zip(cohort.weights.tolist(), cohort, strict=True):
+            factor = read_factor(update.notes, "layer/in")
+            if factor is None:
+                raise ConfigError(f"{update.client} brings no moments of layer {block.name}; let it answer this round")
+            stack = LowRank.diagonal(factor.rest) if isinstance(factor, LowRank) else as_stack(factor)
+            moments = [total + share * written(stack[group]) for group, total in enumerate(moments)]
+            answers += share * update.notes["layer/answers"].double()
+        steps = [solve_moments(A, P - times(M, A)) for A, P, M in zip(moments, answers, now, strict=True)]
+        return now + torch.stack(steps)
+
+    @property
+    def needs_classes(self) -> bool:
+        """As the head does."""
+        return self.head.needs_classes
+
+    def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
+        """The head must be there, with one output per target."""
+        self.head.check_network(networks, bench, rounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,59 +244,6 @@ def _measure(local: Local, layers: list[Layer]) -> dict[str, UnitStatistics]:
     return {layer.bias: found[layer.name] for layer in layers if layer.bias is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class RefitLayers(ServerPart):
-    """M = (Σ f_k M_k Ã_k)(Σ f_k Ã_k)⁻¹ for the layer whose turn it is, from `LayerAnswers`; the last one by `FitHead`.
-
-    The moments Ã_k are of what the layer reads behind the layers already fused, so each layer is fitted to what it will
-    really see. Inputs that nobody has seen keep the layer as it is.
-
-    Attributes:
-        head: how the last layer is fitted.
-    """
-
-    head: FitHead
-    needs: ClassVar[frozenset[str]] = FitHead.needs
-    only_sums: ClassVar[bool] = True
-    laws: ClassVar[frozenset[str]] = FitHead.laws
-
-    def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
-        """Fit one layer, and pass the turn to the next."""
-        update = cohort.updates[0]
-        block = block_in_turn(update.spec, state.memory, self.head.layer)
-        if block is None:
-            return self.head(cohort, state, bench)
-        params = {n: t.clone() for n, t in update.posterior.mean.items()}
-        params |= block.split(self._fit(cohort, block), params)
-        done = {f"{TURN}/done": torch.tensor(turns_done(state.memory) + 1)}
-        fused = state.fused(params, spec=update.spec).noting(layer=block.name)
-        return replace(fused, memory={**fused.memory, **done})
-
-    def _fit(self, cohort: Cohort, block: Block) -> Tensor:
-        """The layer's matrices, one per group."""
-        now = block.matrices(cohort.updates[0].posterior.mean).double()
-        moments: list[Tensor] = [torch.zeros((), dtype=torch.float64)] * block.groups
-        answers = torch.zeros_like(now)
-        for share, update in zip(cohort.weights.tolist(), cohort, strict=True):
-            factor = read_factor(update.notes, "layer/in")
-            if factor is None:
-                raise ConfigError(f"{update.client} brings no moments of layer {block.name}; let it answer this round")
-            stack = LowRank.diagonal(factor.rest) if isinstance(factor, LowRank) else as_stack(factor)
-            moments = [total + share * written(stack[group]) for group, total in enumerate(moments)]
-            answers += share * update.notes["layer/answers"].double()
-        steps = [solve_moments(A, P - times(M, A)) for A, P, M in zip(moments, answers, now, strict=True)]
-        return now + torch.stack(steps)
-
-    @property
-    def needs_classes(self) -> bool:
-        """As the head does."""
-        return self.head.needs_classes
-
-    def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:
-        """The head must be there, with one output per target."""
-        self.head.check_network(networks, bench, rounds)
-
-
 GOAL = "unit_goal"  # the kind of server memory that has the parents' means and deviations, one below the other
 
 
@@ -257,9 +262,10 @@ class KeepUnitGoals(ServerPart):
         """The model stays as it is."""
         if state.round != self.round:
             return state
-        layers = _in_running_order(state, bench)
+        spec = state.single.spec  # layers run, and are repaired, in an order that only an input's shape can tell
+        layers = rescalable_layers(spec) if bench.inputs is None else repairable_layers(spec, bench.inputs.shape)[0]
         goals = {f"{GOAL}/{layer.bias}": torch.stack(_mean_over_clients(cohort, layer)) for layer in layers}
-        return replace(state, memory={**state.memory, **goals, **turn_memory(state.single.spec, layers)})
+        return replace(state, memory={**state.memory, **goals, **turn_memory(spec, layers)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,23 +302,27 @@ class RepairUnits(ServerPart):
 
 def _mean_over_clients(cohort: Cohort, layer: Layer) -> UnitStatistics:
     """Σ w_k μ_k and Σ w_k σ_k of a layer, by the clients' examples."""
-    return mean_statistics([_units_of(update, layer) for update in cohort], cohort.weights)
+    names, found = [f"unit_{what}/{layer.bias}" for what in ("mean", "std")], list[UnitStatistics]()
+    for update in cohort:
+        if missing := [name for name in names if name not in update.notes]:
+            raise ConfigError(
+                f"{update.client} brings no {missing[0]}: units that are blended have no statistics of their own; "
+                "align by weights, activations or exact transport between equal widths"
+            )
+        found.append(UnitStatistics(*(update.notes[name] for name in names)))
+    return mean_statistics(found, cohort.weights)
 
 
-def _units_of(update: ClientUpdate, layer: Layer) -> UnitStatistics:
-    names = [f"unit_{what}/{layer.bias}" for what in ("mean", "std")]
-    if missing := [name for name in names if name not in update.notes]:
-        raise ConfigError(
-            f"{update.client} brings no {missing[0]}: units that are blended have no statistics of their own; "
-            "align by weights, activations or exact transport between equal widths"
-        )
-    return UnitStatistics(*(update.notes[name] for name in names))
+def _count_layers(network: Spec) -> int:
+    """An exchange per layer; without any there is one, in which nothing happens."""
+    return max(1, len(rescalable_layers(network)))
 
 
-def _in_running_order(state: ServerState, bench: Bench) -> list[Layer]:
-    """Layers behind others come later: in the order in which they run, where it is known what an input looks like."""
-    spec = state.single.spec
-    return rescalable_layers(spec) if bench.inputs is None else repairable_layers(spec, bench.inputs.shape)[0]
+def _bring_statistics(before: Recipe, rounds: int) -> Recipe:
+    """In their last round, the parents say what their own units give; alignments move that with the units."""
+    last = rounds - 1
+    evidence = (UnitEvidence("mean", last), UnitEvidence("std", last))
+    return replace(before, evidence=before.evidence + evidence, steps=(*before.steps, KeepUnitGoals(last)))
 
 
 @method("refit", paper="arXiv:2406.01116", family="statistics")
@@ -335,7 +345,18 @@ def refit(
             clients' own networks (REPAIR), one exchange per layer. Clients must have trained before.
     """
     if units:
-        return _repair(how, layers)
+        if layers or how != USUAL:
+            raise RecipeError("refit: units are rescaled and no layer is fitted; leave out units or the other options")
+        return Recipe(
+            label="repair",
+            trains=False,
+            evidence=(UnitEvidence("mean"), UnitEvidence("std")),
+            aggregate=Mean(),
+            steps=(RepairUnits(),),
+            publishes=(UNIT_TURN,),
+            lasts=_count_layers,
+            follows=_bring_statistics,
+        )
     recipe = ridge("given", how)
     if not layers:
         return recipe
@@ -357,35 +378,6 @@ def refit_ending(said: str | Mapping[str, Any]) -> Recipe:
         >>> refit_ending("units") == refit_ending({"units": True})
         True
     """
-    options = _SHORT[said] if isinstance(said, str) else said
+    short: Mapping[str, Mapping[str, Any]] = {"head": {}, "layers": {"layers": True}, "units": {"units": True}}
+    options = short[said] if isinstance(said, str) else said
     return find_method(refit.__name__).recipe(**options)
-
-
-_SHORT: Mapping[str, Mapping[str, Any]] = {"head": {}, "layers": {"layers": True}, "units": {"units": True}}
-
-
-def _repair(how: HeadFit, layers: bool) -> Recipe:
-    if layers or how != USUAL:
-        raise RecipeError("refit: units are rescaled and no layer is fitted; leave out units or the other options")
-    return Recipe(
-        label="repair",
-        trains=False,
-        evidence=(UnitEvidence("mean"), UnitEvidence("std")),
-        aggregate=Mean(),
-        steps=(RepairUnits(),),
-        publishes=(UNIT_TURN,),
-        lasts=_count_layers,
-        follows=_bring_statistics,
-    )
-
-
-def _count_layers(network: Spec) -> int:
-    """An exchange per layer; without any there is one, in which nothing happens."""
-    return max(1, len(rescalable_layers(network)))
-
-
-def _bring_statistics(before: Recipe, rounds: int) -> Recipe:
-    """In their last round, the parents say what their own units give; alignments move that with the units."""
-    last = rounds - 1
-    evidence = (UnitEvidence("mean", last), UnitEvidence("std", last))
-    return replace(before, evidence=before.evidence + evidence, steps=(*before.steps, KeepUnitGoals(last)))

@@ -1,4 +1,17 @@
-"""Jin et al., Dataless Knowledge Fusion by Merging Weights of Language Models, ICLR 2023."""
+"""Jin et al., Dataless Knowledge Fusion by Merging Weights of Language Models, ICLR 2023 (RegMean).
+
+The fused layer's answers are to be nearest to each client's own on that client's inputs X_k,
+
+    argmin_M Σ_k f_k ‖(M − M_k) X_kᵀ‖² / n_k,      M = [W | b],
+
+which with the input moments A_k = X_kᵀ X_k / n_k has a closed form:
+
+    client   A_k of every layer, one pass forward without labels                                  `InputFactors`
+    server   Ã_k = α A_k + (1 − α) diag(A_k)
+             M = (Σ f_k M_k Ã_k)(Σ f_k Ã_k)⁻¹                                                     `RegressionMean`
+
+It is FedLPA's equation Σ f_k B_k (M − M_k) A_k = 0 with B_k = I.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +48,9 @@ from fedfuse.server.aggregate.natural import (
 class RegressionMean(ServerPart):
     """M = (Σ f_k M_k Ã_k)(Σ f_k Ã_k)⁻¹ for every layer M = [W | b], where Ã_k = α A_k + (1 − α) diag(A_k).
 
-    It is the equation Σ f_k B_k (M − M_k) A_k = 0 with B_k = I, which has a closed form. Shrinking the off-diagonals by
-    α keeps every system well conditioned: at 1 − α or more of its diagonal. Tensors without an input factor, and layers
-    that no client's factors inform, take the weighted mean and are named in the facts. Only input factors are read, so
-    factors sent for FedLPA will do.
+    Shrinking the off-diagonals by α keeps every system well conditioned: at 1 − α or more of its diagonal. Tensors
+    without an input factor, and layers that no client's factors inform, take the weighted mean and are named in the
+    facts. Only input factors are read, so factors sent for FedLPA will do.
 
     Attributes:
         alpha: what off-diagonals are multiplied by; 1 leaves them, 0 is a mean weighed by the inputs' squares.
@@ -70,25 +82,23 @@ class RegressionMean(ServerPart):
 
     def _fuse_group(self, cohort: Cohort, block: Block, group: int) -> Tensor:
         """One matrix; where moments are blocks along a diagonal, the columns of each by themselves."""
-        shares, layers = (
-            shares_of(cohort, self.shares).tolist(),
-            [block.matrices(u.posterior.mean)[group] for u in cohort],
-        )
-        if not isinstance(self._factor(cohort.updates[0], block, group), BlockDiagonal):
-            whole = (self._moments(u, block, group) for u in cohort)
-            return regression_mean(layers, whole, shares, layers[0].dtype)
+        shares = shares_of(cohort, self.shares).tolist()
+        layers = [block.matrices(u.posterior.mean)[group] for u in cohort]
+        dtype = layers[0].dtype
+        first = _input_factor(cohort.updates[0], block, group)
+        if not isinstance(first, BlockDiagonal):
+            # a generator: a client's moments can be as large as its layer, so one client's are in memory at a time
+            whole = (shrink_moments(_input_factor(u, block, group), self.alpha) for u in cohort)
+            return regression_mean(layers, whole, shares, dtype)
         parts = []
-        for columns, moments in blocks_of_all([self._factor(u, block, group) for u in cohort]):
+        for columns, moments in blocks_of_all([_input_factor(u, block, group) for u in cohort]):
             own = (shrink_moments(factor, self.alpha) for factor in moments)
-            parts.append(regression_mean([M[:, columns] for M in layers], own, shares, layers[0].dtype))
+            parts.append(regression_mean([M[:, columns] for M in layers], own, shares, dtype))
         return torch.cat(parts, 1)
 
-    @staticmethod
-    def _factor(update: ClientUpdate, block: Block, group: int) -> Factor:
-        return as_stack(factors_of(update, block)[0])[group]
 
-    def _moments(self, update: ClientUpdate, block: Block, group: int) -> Tensor:
-        return shrink_moments(self._factor(update, block, group), self.alpha)
+def _input_factor(update: ClientUpdate, block: Block, group: int) -> Factor:
+    return as_stack(factors_of(update, block)[0])[group]
 
 
 @method("regmean", paper="arXiv:2212.09849", family="posterior")

@@ -1,4 +1,13 @@
-"""SWA, statistical weight aggregation."""
+"""Chatzikonstantinou et al., Federated Learning Aggregation based on Weight Distribution Analysis, 2023 (SWA).
+
+The nearer a layer's weights are to a Gaussian, the less they have learned. With g_kl the distance of client k's weights
+in layer l from one, by k-statistics (eqs. 3 to 5) or by a Rényi divergence (eqs. 1 and 2), the server fuses
+
+    w_l = Σ_k (g_kl / Σ_j g_jl) w_kl                                                                (eqs. 7 and 8)
+
+Four distances come first (`HigherOrder` is the paper's), then the mean, then how a layer is read and summed. What
+clients do is FedAvg's, or MOON's with `contrastive`.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from fedfuse.client.memory import KeepModel
-from fedfuse.client.objectives import Contrastive
+from fedfuse.client.objectives import Contrastive, KeepModel
 from fedfuse.core.messages import Cohort, Form
 from fedfuse.core.params import Layer, Params
 from fedfuse.core.recipe import Recipe
@@ -46,6 +54,17 @@ class Distance(Protocol):
     def __call__(self, rows: Tensor, draw: Draw) -> Tensor:
         """One score per row, float64; `draw` gives a random stream, the same one for every client."""
         ...
+
+
+def _sum_powers(vector: Tensor, begin: float) -> Sequence[float]:
+    """Sums of powers by compiled code where a vector is long enough for it, else by torch."""
+    count = vector.numel()
+    if count < _LONG or why_not() or not is_plain(vector, count):
+        return power_sums(vector, begin)
+    from fedfuse.kernels.sums import powers
+
+    found: list[float] = powers.power_sums(vector.numpy(), begin).tolist()
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +170,8 @@ class NonGaussianMean(ServerPart):
     """SWA: w_l = Σ_k (g_kl / Σ_j g_jl) w_kl, where g_kl is client k's distance from Gaussian in layer l.
 
     Bias, norm and running statistics follow the layer they belong to; a tensor without a layer is averaged alike.
-    A client without a score in a layer (fewer than four weights, all equal) counts nothing there, and where nobody has
-    one all count alike, which the record says. Example counts are not used unless mixed in.
+    A client without a score in a layer (fewer than four weights, all equal) counts nothing there; where no client has
+    one, all count alike, which the record says. Example counts are not used unless mixed in.
 
     Attributes:
         distance: how far from Gaussian.
@@ -174,14 +193,6 @@ class NonGaussianMean(ServerPart):
     signed: bool = False
     needs: ClassVar[frozenset[str]] = frozenset()
 
-    def __post_init__(self) -> None:
-        words = {"normalize": (self.normalize, Normalize), "level": (self.level, Level)}
-        for name, (given, known) in words.items():
-            if given not in get_args(known):
-                raise ConfigError(f"NonGaussianMean: {name} is {given!r}, expected one of {', '.join(get_args(known))}")
-        if not 0 <= self.mix <= 1:
-            raise ConfigError(f"NonGaussianMean: mix is {self.mix}, expected a share from 0 to 1")
-
     @property
     def laws(self) -> frozenset[str]:
         """All of them; equation 8 taken literally does not leave agreeing clients unchanged."""
@@ -190,78 +201,66 @@ class NonGaussianMean(ServerPart):
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
         """Score, weigh and average layer by layer; a thread has one layer of all clients in hand at a time."""
         spec, sources = cohort.updates[0].spec, [u.posterior.mean for u in cohort]
-        stacks = _Stacks(sources, forms_of(sources[0]), _following_tensors(sources))
-        fuse = partial(self._fuse, stacks, cohort.weights, partial(bench.stream, "gaussianity", state.round))
-        means, notes = dict[str, Tensor](), _LayerFacts(cohort.clients)
+        forms, following = forms_of(sources[0]), _following_tensors(sources)
+
+        def fuse(layer: Layer) -> _FusedLayer:
+            stack = _LayerStack.of(layer, sources, forms, following)
+            draw = partial(bench.stream, "gaussianity", state.round, layer.name)
+            by_filter = self.level == "filter" and layer.is_plain  # an embedding's rows are no filters
+            scores = torch.stack([self.distance(rows, draw) for rows in stack.rows(by_filter)])
+            shares, unscored = self._shares(scores, cohort.weights)
+            return _FusedLayer(layer.name, stack.blend(shares), scores, shares, unscored)
+
         threads = min(os.cpu_count() or 1, _MAX_THREADS)
         with one_thread(), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            for layer, fused in zip(spec.layout.layers, pool.map(fuse, spec.layout.layers), strict=True):
-                means |= fused.means
-                notes.add(layer.name, fused)
+            layers = list(pool.map(fuse, spec.layout.layers))
+        means = {name: t for layer in layers for name, t in layer.means.items()}
         equal_shares = self._shares(torch.zeros(len(cohort), 1), cohort.weights)[0][:, 0]
         mean = {n: means[n] if n in means else weighted_mean(sources, equal_shares, n) for n in cohort.names}
-        return state.fused(mean, spec=spec).noting(**notes.facts())
-
-    def _fuse(
-        self, stacks: _Stacks, counts: Tensor, stream: Callable[[str], torch.Generator], layer: Layer
-    ) -> _FusedLayer:
-        stack, draw = stacks.of(layer), partial(stream, layer.name)
-        by_filter = self.level == "filter" and layer.is_plain  # an embedding's rows are no filters
-        scores = torch.stack([self.distance(rows, draw) for rows in stack.rows(by_filter)])
-        shares, unscored = self._shares(scores, counts)
-        return _FusedLayer(stack.blend(shares), scores, shares, unscored)
+        return state.fused(mean, spec=spec).noting(**_facts(cohort.clients, layers))
 
     def _shares(self, scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Each client's weight, (clients × rows), and the rows in which nobody has a score."""
+        """Each client's weight, (clients × rows), and the rows in which no client has a score."""
         known = torch.where(scores.isfinite() & ((scores > 0) | self.signed), scores, 0.0).double()
         largest = known.amax(0)
         unscored = (largest == 0) | (known.sum(0) == 0)
-        relative = known / largest  # equations 7 and 8
+        relative = known / largest  # equation 7; it also keeps the sum of huge scores from overflowing
         own = relative if self.normalize == "max" else relative / relative.sum(0)
         own = torch.where(unscored, 1 / len(known), own)
         return self.mix * counts[:, None] + (1 - self.mix) * own, unscored
 
 
-def _sum_powers(vector: Tensor, begin: float) -> Sequence[float]:
-    """Sums of powers by compiled code where a vector is long enough for it, else by torch."""
-    count = vector.numel()
-    if count < _LONG or why_not() or not is_plain(vector, count):
-        return power_sums(vector, begin)
-    from fedfuse.kernels.sums import powers
-
-    found: list[float] = powers.power_sums(vector.numpy(), begin).tolist()
-    return found
-
-
 class _FusedLayer(NamedTuple):
     """One layer after its fusion: its tensors, and per client and row the scores and weights they came from."""
 
+    name: str
     means: Mapping[str, Tensor]
     scores: Tensor
     shares: Tensor
     unscored: Tensor
 
 
+def _facts(clients: Sequence[str], layers: Sequence[_FusedLayer]) -> dict[str, Any]:
+    """Each client's weight and distance in every layer (of filters, their mean), and the layers without scores."""
+
+    def by_client(values: Tensor) -> dict[str, float | None]:
+        numbers = (float(f"{v:.5g}") if math.isfinite(v) else None for v in values.tolist())  # short, for the ledger
+        return dict(zip(clients, numbers, strict=True))
+
+    uniform = []
+    for layer in layers:
+        if lost := int(layer.unscored.sum()):
+            rows = len(layer.unscored)
+            uniform.append(layer.name + (f" ({lost} of {rows} filters)" if rows > 1 else ""))
+    return {
+        "layer_weights": {layer.name: by_client(layer.shares.mean(1)) for layer in layers},
+        "gaussianity": {layer.name: by_client(layer.scores.nanmean(1)) for layer in layers},
+        **({"uniform_layers": uniform} if uniform else {}),
+    }
+
+
 @dataclass(frozen=True, slots=True)
-class _Stacks:
-    """All clients' networks, to be read a layer at a time; `following` names what follows a tensor in every message."""
-
-    sources: Sequence[Params]
-    forms: Mapping[str, Form]
-    following: Mapping[str, str]
-
-    def of(self, layer: Layer) -> _Stack:
-        """One layer of all clients, read once if it is not too large to be kept."""
-        others = [n for n in (layer.bias, *layer.log_variances, *layer.followers) if n is not None]
-        run = _run_of(layer.weight, others, self.following)
-        size = sum(math.prod(self.forms[n].shape) for n in run)
-        fits = size * self.forms[run[0]].dtype.itemsize * len(self.sources) <= _MAX_CACHED_BYTES
-        cached = [{run[0]: piece_of(s, run[0], 0, size)} for s in self.sources] if fits else self.sources
-        return _Stack(self.sources, cached, run, tuple(n for n in others if n not in run), self.forms)
-
-
-@dataclass(frozen=True, slots=True)
-class _Stack:
+class _LayerStack:
     """One layer of every client: its weight, in one run with what lies right behind it in every message.
 
     Attributes:
@@ -277,6 +276,19 @@ class _Stack:
     run: tuple[str, ...]
     rest: tuple[str, ...]
     forms: Mapping[str, Form]
+
+    @classmethod
+    def of(
+        cls, layer: Layer, sources: Sequence[Params], forms: Mapping[str, Form], following: Mapping[str, str]
+    ) -> _LayerStack:
+        """One layer of all clients, read once if it is not too large to be kept."""
+        others, run = [n for n in (layer.bias, *layer.log_variances, *layer.followers) if n is not None], [layer.weight]
+        while (name := following.get(run[-1], "")) in others:
+            run.append(name)
+        size = sum(math.prod(forms[n].shape) for n in run)
+        fits = size * forms[run[0]].dtype.itemsize * len(sources) <= _MAX_CACHED_BYTES
+        cached = [{run[0]: piece_of(s, run[0], 0, size)} for s in sources] if fits else sources
+        return cls(sources, cached, tuple(run), tuple(n for n in others if n not in run), forms)
 
     def rows(self, by_filter: bool) -> Iterator[Tensor]:
         """Every client's weight as one row, or as a row per filter."""
@@ -306,14 +318,20 @@ class _Stack:
         sizes = [math.prod(self.forms[n].shape) for n in self.run]
         count = sum(sizes)
         means = use_large_pages(torch.empty(count, dtype=self.forms[self.run[0]].dtype))
-        runs = [piece_of(source, self.run[0], 0, count) for source in self.cached] if self.is_kept else []
+        runs = (
+            [piece_of(source, self.run[0], 0, count) for source in self.cached]
+            if self.cached is not self.sources
+            else []
+        )
         compiled = is_loaded() or (count >= _LONG and not why_not())  # its bits are those of blocks
         if runs and compiled and all(is_plain(run, count) for run in runs):
             sum_runs(runs, weights, means)
         else:
             self._fill_by_blocks(means, weights)
         first, *others = (t.view(self.forms[n].shape) for n, t in zip(self.run, means.split(sizes), strict=True))
-        return dict(zip(self.run, (first, *(t.clone() for t in others)), strict=True))  # nobody shares memory
+        return dict(
+            zip(self.run, (first, *(t.clone() for t in others)), strict=True)
+        )  # results must not share memory: one may be changed in place
 
     def _fill_by_blocks(self, means: Tensor, weights: Sequence[float]) -> None:
         sums = torch.empty(min(BLOCK, len(means)), dtype=torch.float64)
@@ -323,11 +341,6 @@ class _Stack:
             for source, weight in zip(self.cached, weights, strict=True):
                 block.add_(piece_of(source, self.run[0], begin, begin + len(mean)), alpha=weight)
             mean.copy_(block)
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the run lies in memory."""
-        return self.cached is not self.sources
 
     def _by_filter(self, name: str, shares: Tensor) -> Tensor:
         """One tensor with a weight for each of its rows, or with their mean where its rows are not the filters."""
@@ -347,46 +360,9 @@ def _following_tensors(sources: Sequence[Params]) -> Mapping[str, str]:
     return dict(pair for run in lazy[0].runs() for pair in pairwise(run)) if alike else {}
 
 
-def _run_of(weight: str, others: Sequence[str], following: Mapping[str, str]) -> tuple[str, ...]:
-    """A weight and those of its layer's tensors that follow it without a gap."""
-    run = [weight]
-    while (name := following.get(run[-1], "")) in others:
-        run.append(name)
-    return tuple(run)
-
-
-@dataclass(frozen=True, slots=True)
-class _LayerFacts:
-    """What a reader sees of a round, layer by layer: whose weight counts, who is how far from Gaussian."""
-
-    clients: tuple[str, ...]
-    layer_weights: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    gaussianity: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    uniform_layers: list[str] = field(default_factory=list)
-
-    def add(self, layer: str, fused: _FusedLayer) -> None:
-        """Note one layer; of filters, their mean."""
-        self.layer_weights[layer] = self._by_client(fused.shares.mean(1))
-        self.gaussianity[layer] = self._by_client(fused.scores.nanmean(1))
-        if bool(fused.unscored.any()):
-            some = f" ({int(fused.unscored.sum())} of {len(fused.unscored)} filters)" if len(fused.unscored) > 1 else ""
-            self.uniform_layers.append(layer + some)
-
-    def facts(self) -> dict[str, object]:
-        """The facts by name; `uniform_layers` only where there are some."""
-        uniform = {"uniform_layers": self.uniform_layers} if self.uniform_layers else {}
-        return {"layer_weights": self.layer_weights, "gaussianity": self.gaussianity, **uniform}
-
-    def _by_client(self, values: Tensor) -> dict[str, float | None]:
-        """One number per client, as short as a ledger line should be."""
-        numbers = (float(f"{v:.5g}") if math.isfinite(v) else None for v in values.tolist())
-        return dict(zip(self.clients, numbers, strict=True))
-
-
-PAPER = "Chatzikonstantinou et al., Federated Learning Aggregation based on Weight Distribution Analysis, 2023"
-
-
-@method("swa", paper=PAPER)
+@method(
+    "swa", paper="Chatzikonstantinou et al., Federated Learning Aggregation based on Weight Distribution Analysis, 2023"
+)
 def swa(
     distance: Literal["hos", "renyi", "negentropy", "wasserstein"] = "hos",
     order: NonNegativeFloat = 1.0,

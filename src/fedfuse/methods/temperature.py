@@ -1,4 +1,9 @@
-"""Guo et al., On Calibration of Modern Neural Networks, ICML 2017, for a fused network."""
+"""Guo et al., On Calibration of Modern Neural Networks, ICML 2017, for a fused network.
+
+    T = argmin_{T > 0} −Σ_i log softmax(z_i / T)[y_i] over the server's rows                          (section 4.2)
+
+and the network answers z / T from then on. Clients and the mean are FedAvg's.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +18,10 @@ from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.registry import method
 from fedfuse.core.seams import ServerPart
-from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.errors import ConfigError
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.judge import answers
-
-_REACH = math.log(100.0)  # temperatures from a hundredth to a hundred
-_STEPS = 60  # halvings of that range: more than float64 has digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,13 @@ class Temperature(ServerPart):
         """The model with its last layer divided; the facts name T."""
         model, rows = state.single, bench.need_rows("temperature scaling")
         found = best_temperature(answers(model, rows.x)[:, : bench.classes or None], rows.y)
-        names, mean = _last_layer(model.spec), dict(model.posterior.mean)
-        mean |= {name: mean[name] / found for name in names}
+        layers, mean = model.spec.layout.layers, dict(model.posterior.mean)
+        if not layers or layers[-1].kind != "linear":
+            raise ConfigError(
+                "temperature scaling divides the last layer and the network does not end with a linear one; "
+                "give it a linear classifier"
+            )
+        mean |= {name: mean[name] / found for name in (layers[-1].weight, layers[-1].bias) if name is not None}
         cooled = Single(model.spec, replace(model.posterior, mean=mean))
         begin = Start(model.spec, model.posterior.mean)
         return replace(state, model=cooled, starts={"": begin}).noting(temperature=found)
@@ -56,23 +62,12 @@ def best_temperature(logits: Tensor, labels: Tensor) -> float:
         3.640957
     """
     z, right = logits.double(), logits.double().gather(1, labels[:, None])[:, 0]
-    low, high = -_REACH, _REACH
-    for _ in range(_STEPS):
+    low, high = -math.log(100.0), math.log(100.0)
+    for _ in range(60):  # halvings of that range, more than float64 has digits
         middle = (low + high) / 2
         expected = ((math.exp(middle) * z).softmax(1) * z).sum(1)
         low, high = (low, middle) if float((expected - right).mean()) > 0 else (middle, high)
     return math.exp(-(low + high) / 2)
-
-
-def _last_layer(spec: Spec) -> tuple[str, ...]:
-    """The names of the weights and biases that make the logits."""
-    layers = spec.layout.layers
-    if not layers or layers[-1].kind != "linear":
-        raise ConfigError(
-            "temperature scaling divides the last layer and the network does not end with a linear one; "
-            "give it a linear classifier"
-        )
-    return tuple(name for name in (layers[-1].weight, layers[-1].bias) if name is not None)
 
 
 @method("temperature", paper="arXiv:1706.04599", family="server rows")

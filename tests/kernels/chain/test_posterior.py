@@ -10,11 +10,12 @@ import torch
 from plain_training import error, rows, seeded, trained
 from torch import nn
 
-from fedfuse.client.elbo import Elbo, KeepFactor
+from fedfuse.client.elbo import Elbo
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError
 from fedfuse.kernels.chain import posterior
+from fedfuse.methods.pvi import Cavity, KeepFactor
 from fedfuse.models.bayes import bayesian
 
 IMAGE = (1, 12, 12)
@@ -65,7 +66,7 @@ def test_without_divergence_or_noise(kl: float, noise: bool) -> None:
 
 def test_with_a_cavity_as_prior() -> None:
     """Partitioned inference: the prior is a tensor, and the client's own factor is kept beside."""
-    work = Work(objective=Elbo("share", "cavity"), memory=(KeepFactor(1.0, 0.5),), settings=settings())
+    work = Work(objective=Elbo("share", Cavity()), memory=(KeepFactor(1.0, 0.5),), settings=settings())
     assert both(work, net(2), round_=1)[0] < 2e-5
 
 

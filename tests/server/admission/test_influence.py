@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.builders import UNLIKE, digits, update_of
 from torch import Tensor, nn
 
+from builders import UNLIKE, digits, update_of
 from fedfuse.client.fisher import FisherDiagonal
 from fedfuse.client.kfac import KroneckerFactors
 from fedfuse.core.messages import Brief, ClientUpdate, Envelope

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -18,11 +17,8 @@ from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope, Form
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
-from fedfuse.core.settings import LocalSettings, effective_steps
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.errors import ConfigError
-from fedfuse.methods.fednova import NormalizedMean
 from fedfuse.server.admission.admit import Admission, Rules, admit_all
 from fedfuse.server.aggregate import mean as means
 from fedfuse.server.aggregate.mean import Mean, largest, mean_of, weighted_mean
@@ -225,42 +221,6 @@ def test_largest_is_elementwise_and_leaves_its_inputs_alone() -> None:
     assert sources[0]["n"].tolist() == [1, 9]
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_normalized_mean_is_the_published_formula(momentum: float) -> None:
-    """d_i = (w₀ − w_i)/a_i;  w = w₀ − (Σ f a) Σ f d; running statistics are averaged as they are."""
-    spec = Spec.of(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
-    start, states = random_state(spec, 9), [random_state(spec, s) for s in range(3)]
-    num_examples, steps = [10.0, 30.0, 60.0], [2, 5, 11]
-    told = LocalSettings(optimizer={"momentum": momentum})
-    cohort = Cohort(tuple(replace(u, training=told) for u in cohort_of(states, num_examples, spec, steps)))
-    after = NormalizedMean()(cohort, ServerState(0, Single(spec, Posterior(start))), Bench())
-    f, a = [0.1, 0.3, 0.6], [effective_steps(t, momentum) for t in steps]
-    reach = sum(fi * ai for fi, ai in zip(f, a, strict=True))
-    for n in ("0.weight", "0.bias", "1.weight", "1.bias"):
-        w0 = start[n].double()
-        d = sum(fi * (w0 - s[n].double()) / ai for fi, s, ai in zip(f, states, a, strict=True))
-        assert torch.allclose(after.single.posterior.mean[n].double(), w0 - reach * d, atol=1e-6)
-    assert after.single.posterior.mean["1.running_var"].equal(exact([s["1.running_var"] for s in states], f))
-    assert after.facts["effective_steps"] == pytest.approx(reach)
-
-
-def test_momentum_is_each_clients_own_unless_it_is_given_and_adam_has_none() -> None:
-    spec = Spec.of(nn.Linear(1, 1))
-    cohort = cohort_of([random_state(spec, s) for s in range(2)], [1.0, 1.0], spec, [2, 4])
-    server = ServerState(0, Single(spec, Posterior(random_state(spec, 9))))
-
-    def reach(aggregate: NormalizedMean, **optimizer: object) -> float:
-        told = LocalSettings.model_validate({"optimizer": optimizer})
-        trained = Cohort(tuple(replace(u, training=told) for u in cohort))
-        return float(aggregate(trained, server, Bench()).facts["effective_steps"])
-
-    assert reach(NormalizedMean(), momentum=0.5) == pytest.approx(
-        (effective_steps(2, 0.5) + effective_steps(4, 0.5)) / 2
-    )
-    assert reach(NormalizedMean(0.5)) == pytest.approx(reach(NormalizedMean(), momentum=0.5))
-    assert reach(NormalizedMean(), name="adam", momentum=0.5) == pytest.approx(3.0)
-
-
 def arrivals(brief: Brief, clients: int) -> Iterator[Envelope]:
     states = [random_state(LENET, seed) for seed in range(10)]
     replies = [encode_reply(brief, s, {}, num_examples=1.0 + i, steps=1, facts={}) for i, s in enumerate(states)]
@@ -313,11 +273,3 @@ def test_large_tensors_that_lie_transposed_are_summed_as_they_are() -> None:
     weights = [0.1, 0.2, 0.3, 0.4]
     expected = weighted_mean([{"w": s["w"].contiguous()} for s in sources], weights, "w")
     assert weighted_mean(sources, weights, "w").equal(expected)
-
-
-def test_normalized_walks_need_a_step_of_everybody() -> None:
-    spec = Spec("mlp", {"inputs": 1, "hidden": [], "classes": 2})
-    start = Single.of(spec.build(), spec)
-    idle = ClientUpdate("a", start.posterior, 1.0, 0, spec)
-    with pytest.raises(ConfigError, match="a took no local step and FedNova divides by them"):
-        NormalizedMean(0.9)(Cohort.of([idle]), ServerState(0, start), Bench())

@@ -1,18 +1,23 @@
-"""q-FedAvg against its algorithm, written out."""
+"""q-FedAvg: Algorithm 2 of arXiv:1905.10497, written out, and the loss that clients send for it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedfuse.core.messages import ClientUpdate, Cohort
+from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
+from fedfuse.core.rows import Rows
+from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.methods.qfedavg import FairMean
+from fedfuse.methods.qfedavg import FairMean, StartLoss
+from fedfuse.server.admission.admit import Contract, admit
+from fedfuse.training.round import client_round
 
 NET = nn.Linear(3, 2)
 SPEC = Spec.of(NET)
@@ -57,3 +62,22 @@ def test_it_is_algorithm_two(q: float) -> None:
 def test_without_q_every_client_weighs_alike() -> None:
     for n, got in fused(0.0).items():
         assert torch.allclose(got, sum(drawn(k)[n] for k in range(3)) / 3, atol=1e-5)  # type: ignore[operator]
+
+
+MLP = Spec("mlp", {"inputs": 3, "hidden": [4], "classes": 2})
+
+
+@pytest.mark.parametrize("batch", [1, 4, 1000])
+def test_it_is_the_mean_over_the_clients_rows_before_training(batch: int) -> None:
+    brief = Brief(0, MLP, MLP.build().state_dict(), classes=2)
+    rows = Rows(torch.randn(10, 3), torch.arange(10) % 2)
+    kind = StartLoss(batch)
+    answer = client_round(Work(evidence=(kind,)), brief, "a", rows)
+    update = admit(Envelope("a", answer.payload), Contract.of(brief, (kind,)))
+    expected = F.cross_entropy(MLP.forward(brief.params, rows.x).double(), rows.y)
+    assert float(update.notes["start_loss/mean"]) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_a_negative_loss_is_a_lie() -> None:
+    assert StartLoss().check({"start_loss/mean": torch.tensor(-0.1, dtype=torch.float64)}, 1.0) is not None
+    assert StartLoss().check({"start_loss/mean": torch.tensor(0.1, dtype=torch.float64)}, 1.0) is None

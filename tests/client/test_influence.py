@@ -1,4 +1,4 @@
-"""Each kind of evidence names what of it scales its client's say, and the name scales with it."""
+"""Each kind of evidence names what of it scales its client's influence, and the value scales with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that stay apart."""
+"""Local training: models stay apart."""
 
 from __future__ import annotations
 

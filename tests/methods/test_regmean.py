@@ -1,3 +1,5 @@
+"""RegMean: the regression equation on known inputs, and what stands beside it."""
+
 import pytest
 import torch
 from torch import Tensor, nn

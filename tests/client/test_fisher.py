@@ -1,3 +1,5 @@
+"""The diagonal of the Fisher information against per-row gradients."""
+
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""A flat spectrum by whichever way keeps the digits: the same as from the singular values themselves."""
+"""Iso-C: a flat spectrum by whichever way keeps the digits, the same as from the singular values themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The spectrum of a client's curvature, against the dense Hessian."""
+"""What methods that prune share: the spectrum of the curvature, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Squared gradients."""
+"""PruneFL: the squared gradients that clients send in the rounds that trade."""
 
 from __future__ import annotations
 
