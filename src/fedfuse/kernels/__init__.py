@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError
-from fedfuse.kernels.chain.choice import is_faster
 from fedfuse.kernels.chain.description import (
     Conv,
     Dropout,
@@ -28,6 +27,7 @@ from fedfuse.kernels.chain.description import (
     Norm,
     Shape,
     Uncovered,
+    is_faster,
     shape_after,
 )
 from fedfuse.kernels.chain.trace import chain_of

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedfuse.core.settings import LocalSettings
-from fedfuse.kernels.chain import learn, move
-from fedfuse.kernels.chain import posterior as kernel
-from fedfuse.kernels.chain.buffers import FlatTensors, Images, Table
-from fedfuse.kernels.chain.descent import CompiledAdam, CompiledSgd, make_descent, rows_needed
+from fedfuse.kernels.chain.buffers import FlatTensors, Images, Table, images_in, rows_in
 from fedfuse.kernels.chain.description import (
     Activation,
     Conv,
@@ -32,19 +29,31 @@ from fedfuse.kernels.chain.description import (
 )
 from fedfuse.kernels.chain.layers import (
     ConvOp,
-    DropoutOp,
-    FlattenOp,
     LinearOp,
-    MaxPoolOp,
     MeanFieldOp,
-    MeanPoolOp,
     NormOp,
     Numbers,
     Op,
-    ReluOp,
-    TanhOp,
     Variances,
+    dropout,
+    max_pool,
+    mean_pool,
+    relu,
+    tanh,
+    to_table,
 )
+from fedfuse.kernels.chain.learn import (
+    CompiledAdam,
+    CompiledSgd,
+    add_signs,
+    cross_entropy,
+    make_descent,
+    norm_of,
+    pull,
+    pulled_step,
+    rows_needed,
+)
+from fedfuse.kernels.chain.tables import learn_variances, write_variances
 from fedfuse.kernels.target import Floats, Ints
 
 _NOTHING = np.zeros(0, np.float32)
@@ -124,17 +133,17 @@ class Chain:
                 return self._norm(layer, shape, x, y)
             case PoolLayer(kind=kind), Images(), Images():
                 size = (layer.kernel, layer.stride, layer.padding)
-                return MaxPoolOp(x, y, size) if kind == "max" else MeanPoolOp(x, y, size)
+                return max_pool(x, y, size) if kind == "max" else mean_pool(x, y, size)
             case Flatten(), Images(), Table():
                 self._order = shape
-                return FlattenOp(x, y)
+                return to_table(x, y)
             case Dropout(p=p), _, _:
                 self._dropouts += 1
-                return DropoutOp(x, y, self._numbers, self._dropouts - 1, p)
+                return dropout(x, y, self._numbers, self._dropouts - 1, p)
             case Activation(kind="relu", slope=slope), _, _:
-                return ReluOp(x, y, slope)
+                return relu(x, y, slope)
             case Activation(), _, _:
-                return TanhOp(x, y)
+                return tanh(x, y)
         raise Uncovered(f"{type(layer).__name__} on inputs of shape {shape}")
 
     def _conv(self, layer: Conv, shape: Shape, x: Images, y: Images, first: bool) -> Op:
@@ -220,7 +229,7 @@ class Chain:
         slots.write({name: state[name] for name in slots.slots}, own.rho)
         for op in self._gaussian:
             begin, count = op.place
-            kernel.write_variances(own.rho, own.values, begin, begin + count)
+            write_variances(own.rho, own.values, begin, begin + count)
         means, precisions, log_variances = own.prior
         for name, (mean, log_variance) in posterior.priors.items():
             slot = slots.slots[f"{name.removesuffix('.weight')}.log_variance"]
@@ -295,7 +304,7 @@ class Chain:
             count = self._enter_batch(rows, order, begin)
             for op in self._ops:
                 op.forward(count)
-            learn.cross_entropy(count, end.data, end.form, labels, order, begin, end.grads)  # type: ignore[arg-type]
+            cross_entropy(count, end.data, end.form, labels, order, begin, end.grads)  # type: ignore[arg-type]
             found = []
             for op in reversed(self._ops):
                 if isinstance(op, ConvOp | LinearOp):  # the loss is a mean
@@ -332,7 +341,7 @@ class Chain:
         for op in self._ops:
             op.forward(count)
         end = self._end
-        loss = learn.cross_entropy(count, end.data, end.form, y, order, begin, end.grads)  # type: ignore[arg-type]
+        loss = cross_entropy(count, end.data, end.form, y, order, begin, end.grads)  # type: ignore[arg-type]
         for op in reversed(self._ops):
             op.backward(count)
         return loss + self._learn_variances(round_, rate) + self._step(round_, rate)
@@ -346,15 +355,15 @@ class Chain:
         rows = (own.rho, own.values, own.slopes, own.prior)
         for op in self._gaussian:
             begin = op.plain.offsets[0]
-            value += kernel.learn(weights.weights, weights.grads, begin, *rows, op.place, how.weight, natural)
+            value += learn_variances(weights.weights, weights.grads, begin, *rows, op.place, how.weight, natural)
         return value
 
     def _enter(self, count: int, x: Floats, order: Ints, begin: int) -> None:
         start = self._start
         if isinstance(start, Images):
-            move.images_in(count, x, order, begin, start.data, start.form)
+            images_in(count, x, order, begin, start.data, start.form)
         else:
-            move.rows_in(count, x, order, begin, *start.form, start.data)
+            rows_in(count, x, order, begin, *start.form, start.data)
 
     def _step(self, round_: Round, rate: float) -> float:
         """The pull, L1, clipping, and the optimizer's step; gives the pull's part of the loss."""
@@ -362,13 +371,13 @@ class Chain:
         weights, grads, pulls = own.weights, own.grads, (round_.anchor, round_.linear, round_.mu)
         pulled, plain = bool(round_.mu or round_.linear.size), settings.clip is None and not settings.l1
         if plain and pulled and isinstance(how, CompiledSgd) and how.velocity.size:  # one pass for both
-            return learn.pulled_step(weights, grads, *pulls, how.velocity, rate, how.momentum, how.weight_decay)
-        value = learn.pull(weights, grads, *pulls) if pulled else 0.0
+            return pulled_step(weights, grads, *pulls, how.velocity, rate, how.momentum, how.weight_decay)
+        value = pull(weights, grads, *pulls) if pulled else 0.0
         if settings.l1:
-            learn.add_signs(weights, grads, settings.l1)
+            add_signs(weights, grads, settings.l1)
         scale = 1.0
         if settings.clip is not None:
-            norm = learn.norm_of(grads)
+            norm = norm_of(grads)
             scale = settings.clip / norm if norm > settings.clip else 1.0
         how.step(weights, grads, scale, rate)
         return value
