@@ -191,6 +191,8 @@ def _add_clients(context: Any, build: Any, kind: Kind, power: float, kinds: Any,
     before = [build.load(_register(build, array(i, args[7]), j), align=8) for i in _sums(kind) for j in range(4)]
     centers = [_lanes(build, _row(build, args[3], place), j) for j in range(2)] if kind == "moments" else []
 
+    # Two vectors per client: an exponential is a chain of a dozen dependent operations, of which one can run while the
+    # other waits. Rows of different clients lie in different pages, so each is fetched ahead (see `AHEAD`).
     def add_client(lists: list[Any], held: list[Any]) -> list[Any]:
         mean, log = (_row(build, build.load(pointer), place) for pointer in lists[:2])
         weight = spread(build, build.load(lists[2]), STEP // 2)
@@ -255,7 +257,7 @@ def _store_lanes(build: Any, lanes: Any, row: Any, j: int) -> None:
 
 
 def _above_floor(build: Any, variance: Any) -> Any:
-    """A variance that rounding has not taken below zero; what is no number stays none."""
+    """A variance that rounding has not taken below zero; NaN stays NaN."""
     floor = ir.Constant(_WIDE, [_FLOOR] * _WIDE.count)
     return build.select(build.fcmp_ordered("<", variance, floor), floor, variance)
 

@@ -51,10 +51,8 @@ def multiply_add(build: Any, a: Any, b: Any, total: Any) -> Any:
 def add_product(build: Any, a: Any, b: Any, total: Any) -> Any:
     """Give total + a · b of vectors, rounded once: IEEE 754 defines it, the same on every machine."""
     kind = ir.FunctionType(a.type, [a.type] * 3)
-    return build.call(
-        build.module.declare_intrinsic(f"llvm.fma.v{a.type.count}f{32 if a.type.element == FLOAT else 64}", fnty=kind),
-        [a, b, total],
-    )
+    bits = 32 if a.type.element == FLOAT else 64
+    return build.call(build.module.declare_intrinsic(f"llvm.fma.v{a.type.count}f{bits}", fnty=kind), [a, b, total])
 
 
 def prefetch(build: Any, pointer: Any) -> None:
@@ -62,9 +60,8 @@ def prefetch(build: Any, pointer: Any) -> None:
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, _INDEX, _INDEX, _INDEX])
     fetch = build.module.declare_intrinsic("llvm.prefetch", [byte], fnty=kind)
-    build.call(
-        fetch, [build.bitcast(pointer, byte), *(ir.Constant(_INDEX, word) for word in (0, 2, 1))]
-    )  # read, second-highest locality, data
+    how = [ir.Constant(_INDEX, word) for word in (0, 2, 1)]  # to be read, and soon; it is data
+    build.call(fetch, [build.bitcast(pointer, byte), *how])
 
 
 Body = Callable[[list[Any], list[Any]], list[Any]]
@@ -123,7 +120,7 @@ def exp_lanes(build: Any, x: Any, power: float, seen: Any) -> tuple[Any, Any]:
     value, *others = [_all(number * 2.0**-_SHIFT) for number in numbers]
     for number in others:
         value = add_product(build, value, r, number)
-    # times 2ⁿ: n goes to the exponent's bits, and the 64 that was added to it is in the polynomial's numbers
+    # times 2ⁿ⁺⁶⁴, by an addition to the exponent's bits; the polynomial's numbers are divided by 2⁶⁴
     scaled = build.add(build.bitcast(value, _INTS), build.shl(bits, _all_ints(23)))
     return build.bitcast(scaled, _FLOATS), seen
 

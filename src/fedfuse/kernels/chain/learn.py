@@ -21,6 +21,8 @@ def cross_entropy(count: int, z: Floats, form: Two, y: Ints, order: Ints, begin:
     total, part = 0.0, np.float32(1 / count)
     for i in range(count):
         scores, out = z[i * row : i * row + classes], dz[i * row : i * row + classes]
+        # NaN wins the maximum as in torch: fast arithmetic here leaves `nnan` off (see `target`), so that a network
+        # which diverged is seen to have diverged
         top = scores[0]
         for c in range(1, classes):
             top = scores[c] if scores[c] > top or scores[c] != scores[c] else top

@@ -61,7 +61,7 @@ _NOTHING = np.zeros(0, np.float32)
 
 @dataclass(slots=True)
 class Round:
-    """What one client's training carries from batch to batch beside the weights."""
+    """What one client's training carries from batch to batch besides the weights."""
 
     settings: LocalSettings
     mu: float
@@ -152,17 +152,17 @@ class Chain:
         size = (k, layer.stride, tensors.slots[f"{layer.name}.weight"].length)
         return ConvOp(layer.name, x, y, self._numbers, (weights, self._bias(layer)), size, layer.bias, first)
 
-    def _mean_field(self, layer: MeanFieldLinear, shape: Shape, x: Table, y: Table, first: bool) -> Op:
-        plain, own = self._linear(layer, shape, x, y, first), self._log_variances
-        means = self._weights.slots[f"{layer.name}.weight"]
-        begin = own.add(f"{layer.name}.log_variance", means.shape, means.axes, means.rows)
-        return MeanFieldOp(plain, self._variances, (begin, own.skip(layer.outputs)), layer.noise)
-
     def _linear(self, layer: Linear, shape: Shape, x: Table, y: Table, first: bool) -> LinearOp:
         inner, axes = (self._order, (0, 2, 3, 1)) if self._order else (shape, (0, 1))
         weights = self._weights.add(f"{layer.name}.weight", (layer.outputs, *inner), axes, layer.outputs)
         order, self._order = self._order or (), None
         return LinearOp(layer.name, x, y, self._numbers, (weights, self._bias(layer)), layer.bias, first, order)
+
+    def _mean_field(self, layer: MeanFieldLinear, shape: Shape, x: Table, y: Table, first: bool) -> Op:
+        plain, own = self._linear(layer, shape, x, y, first), self._log_variances
+        means = self._weights.slots[f"{layer.name}.weight"]
+        begin = own.add(f"{layer.name}.log_variance", means.shape, means.axes, means.rows)
+        return MeanFieldOp(plain, self._variances, (begin, own.skip(layer.outputs)), layer.noise)
 
     def _bias(self, layer: Conv | Linear) -> int:
         """Where the biases begin; a layer without them reads zeros."""
@@ -176,11 +176,6 @@ class Chain:
         running = [self._statistics.add(f"{layer.name}.running_{leaf}", own, axes, 1) for leaf in ("mean", "var")]
         pair, other = (places[0], places[1]), (running[0], running[1])
         return NormOp(x, y, self._numbers, pair, other, layer.eps, layer.momentum)
-
-    @property
-    def classes(self) -> int:
-        """How many scores it gives."""
-        return self._end.form[0]
 
     def begin(
         self,
@@ -202,8 +197,12 @@ class Chain:
             posterior: how log-variances learn, where there are any.
         """
         state, weights, own = module.state_dict(), self._weights, self._numbers
-        remembered = self._rows_to_remember(rows_needed(settings.optimizer))
-        for row in (own.weights, own.grads, *remembered):  # a client that diverged leaves no zeros between tensors
+        needed = rows_needed(settings.optimizer)
+        self._remembered += [weights.zeros() for _ in range(needed - len(self._remembered))]
+        remembered = self._remembered[:needed]
+        # Rows are filled up to whole lanes, and products and optimizers run over the filling as well. A client that
+        # diverged leaves NaN there, and 0 · NaN would reach every output and the norm that clips.
+        for row in (own.weights, own.grads, *remembered):
             row.fill(0)
         weights.write({name: state[name] for name in weights.slots}, own.weights)
         self._statistics.write({name: state[name] for name in self._statistics.slots}, own.statistics)
@@ -215,11 +214,6 @@ class Chain:
         near = weights.write(anchor, self._anchor) if mu else _NOTHING
         added = weights.write(linear, weights.zeros()) if linear else _NOTHING
         return Round(settings, mu, near, added, make_descent(settings.optimizer, remembered), posterior)
-
-    def _rows_to_remember(self, count: int) -> list[Floats]:
-        """So many rows as long as the weights, the same for every client."""
-        self._remembered += [self._weights.zeros() for _ in range(count - len(self._remembered))]
-        return self._remembered[:count]
 
     def _begin_variances(self, state: Mapping[str, Tensor], posterior: VarianceLearning) -> None:
         """Load log-variances and their priors."""
@@ -239,19 +233,6 @@ class Chain:
             slot.write(precisions, (-wide).exp())
             slot.write(log_variances, wide)
 
-    @torch.no_grad()
-    def finish(self, module: nn.Module) -> None:
-        """Give the weights and statistics back to the network."""
-        state = module.state_dict()
-        own, variances = self._numbers, (self._log_variances, self._variances.rho)
-        for tensors, row in ((self._weights, own.weights), (self._statistics, own.statistics), variances):
-            for name, slot in tensors.slots.items():
-                slot.read(row, state[name])
-        norms = [op for op in self._ops if isinstance(op, NormOp)]
-        counters = [t for n, t in state.items() if n.endswith("num_batches_tracked")]
-        for op, counter in zip(norms, counters, strict=True):
-            counter += op.batches
-
     def batches(
         self, round_: Round, x: Tensor, y: Tensor, order: Tensor, rate: float, draw: torch.Generator
     ) -> list[float]:
@@ -268,83 +249,17 @@ class Chain:
         rows, labels, places = self._flatten(x), y.numpy(), order.numpy()
         starts = range(0, len(places), round_.settings.batch_size)
         keys = torch.randint(2**32, (len(starts), self._dropouts), generator=draw).tolist()
-        losses = []
+        losses, end = list[float](), self._end
         for begin, key in zip(starts, keys, strict=True):
             self._numbers.keys = key
-            losses.append(self._batch_step(round_, rows, labels, places, begin, rate))
-        return losses
-
-    def read_before_head(self, module: nn.Module, x: Tensor) -> Iterator[Tensor]:
-        """What the last layer, a linear one, reads of each batch of rows in their order; nothing is learned.
-
-        Args:
-            module: the network, whose layers do the same in training and in evaluation.
-            x: rows, images with their channels last in memory or not.
-        """
-        rows, order, *before, head = self._flatten(x), self._load(module, len(x)), *self._ops
-        assert isinstance(head, LinearOp)
-        for begin in range(0, len(order), self._batch):
-            count = self._enter_batch(rows, order, begin)
-            for op in before:
-                op.forward(count)
-            yield head.read_inputs(count)
-
-    def read_layers(self, module: nn.Module, x: Tensor, y: Tensor) -> Iterator[list[LayerReading]]:
-        """What every layer with weights reads, and the gradient that comes back to it, batch by batch.
-
-        Nothing is learned. Gradients are of the sum of the batch's losses, so that each row's is its own.
-
-        Args:
-            module: the network, whose layers do the same in training and in evaluation.
-            x: rows, images with their channels last in memory or not.
-            y: their labels.
-        """
-        rows, labels, order, end = self._flatten(x), y.numpy(), self._load(module, len(x)), self._end
-        for begin in range(0, len(order), self._batch):
-            count = self._enter_batch(rows, order, begin)
+            count = self._enter(rows, places, begin, round_.settings.batch_size)
             for op in self._ops:
                 op.forward(count)
-            cross_entropy(count, end.data, end.form, labels, order, begin, end.grads)  # type: ignore[arg-type]
-            found = []
+            loss = cross_entropy(count, end.data, end.form, labels, places, begin, end.grads)  # type: ignore[arg-type]
             for op in reversed(self._ops):
-                if isinstance(op, ConvOp | LinearOp):  # the loss is a mean
-                    whole = op.first and isinstance(op, ConvOp)  # pictures as they came
-                    seen = x[begin : begin + count] if whole else op.read_inputs(count)
-                    found.append(LayerReading(op.name, seen, op.read_gradients(count, float(count))))
-                    op.pass_back(count)
-                else:
-                    op.backward(count)
-            yield found[::-1]
-
-    def _load(self, module: nn.Module, count: int) -> Ints:
-        """Load a network's weights; gives so many rows in their order."""
-        state = module.state_dict()
-        self._numbers.weights.fill(0)  # a client that diverged leaves no zeros between tensors
-        self._weights.write({name: state[name] for name in self._weights.slots}, self._numbers.weights)
-        return np.arange(count)
-
-    def _enter_batch(self, rows: Floats, order: Ints, begin: int) -> int:
-        """Let a batch in; gives how many rows it has."""
-        count = min(self._batch, len(order) - begin)
-        self._enter(count, rows, order, begin)
-        return count
-
-    def _flatten(self, x: Tensor) -> Floats:
-        """The rows as they lie in memory, channels last for images."""
-        images = x if self._flat or x.ndim < 4 else x.permute(0, 2, 3, 1)
-        flat: Floats = images.reshape(-1).numpy()
-        return flat
-
-    def _batch_step(self, round_: Round, x: Floats, y: Ints, order: Ints, begin: int, rate: float) -> float:
-        count = min(round_.settings.batch_size, len(order) - begin)
-        self._enter(count, x, order, begin)
-        for op in self._ops:
-            op.forward(count)
-        end = self._end
-        loss = cross_entropy(count, end.data, end.form, y, order, begin, end.grads)  # type: ignore[arg-type]
-        for op in reversed(self._ops):
-            op.backward(count)
-        return loss + self._learn_variances(round_, rate) + self._step(round_, rate)
+                op.backward(count)
+            losses.append(loss + self._learn_variances(round_, rate) + self._step(round_, rate))
+        return losses
 
     def _learn_variances(self, round_: Round, rate: float) -> float:
         """A step of the log-variances, and the prior's pull on the means; gives the divergence's part of the loss."""
@@ -357,13 +272,6 @@ class Chain:
             begin = op.plain.offsets[0]
             value += learn_variances(weights.weights, weights.grads, begin, *rows, op.place, how.weight, natural)
         return value
-
-    def _enter(self, count: int, x: Floats, order: Ints, begin: int) -> None:
-        start = self._start
-        if isinstance(start, Images):
-            images_in(count, x, order, begin, start.data, start.form)
-        else:
-            rows_in(count, x, order, begin, *start.form, start.data)
 
     def _step(self, round_: Round, rate: float) -> float:
         """The pull, L1, clipping, and the optimizer's step; gives the pull's part of the loss."""
@@ -381,3 +289,80 @@ class Chain:
             scale = settings.clip / norm if norm > settings.clip else 1.0
         how.step(weights, grads, scale, rate)
         return value
+
+    @torch.no_grad()
+    def finish(self, module: nn.Module) -> None:
+        """Give the weights and statistics back to the network."""
+        state = module.state_dict()
+        own, variances = self._numbers, (self._log_variances, self._variances.rho)
+        for tensors, row in ((self._weights, own.weights), (self._statistics, own.statistics), variances):
+            for name, slot in tensors.slots.items():
+                slot.read(row, state[name])
+        norms = [op for op in self._ops if isinstance(op, NormOp)]
+        counters = [t for n, t in state.items() if n.endswith("num_batches_tracked")]
+        for op, counter in zip(norms, counters, strict=True):
+            counter += op.batches
+
+    def read_before_head(self, module: nn.Module, x: Tensor) -> Iterator[Tensor]:
+        """What the last layer, a linear one, reads of each batch of rows in their order; nothing is learned.
+
+        Args:
+            module: the network, whose layers do the same in training and in evaluation.
+            x: rows, images with their channels last in memory or not.
+        """
+        rows, order, *before, head = self._flatten(x), self._load(module, len(x)), *self._ops
+        assert isinstance(head, LinearOp)
+        for begin in range(0, len(order), self._batch):
+            count = self._enter(rows, order, begin, self._batch)
+            for op in before:
+                op.forward(count)
+            yield head.read_inputs(count)
+
+    def read_layers(self, module: nn.Module, x: Tensor, y: Tensor) -> Iterator[list[LayerReading]]:
+        """What every layer with weights reads, and the gradient that comes back to it, batch by batch.
+
+        Nothing is learned. Gradients are of the sum of the batch's losses, so that each row's is its own.
+
+        Args:
+            module: the network, whose layers do the same in training and in evaluation.
+            x: rows, images with their channels last in memory or not.
+            y: their labels.
+        """
+        rows, labels, order, end = self._flatten(x), y.numpy(), self._load(module, len(x)), self._end
+        for begin in range(0, len(order), self._batch):
+            count = self._enter(rows, order, begin, self._batch)
+            for op in self._ops:
+                op.forward(count)
+            cross_entropy(count, end.data, end.form, labels, order, begin, end.grads)  # type: ignore[arg-type]
+            found = []
+            for op in reversed(self._ops):
+                if isinstance(op, ConvOp | LinearOp):  # the loss is a mean
+                    whole = op.first and isinstance(op, ConvOp)  # pictures as they came
+                    seen = x[begin : begin + count] if whole else op.read_inputs(count)
+                    found.append(LayerReading(op.name, seen, op.read_gradients(count, float(count))))
+                    op.pass_back(count)
+                else:
+                    op.backward(count)
+            yield found[::-1]
+
+    def _load(self, module: nn.Module, count: int) -> Ints:
+        """Load a network's weights; gives so many rows in their order."""
+        state = module.state_dict()
+        self._numbers.weights.fill(0)  # the filling too, see `begin`
+        self._weights.write({name: state[name] for name in self._weights.slots}, self._numbers.weights)
+        return np.arange(count)
+
+    def _flatten(self, x: Tensor) -> Floats:
+        """The rows as they lie in memory, channels last for images."""
+        images = x if self._flat or x.ndim < 4 else x.permute(0, 2, 3, 1)
+        flat: Floats = images.reshape(-1).numpy()
+        return flat
+
+    def _enter(self, rows: Floats, order: Ints, begin: int, most: int) -> int:
+        """Copy the next batch into the first buffer; gives how many rows it has."""
+        count, start = min(most, len(order) - begin), self._start
+        if isinstance(start, Images):
+            images_in(count, rows, order, begin, start.data, start.form)
+        else:
+            rows_in(count, rows, order, begin, *start.form, start.data)
+        return count
