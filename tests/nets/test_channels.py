@@ -17,9 +17,9 @@ from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.linalg.factor import dense
 from fedfuse.nets.channels import (
+    EMPTY,
     Group,
     Location,
-    add_empty_units,
     channel_groups,
     keep_channels,
     keep_units,
@@ -129,7 +129,7 @@ def test_growing_changes_nothing_and_keeping_undoes_it() -> None:
     spec = Spec("vgg11", {"widths": 0.1, "hidden": [12, 11], "norm": True, "dropout": 0.0})
     weights = drawn(spec)
     for group in channel_groups(spec, (3, 32, 32)):
-        wide = add_empty_units(weights, group, group.size + 2)
+        wide = move_units(weights, {group: [*range(group.size), EMPTY, EMPTY]})
         bigger = spec.with_shapes_of(wide)
         x = inputs((3, 32, 32))
         assert torch.allclose(bigger.forward(wide, x), spec.forward(weights, x), atol=1e-5)
@@ -150,7 +150,7 @@ def test_log_variances_move_with_their_means() -> None:
     moved = permute_group(weights, group, order)
     assert moved["net.fc1.log_variance"].equal(weights["net.fc1.log_variance"][order])
     assert moved["net.classifier.log_variance"].equal(weights["net.classifier.log_variance"][:, order])
-    wide = add_empty_units(weights, group, 6)
+    wide = move_units(weights, {group: [*range(5), EMPTY]})
     assert float(wide["net.fc1.log_variance"][5].max()) == float(weights["net.fc1.log_variance"].min())
 
 
@@ -315,8 +315,6 @@ def test_orders_that_are_none_are_refused() -> None:
     for units in ([], [1, 1], [-1], [3]):
         with pytest.raises(ConfigError, match="fc1"):
             keep_units(net, group, units)
-    with pytest.raises(ConfigError, match="cannot grow to 2"):
-        add_empty_units(net, group, 2)
     with pytest.raises(ConfigError, match="which the weights do not have"):
         permute_group({}, group, [2, 1, 0])
     with pytest.raises(ConfigError, match="of another network"):

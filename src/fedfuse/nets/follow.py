@@ -2,14 +2,15 @@
 
 Every axis of every tensor carries labels, one per position. A weight begins with labels of its own; an operation hands
 them on and binds them: a product binds what it contracts, a sum what it adds, a norm a channel to its scale. What is
-bound moves together or not at all. An operation that tells positions apart, or that nobody here knows, pins the labels
-it touches: they stay where they are, and the reason is kept.
+bound moves together or not at all. An operation that tells positions apart, or that is not in `_RULES`, pins the labels
+it touches: they stay where they are, and the reason is kept. Read `follow` first, then `Follower` and `_RULES`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Labels = npt.NDArray[np.int64]
 
 FIXED, ANY = 0, -1  # the label of a position as such (a pixel, a row, an input), and of one that is like all others
-POSITION, OUTPUT = "bound to positions", "outputs"
+POSITION, OUTPUT, POSITION_IN_BLOCK = "bound to positions", "outputs", "blocks"  # why labels are pinned
 
 
 class Axis(NamedTuple):
@@ -68,7 +69,11 @@ class Bindings:
         return self._pins.get(self.root(label), frozenset())
 
     def bind(self, one: Labels, other: Labels) -> Labels:
-        """What two axes have in common, position by position bound to each other."""
+        """What two axes have in common, position by position bound to each other.
+
+        ANY with x gives x and binds nothing. FIXED with a label pins the label, for a position cannot move, and the
+        label stands for both. A label with a label unites them.
+        """
         if one is other or np.array_equal(one, other):
             return one
         for a, b in zip(one.tolist(), other.tolist(), strict=True):
@@ -110,7 +115,11 @@ class Call(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down every operation that runs, and which constants were the same all along an axis when first read."""
+    """Writes down every operation that runs, and which constants were the same all along an axis when first read.
+
+    Tensors are told apart by their `id`. That is safe only because `calls` holds every tensor that was given or made
+    until the network has been followed: a freed tensor's id would soon be another's.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -133,6 +142,7 @@ class Recorder(TorchDispatchMode):
 
     def calls_for(self, answer: Tensor) -> list[Call]:
         """The operations that an answer depends on, in their order."""
+        # the others, such as those of a second answer, would pin labels for nothing
         wanted, calls = {id(answer)}, list[Call]()
         for call in reversed(self.calls):
             if any(id(t) in wanted for t in call.made):
@@ -209,12 +219,9 @@ class Follower:
                     self.pin_all([t], "unused")
                 else:
                     for mine, theirs in zip(self.weights[id(t)], self.weights[id(same)], strict=True):
-                        self._follow_reading(mine.labels, theirs.labels)
-
-    def _follow_reading(self, mine: Labels, theirs: Labels) -> None:
-        self.bindings.bind(mine, theirs)
-        if not self.reading.isdisjoint(theirs.tolist()):
-            self.reading.update(mine.tolist())
+                        self.bindings.bind(mine.labels, theirs.labels)
+                        if not self.reading.isdisjoint(theirs.labels.tolist()):
+                            self.reading.update(mine.labels.tolist())
 
     def merge_labels(self, axes: Sequence[Axis]) -> Labels:
         """The labels of several axes laid out as one: those of the one among them that holds units."""
@@ -249,7 +256,7 @@ class Follower:
 
 
 class SplitDifferently(Exception):
-    """A part of an axis was taken to hold units and does not; the network is followed anew."""
+    """A part of an axis was taken to hold units and does not; the network is followed once more."""
 
 
 def follow(net: nn.Module, x: Tensor) -> Follower:
@@ -258,6 +265,9 @@ def follow(net: nn.Module, x: Tensor) -> Follower:
     plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
     with torch.no_grad(), plain, _slow_attention(), recorder:
         answer = tensors_in([net(x)])[0]
+    # `Follower.split` guesses which part of an axis holds the units, the first along which they change, and `pick`
+    # finds a guess wrong. Then the network is followed again without that part: `excluded` only grows, so this ends
+    # after at most one turn for every part of every split.
     calls, excluded = recorder.calls_for(answer), dict[int, set[int]]()
     while True:
         follower = Follower(net, x, recorder.constants, excluded)
@@ -271,15 +281,15 @@ def follow(net: nn.Module, x: Tensor) -> Follower:
         return follower
 
 
-class _slow_attention:  # noqa: N801 - used as a context
+@contextmanager
+def _slow_attention() -> Iterator[None]:
     """Attention by its single operations, not by one that hides them."""
-
-    def __enter__(self) -> None:
-        self.before = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-
-    def __exit__(self, *_: object) -> None:
-        torch.backends.mha.set_fastpath_enabled(self.before)
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
@@ -330,7 +340,7 @@ def _broadcast(follower: Follower, given: Sequence[Axes], shape: Sequence[int]) 
 
 def _pointwise(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     given = tensors_in(named.values())
-    if name == "copy" and not follower.is_fixed(given[1]):  # written into a part of something: nobody follows that
+    if name == "copy" and not follower.is_fixed(given[1]):  # written into a part of something, which is not followed
         follower.pin_all(given[1:], name)
     return [_broadcast(follower, [follower.of(g) for g in given], t.shape) for t in made]
 
@@ -394,9 +404,6 @@ def _bind_groups(follower: Follower, channels: Axis, weight: Axes, groups: int, 
         follower.blocked.append(Blocked(id(tensor), channels.labels, groups))
     else:
         bindings.pin(channels.labels, "a convolution with groups")
-
-
-POSITION_IN_BLOCK = "blocks"
 
 
 def _channel_norm(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
@@ -570,7 +577,7 @@ def _repeat(follower: Follower, named: Any, name: str, made: list[Tensor]) -> li
 
 
 def _pad(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
-    """Constants around a tensor: on an axis of units they are positions of nobody."""
+    """Constants around a tensor: on an axis of units they belong to no unit."""
     axes, pad = list(follower.of(named["self"])), named["pad"]
     for k in range(len(pad) // 2):
         dim, (before, after) = len(axes) - 1 - k, pad[2 * k : 2 * k + 2]

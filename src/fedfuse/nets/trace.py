@@ -22,7 +22,7 @@ from fedfuse.core.inputs import reads_tokens
 from fedfuse.core.rng import seeded, stream
 from fedfuse.core.spec import Spec, drop_tied_names
 from fedfuse.errors import ConfigError, error_text
-from fedfuse.nets.channels import Group, Location, by_axis, keep_channels, move_units
+from fedfuse.nets.channels import Group, Location, by_axis, keep_channels, move_units, places_in
 from fedfuse.nets.follow import OUTPUT, POSITION_IN_BLOCK, Axis, Follower, follow
 
 _ROWS = 4  # inputs that go through the network: enough to tell functions apart
@@ -135,7 +135,7 @@ def _maker(group: Group) -> str:
 
 
 def _follow(spec: Spec, net: nn.Module, x: Tensor) -> Follower:
-    """What the network binds; whatever its own forward raises is told."""
+    """What the network binds; an error of its own forward is passed on."""
     try:
         return follow(net, x)
     except Exception as why:
@@ -290,7 +290,9 @@ def _groups_noticed(spec: Spec, net: nn.Module, x: Tensor, groups: tuple[Group, 
     """The groups that the network notices when they are permuted: there should be none."""
     weights = drop_tied_names(spec, net.state_dict())
     before = answer(net, weights, x)
-    shuffled = {group: (_within(group, weights), _shuffle(group)) for group in groups}
+    # without the further names of tied tensors, which the weights do not have
+    shuffled = {g: (replace(g, locations=places_in(weights, g)), _shuffle(g)) for g in groups}
+    # all groups at once, as is nearly always right; only if that goes wrong, one by one
     if same_answers(before, answer(net, move_units(weights, dict(shuffled.values())), x)):
         return []
     with in_double():
@@ -317,20 +319,11 @@ def in_double() -> AbstractContextManager[object]:
     return _InDouble()  # type: ignore[no-untyped-call]
 
 
-def _within(group: Group, weights: dict[str, Tensor]) -> Group:
-    """The group without the further names of tied tensors."""
-    return replace(group, locations=tuple(p for p in group.locations if p.tensor in weights))
-
-
-def _first(out: Any) -> Tensor:
-    """The network's answer, or the first of several."""
-    answer: Tensor = out[0] if isinstance(out, tuple | list) else out
-    return answer
-
-
 def answer(net: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-    """What a network answers with these weights."""
-    return _first(torch.func.functional_call(net, weights, (x,)))
+    """What a network answers with these weights, or the first of several answers."""
+    out = torch.func.functional_call(net, weights, (x,))
+    first: Tensor = out[0] if isinstance(out, tuple | list) else out
+    return first
 
 
 def same_answers(a: Tensor, b: Tensor) -> bool:
@@ -346,7 +339,7 @@ def _shuffle(group: Group) -> Tensor:
     for start in range(0, group.size, section_size):
         order = torch.randperm(section_size, generator=draw)
         moved = torch.empty_like(order)
-        moved[order] = order.roll(1)  # along one cycle, everybody moves
+        moved[order] = order.roll(1)  # along one cycle, so that every unit moves
         parts.append(start + moved)
     return torch.cat(parts)
 
@@ -358,7 +351,7 @@ def _ties(spec: Spec) -> str:
 
 @torch.no_grad()
 def removal_flaw(spec: Spec, shape: Sequence[int], group: Group) -> str | None:
-    """What goes wrong when one unit of each section of a group is removed; None if it is as if nobody read them.
+    """What goes wrong when one unit of each section of a group is removed; None if it is as if they were not read.
 
     A norm over all units of an input sees that some are gone, so that behind one only the answer's shape is compared.
 
