@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from fedfuse.errors import ConfigError
 from fedfuse.models import resnet18, resnet50
-from fedfuse.models.resnet import Residual
+from fedfuse.models.deep import Residual
 
 
 def count(make: Any, **options: Any) -> int:

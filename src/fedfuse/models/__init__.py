@@ -19,13 +19,11 @@ from fedfuse.core.registry import describe_option, describe_type
 from fedfuse.errors import ConfigError
 from fedfuse.models.adapted import adapt, build_adapted
 from fedfuse.models.bayes import bayesian, build_bayesian
-from fedfuse.models.convnet import convnet_ams, convnet_feddu, lenet
+from fedfuse.models.deep import resnet18, resnet50, vgg11, vgg16
 from fedfuse.models.layers import add_projection
-from fedfuse.models.mlp import mlp
+from fedfuse.models.plain import convnet_ams, convnet_feddu, lenet, mlp
 from fedfuse.models.random_features import random_convolution, random_fourier
-from fedfuse.models.resnet import resnet18, resnet50
 from fedfuse.models.transformer import text_classifier, transformer
-from fedfuse.models.vgg import vgg11, vgg16
 
 __all__ = [
     "MODELS",

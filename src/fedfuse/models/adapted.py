@@ -1,6 +1,6 @@
 """Networks whose own weights rest, moved by low-rank adapters: those alone are trained, and those alone are sent.
 
-What rests is no part of a network's state dict, so no brief, reply or file carries it: everybody builds it.
+What rests is no part of a network's state dict, so no brief, reply or file carries it: every site builds it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class AdaptedLayer(nn.Module):
     """A layer at rest and what moves it: y = layer(x) + s B A x, B being zero at first (arXiv:2106.09685).
 
-    Where rounds are merged, what earlier ones have learned stands beside it in factors that nobody trains,
+    Where rounds are merged, what earlier ones have learned stands beside it in factors that are not trained,
     y = layer(x) + s (B A + B₀ A₀) x, of a rank that grows from round to round and is zero at first.
 
     Example:
@@ -165,7 +165,7 @@ def lay_to_rest(module: nn.Module) -> None:
 
 
 class _Resting:
-    """In the place of `train`: a norm whose statistics nobody sends keeps to them, whatever its network does."""
+    """In the place of `train`: a norm whose statistics are not sent keeps to them, whatever its network does."""
 
     def __init__(self, part: nn.Module) -> None:
         self.part = part
@@ -232,7 +232,7 @@ def digest_of_base(base: Path) -> str:
     """A short name for base weights, equal for equal weights.
 
     Raises:
-        ConfigError: if there is no such file or folder; a pipe or a device is none, whoever named it.
+        ConfigError: if there is no such file or folder; a pipe or a device is none.
     """
     if not (base.is_file() or base.is_dir()):
         raise ConfigError(f"the base weights {base} are not here; put the same file or folder at that place everywhere")
@@ -259,8 +259,8 @@ class AdapterSettings(Settings):
         rank: of each.
         alpha: an adapter counts α / rank; by default once.
         targets: the layers, by name or its end; by default all linear ones.
-        seed: what the network that rests is drawn by, where its factory draws: the same for everybody.
-        base: a safetensors file or checkpoint folder with the weights that rest, at the same place for everybody.
+        seed: what the network that rests is drawn by, where its factory draws: the same at every site.
+        base: a safetensors file or checkpoint folder with the weights that rest, at the same place at every site.
     """
 
     rank: PositiveInt = 4

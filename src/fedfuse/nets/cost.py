@@ -97,8 +97,7 @@ def cohort_flops(
 
     How many passes a row takes is what the objective and each evidence say (`core/effort.py`). What does not grow with
     rows, such as a pull towards other weights, is left out. A weight that a mask holds at zero is multiplied like any
-    other, so masks save none. Nobody knows (None) where nobody knows what an input looks like, or a network reads none
-    of that shape.
+    other, so masks save none. None where the shape of an input is not known, or the network does not read that shape.
     """
     if shape is None:
         return None
@@ -129,7 +128,7 @@ def training_passes(settings: LocalSettings, rows: int, steps: int) -> float:
 def count_server_work(state: ServerState, passes: float, bench: Bench) -> ServerState:
     """The state that has noted so many passes of single rows at the server, as the fact `server_flops`.
 
-    Nobody knows how many FLOPs that is where nobody knows what an input looks like; then nothing is noted.
+    Nothing is noted where the shape of an input is not known.
     """
     if bench.inputs is None:
         return state

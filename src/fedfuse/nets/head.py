@@ -1,4 +1,4 @@
-"""A network's linear layer by name, its last one unless told otherwise, and the sums of what it reads."""
+"""A network's linear layer by name, by default its last one, and the sums of what it reads."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def are_numbers(notes: Params) -> bool:
     return f"{KIND}/{NUMBERS}" in notes
 
 
-def total_sums(everybody: Iterable[Params]) -> Sums:
+def total_sums(clients: Iterable[Params]) -> Sums:
     """The sums of all clients, added in their order while the triangles are packed: memory for one client at a time."""
     total: dict[str, Tensor] = {}
-    for notes in everybody:
+    for notes in clients:
         for name in (n for n in notes if n.startswith(f"{KIND}/")):
             total[name] = total[name].add_(notes[name]) if name in total else notes[name].clone()
     return sums_in(total)

@@ -111,7 +111,7 @@ class Block:
 def blocks_of(spec: Spec, which: Which = "all") -> tuple[Block, ...]:
     """The parts of a network that have Kronecker factors: those whose weights are their own.
 
-    A tied weight belongs to several layers, and a frozen one is nobody's belief: those have none.
+    A tied weight belongs to several layers, and a frozen one is not learned: those have none.
 
     Args:
         spec: the network.

@@ -313,7 +313,7 @@ class TopLogit:
     `shift` and `scale`, one number each per member, z_j stands for (z_j − shift_j) / scale_j throughout; with `counts`,
     log s_jc is added, s_jc being member j's share of the rows of class c (see `ClassShares`). Another `score` of
     confidence than the largest logit changes who is chosen, not what they answer. `standardized` answers have mean 0
-    and deviation 1 over classes, input by input: nobody is louder than √(classes − 1), whatever its weights.
+    and deviation 1 over classes, input by input: no member is louder than √(classes − 1), whatever its weights.
 
     Example:
         >>> z = torch.tensor([[[5.0, 4.0]], [[0.0, 3.0]]])

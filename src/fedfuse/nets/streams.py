@@ -112,7 +112,7 @@ def _watch_norms(net: nn.Module, x: Tensor) -> list[StreamNorm]:
     norms = {name: module for name, module in net.named_modules() if _is_norm(module)}
     layers = {name: m for name, m in net.named_modules() if isinstance(getattr(m, "weight", None), Tensor)}
     made: dict[int, str] = {}  # by the memory of a norm's answer, of which a part is a view
-    alive: list[Tensor] = []
+    alive: list[Tensor] = []  # or the memory of a norm's answer would be given to another tensor
     readers: dict[str, list[NormReader]] = {name: [] for name in norms}
 
     def watch(name: str) -> Any:
