@@ -100,11 +100,9 @@ def chain_for(module: nn.Module, rows: Rows, settings: LocalSettings, live: Set[
         return None
     if is_cold():
         _log.info("compiling the kernels for this machine: some seconds, once")
-    from fedfuse.kernels.chain.network import Chain
-
     # room for no more rows than there are, in powers of two: clients of about one size share a chain
     batch = min(settings.batch_size, 1 << (len(rows) - 1).bit_length())
-    return _chain(Chain, layers, shape, batch)
+    return _chain(layers, shape, batch)
 
 
 def inputs_of_head(module: nn.Module, rows: Rows, kernel: str, head: str, batch: int = 64) -> Iterator[Tensor] | None:
@@ -172,9 +170,11 @@ def _layers_in(module: nn.Module, shape: Shape, modes: tuple[bool, ...]) -> tupl
     return chain_of(module, shape)
 
 
-@lru_cache(maxsize=2)
-def _chain(make: type[Chain], layers: tuple[Layer, ...], shape: Shape, batch: int) -> Chain:
-    return make(layers, shape, batch)
+@lru_cache(maxsize=2)  # its buffers serve one client after another
+def _chain(layers: tuple[Layer, ...], shape: Shape, batch: int) -> Chain:
+    from fedfuse.kernels.chain.network import Chain
+
+    return Chain(layers, shape, batch)
 
 
 def _check(

@@ -182,6 +182,7 @@ class Bayesian(nn.Module):
         for begin in range(0, count, _AT_A_TIME):
             drawn = {}
             for name, mean, log_variance, _ in factors(self.net):
+                # ten at a time however many are wanted: fewer draws are the first ones of more
                 draw = stream(seed, "draw", name, begin)
                 noise = torch.randn((_AT_A_TIME, *mean.shape), generator=draw)[: count - begin]
                 drawn[name] = mean + (log_variance / 2).exp() * noise.to(mean)

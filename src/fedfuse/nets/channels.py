@@ -343,6 +343,7 @@ class _MovedFactors(Mapping[str, tuple[Factor, Factor]]):
         A, B = (as_stack(factor) for factor in self.factors[name])
         places = self._places(self.blocks[name])
         inn, out = self.blocks[name].sizes({n: Form.of(t) for n, t in self.mean.items()})
+        # an entry's place is (group · out + row) · inn + column; a matrix's first row and column tell all of its
         groups, rows, columns = places[:, 0, 0] // (out * inn), places[:, :, 0] // inn % out, places[:, 0] % inn
         return _permute_square(A[groups], columns), _permute_square(B[groups], rows)
 

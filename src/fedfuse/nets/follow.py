@@ -227,7 +227,7 @@ class Follower:
         """The labels of several axes laid out as one: those of the one among them that holds units."""
         shape = [len(a.labels) for a in axes]
         holding = [i for i, a in enumerate(axes) if (a.labels > 0).any()]
-        if len(holding) > 1:
+        if len(holding) > 1:  # every position is of two units at once, and could follow neither
             for i in holding:
                 self.bindings.pin(axes[i].labels, "a flatten of two kinds of units")
             return np.zeros(math.prod(shape), dtype=np.int64)
@@ -247,6 +247,7 @@ class Follower:
         number, self.splits = self.splits, self.splits + 1
         allowed = [k for k in varying if k not in self.excluded.get(number, ())] or varying[-1:] or [0]
         holds = allowed[0]
+        # a unit is at one index of that part, whatever the others' indices: all its positions are bound
         rows = np.moveaxis(grid, holds, 0).reshape(shape[holds], -1)
         labels = rows[:, 0]
         for column in rows.T[1:]:
@@ -345,11 +346,11 @@ def _pointwise(follower: Follower, named: Any, name: str, made: list[Tensor]) ->
     return [_broadcast(follower, [follower.of(g) for g in given], t.shape) for t in made]
 
 
-def _same(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _same(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     return [follower.of(next(iter(named.values())))] * len(made)
 
 
-def _constant(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _constant(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     return [[Axis(_blank(n, ANY)) for n in t.shape] for t in made]
 
 
@@ -374,7 +375,7 @@ def _mm(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[A
     return [axes]
 
 
-def _convolution(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _convolution(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     x, weight, groups = follower.of(named["input"]), follower.of(named["weight"]), named["groups"]
     makes, reads = (1, 0) if named["transposed"] else (0, 1)
     channels, out = x[1], weight[makes]
@@ -406,7 +407,7 @@ def _bind_groups(follower: Follower, channels: Axis, weight: Axes, groups: int, 
         bindings.pin(channels.labels, "a convolution with groups")
 
 
-def _channel_norm(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _channel_norm(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     """Batch and group norms: what belongs to a channel is bound to it; equal groups of channels are walls."""
     first, *others = tensors_in(named.values())
     axes = list(follower.of(first))
@@ -420,14 +421,14 @@ def _channel_norm(follower: Follower, named: Any, name: str, made: list[Tensor])
     return [axes, *rest]
 
 
-def _trailing_norm(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _trailing_norm(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     """Layer norms: scale and shift are bound to the last axes."""
     tensors = [follower.of(t) for t in tensors_in(named.values())]
     rest: list[Axes] = [[Axis(_blank(n, FIXED)) for n in t.shape] for t in made[1:]]
     return [_broadcast(follower, tensors, made[0].shape), *rest]
 
 
-def _pool(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _pool(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     """Pooling, padding and resizing of pictures: channels stay, pixels are pixels."""
     x = follower.of(next(iter(named.values())))
     return [[*x[:2], *(Axis(_blank(n, FIXED)) for n in t.shape[2:])] for t in made]
@@ -445,13 +446,10 @@ def _reduce(follower: Follower, named: Any, name: str, made: list[Tensor]) -> li
     gone = _dims(named.get("dim") or None if isinstance(named.get("dim"), list) else named.get("dim"), len(x))
     kept = [Axis(_blank(1, ANY)) if i in gone else a for i, a in enumerate(x)]
     axes = kept if named.get("keepdim") else [a for i, a in enumerate(x) if i not in gone]
-    if len(made) > 1 or name.startswith("arg"):  # it also tells where the largest is
-        for i in gone if name.startswith("arg") else ():
-            follower.pick(x[i], name)
     return [axes] * len(made)
 
 
-def _permute(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _permute(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     x = follower.of(named["self"])
     order = list(range(len(x)))
     if name == "permute":
@@ -464,7 +462,7 @@ def _permute(follower: Follower, named: Any, name: str, made: list[Tensor]) -> l
     return [[x[i] for i in order]]
 
 
-def _reshape(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _reshape(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     x, shape = follower.of(named["self"]), made[0].shape
     axes: Axes = []
     for old, new in _factors([len(a.labels) for a in x], list(shape)):
@@ -497,19 +495,19 @@ def _factors(old: list[int], new: list[int]) -> Iterator[tuple[list[int], list[i
         yield a, b
 
 
-def _unsqueeze(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _unsqueeze(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     x = list(follower.of(named["self"]))
     x.insert(named["dim"] % (len(x) + 1), Axis(_blank(1, ANY)))
     return [x]
 
 
-def _squeeze(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _squeeze(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     x = follower.of(named["self"])
     gone = _dims(named.get("dim"), len(x))
     return [[a for i, a in enumerate(x) if i not in gone or len(a.labels) != 1]]
 
 
-def _expand(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _expand(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     return [_broadcast(follower, [follower.of(named["self"])], made[0].shape)]
 
 
@@ -521,7 +519,7 @@ def _select(follower: Follower, named: Any, name: str, made: list[Tensor]) -> li
     return [[a for i, a in enumerate(x) if i != dim]] * len(made)
 
 
-def _slice(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _slice(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     x = list(follower.of(named["self"]))
     dim = named.get("dim", 0) % len(x)
     cut = slice(named.get("start"), named.get("end"), named.get("step", 1))
@@ -531,7 +529,7 @@ def _slice(follower: Follower, named: Any, name: str, made: list[Tensor]) -> lis
     return [x]
 
 
-def _parts(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _parts(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     """split, chunk: adjacent parts of an axis."""
     x, result, begin = follower.of(named["self"]), list[Axes](), 0
     dim = named.get("dim", 0) % len(x)
@@ -544,7 +542,7 @@ def _parts(follower: Follower, named: Any, name: str, made: list[Tensor]) -> lis
     return result
 
 
-def _cat(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _cat(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     given = [follower.of(t) for t in named["tensors"] if t.ndim == made[0].ndim and t.numel()]
     dim = named.get("dim", 0) % made[0].ndim
     axes = list(given[0])
@@ -555,7 +553,7 @@ def _cat(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[
     return [axes]
 
 
-def _stack(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _stack(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     given = [follower.of(t) for t in named["tensors"]]
     dim = named.get("dim", 0) % made[0].ndim
     shape = [n for i, n in enumerate(made[0].shape) if i != dim]
@@ -564,7 +562,7 @@ def _stack(follower: Follower, named: Any, name: str, made: list[Tensor]) -> lis
     return [axes]
 
 
-def _repeat(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _repeat(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     x = follower.of(named["self"])
     lead = len(made[0].shape) - len(x)
     times = [n // len(a.labels) for n, a in zip(made[0].shape[lead:], x, strict=True)]
@@ -576,7 +574,7 @@ def _repeat(follower: Follower, named: Any, name: str, made: list[Tensor]) -> li
     ]
 
 
-def _pad(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _pad(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     """Constants around a tensor: on an axis of units they belong to no unit."""
     axes, pad = list(follower.of(named["self"])), named["pad"]
     for k in range(len(pad) // 2):
@@ -589,7 +587,7 @@ def _pad(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[
     return [axes]
 
 
-def _gate(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _gate(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     """A gated linear unit: one half of an axis times a function of the other."""
     axes = list(follower.of(named["self"]))
     dim = named.get("dim", -1) % len(axes)
@@ -598,14 +596,14 @@ def _gate(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list
     return [axes]
 
 
-def _shuffle_pixels(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _shuffle_pixels(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     """Adjacent channels become the pixels of one."""
     x, (_, channels, *_) = follower.of(named["self"]), made[0].shape
     unit, _ = follower.split(x[1], [channels, len(x[1].labels) // channels])
     return [[x[0], unit, *(Axis(_blank(n, FIXED)) for n in made[0].shape[2:])]]
 
 
-def _embedding(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _embedding(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     weight, indices = follower.of(named["weight"]), follower.of(named["indices"])
     follower.bindings.pin(weight[0].labels, POSITION)
     return [[*indices, weight[1]]]

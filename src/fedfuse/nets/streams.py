@@ -151,6 +151,7 @@ def _prove(spec: Spec, net: nn.Module, x: Tensor, group: Group, norms: tuple[Str
     draw = stream(0, "stream")
     like = {**weights, **{name: weights[name].flip(0) for name in own if name}}
     before = answer(net, weights, x)
+    # any map first, which a norm that only divides by the length allows; a norm that takes off the mean fails that
     for keeps_mean in (False, True):
         found = Stream(replace(group, locations=places), norms, keeps_mean)
         turn = nearest_turn(torch.randn(group.size, group.size, generator=draw, dtype=torch.float64), keeps_mean)

@@ -109,7 +109,7 @@ def randomize(net: nn.Module) -> None:
         if not t.is_floating_point():
             continue
         noise = torch.rand(t.shape, generator=draw, dtype=torch.float64)
-        if t.ndim > 1:
+        if t.ndim > 1:  # of variance 2 / fan-in: numbers stay of one size through any depth, as `_TOLERANCE` needs
             t.copy_((noise - 0.5) * math.sqrt(24 / t[0].numel()))
         else:
             t.copy_(noise + 0.5 if name.endswith(("weight", "running_var")) else noise - 0.5)
@@ -199,7 +199,7 @@ class _FoundUnits:
                 continue
             if all(place.reads for place in locations):  # tied weights: what reads them is also what makes them
                 locations[0] = replace(locations[0], reads=False)
-            if len(run) > sections:
+            if len(run) > sections:  # else every section has one unit, and nothing can move
                 yield Group("", len(run), tuple(locations), sections)
 
     def _runs(self) -> Iterator[list[int]]:
@@ -246,6 +246,7 @@ class _FoundUnits:
             for unit, own in zip(run, parts, strict=True):
                 own.append(part.get(unit, -1))
         sizes = [len(list(same)) for _, same in groupby(parts)]
+        # walls of several operations may cut at different places; the largest equal sections respect all of them
         return len(run) // math.gcd(*sizes)
 
     def left_out(self, groups: Sequence[Group]) -> tuple[str, ...]:

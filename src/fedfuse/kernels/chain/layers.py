@@ -205,7 +205,7 @@ class MeanFieldOp:
     def backward(self, count: int) -> None:
         """Pass the means' gradient back, and the variances' the same way, through squares."""
         plain, own, squares, zero = self.plain, self.own, self._squares, self.plain.own.zero
-        x, y, slopes = plain.x, plain.y, self._outputs
+        x, y, slopes = plain.x, plain.y, self._outputs  # where `add_noise` left ∂y/∂v in place of v
         plain.backward(count)
         if not self.noise:
             return
