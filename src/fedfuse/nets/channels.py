@@ -410,7 +410,10 @@ def carry_over(params: Params, before: Channels, spec: Spec, shape: tuple[int, .
     """
     whole = replace(spec, surgery={}, kept={})
     try:
-        then = _with_channels(whole, before, shape)
+        then = whole
+        if before:
+            pruned = _moves(channel_groups(whole, shape), {}, before)
+            then = keep_channels(whole, whole.skeleton().state_dict(), pruned)[0]
         moves = _moves(channel_groups(then, shape), before, spec.kept)
         here = {replace(group, locations=places_in(params, group)): units for group, units in moves.items()}
         moved = move_units(params, here)
@@ -418,14 +421,6 @@ def carry_over(params: Params, before: Channels, spec: Spec, shape: tuple[int, .
         return None
     wanted = spec.skeleton().state_dict()
     return moved if all(n in wanted and t.shape == wanted[n].shape for n, t in moved.items()) else None
-
-
-def _with_channels(whole: Spec, kept: Channels, shape: tuple[int, ...]) -> Spec:
-    """The network with only these channels."""
-    if not kept:
-        return whole
-    moves = _moves(channel_groups(whole, shape), {}, kept)
-    return keep_channels(whole, whole.skeleton().state_dict(), moves)[0]
 
 
 def _moves(groups: Sequence[Group], before: Channels, after: Channels) -> dict[Group, list[int]]:
