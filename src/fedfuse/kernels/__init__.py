@@ -112,7 +112,7 @@ def inputs_of_head(module: nn.Module, rows: Rows, kernel: str, head: str, batch:
         module: the network, in evaluation mode.
         rows: what is passed through it.
         kernel: the user's choice for training; "compiled" is no demand here.
-        head: the path of a linear layer; only the last one will do.
+        head: the path of a linear layer, which must be the last layer.
         batch: rows at a time.
     """
     chain, layers = _chain_to_read(module, rows, kernel, batch)

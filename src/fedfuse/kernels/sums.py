@@ -35,10 +35,10 @@ from fedfuse.kernels.vectors import (
 
 Doubles = npt.NDArray[np.float64]
 # Numbers whose sums are held at once: long enough for memory to be read in long runs, short enough to stay near and to
-# weigh little beside a small model.
+# take little memory compared with a small model.
 _MOST, _LEAST = 1 << 14, 1 << 11
 # Rows that are read side by side, their sums in registers, if those are all, and if more follow: processors look
-# ahead in only so many streams at a time.
+# ahead in a limited number of streams at a time.
 _SIDE_BY_SIDE, _TOGETHER = 12, 10
 
 
@@ -99,7 +99,7 @@ def add_rows(rows: Ints, weights: Doubles, begin: int, sums: Doubles) -> None:
 
 @compile_exactly
 def point_at(address: int, begin: int, count: int) -> Floats:
-    """So many numbers of a row that lies at an address."""
+    """`count` numbers of a row that lies at an address, from `begin` on."""
     return numba.carray(_pointer(address + 4 * begin), count, np.float32)  # type: ignore[no-any-return]
 
 
@@ -152,7 +152,7 @@ def _add_to_sums(typing, rows, weights, ahead, begin, sums, at):  # type: ignore
 def _sum_rows(context: Any, build: Any, kinds: Any, args: Any, place: Any, starts: Sequence[Any], further: int) -> Any:
     """Sums of rows times weights at a place, from these starts on; `args` begins with rows, weights and rows ahead.
 
-    Rows ahead are fetched meanwhile, so many numbers further than the place.
+    Rows ahead are fetched meanwhile, `further` numbers beyond the place.
     """
     one = ir.Constant(INT, 1)
     pointers = [element_at(context, build, kinds[i], args[i], ir.Constant(INT, 0)) for i in range(3)]

@@ -35,7 +35,7 @@ _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class AdaptedLayer(nn.Module):
     """A layer at rest and what moves it: y = layer(x) + s B A x, B being zero at first (arXiv:2106.09685).
 
-    Where rounds are merged, what earlier ones have learned stands beside it in factors that are not trained,
+    Where rounds are merged, what earlier ones have learned is kept in further factors that are not trained,
     y = layer(x) + s (B A + B₀ A₀) x, of a rank that grows from round to round and is zero at first.
 
     Example:
@@ -103,7 +103,7 @@ def adapt(
         alpha: an adapter counts α / rank; by default once.
         targets: the layers, by their names or the ends of those: linear layers and convolutions; by default all linear
             ones.
-        merges: keep room beside every adapter for what earlier rounds have learned.
+        merges: keep room at every adapter for what earlier rounds have learned.
 
     Raises:
         ConfigError: if a name is no such layer, or there is nothing to adapt.
@@ -296,7 +296,7 @@ class MergesRounds:
     """Prepares a network with adapters for rounds that are merged; any other stays as it is."""
 
     def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:  # noqa: ARG002
-        """The start with room beside every adapter for what earlier rounds have learned."""
+        """The start with room at every adapter for what earlier rounds have learned."""
         module = start.spec.skeleton()
         if not any(isinstance(part, AdaptedLayer) and not part.merges for part in module.modules()):
             return start

@@ -178,7 +178,7 @@ class Bayesian(nn.Module):
         return each if apart else self.task.average(each)
 
     def _draw_weights(self, seed: int, count: int) -> Iterator[dict[str, Tensor]]:
-        """The Bayesian layers' weights of so many networks, stacked a few at a time so that memory stays small."""
+        """The Bayesian layers' weights of `count` networks, stacked a few at a time to bound memory."""
         for begin in range(0, count, _AT_A_TIME):
             drawn = {}
             for name, mean, log_variance, _ in factors(self.net):
@@ -191,7 +191,7 @@ class Bayesian(nn.Module):
 
 def _halves(net: nn.Module) -> tuple[nn.Module, nn.Module]:
     """A sequence before and from its first Bayesian layer on, so that draws share what does not vary."""
-    if type(net) is not nn.Sequential or net._forward_hooks:  # one that was told which output to give is one piece
+    if type(net) is not nn.Sequential or net._forward_hooks:  # a hook that picks an output sees the whole network
         return nn.Identity(), net
     plain = len(list(takewhile(lambda part: not mean_fields(part), net)))
     return net[:plain], net[plain:]
@@ -351,7 +351,7 @@ def _as_released(layer: MeanField) -> MeanField:
 
 
 def prior_log_variance(fan_in: int, scale: float) -> float:
-    """Log-variance of the prior that is usual for a layer which sums so many inputs: scale²/fan-in.
+    """Log-variance of the prior that is usual for a layer: scale²/fan-in.
 
     Example:
         >>> round(math.exp(prior_log_variance(100, 2.0)), 9)
@@ -439,5 +439,5 @@ class BayesianLayers:
         return {n: plain.get(n, plain.get(n.removeprefix(_WITHIN), tensor)) for n, tensor in trained.items()}
 
     def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:  # noqa: ARG002
-        """Log-variances beside the means of some layer."""
+        """Log-variances for the means of some layer."""
         return None if layout.log_variances else "layers with log-variances beside their weights"

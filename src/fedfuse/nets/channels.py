@@ -389,7 +389,7 @@ Channels: TypeAlias = Mapping[str, Sequence[int]]  # by layer, which of its orig
 
 
 def carry_over(params: Params, before: Channels, spec: Spec, shape: tuple[int, ...]) -> dict[str, Tensor] | None:
-    """Tensors that stand beside a network's own, with only the channels the network still has.
+    """Tensors in the shapes of a network's own, such as momenta, with only the channels the network still has.
 
     Args:
         params: by the network's names; there need not be all.

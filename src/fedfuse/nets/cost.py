@@ -60,7 +60,7 @@ def layer_costs(spec: Spec, shape: tuple[int, ...]) -> Mapping[str, LayerCost]:
 def pass_flops(spec: Spec, shape: tuple[int, ...], training: bool = False) -> int:
     """FLOPs of one pass of one input forward through a network: two operations per multiplication.
 
-    Linear layers and convolutions are counted, as is usual; what norms and activations do is small beside them. In
+    Linear layers and convolutions are counted, as is usual; norms and activations cost little compared with them. In
     training a Bayesian layer computes its output's mean and its variance, which is twice the work.
 
     Example:
@@ -126,7 +126,7 @@ def training_passes(settings: LocalSettings, rows: int, steps: int) -> float:
 
 
 def count_server_work(state: ServerState, passes: float, bench: Bench) -> ServerState:
-    """The state that has noted so many passes of single rows at the server, as the fact `server_flops`.
+    """The state with these passes of single rows at the server added to the fact `server_flops`.
 
     Nothing is noted where the shape of an input is not known.
     """
@@ -147,7 +147,7 @@ class SparseSavings(NamedTuple):
 
 
 def sparse_savings(brief: Brief) -> SparseSavings:
-    """What a sparse encoding of masked weights saves on one client, beside the dense messages of the simulation.
+    """What a sparse encoding of masked weights saves on one client, compared with the dense messages of the simulation.
 
     Down go the weights a mask leaves, and the mask itself as one bit per weight where the dense brief has a byte; up
     come the weights it leaves, for both sides know the mask. Without masks nothing is saved.

@@ -79,7 +79,7 @@ class CurvatureProbe:
         return Curvature(seen, lipschitz)
 
     def num_values(self, size: int) -> int:
-        """Ritz values per probe for a network of so many parameters."""
+        """Ritz values per probe for a network of `size` parameters."""
         return min(self.steps, size)
 
 

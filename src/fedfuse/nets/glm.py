@@ -133,7 +133,7 @@ def fit_glm(
         family: of the likelihood.
         ridge: the penalty of each weight, outputs × features.
         free: which weights move; the others stay zero.
-        steps: at most so many.
+        steps: the most Newton steps.
     """
     weights = torch.zeros_like(ridge)
     sums = newton_sums(features, y, weights, family)

@@ -229,7 +229,7 @@ class Packing:
 
 
 def _in_float32(factor: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """The factor as it travels: in float32, and zero where it is too small to be told from that."""
+    """The factor as it travels: in float32, and zero where it is too small for that."""
     present = factor.abs().amax(axes, keepdim=True) >= _LEAST
     return torch.where(present, factor, 0.0).float()
 

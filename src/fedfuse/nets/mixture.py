@@ -76,7 +76,7 @@ class Mixture:
         combine: the rule by which they answer.
         memory: about how many bytes an answer may take on its way; inputs come in chunks to keep within it.
         regions: where each member's rows lie in its own features, for the rule that asks it.
-        held: which classes each member's client has rows of, where clients told it.
+        held: which classes each member's client has rows of, where clients have sent that.
     """
 
     members: tuple[Single, ...]

@@ -252,7 +252,7 @@ class _FoundUnits:
     def left_out(self, groups: Sequence[Group]) -> tuple[str, ...]:
         """Weights that make units which stand in no group, with the reason; outputs are no units."""
         moving = {(place.tensor, place.axis) for group in groups for place in group.locations}
-        told = []
+        named = []
         for tensor, axes in self.follower.weights.items():
             name = self.names[tensor][0]
             making = [a for a in range(len(axes)) if self._makes(axes[a])]
@@ -261,8 +261,8 @@ class _FoundUnits:
             reasons = {why for a in making for label in axes[a].labels.tolist() for why in self._pins(label)}
             if OUTPUT not in reasons and any(len(axes[a].labels) > 1 for a in making):
                 why = self.refused.get(name) or ", ".join(sorted(reasons)) or "each stands by itself"
-                told.append(f"{name} ({why})")
-        return tuple(told)
+                named.append(f"{name} ({why})")
+        return tuple(named)
 
     def _makes(self, axis: Axis) -> bool:
         return self.follower.reading.isdisjoint(axis.labels.tolist()) and not {

@@ -24,7 +24,7 @@ _TOGETHER = 16  # lanes, which are a multiple of it
 
 
 def blocks_of(count: int) -> int:
-    """Blocks of lanes that so many examples fill.
+    """Blocks of lanes that `count` examples fill.
 
     Example:
         >>> blocks_of(1), blocks_of(LANES + 1)
@@ -202,7 +202,7 @@ def images_in(count: int, x: Floats, order: Ints, begin: int, images: Floats, fo
 
 @compile_kernel
 def _lanes_in(x: Floats, rows: Ints, images: Floats, form: Four, block: int, lane: int) -> None:
-    """Fill so many lanes at once: what misses the cache is waited for together."""
+    """Fill `_TOGETHER` lanes at once, so that their cache misses overlap."""
     height, line = form[0], form[1] * form[3]
     size = height * line
     for h in range(height):

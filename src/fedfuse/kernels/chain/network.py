@@ -346,7 +346,7 @@ class Chain:
             yield found[::-1]
 
     def _load(self, module: nn.Module, count: int) -> Ints:
-        """Load a network's weights; gives so many rows in their order."""
+        """Load a network's weights; gives the order of `count` rows as they lie."""
         state = module.state_dict()
         self._numbers.weights.fill(0)  # the filling too, see `begin`
         self._weights.write({name: state[name] for name in self._weights.slots}, self._numbers.weights)

@@ -82,7 +82,7 @@ def connect_to_biases(count: int, dy: Floats, yform: Two, g: Floats, go: int) ->
 
 @compile_kernel
 def square(x: Floats, y: Floats, count: int) -> None:
-    """Write y = x² for so many numbers."""
+    """Write y = x² for the first `count` numbers."""
     source, target = x[:count], y[:count]
     for i in range(count):
         target[i] = source[i] * source[i]
@@ -103,7 +103,7 @@ def add_noise(count: int, y: Floats, variances: Floats, form: Two, noise: Floats
 
 @compile_kernel
 def multiply(x: Floats, y: Floats, count: int) -> None:
-    """Write y = x y for so many numbers."""
+    """Write y = x y for the first `count` numbers."""
     source, target = x[:count], y[:count]
     for i in range(count):
         target[i] *= source[i]

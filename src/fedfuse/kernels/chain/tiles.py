@@ -128,7 +128,7 @@ def products(n: int, m: int, counts: Two, x: Floats, xs: Four, d: Floats, ds: Fo
 
 
 def make_tile(outputs: int) -> Any:
-    """The inner loop of `tile` for so many rows: a number of w serves a whole vector of x."""
+    """The inner loop of `tile` for this many rows: a number of w serves a whole vector of x."""
 
     @intrinsic
     def tile(typing, counts, x, xs, w, ws, b, bs, z, zs):  # type: ignore[no-untyped-def] # noqa: ARG001
@@ -159,7 +159,7 @@ def make_tile(outputs: int) -> Any:
 
 
 def make_products(lefts: int, rights: int) -> Any:
-    """The inner loop of `products` for so many pairs."""
+    """The inner loop of `products` for `lefts` × `rights` pairs."""
 
     @intrinsic
     def products(typing, counts, x, xs, d, ds, g, gs):  # type: ignore[no-untyped-def] # noqa: ARG001

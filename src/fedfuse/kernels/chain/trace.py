@@ -55,7 +55,7 @@ def chain_of(module: nn.Module, shape: Shape) -> tuple[Layer, ...]:
 def _graph(module: nn.Module) -> fx.Graph:
     """The steps of a forward, taken on a copy: it is the user's own code, and may leave something in the network."""
     tried = copy.deepcopy(module)
-    more = len(signature(tried.forward).parameters) > 1  # what else it may be told keeps its defaults
+    more = len(signature(tried.forward).parameters) > 1  # its other arguments keep their defaults
     try:
         graph = _LayerTracer().trace(_AskedPlainly(tried) if more else tried)
     except Exception as why:  # it may raise anything, too
