@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Labels = npt.NDArray[np.int64]
-
 FIXED, ANY = 0, -1  # the label of a position as such (a pixel, a row, an input), and of one that is like all others
 POSITION, OUTPUT, POSITION_IN_BLOCK = "bound to positions", "outputs", "blocks"  # why labels are pinned
 
@@ -33,6 +32,101 @@ class Axis(NamedTuple):
 
 
 Axes = list[Axis]
+
+
+def follow(net: nn.Module, x: Tensor) -> Follower:
+    """What a network binds when it answers these inputs; its answer's positions are pinned as outputs."""
+    recorder = Recorder()
+    plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    with torch.no_grad(), plain, _slow_attention(), recorder:
+        answer = tensors_in([net(x)])[0]
+    # `Follower.split` guesses which part of an axis holds the units, the first along which they change, and `pick`
+    # finds a guess wrong. Then the network is followed again without that part: `excluded` only grows, so this ends
+    # after at most one turn for every part of every split.
+    calls, excluded = recorder.calls_for(answer), dict[int, set[int]]()
+    while True:
+        follower = Follower(net, x, recorder.constants, excluded)
+        try:
+            for call in calls:
+                follower.apply(call)
+        except SplitDifferently:
+            continue
+        follower.pin_all([answer], OUTPUT)
+        follower.bind_unused(net)
+        return follower
+
+
+@contextmanager
+def _slow_attention() -> Iterator[None]:
+    """Attention by its single operations, not by one that hides them."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+class Call(NamedTuple):
+    """An operation that ran: what it was given, and what it made."""
+
+    func: Any
+    named: dict[str, Any]
+    given: list[Tensor]
+    made: list[Tensor]
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down every operation that runs, and which constants were the same all along an axis when first read.
+
+    Tensors are told apart by their `id`. That is safe only because `calls` holds every tensor that was given or made
+    until the network has been followed: a freed tensor's id would soon be another's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Call] = []
+        self.constants: dict[int, Axes] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
+        given = tensors_in(named.values())
+        for t in given:
+            if id(t) not in self._made and id(t) not in self.constants:
+                self.constants[id(t)] = [Axis(_constant_labels(t, axis)) for axis in range(t.ndim)]
+        out = func(*args, **(kwargs or {}))
+        made = tensors_in([out])
+        if given:
+            self._made.update(map(id, made))
+            self.calls.append(Call(func, named, given, made))
+        return out
+
+    def calls_for(self, answer: Tensor) -> list[Call]:
+        """The operations that an answer depends on, in their order."""
+        # the others, such as those of a second answer, would pin labels for nothing
+        wanted, calls = {id(answer)}, list[Call]()
+        for call in reversed(self.calls):
+            if any(id(t) in wanted for t in call.made):
+                wanted.update(map(id, call.given))
+                calls.append(call)
+        return calls[::-1]
+
+
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """All tensors among some values and the lists in them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(value)
+    return found
+
+
+def _constant_labels(t: Tensor, axis: int) -> Labels:
+    alike = t.shape[axis] <= 1 or bool((t == t.narrow(axis, 0, 1)).all())
+    return np.full(t.shape[axis], ANY if alike else FIXED, dtype=np.int64)
 
 
 class Bindings:
@@ -103,52 +197,6 @@ class Blocked(NamedTuple):
     weight: int
     labels: Labels
     groups: int
-
-
-class Call(NamedTuple):
-    """An operation that ran: what it was given, and what it made."""
-
-    func: Any
-    named: dict[str, Any]
-    given: list[Tensor]
-    made: list[Tensor]
-
-
-class Recorder(TorchDispatchMode):
-    """Writes down every operation that runs, and which constants were the same all along an axis when first read.
-
-    Tensors are told apart by their `id`. That is safe only because `calls` holds every tensor that was given or made
-    until the network has been followed: a freed tensor's id would soon be another's.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Call] = []
-        self.constants: dict[int, Axes] = {}
-        self._made: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
-        given = tensors_in(named.values())
-        for t in given:
-            if id(t) not in self._made and id(t) not in self.constants:
-                self.constants[id(t)] = [Axis(_constant_labels(t, axis)) for axis in range(t.ndim)]
-        out = func(*args, **(kwargs or {}))
-        made = tensors_in([out])
-        if given:
-            self._made.update(map(id, made))
-            self.calls.append(Call(func, named, given, made))
-        return out
-
-    def calls_for(self, answer: Tensor) -> list[Call]:
-        """The operations that an answer depends on, in their order."""
-        # the others, such as those of a second answer, would pin labels for nothing
-        wanted, calls = {id(answer)}, list[Call]()
-        for call in reversed(self.calls):
-            if any(id(t) in wanted for t in call.made):
-                wanted.update(map(id, call.given))
-                calls.append(call)
-        return calls[::-1]
 
 
 class Follower:
@@ -258,55 +306,6 @@ class Follower:
 
 class SplitDifferently(Exception):
     """A part of an axis was taken to hold units and does not; the network is followed once more."""
-
-
-def follow(net: nn.Module, x: Tensor) -> Follower:
-    """What a network binds when it answers these inputs; its answer's positions are pinned as outputs."""
-    recorder = Recorder()
-    plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
-    with torch.no_grad(), plain, _slow_attention(), recorder:
-        answer = tensors_in([net(x)])[0]
-    # `Follower.split` guesses which part of an axis holds the units, the first along which they change, and `pick`
-    # finds a guess wrong. Then the network is followed again without that part: `excluded` only grows, so this ends
-    # after at most one turn for every part of every split.
-    calls, excluded = recorder.calls_for(answer), dict[int, set[int]]()
-    while True:
-        follower = Follower(net, x, recorder.constants, excluded)
-        try:
-            for call in calls:
-                follower.apply(call)
-        except SplitDifferently:
-            continue
-        follower.pin_all([answer], OUTPUT)
-        follower.bind_unused(net)
-        return follower
-
-
-@contextmanager
-def _slow_attention() -> Iterator[None]:
-    """Attention by its single operations, not by one that hides them."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """All tensors among some values and the lists in them."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += tensors_in(value)
-    return found
-
-
-def _constant_labels(t: Tensor, axis: int) -> Labels:
-    alike = t.shape[axis] <= 1 or bool((t == t.narrow(axis, 0, 1)).all())
-    return np.full(t.shape[axis], ANY if alike else FIXED, dtype=np.int64)
 
 
 Rule = Callable[[Follower, Any, Any, list[Tensor]], list[Axes]]

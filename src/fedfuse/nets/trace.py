@@ -27,7 +27,6 @@ from fedfuse.nets.follow import OUTPUT, POSITION_IN_BLOCK, Axis, Follower, follo
 
 _ROWS = 4  # inputs that go through the network: enough to tell functions apart
 _TOLERANCE = 1e-7  # relative, in float64: rounding is a million times smaller, a unit out of place far larger
-
 _REMEDY = (
     "write it with layers of torch.nn, or give the network an attribute `channel_groups` with groups of your own "
     "(fedfuse.nets.channels.Group)"
@@ -76,23 +75,6 @@ def drawn_inputs(spec: Spec, shape: tuple[int, ...]) -> Tensor:
     return (x > 0).long() if reads_tokens(spec, shape) else x
 
 
-def _check_apart(spec: Spec, groups: Sequence[Group]) -> None:
-    """No position of a tensor may hold units of two kinds, which only tied weights make happen.
-
-    Raises:
-        ConfigError: naming the tied tensors.
-    """
-    for (tensor, _), here in by_axis(groups):
-        ends = [location.offset + group.size * location.per for group, location in here if location.blocks == 1]
-        if all(end <= location.offset for end, (_, location) in zip(ends, here[1:], strict=False)):
-            continue
-        tied = next((same for same in spec.layout.tied if tensor in same), (tensor,))
-        raise ConfigError(
-            f"model {spec.factory!r}: {' and '.join(tied)} are one tensor and hold units of several layers, which "
-            "cannot move apart; untie them, or fuse without moving units"
-        )
-
-
 def without_noise(net: nn.Module) -> nn.Module:
     """The network as a plain function: no dropout, and Bayesian layers at their means."""
     for part in net.modules():
@@ -115,25 +97,6 @@ def randomize(net: nn.Module) -> None:
             t.copy_(noise + 0.5 if name.endswith(("weight", "running_var")) else noise - 0.5)
 
 
-def _in_order(net: nn.Module, groups: Iterable[Group]) -> tuple[Group, ...]:
-    """Groups and their locations in the order of the state dict, each named after the first layer that makes it."""
-    rank = {name: i for i, name in enumerate(net.state_dict())}
-    found = [replace(g, locations=tuple(sorted(g.locations, key=lambda p: (rank[p.tensor], p.axis)))) for g in groups]
-    found.sort(key=lambda g: (rank[g.makers[0].tensor], g.makers[0].axis, g.makers[0].offset))
-    times = Counter(_maker(g) for g in found)
-    seen = Counter[str]()
-    named = []
-    for group in found:
-        name = _maker(group)
-        named.append(replace(group, name=f"{name}[{seen[name]}]" if times[name] > 1 else name))
-        seen[name] += 1
-    return tuple(named)
-
-
-def _maker(group: Group) -> str:
-    return group.makers[0].tensor.rpartition(".")[0] or group.makers[0].tensor
-
-
 def _follow(spec: Spec, net: nn.Module, x: Tensor) -> Follower:
     """What the network binds; an error of its own forward is passed on."""
     try:
@@ -143,10 +106,6 @@ def _follow(spec: Spec, net: nn.Module, x: Tensor) -> Follower:
             f"model {spec.factory!r} cannot be followed with an input of shape {tuple(x.shape[1:])}: "
             f"{error_text(why)}; {_REMEDY}"
         ) from why
-
-
-class _UnknownArrangement(Exception):
-    """Units whose positions no `Location` can describe."""
 
 
 class _Spot(NamedTuple):
@@ -273,6 +232,10 @@ class _FoundUnits:
         return self.follower.bindings.pins(label)
 
 
+class _UnknownArrangement(Exception):
+    """Units whose positions no `Location` can describe."""
+
+
 def _stretches(positions: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
     """Where units stand on an axis: an offset and a width for every time they occur."""
     first, begin = sorted(positions[0]), 0
@@ -284,6 +247,47 @@ def _stretches(positions: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
             if not all(offset + i * per + k in mine for i, mine in enumerate(every) for k in range(per)):
                 raise _UnknownArrangement("in an order that is neither a flatten's nor a concatenation's")
             yield offset, per
+
+
+def _in_order(net: nn.Module, groups: Iterable[Group]) -> tuple[Group, ...]:
+    """Groups and their locations in the order of the state dict, each named after the first layer that makes it."""
+    rank = {name: i for i, name in enumerate(net.state_dict())}
+    found = [replace(g, locations=tuple(sorted(g.locations, key=lambda p: (rank[p.tensor], p.axis)))) for g in groups]
+    found.sort(key=lambda g: (rank[g.makers[0].tensor], g.makers[0].axis, g.makers[0].offset))
+    times = Counter(_maker(g) for g in found)
+    seen = Counter[str]()
+    named = []
+    for group in found:
+        name = _maker(group)
+        named.append(replace(group, name=f"{name}[{seen[name]}]" if times[name] > 1 else name))
+        seen[name] += 1
+    return tuple(named)
+
+
+def _maker(group: Group) -> str:
+    return group.makers[0].tensor.rpartition(".")[0] or group.makers[0].tensor
+
+
+def _check_apart(spec: Spec, groups: Sequence[Group]) -> None:
+    """No position of a tensor may hold units of two kinds, which only tied weights make happen.
+
+    Raises:
+        ConfigError: naming the tied tensors.
+    """
+    for (tensor, _), here in by_axis(groups):
+        ends = [location.offset + group.size * location.per for group, location in here if location.blocks == 1]
+        if all(end <= location.offset for end, (_, location) in zip(ends, here[1:], strict=False)):
+            continue
+        tied = next((same for same in spec.layout.tied if tensor in same), (tensor,))
+        raise ConfigError(
+            f"model {spec.factory!r}: {' and '.join(tied)} are one tensor and hold units of several layers, which "
+            "cannot move apart; untie them, or fuse without moving units"
+        )
+
+
+def _ties(spec: Spec) -> str:
+    pairs = [" and ".join(same) for same in spec.layout.tied]
+    return f" ({', '.join(pairs)} are one tensor, which moves as one)" if pairs else ""
 
 
 @torch.no_grad()
@@ -305,19 +309,17 @@ def _groups_noticed(spec: Spec, net: nn.Module, x: Tensor, groups: tuple[Group, 
         ]
 
 
-class _InDouble(TorchDispatchMode):
-    """Double precision all the way, also through norms that compute in single precision whatever they are given."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and named.get("dtype") is torch.float32:
-            named = {**named, "dtype": torch.float64}
-        return func(*args, **named)
-
-
-def in_double() -> AbstractContextManager[object]:
-    """Where answers are compared to the last digits: nothing is rounded to single precision on the way."""
-    return _InDouble()  # type: ignore[no-untyped-call]
+def _shuffle(group: Group) -> Tensor:
+    """A random order within the group's sections that leaves no unit where it was."""
+    section_size = group.size // group.sections
+    draw = stream(0, "trace", group.name)
+    parts = []
+    for start in range(0, group.size, section_size):
+        order = torch.randperm(section_size, generator=draw)
+        moved = torch.empty_like(order)
+        moved[order] = order.roll(1)  # along one cycle, so that every unit moves
+        parts.append(start + moved)
+    return torch.cat(parts)
 
 
 def answer(net: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -332,22 +334,19 @@ def same_answers(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= _TOLERANCE * a.abs().max().clamp(min=1e-30))
 
 
-def _shuffle(group: Group) -> Tensor:
-    """A random order within the group's sections that leaves no unit where it was."""
-    section_size = group.size // group.sections
-    draw = stream(0, "trace", group.name)
-    parts = []
-    for start in range(0, group.size, section_size):
-        order = torch.randperm(section_size, generator=draw)
-        moved = torch.empty_like(order)
-        moved[order] = order.roll(1)  # along one cycle, so that every unit moves
-        parts.append(start + moved)
-    return torch.cat(parts)
+def in_double() -> AbstractContextManager[object]:
+    """Where answers are compared to the last digits: nothing is rounded to single precision on the way."""
+    return _InDouble()  # type: ignore[no-untyped-call]
 
 
-def _ties(spec: Spec) -> str:
-    pairs = [" and ".join(same) for same in spec.layout.tied]
-    return f" ({', '.join(pairs)} are one tensor, which moves as one)" if pairs else ""
+class _InDouble(TorchDispatchMode):
+    """Double precision all the way, also through norms that compute in single precision whatever they are given."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and named.get("dtype") is torch.float32:
+            named = {**named, "dtype": torch.float64}
+        return func(*args, **named)
 
 
 @torch.no_grad()
