@@ -1,4 +1,7 @@
-"""Running networks in other ways than one after another and whole: one layer of one, and several side by side."""
+"""Running networks in other ways than one after another and whole: up to one layer, or several side by side.
+
+Rules that choose the members of a mixture before they have run (`Route`) stand here too, since they name that layer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A mixture: several networks and the rule by which they answer together."""
+"""A mixture: several networks and the rule by which they answer together.
+
+`Mixture` comes first, then the rules, the calibration of members' logits, and the regions of their features.
+"""
 
 from __future__ import annotations
 
