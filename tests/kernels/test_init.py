@@ -16,8 +16,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError
 from fedfuse.kernels import chain_for, code_cache
-from fedfuse.kernels.chain.choice import is_faster
-from fedfuse.kernels.chain.description import Conv, Linear
+from fedfuse.kernels.chain.description import Conv, Linear, is_faster
 
 
 def net() -> nn.Module:

@@ -17,9 +17,10 @@ from fedfuse.core.spec import Spec
 from fedfuse.errors import ConfigError
 from fedfuse.linalg.factor import dense
 from fedfuse.nets.channels import (
+    EMPTY,
     Group,
     Location,
-    add_empty_units,
+    carry_over,
     channel_groups,
     keep_channels,
     keep_units,
@@ -129,7 +130,7 @@ def test_growing_changes_nothing_and_keeping_undoes_it() -> None:
     spec = Spec("vgg11", {"widths": 0.1, "hidden": [12, 11], "norm": True, "dropout": 0.0})
     weights = drawn(spec)
     for group in channel_groups(spec, (3, 32, 32)):
-        wide = add_empty_units(weights, group, group.size + 2)
+        wide = move_units(weights, {group: [*range(group.size), EMPTY, EMPTY]})
         bigger = spec.with_shapes_of(wide)
         x = inputs((3, 32, 32))
         assert torch.allclose(bigger.forward(wide, x), spec.forward(weights, x), atol=1e-5)
@@ -150,7 +151,7 @@ def test_log_variances_move_with_their_means() -> None:
     moved = permute_group(weights, group, order)
     assert moved["net.fc1.log_variance"].equal(weights["net.fc1.log_variance"][order])
     assert moved["net.classifier.log_variance"].equal(weights["net.classifier.log_variance"][:, order])
-    wide = add_empty_units(weights, group, 6)
+    wide = move_units(weights, {group: [*range(5), EMPTY]})
     assert float(wide["net.fc1.log_variance"][5].max()) == float(weights["net.fc1.log_variance"].min())
 
 
@@ -315,8 +316,6 @@ def test_orders_that_are_none_are_refused() -> None:
     for units in ([], [1, 1], [-1], [3]):
         with pytest.raises(ConfigError, match="fc1"):
             keep_units(net, group, units)
-    with pytest.raises(ConfigError, match="cannot grow to 2"):
-        add_empty_units(net, group, 2)
     with pytest.raises(ConfigError, match="which the weights do not have"):
         permute_group({}, group, [2, 1, 0])
     with pytest.raises(ConfigError, match="of another network"):
@@ -420,3 +419,40 @@ def test_tied_weights_that_move_as_one_are_followed_exactly() -> None:
 def test_tied_weights_that_cannot_move_apart_are_named() -> None:
     assert channel_groups(Spec.of(Mirror()), (4,)) == ()
     assert units_left_out(Spec.of(Mirror()), (4,)) == ("inner.weight (bound to positions)",)
+
+
+SHAPE = (1, 8, 8)
+NETS = [
+    Spec("lenet", {"size": 8, "maps": [6, 8], "hidden": [10], "classes": 3}),
+    Spec("resnet18", {"channels": 1, "widths": 0.1, "classes": 3}),
+]
+
+
+def some(size: int, share: float, seed: int) -> list[int]:
+    count = max(1, int(size * share))
+    return sorted(torch.randperm(size, generator=torch.Generator().manual_seed(seed))[:count].tolist())
+
+
+@pytest.mark.parametrize("spec", NETS, ids=lambda spec: spec.factory)
+def test_it_is_the_same_surgery_once_or_twice(spec: Spec) -> None:
+    params = dict(spec.build().state_dict())
+    first = {g: some(g.size, 0.7, i) for i, g in enumerate(channel_groups(spec, SHAPE))}
+    small, weights = keep_channels(spec, params, first)
+    second = {g: some(g.size, 0.7, i) for i, g in enumerate(channel_groups(small, SHAPE))}
+    smaller, expected = keep_channels(small, weights, second)
+    for remembered, before in ((params, {}), (weights, small.kept), (expected, smaller.kept)):
+        moved = carry_over(remembered, before, smaller, SHAPE)
+        assert moved is not None
+        assert all(moved[n].equal(t) for n, t in expected.items())
+
+
+def test_what_was_not_there_before_cannot_be_carried() -> None:
+    spec = NETS[0]
+    params = dict(spec.build().state_dict())
+    (conv, *_) = channel_groups(spec, SHAPE)
+    small, weights = keep_channels(spec, params, {conv: [0, 1]})
+    other, _ = keep_channels(spec, params, {conv: [1, 2]})
+    assert carry_over(weights, small.kept, other, SHAPE) is None
+    assert carry_over(weights, {}, other, SHAPE) is None
+    assert carry_over({"elsewhere": torch.ones(1)}, {}, small, SHAPE) is None
+    assert carry_over(params, {}, small, (9, 9)) is None

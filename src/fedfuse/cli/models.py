@@ -135,7 +135,7 @@ def models(name: Annotated[str | None, typer.Argument()] = None, as_json: Json =
 
     NAME is the network to tell about.
     """
-    from fedfuse.models.listing import describe_models, model_factory
+    from fedfuse.models import describe_models, model_factory
 
     entries = {entry["name"]: entry for entry in describe_models()}
     if name is not None and name not in entries:

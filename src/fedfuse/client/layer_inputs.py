@@ -19,7 +19,7 @@ from fedfuse.core.seams import Effort, PlainEvidence
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
 from fedfuse.linalg.factor import BlockDiagonal, Factor, LowRank, block_sizes
-from fedfuse.nets.adapters import INPUTS, pairs_in
+from fedfuse.models.adapted import INPUTS, pairs_in
 from fedfuse.nets.cost import layer_costs
 from fedfuse.nets.kronecker import (
     Block,

@@ -17,7 +17,7 @@ def wake_kernels() -> None:
         return
     import numpy as np
 
-    from fedfuse.kernels.chain.move import rows_in
+    from fedfuse.kernels.chain.buffers import rows_in
 
     some = np.zeros(1, np.float32)
     rows_in(1, some, np.zeros(1, np.int64), 0, 1, 1, some)

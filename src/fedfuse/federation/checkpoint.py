@@ -21,8 +21,7 @@ from fedfuse.core.rows import Rows
 from fedfuse.data.site import read_site
 from fedfuse.errors import ConfigError, error_text
 from fedfuse.experiment.config import assign
-from fedfuse.models.adapted import adapt
-from fedfuse.nets.adapters import INPUTS
+from fedfuse.models.adapted import INPUTS, adapt
 from fedfuse.tasks import CLASSIFICATION, LANGUAGE_MODEL, TEXT_CLASSIFICATION, Task
 from fedfuse.tasks.language import NO_TARGET
 from fedfuse.wire.adapters import PREFIX, adapted_modules, is_adapter, merge_into, read_adapter, read_adapters

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError
-from fedfuse.kernels.chain.choice import is_faster
 from fedfuse.kernels.chain.description import (
     Conv,
     Dropout,
@@ -28,6 +27,7 @@ from fedfuse.kernels.chain.description import (
     Norm,
     Shape,
     Uncovered,
+    is_faster,
     shape_after,
 )
 from fedfuse.kernels.chain.trace import chain_of
@@ -49,7 +49,7 @@ def why_not() -> str:
         True
     """
     try:
-        import numba  # noqa: F401 - an installed one may still not load beside this numpy
+        import numba  # noqa: F401 - an installed one may still not load with this numpy
     except ImportError as why:
         return f"not installed: {_INSTALL}" if why.name in ("numba", "llvmlite") else f"numba does not load: {why}"
     return ""
@@ -100,10 +100,9 @@ def chain_for(module: nn.Module, rows: Rows, settings: LocalSettings, live: Set[
         return None
     if is_cold():
         _log.info("compiling the kernels for this machine: some seconds, once")
-    from fedfuse.kernels.chain.network import Chain
-
+    # room for no more rows than there are, in powers of two: clients of about one size share a chain
     batch = min(settings.batch_size, 1 << (len(rows) - 1).bit_length())
-    return _chain(Chain, layers, shape, batch)
+    return _chain(layers, shape, batch)
 
 
 def inputs_of_head(module: nn.Module, rows: Rows, kernel: str, head: str, batch: int = 64) -> Iterator[Tensor] | None:
@@ -112,8 +111,8 @@ def inputs_of_head(module: nn.Module, rows: Rows, kernel: str, head: str, batch:
     Args:
         module: the network, in evaluation mode.
         rows: what is passed through it.
-        kernel: who does the arithmetic, as the user has it for training; nobody insists here.
-        head: the path of a linear layer; only the last one will do.
+        kernel: the user's choice for training; "compiled" is no demand here.
+        head: the path of a linear layer, which must be the last layer.
         batch: rows at a time.
     """
     chain, layers = _chain_to_read(module, rows, kernel, batch)
@@ -131,7 +130,7 @@ def readings_of_layers(
     Args:
         module: the network, in evaluation mode.
         rows: what is passed through it.
-        kernel: who does the arithmetic, as the user has it for training; nobody insists here.
+        kernel: the user's choice for training; "compiled" is no demand here.
         names: the paths of the layers that are wanted.
         batch: rows at a time.
     """
@@ -166,20 +165,22 @@ def _layers(module: nn.Module, shape: Shape) -> tuple[Layer, ...]:
     return _layers_in(module, shape, tuple(part.training for part in module.modules()))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=8)  # by the modes too: dropout is a layer in training and none in evaluation
 def _layers_in(module: nn.Module, shape: Shape, modes: tuple[bool, ...]) -> tuple[Layer, ...]:  # noqa: ARG001 - a key
     return chain_of(module, shape)
 
 
-@lru_cache(maxsize=2)
-def _chain(make: type[Chain], layers: tuple[Layer, ...], shape: Shape, batch: int) -> Chain:
-    return make(layers, shape, batch)
+@lru_cache(maxsize=2)  # its buffers serve one client after another
+def _chain(layers: tuple[Layer, ...], shape: Shape, batch: int) -> Chain:
+    from fedfuse.kernels.chain.network import Chain
+
+    return Chain(layers, shape, batch)
 
 
 def _check(
     module: nn.Module, rows: Rows, settings: LocalSettings, live: Set[str], layers: tuple[Layer, ...], shape: Shape
 ) -> None:
-    """What beside the network's layers must be as the kernels have it."""
+    """What besides the network's layers must be as the kernels have it."""
     params = dict(module.named_parameters())
     if wrong := [f"{name!r} of {p.dtype}" for name, p in params.items() if p.dtype != torch.float32]:
         raise Uncovered(f"the parameter {wrong[0]}")

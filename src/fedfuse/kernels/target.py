@@ -27,7 +27,8 @@ _WIDE = binding.get_host_cpu_features().get("avx512f", False)
 LANES, STEP = (32, 16) if _WIDE else (16, 8)
 SUMS = 128 if _WIDE else 32  # sums of float64 that are held in registers: half of AVX-512's, half of AVX2's, of NEON's
 
-# Sums may be taken in another order and a product rounded with its sum; NaN and infinity stay what they are.
+# Sums may be taken in another order and a product rounded with its sum. Without `nnan` and `ninf`, NaN and infinity
+# stay what they are: a client that diverged must be seen to have diverged.
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
 
 

@@ -30,8 +30,7 @@ from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.linalg.factor import as_stack
 from fedfuse.linalg.lowrank import ThinProduct, norm_of, truncate, truncate_for_inputs
 from fedfuse.linalg.subspace import times, written
-from fedfuse.models.adapted import MergesRounds
-from fedfuse.nets.adapters import INPUTS, MERGED, Pair, pairs_in
+from fedfuse.models.adapted import INPUTS, MERGED, MergesRounds, Pair, pairs_in
 from fedfuse.nets.kronecker import blocks_of, read_factor
 from fedfuse.server.aggregate.mean import ALL_LAWS, mean_of
 

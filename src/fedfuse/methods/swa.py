@@ -61,9 +61,9 @@ def _sum_powers(vector: Tensor, begin: float) -> Sequence[float]:
     count = vector.numel()
     if count < _LONG or why_not() or not is_plain(vector, count):
         return power_sums(vector, begin)
-    from fedfuse.kernels.sums import powers
+    from fedfuse.kernels import sums
 
-    found: list[float] = powers.power_sums(vector.numpy(), begin).tolist()
+    found: list[float] = sums.power_sums(vector.numpy(), begin).tolist()
     return found
 
 

@@ -7,21 +7,23 @@ in order of registration and of execution, so the representation of a model is w
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any, get_type_hints
 
+from pydantic.fields import FieldInfo
 from torch import nn
 
+from fedfuse.core.registry import describe_option, describe_type
 from fedfuse.errors import ConfigError
 from fedfuse.models.adapted import adapt, build_adapted
 from fedfuse.models.bayes import bayesian, build_bayesian
-from fedfuse.models.convnet import convnet_ams, convnet_feddu, lenet
+from fedfuse.models.deep import resnet18, resnet50, vgg11, vgg16
 from fedfuse.models.layers import add_projection
-from fedfuse.models.mlp import mlp
+from fedfuse.models.plain import convnet_ams, convnet_feddu, lenet, mlp
 from fedfuse.models.random_features import random_convolution, random_fourier
-from fedfuse.models.resnet import resnet18, resnet50
 from fedfuse.models.transformer import text_classifier, transformer
-from fedfuse.models.vgg import vgg11, vgg16
 
 __all__ = [
     "MODELS",
@@ -31,6 +33,7 @@ __all__ = [
     "bayesian",
     "convnet_ams",
     "convnet_feddu",
+    "describe_models",
     "lenet",
     "mlp",
     "model_factory",
@@ -94,3 +97,29 @@ def model_factory(name: str) -> Callable[..., nn.Module]:
     near = difflib.get_close_matches(name, MODELS, n=1)
     hint = f"did you mean {near[0]}?" if near else "or name your own as package.module:Class"
     raise ConfigError(f"model {name!r:.80} is unknown, expected one of {', '.join(MODELS)}; {hint}")
+
+
+_FROM_DATA = ("classes", "channels", "size", "inputs", "tokens", "length")  # what an experiment fills in by itself
+
+
+def describe_models() -> list[dict[str, Any]]:
+    """Every network's name, first sentence, documentation and options.
+
+    Example:
+        >>> [(o["name"], o["type"], o["default"]) for o in describe_models()[0]["options"]][-1]
+        ('output_bias', 'true | false', True)
+    """
+    described = []
+    for name, make in MODELS.items():
+        text, hints = inspect.getdoc(make) or "", get_type_hints(make)
+        options = [
+            {
+                "name": p.name,
+                "type": describe_type(FieldInfo(annotation=hints[p.name])),
+                "default": "from the data" if p.name in _FROM_DATA else p.default,
+                "text": describe_option(text, p.name),
+            }
+            for p in inspect.signature(make).parameters.values()
+        ]
+        described.append({"name": name, "summary": text.split("\n")[0], "text": text, "options": options})
+    return described

@@ -1,16 +1,16 @@
 """Networks whose own weights rest, moved by low-rank adapters: those alone are trained, and those alone are sent.
 
-What rests is no part of a network's state dict, so no brief, reply or file carries it: everybody builds it.
+What rests is no part of a network's state dict, so no brief, reply or file carries it: every site builds it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from pydantic import PositiveFloat, PositiveInt
@@ -35,7 +35,7 @@ _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class AdaptedLayer(nn.Module):
     """A layer at rest and what moves it: y = layer(x) + s B A x, B being zero at first (arXiv:2106.09685).
 
-    Where rounds are merged, what earlier ones have learned stands beside it in factors that nobody trains,
+    Where rounds are merged, what earlier ones have learned is kept in further factors that are not trained,
     y = layer(x) + s (B A + B₀ A₀) x, of a rank that grows from round to round and is zero at first.
 
     Example:
@@ -103,7 +103,7 @@ def adapt(
         alpha: an adapter counts α / rank; by default once.
         targets: the layers, by their names or the ends of those: linear layers and convolutions; by default all linear
             ones.
-        merges: keep room beside every adapter for what earlier rounds have learned.
+        merges: keep room at every adapter for what earlier rounds have learned.
 
     Raises:
         ConfigError: if a name is no such layer, or there is nothing to adapt.
@@ -165,7 +165,7 @@ def lay_to_rest(module: nn.Module) -> None:
 
 
 class _Resting:
-    """In the place of `train`: a norm whose statistics nobody sends keeps to them, whatever its network does."""
+    """In the place of `train`: a norm whose statistics are not sent keeps to them, whatever its network does."""
 
     def __init__(self, part: nn.Module) -> None:
         self.part = part
@@ -232,7 +232,7 @@ def digest_of_base(base: Path) -> str:
     """A short name for base weights, equal for equal weights.
 
     Raises:
-        ConfigError: if there is no such file or folder; a pipe or a device is none, whoever named it.
+        ConfigError: if there is no such file or folder; a pipe or a device is none.
     """
     if not (base.is_file() or base.is_dir()):
         raise ConfigError(f"the base weights {base} are not here; put the same file or folder at that place everywhere")
@@ -259,8 +259,8 @@ class AdapterSettings(Settings):
         rank: of each.
         alpha: an adapter counts α / rank; by default once.
         targets: the layers, by name or its end; by default all linear ones.
-        seed: what the network that rests is drawn by, where its factory draws: the same for everybody.
-        base: a safetensors file or checkpoint folder with the weights that rest, at the same place for everybody.
+        seed: what the network that rests is drawn by, where its factory draws: the same at every site.
+        base: a safetensors file or checkpoint folder with the weights that rest, at the same place at every site.
     """
 
     rank: PositiveInt = 4
@@ -296,7 +296,7 @@ class MergesRounds:
     """Prepares a network with adapters for rounds that are merged; any other stays as it is."""
 
     def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:  # noqa: ARG002
-        """The start with room beside every adapter for what earlier rounds have learned."""
+        """The start with room at every adapter for what earlier rounds have learned."""
         module = start.spec.skeleton()
         if not any(isinstance(part, AdaptedLayer) and not part.merges for part in module.modules()):
             return start
@@ -323,3 +323,39 @@ def _with_room(spec: Spec) -> nn.Module | None:
                 return made
             module.set_submodule(path, made)
     return module
+
+
+_SIDES = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
+PARTS = frozenset({side for pair in _SIDES for side in pair} | {"lora_magnitude_vector"})
+"""What a part of a tensor's name is, if it belongs to an adapter."""
+
+INPUTS = "inputs"
+"""The kind of evidence that has the moments of what adapted modules read."""
+
+MERGED = ("merged_A", "merged_B")
+"""What a layer with an adapter calls the factors of earlier rounds, where those are merged."""
+
+
+class Pair(NamedTuple):
+    """The two factors of one module, by name; the update of its weight is B A."""
+
+    module: str
+    a: str
+    b: str
+
+
+def pairs_in(names: Collection[str]) -> Iterator[Pair]:
+    """Every low-rank pair among a model's tensors.
+
+    Example:
+        >>> list(pairs_in(["fc.lora_A.weight", "fc.lora_B.weight"]))
+        [Pair(module='fc', a='fc.lora_A.weight', b='fc.lora_B.weight')]
+    """
+    for name in names:
+        parts = name.split(".")
+        for side, other in _SIDES:
+            if side in parts:
+                place = parts.index(side)
+                partner = ".".join([*parts[:place], other, *parts[place + 1 :]])
+                if partner in names:
+                    yield Pair(".".join(parts[:place]), name, partner)

@@ -29,44 +29,6 @@ from fedfuse.errors import ConfigError
 from fedfuse.models.layers import whole
 from fedfuse.tasks import CLASSIFICATION, Task, task_header, task_named
 
-
-def answer_each(net: nn.Module, weights: Mapping[str, Tensor], x: Tensor, together: bool = True) -> Tensor:
-    """The outputs of networks that differ in some weights, networks × what the network gives.
-
-    Args:
-        net: the network.
-        weights: for some of its parameters, one value per network, stacked.
-        x: what all are asked.
-        together: whether to try one pass for all. Convolutions with kernels of their own for every network are slower
-            so, and a network may do what cannot be done for many at once, such as read a number off a tensor.
-
-    Example:
-        >>> answer_each(nn.Linear(1, 1, bias=False), {"weight": torch.tensor([[[2.0]], [[3.0]]])}, torch.ones(1, 1))
-        tensor([[[2.]],
-        <BLANKLINE>
-                [[3.]]])
-    """
-    weights = _with_tied(net, weights)
-    ask = partial(functional_call, net, args=(x,), tie_weights=False)  # torch leaves what it ties in shared modules
-    if together:
-        with contextlib.suppress(RuntimeError):
-            answers: Tensor = vmap(ask)(weights)
-            return answers
-    count = len(next(iter(weights.values())))
-    return torch.stack([ask({name: stacked[place] for name, stacked in weights.items()}) for place in range(count)])
-
-
-def _with_tied(net: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights under every other name too that one of their parameters has in another module."""
-    places = [  # each module once, so that a shared one keeps its first name
-        (f"{path}.{leaf}" if path else leaf, id(parameter))
-        for path, part in net.named_modules()
-        for leaf, parameter in part._parameters.items()
-    ]
-    known = {place: name for name, place in places if name in weights}
-    return {name: weights[known[place]] for name, place in places if place in known}
-
-
 RELEASED_START = -9.0
 RELEASED_BOUNDS = (-8.0, 8.0)  # the released code sees no log-variance outside, so that none below ever learns
 _NARROW = 0.05  # σ at the start, in units of the usual prior's
@@ -148,28 +110,28 @@ class BayesConv3d(MeanField, nn.Conv3d):
     """A convolution over volumes whose weights are Gaussians."""
 
 
-PlainLayer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+def mean_fields(model: nn.Module) -> list[tuple[str, MeanField]]:
+    """A network's Bayesian layers with their names."""
+    return [(name, part) for name, part in model.named_modules() if isinstance(part, MeanField)]
 
-_TWINS: Mapping[type[PlainLayer], type[MeanField]] = {
-    nn.Linear: BayesLinear,
-    nn.Conv1d: BayesConv1d,
-    nn.Conv2d: BayesConv2d,
-    nn.Conv3d: BayesConv3d,
-}
-_SIZES: Mapping[type[PlainLayer], tuple[str, ...]] = {
-    nn.Linear: ("in_features", "out_features"),
-    **dict.fromkeys(
-        (nn.Conv1d, nn.Conv2d, nn.Conv3d),
-        ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode"),
-    ),
-}
+
+def factors(model: nn.Module) -> Iterator[Factor]:
+    """The Gaussians of all Bayesian layers of a network, under their full names."""
+    return factors_of(mean_fields(model))
+
+
+def factors_of(layers: Sequence[tuple[str, MeanField]]) -> Iterator[Factor]:
+    """The Gaussians of these layers, under their full names."""
+    for path, layer in layers:
+        for factor in layer.factors():
+            yield factor._replace(name=f"{path}.{factor.name}" if path else factor.name)
 
 
 class Bayesian(nn.Module):
     """A network some of whose layers are Bayesian, and which answers for all of its posterior.
 
     In evaluation it gives log p(y | x) = log (1/S) Σ_s softmax(f(x; w_s)): S networks w_s ~ q drawn from a seed of
-    its own, so that a row's answer depends neither on the rows beside it nor on who asked before. With `noise` off
+    its own, so that a row's answer depends neither on the other rows nor on earlier calls. With `noise` off
     it answers at the means.
 
     Attributes:
@@ -216,14 +178,60 @@ class Bayesian(nn.Module):
         return each if apart else self.task.average(each)
 
     def _draw_weights(self, seed: int, count: int) -> Iterator[dict[str, Tensor]]:
-        """The Bayesian layers' weights of so many networks, stacked a few at a time so that memory stays small."""
+        """The Bayesian layers' weights of `count` networks, stacked a few at a time to bound memory."""
         for begin in range(0, count, _AT_A_TIME):
             drawn = {}
             for name, mean, log_variance, _ in factors(self.net):
+                # ten at a time however many are wanted: fewer draws are the first ones of more
                 draw = stream(seed, "draw", name, begin)
                 noise = torch.randn((_AT_A_TIME, *mean.shape), generator=draw)[: count - begin]
                 drawn[name] = mean + (log_variance / 2).exp() * noise.to(mean)
             yield drawn
+
+
+def _halves(net: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """A sequence before and from its first Bayesian layer on, so that draws share what does not vary."""
+    if type(net) is not nn.Sequential or net._forward_hooks:  # a hook that picks an output sees the whole network
+        return nn.Identity(), net
+    plain = len(list(takewhile(lambda part: not mean_fields(part), net)))
+    return net[:plain], net[plain:]
+
+
+def answer_each(net: nn.Module, weights: Mapping[str, Tensor], x: Tensor, together: bool = True) -> Tensor:
+    """The outputs of networks that differ in some weights, networks × what the network gives.
+
+    Args:
+        net: the network.
+        weights: for some of its parameters, one value per network, stacked.
+        x: what all are asked.
+        together: whether to try one pass for all. Convolutions with kernels of their own for every network are slower
+            so, and a network may do what cannot be done for many at once, such as read a number off a tensor.
+
+    Example:
+        >>> answer_each(nn.Linear(1, 1, bias=False), {"weight": torch.tensor([[[2.0]], [[3.0]]])}, torch.ones(1, 1))
+        tensor([[[2.]],
+        <BLANKLINE>
+                [[3.]]])
+    """
+    weights = _with_tied(net, weights)
+    ask = partial(functional_call, net, args=(x,), tie_weights=False)  # torch leaves what it ties in shared modules
+    if together:
+        with contextlib.suppress(RuntimeError):
+            answers: Tensor = vmap(ask)(weights)
+            return answers
+    count = len(next(iter(weights.values())))
+    return torch.stack([ask({name: stacked[place] for name, stacked in weights.items()}) for place in range(count)])
+
+
+def _with_tied(net: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights under every other name too that one of their parameters has in another module."""
+    places = [  # each module once, so that a shared one keeps its first name
+        (f"{path}.{leaf}" if path else leaf, id(parameter))
+        for path, part in net.named_modules()
+        for leaf, parameter in part._parameters.items()
+    ]
+    known = {place: name for name, place in places if name in weights}
+    return {name: weights[known[place]] for name, place in places if place in known}
 
 
 def bayesian(
@@ -267,7 +275,7 @@ def bayesian(
         >>> tuple(net.eval()(torch.ones(2, 4)).shape), tuple(net(torch.ones(2, 4), apart=True).shape)
         ((2, 3), (100, 2, 3))
     """
-    chosen = _named_layers(model, layers) if layers else _last(model, whole("bayesian", "last", last))
+    chosen = _chosen_layers(model, last, layers)
     twins = {id(layer): _twin(name, layer, log_variance, bias, noise, released) for name, layer in chosen}
     for path, part in list(model.named_modules(remove_duplicate=False)):
         if id(part) in twins and path:
@@ -277,146 +285,37 @@ def bayesian(
     return made
 
 
-def build_bayesian(of: Mapping[str, Any], **options: Any) -> Bayesian:
-    """The model factory "bayesian": a network built from the spec in `of`, with options of `bayesian`.
-
-    Example:
-        >>> build_bayesian({"factory": "mlp", "options": {"inputs": 4, "hidden": []}}, last=1).net.classifier
-        BayesLinear(in_features=4, out_features=10, bias=True)
-    """
-    spec = Spec.from_json(of, trusted=Spec("bayesian", {"of": of}).factories)  # trust was checked with the whole spec
-    return bayesian(spec.build(), **options)
-
-
-@dataclass(frozen=True, slots=True)
-class BayesianLayers:
-    """ModelPreparation a network: its last layers become Bayesian, their means stay where they are.
-
-    The spec that comes out names the one that went in, so that files and other processes can rebuild it.
-    """
-
-    last: int = 1
-    layers: tuple[str, ...] = ()
-    log_variance: float | None = None
-    bias: bool = False
-    noise: bool = True
-    released: bool = False
-    draws: int = 100
-
-    def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:  # noqa: ARG002
-        """The start with Bayesian layers; a network that has them stays as it is."""
-        if isinstance(start.spec.skeleton(), Bayesian):
-            return start
-        options = asdict(self) | task_header(task)
-        with seeded(seed, "bayesian"):
-            plain = start.spec.build()
-            plain.load_state_dict(dict(start.posterior.mean))
-            module = bayesian(plain, **options)
-        prototype = module if start.spec.prototype is not None else None
-        spec = Spec("bayesian", {"of": start.spec.to_json(), **options}, prototype=prototype)
-        return Single.of(module, spec)
-
-    def weights_from(self, plain: Params, trained: Params) -> Params:
-        """What a network with these plain weights begins with, told by a trained one, without the network's code."""
-        begin = {f"{_WITHIN}{name}": tensor for name, tensor in plain.items()}
-        for mean, log_variance in Layout.guess(trained).log_variances.items():
-            weight = begin.get(mean.removesuffix("bias") + "weight" if mean.endswith("bias") else mean)
-            if weight is not None and mean in begin:
-                first = usual_log_variance(weight) if self.log_variance is None else self.log_variance
-                begin[log_variance] = torch.full_like(begin[mean], first)
-        return begin
-
-    def without_variances(self, trained: Params) -> tuple[Params, Params]:
-        """The means under the names of the plain network, and σ² of every Gaussian under the name of its mean.
-
-        Example:
-            >>> trained = bayesian(nn.Sequential(nn.Linear(4, 3))).state_dict()
-            >>> [sorted(part) for part in BayesianLayers().without_variances(trained)]
-            [['0.bias', '0.weight'], ['0.weight']]
-        """
-        logs, variances = Layout.guess(trained).log_variances, dict[str, Tensor]()
-        for mean, log_variance in logs.items():
-            seen = trained[log_variance].clamp(*RELEASED_BOUNDS) if self.released else trained[log_variance]
-            variances[mean.removeprefix(_WITHIN)] = seen.exp()
-        hidden = set(logs.values())
-        return {n.removeprefix(_WITHIN): t for n, t in trained.items() if n not in hidden}, variances
-
-    def with_means(self, trained: Params, plain: Params) -> Params:
-        """Trained weights with those replaced that are given, under the names of either network."""
-        return {n: plain.get(n, plain.get(n.removeprefix(_WITHIN), tensor)) for n, tensor in trained.items()}
-
-    def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:  # noqa: ARG002
-        """Log-variances beside the means of some layer."""
-        return None if layout.log_variances else "layers with log-variances beside their weights"
-
-
-def mean_fields(model: nn.Module) -> list[tuple[str, MeanField]]:
-    """A network's Bayesian layers with their names."""
-    return [(name, part) for name, part in model.named_modules() if isinstance(part, MeanField)]
-
-
-def factors(model: nn.Module) -> Iterator[Factor]:
-    """The Gaussians of all Bayesian layers of a network, under their full names."""
-    return factors_of(mean_fields(model))
-
-
-def factors_of(layers: Sequence[tuple[str, MeanField]]) -> Iterator[Factor]:
-    """The Gaussians of these layers, under their full names."""
-    for path, layer in layers:
-        for factor in layer.factors():
-            yield factor._replace(name=f"{path}.{factor.name}" if path else factor.name)
-
-
-def prior_log_variance(fan_in: int, scale: float) -> float:
-    """Log-variance of the prior that is usual for a layer which sums so many inputs: scale²/fan-in.
-
-    Example:
-        >>> round(math.exp(prior_log_variance(100, 2.0)), 9)
-        0.04
-    """
-    return 2 * math.log(scale) - math.log(fan_in)
-
-
-def usual_log_variance(weight: Tensor) -> float:
-    """Where log σ² of a layer's weights starts: σ is a twentieth of 1/√fan-in, the usual prior's deviation.
-
-    Example:
-        >>> usual_log_variance(torch.zeros(10, 100)) < prior_log_variance(100, 1.0)
-        True
-    """
-    return prior_log_variance(weight[0].numel(), _NARROW)
-
-
-def _halves(net: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """A sequence before and from its first Bayesian layer on, so that draws share what does not vary."""
-    if type(net) is not nn.Sequential or net._forward_hooks:  # one that was told which output to give is one piece
-        return nn.Identity(), net
-    plain = len(list(takewhile(lambda part: not mean_fields(part), net)))
-    return net[:plain], net[plain:]
-
-
-def _layers(model: nn.Module) -> list[tuple[str, PlainLayer]]:
-    return [(name, part) for name, part in model.named_modules() if isinstance(part, PlainLayer)]
-
-
-def _last(model: nn.Module, count: int) -> list[tuple[str, PlainLayer]]:
-    found = _layers(model)
-    if count > len(found):
-        raise ConfigError(
-            f"bayesian: last is {count}, expected at most {len(found)}, "
-            f"as many linear layers and convolutions as {type(model).__name__} has"
-        )
-    return found[-count:]
-
-
-def _named_layers(model: nn.Module, names: Sequence[str]) -> list[tuple[str, PlainLayer]]:
-    found = dict(_layers(model))
+def _chosen_layers(model: nn.Module, last: int, names: Sequence[str]) -> list[tuple[str, PlainLayer]]:
+    found = {name: part for name, part in model.named_modules() if isinstance(part, PlainLayer)}
     if unknown := [name for name in names if name not in found]:
         raise ConfigError(
             f"bayesian: there is no linear layer or convolution {unknown[0]!r}; "
             f"{type(model).__name__} has {', '.join(found)}"
         )
-    return [(name, found[name]) for name in names]
+    if names:
+        return [(name, found[name]) for name in names]
+    if whole("bayesian", "last", last) > len(found):
+        raise ConfigError(
+            f"bayesian: last is {last}, expected at most {len(found)}, "
+            f"as many linear layers and convolutions as {type(model).__name__} has"
+        )
+    return list(found.items())[-last:]
+
+
+PlainLayer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+_TWINS: Mapping[type[PlainLayer], type[MeanField]] = {
+    nn.Linear: BayesLinear,
+    nn.Conv1d: BayesConv1d,
+    nn.Conv2d: BayesConv2d,
+    nn.Conv3d: BayesConv3d,
+}
+_SIZES: Mapping[type[PlainLayer], tuple[str, ...]] = {
+    nn.Linear: ("in_features", "out_features"),
+    **dict.fromkeys(
+        (nn.Conv1d, nn.Conv2d, nn.Conv3d),
+        ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode"),
+    ),
+}
 
 
 def _twin(
@@ -449,3 +348,96 @@ def _as_released(layer: MeanField) -> MeanField:
         if log_variances is not None:
             log_variances.normal_(RELEASED_START, 0.001)
     return layer
+
+
+def prior_log_variance(fan_in: int, scale: float) -> float:
+    """Log-variance of the prior that is usual for a layer: scale²/fan-in.
+
+    Example:
+        >>> round(math.exp(prior_log_variance(100, 2.0)), 9)
+        0.04
+    """
+    return 2 * math.log(scale) - math.log(fan_in)
+
+
+def usual_log_variance(weight: Tensor) -> float:
+    """Where log σ² of a layer's weights starts: σ is a twentieth of 1/√fan-in, the usual prior's deviation.
+
+    Example:
+        >>> usual_log_variance(torch.zeros(10, 100)) < prior_log_variance(100, 1.0)
+        True
+    """
+    return prior_log_variance(weight[0].numel(), _NARROW)
+
+
+def build_bayesian(of: Mapping[str, Any], **options: Any) -> Bayesian:
+    """The model factory "bayesian": a network built from the spec in `of`, with options of `bayesian`.
+
+    Example:
+        >>> build_bayesian({"factory": "mlp", "options": {"inputs": 4, "hidden": []}}, last=1).net.classifier
+        BayesLinear(in_features=4, out_features=10, bias=True)
+    """
+    spec = Spec.from_json(of, trusted=Spec("bayesian", {"of": of}).factories)  # trust was checked with the whole spec
+    return bayesian(spec.build(), **options)
+
+
+@dataclass(frozen=True, slots=True)
+class BayesianLayers:
+    """Prepares a network: its last layers become Bayesian, their means stay where they are.
+
+    The spec that comes out names the one that went in, so that files and other processes can rebuild it.
+    """
+
+    last: int = 1
+    layers: tuple[str, ...] = ()
+    log_variance: float | None = None
+    bias: bool = False
+    noise: bool = True
+    released: bool = False
+    draws: int = 100
+
+    def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:  # noqa: ARG002
+        """The start with Bayesian layers; a network that has them stays as it is."""
+        if isinstance(start.spec.skeleton(), Bayesian):
+            return start
+        options = asdict(self) | task_header(task)
+        with seeded(seed, "bayesian"):
+            plain = start.spec.build()
+            plain.load_state_dict(dict(start.posterior.mean))
+            module = bayesian(plain, **options)
+        prototype = module if start.spec.prototype is not None else None
+        spec = Spec("bayesian", {"of": start.spec.to_json(), **options}, prototype=prototype)
+        return Single.of(module, spec)
+
+    def weights_from(self, plain: Params, trained: Params) -> Params:
+        """What a network with these plain weights begins with, read off a trained one, without the network's code."""
+        begin = {f"{_WITHIN}{name}": tensor for name, tensor in plain.items()}
+        for mean, log_variance in Layout.guess(trained).log_variances.items():
+            weight = begin.get(mean.removesuffix("bias") + "weight" if mean.endswith("bias") else mean)
+            if weight is not None and mean in begin:
+                first = usual_log_variance(weight) if self.log_variance is None else self.log_variance
+                begin[log_variance] = torch.full_like(begin[mean], first)
+        return begin
+
+    def without_variances(self, trained: Params) -> tuple[Params, Params]:
+        """The means under the names of the plain network, and σ² of every Gaussian under the name of its mean.
+
+        Example:
+            >>> trained = bayesian(nn.Sequential(nn.Linear(4, 3))).state_dict()
+            >>> [sorted(part) for part in BayesianLayers().without_variances(trained)]
+            [['0.bias', '0.weight'], ['0.weight']]
+        """
+        logs, variances = Layout.guess(trained).log_variances, dict[str, Tensor]()
+        for mean, log_variance in logs.items():
+            seen = trained[log_variance].clamp(*RELEASED_BOUNDS) if self.released else trained[log_variance]
+            variances[mean.removeprefix(_WITHIN)] = seen.exp()
+        hidden = set(logs.values())
+        return {n.removeprefix(_WITHIN): t for n, t in trained.items() if n not in hidden}, variances
+
+    def with_means(self, trained: Params, plain: Params) -> Params:
+        """Trained weights with those replaced that are given, under the names of either network."""
+        return {n: plain.get(n, plain.get(n.removeprefix(_WITHIN), tensor)) for n, tensor in trained.items()}
+
+    def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:  # noqa: ARG002
+        """Log-variances for the means of some layer."""
+        return None if layout.log_variances else "layers with log-variances beside their weights"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Order: TypeAlias = Tensor | Sequence[int]
 
-EMPTY = -1  # stands in an order for a unit that nobody fills
+EMPTY = -1  # stands in an order for a unit that is empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,20 +162,6 @@ def keep_units(params: Params, group: Group, units: Order) -> dict[str, Tensor]:
     if not len(chosen) or len(set(chosen.tolist())) < len(chosen) or int(chosen.min()) < 0:
         raise ConfigError(f"group {group.name!r}: what is kept must be at least one unit, and none twice")
     return move_units(params, {group: chosen})
-
-
-def add_empty_units(params: Params, group: Group, size: int) -> dict[str, Tensor]:
-    """The weights with empty units behind a group's own, `size` in all: nothing makes them and nobody reads them.
-
-    Example:
-        >>> group = Group("fc1", 2, (Location("fc1.weight", 0), Location("fc2.weight", 1, reads=True)))
-        >>> net = {"fc1.weight": torch.tensor([[1.0], [2.0]]), "fc2.weight": torch.tensor([[3.0, 4.0]])}
-        >>> add_empty_units(net, group, 3)["fc2.weight"]
-        tensor([[3., 4., 0.]])
-    """
-    if size < group.size:
-        raise ConfigError(f"group {group.name!r} has {group.size} units and cannot grow to {size}; use `keep_units`")
-    return move_units(params, {group: [*range(group.size), *(size - group.size) * [EMPTY]]})
 
 
 def move_units(params: Params, moves: Mapping[Group, Order]) -> dict[str, Tensor]:
@@ -317,7 +303,7 @@ def _in_blocks(t: Tensor, blocks: int, units: Tensor, size: int) -> Tensor:
 
 
 def _blank(name: str, t: Tensor) -> float:
-    """What a unit that nobody fills has in this tensor."""
+    """What an empty unit has in this tensor."""
     leaf = name.rpartition(".")[2]
     if leaf.endswith("log_variance"):
         return float(t.min())
@@ -334,12 +320,13 @@ def move_geometry_units(geometry: Geometry, mean: Params, moves: Mapping[Group, 
     if isinstance(geometry, Kron):
         blocks = {block.name: block for block in blocks_in(layout)}
         return Kron(_MovedFactors(geometry.factors, mean, blocks, orders, dict(by_axis(orders))))
-    known = {replace(g, locations=_within(g.locations, geometry.variance)): o for g, o in orders.items()}
+    known = {replace(g, locations=places_in(geometry.variance, g)): order for g, order in orders.items()}
     return Diag(move_units(geometry.variance, known))
 
 
-def _within(locations: tuple[Location, ...], params: Params) -> tuple[Location, ...]:
-    return tuple(p for p in locations if p.tensor in params)
+def places_in(params: Params, group: Group) -> tuple[Location, ...]:
+    """A group's locations in these tensors."""
+    return tuple(place for place in group.locations if place.tensor in params)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -356,11 +343,14 @@ class _MovedFactors(Mapping[str, tuple[Factor, Factor]]):
         A, B = (as_stack(factor) for factor in self.factors[name])
         places = self._places(self.blocks[name])
         inn, out = self.blocks[name].sizes({n: Form.of(t) for n, t in self.mean.items()})
+        # an entry's place is (group · out + row) · inn + column; a matrix's first row and column tell all of its
         groups, rows, columns = places[:, 0, 0] // (out * inn), places[:, :, 0] // inn % out, places[:, 0] % inn
         return _permute_square(A[groups], columns), _permute_square(B[groups], rows)
 
     def _places(self, block: Block) -> Tensor:
-        """Where every entry of the moved matrices [W | b] stood before: a network of places is moved, and read."""
+        """Where every entry of the moved matrices [W | b] stood before."""
+        # A factor's rows and columns have no location of their own. So a network is made whose weights are the places
+        # of its weights, in float64, which is exact up to 2⁵³; its units are moved, and the places are read off.
         like = {n: self.mean[n].double() for n in block.tensors}
         before = block.matrices(like)
         places = block.split(torch.arange(before.numel(), dtype=torch.float64).view_as(before), like)
@@ -399,7 +389,7 @@ Channels: TypeAlias = Mapping[str, Sequence[int]]  # by layer, which of its orig
 
 
 def carry_over(params: Params, before: Channels, spec: Spec, shape: tuple[int, ...]) -> dict[str, Tensor] | None:
-    """Tensors that stand beside a network's own, with only the channels the network still has.
+    """Tensors in the shapes of a network's own, such as momenta, with only the channels the network still has.
 
     Args:
         params: by the network's names; there need not be all.
@@ -420,22 +410,17 @@ def carry_over(params: Params, before: Channels, spec: Spec, shape: tuple[int, .
     """
     whole = replace(spec, surgery={}, kept={})
     try:
-        then = _with_channels(whole, before, shape)
+        then = whole
+        if before:
+            pruned = _moves(channel_groups(whole, shape), {}, before)
+            then = keep_channels(whole, whole.skeleton().state_dict(), pruned)[0]
         moves = _moves(channel_groups(then, shape), before, spec.kept)
-        here = {replace(g, locations=tuple(p for p in g.locations if p.tensor in params)): u for g, u in moves.items()}
+        here = {replace(group, locations=places_in(params, group)): units for group, units in moves.items()}
         moved = move_units(params, here)
     except (ConfigError, RuntimeError, IndexError):  # channels that are not those of this network
         return None
     wanted = spec.skeleton().state_dict()
     return moved if all(n in wanted and t.shape == wanted[n].shape for n, t in moved.items()) else None
-
-
-def _with_channels(whole: Spec, kept: Channels, shape: tuple[int, ...]) -> Spec:
-    """The network with only these channels."""
-    if not kept:
-        return whole
-    moves = _moves(channel_groups(whole, shape), {}, kept)
-    return keep_channels(whole, whole.skeleton().state_dict(), moves)[0]
 
 
 def _moves(groups: Sequence[Group], before: Channels, after: Channels) -> dict[Group, list[int]]:

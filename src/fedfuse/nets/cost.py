@@ -60,7 +60,7 @@ def layer_costs(spec: Spec, shape: tuple[int, ...]) -> Mapping[str, LayerCost]:
 def pass_flops(spec: Spec, shape: tuple[int, ...], training: bool = False) -> int:
     """FLOPs of one pass of one input forward through a network: two operations per multiplication.
 
-    Linear layers and convolutions are counted, as is usual; what norms and activations do is small beside them. In
+    Linear layers and convolutions are counted, as is usual; norms and activations cost little compared with them. In
     training a Bayesian layer computes its output's mean and its variance, which is twice the work.
 
     Example:
@@ -97,8 +97,7 @@ def cohort_flops(
 
     How many passes a row takes is what the objective and each evidence say (`core/effort.py`). What does not grow with
     rows, such as a pull towards other weights, is left out. A weight that a mask holds at zero is multiplied like any
-    other, so masks save none. Nobody knows (None) where nobody knows what an input looks like, or a network reads none
-    of that shape.
+    other, so masks save none. None where the shape of an input is not known, or the network does not read that shape.
     """
     if shape is None:
         return None
@@ -127,9 +126,9 @@ def training_passes(settings: LocalSettings, rows: int, steps: int) -> float:
 
 
 def count_server_work(state: ServerState, passes: float, bench: Bench) -> ServerState:
-    """The state that has noted so many passes of single rows at the server, as the fact `server_flops`.
+    """The state with these passes of single rows at the server added to the fact `server_flops`.
 
-    Nobody knows how many FLOPs that is where nobody knows what an input looks like; then nothing is noted.
+    Nothing is noted where the shape of an input is not known.
     """
     if bench.inputs is None:
         return state
@@ -148,7 +147,7 @@ class SparseSavings(NamedTuple):
 
 
 def sparse_savings(brief: Brief) -> SparseSavings:
-    """What a sparse encoding of masked weights saves on one client, beside the dense messages of the simulation.
+    """What a sparse encoding of masked weights saves on one client, compared with the dense messages of the simulation.
 
     Down go the weights a mask leaves, and the mask itself as one bit per weight where the dense brief has a byte; up
     come the weights it leaves, for both sides know the mask. Without masks nothing is saved.

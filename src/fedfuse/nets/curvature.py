@@ -57,33 +57,29 @@ class CurvatureProbe:
         Δ and 0: ‖H Δ − ∇L(W) + ∇L(W′)‖ / ‖Δ‖. The paper's Δ leads back over T rounds of training; a client
         knows the start of its round only, so Δ spans one round here.
         """
-        with sdpa_kernel(SDPBackend.MATH):  # the fast kernels of attention have no second derivative
-            return self._measure(module.eval(), start, rows, generator, task)
-
-    def _measure(
-        self, module: nn.Module, start: Params, rows: Rows, generator: torch.Generator, task: Task
-    ) -> Curvature:
+        module.eval()
         some = rows.take(torch.randperm(len(rows), generator=generator)[: self.rows].to(rows.y.device))
         params = {n: p.detach() for n, p in module.named_parameters() if n in start}
         loss = _Loss(module, Rows(as_floats_of(params.values(), some.x), some.y), task)
-        hessian = hessian_vector_product(loss, params)
-        dtype = torch.float64 if hessian.size <= _WIDE else torch.float32
-        seen = spectrum(
-            hessian,
-            hessian.size,
-            steps=self.steps,
-            generator=generator,
-            probes=self.probes,
-            dtype=dtype,
-            what="the curvature's spectrum",
-        )
+        with sdpa_kernel(SDPBackend.MATH):  # the fast kernels of attention have no second derivative
+            hessian = hessian_vector_product(loss, params)
+            seen = spectrum(
+                hessian,
+                hessian.size,
+                steps=self.steps,
+                generator=generator,
+                probes=self.probes,
+                dtype=torch.float64 if hessian.size <= _WIDE else torch.float32,
+                what="the curvature's spectrum",
+            )
+            back = {n: start[n].to(p) - p for n, p in params.items()}
+            lipschitz = _lipschitz(loss, params, back, hessian(_flat(back)), _flat_slopes(hessian.gradient))
         if seen.values.shape[1] == hessian.size:  # every eigenvalue was found, so each is known to count alike
             seen = Spectrum(seen.values, torch.full_like(seen.weights, 1 / hessian.size))
-        back = {n: start[n].to(p) - p for n, p in params.items()}
-        return Curvature(seen, _lipschitz(loss, params, back, hessian(_flat(back)), _flat_slopes(hessian.gradient)))
+        return Curvature(seen, lipschitz)
 
     def num_values(self, size: int) -> int:
-        """Ritz values per probe for a network of so many parameters."""
+        """Ritz values per probe for a network of `size` parameters."""
         return min(self.steps, size)
 
 

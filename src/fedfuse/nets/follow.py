@@ -2,14 +2,15 @@
 
 Every axis of every tensor carries labels, one per position. A weight begins with labels of its own; an operation hands
 them on and binds them: a product binds what it contracts, a sum what it adds, a norm a channel to its scale. What is
-bound moves together or not at all. An operation that tells positions apart, or that nobody here knows, pins the labels
-it touches: they stay where they are, and the reason is kept.
+bound moves together or not at all. An operation that tells positions apart, or that is not in `_RULES`, pins the labels
+it touches: they stay where they are, and the reason is kept. Read `follow` first, then `Follower` and `_RULES`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +20,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Labels = npt.NDArray[np.int64]
-
 FIXED, ANY = 0, -1  # the label of a position as such (a pixel, a row, an input), and of one that is like all others
-POSITION, OUTPUT = "bound to positions", "outputs"
+POSITION, OUTPUT, POSITION_IN_BLOCK = "bound to positions", "outputs", "blocks"  # why labels are pinned
 
 
 class Axis(NamedTuple):
@@ -32,6 +32,101 @@ class Axis(NamedTuple):
 
 
 Axes = list[Axis]
+
+
+def follow(net: nn.Module, x: Tensor) -> Follower:
+    """What a network binds when it answers these inputs; its answer's positions are pinned as outputs."""
+    recorder = Recorder()
+    plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    with torch.no_grad(), plain, _slow_attention(), recorder:
+        answer = tensors_in([net(x)])[0]
+    # `Follower.split` guesses which part of an axis holds the units, the first along which they change, and `pick`
+    # finds a guess wrong. Then the network is followed again without that part: `excluded` only grows, so this ends
+    # after at most one turn for every part of every split.
+    calls, excluded = recorder.calls_for(answer), dict[int, set[int]]()
+    while True:
+        follower = Follower(net, x, recorder.constants, excluded)
+        try:
+            for call in calls:
+                follower.apply(call)
+        except SplitDifferently:
+            continue
+        follower.pin_all([answer], OUTPUT)
+        follower.bind_unused(net)
+        return follower
+
+
+@contextmanager
+def _slow_attention() -> Iterator[None]:
+    """Attention by its single operations, not by one that hides them."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+class Call(NamedTuple):
+    """An operation that ran: what it was given, and what it made."""
+
+    func: Any
+    named: dict[str, Any]
+    given: list[Tensor]
+    made: list[Tensor]
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down every operation that runs, and which constants were the same all along an axis when first read.
+
+    Tensors are told apart by their `id`. That is safe only because `calls` holds every tensor that was given or made
+    until the network has been followed: a freed tensor's id would soon be another's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Call] = []
+        self.constants: dict[int, Axes] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
+        given = tensors_in(named.values())
+        for t in given:
+            if id(t) not in self._made and id(t) not in self.constants:
+                self.constants[id(t)] = [Axis(_constant_labels(t, axis)) for axis in range(t.ndim)]
+        out = func(*args, **(kwargs or {}))
+        made = tensors_in([out])
+        if given:
+            self._made.update(map(id, made))
+            self.calls.append(Call(func, named, given, made))
+        return out
+
+    def calls_for(self, answer: Tensor) -> list[Call]:
+        """The operations that an answer depends on, in their order."""
+        # the others, such as those of a second answer, would pin labels for nothing
+        wanted, calls = {id(answer)}, list[Call]()
+        for call in reversed(self.calls):
+            if any(id(t) in wanted for t in call.made):
+                wanted.update(map(id, call.given))
+                calls.append(call)
+        return calls[::-1]
+
+
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """All tensors among some values and the lists in them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(value)
+    return found
+
+
+def _constant_labels(t: Tensor, axis: int) -> Labels:
+    alike = t.shape[axis] <= 1 or bool((t == t.narrow(axis, 0, 1)).all())
+    return np.full(t.shape[axis], ANY if alike else FIXED, dtype=np.int64)
 
 
 class Bindings:
@@ -68,7 +163,11 @@ class Bindings:
         return self._pins.get(self.root(label), frozenset())
 
     def bind(self, one: Labels, other: Labels) -> Labels:
-        """What two axes have in common, position by position bound to each other."""
+        """What two axes have in common, position by position bound to each other.
+
+        ANY with x gives x and binds nothing. FIXED with a label pins the label, for a position cannot move, and the
+        label stands for both. A label with a label unites them.
+        """
         if one is other or np.array_equal(one, other):
             return one
         for a, b in zip(one.tolist(), other.tolist(), strict=True):
@@ -98,47 +197,6 @@ class Blocked(NamedTuple):
     weight: int
     labels: Labels
     groups: int
-
-
-class Call(NamedTuple):
-    """An operation that ran: what it was given, and what it made."""
-
-    func: Any
-    named: dict[str, Any]
-    given: list[Tensor]
-    made: list[Tensor]
-
-
-class Recorder(TorchDispatchMode):
-    """Writes down every operation that runs, and which constants were the same all along an axis when first read."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Call] = []
-        self.constants: dict[int, Axes] = {}
-        self._made: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
-        given = tensors_in(named.values())
-        for t in given:
-            if id(t) not in self._made and id(t) not in self.constants:
-                self.constants[id(t)] = [Axis(_constant_labels(t, axis)) for axis in range(t.ndim)]
-        out = func(*args, **(kwargs or {}))
-        made = tensors_in([out])
-        if given:
-            self._made.update(map(id, made))
-            self.calls.append(Call(func, named, given, made))
-        return out
-
-    def calls_for(self, answer: Tensor) -> list[Call]:
-        """The operations that an answer depends on, in their order."""
-        wanted, calls = {id(answer)}, list[Call]()
-        for call in reversed(self.calls):
-            if any(id(t) in wanted for t in call.made):
-                wanted.update(map(id, call.given))
-                calls.append(call)
-        return calls[::-1]
 
 
 class Follower:
@@ -209,18 +267,15 @@ class Follower:
                     self.pin_all([t], "unused")
                 else:
                     for mine, theirs in zip(self.weights[id(t)], self.weights[id(same)], strict=True):
-                        self._follow_reading(mine.labels, theirs.labels)
-
-    def _follow_reading(self, mine: Labels, theirs: Labels) -> None:
-        self.bindings.bind(mine, theirs)
-        if not self.reading.isdisjoint(theirs.tolist()):
-            self.reading.update(mine.tolist())
+                        self.bindings.bind(mine.labels, theirs.labels)
+                        if not self.reading.isdisjoint(theirs.labels.tolist()):
+                            self.reading.update(mine.labels.tolist())
 
     def merge_labels(self, axes: Sequence[Axis]) -> Labels:
         """The labels of several axes laid out as one: those of the one among them that holds units."""
         shape = [len(a.labels) for a in axes]
         holding = [i for i, a in enumerate(axes) if (a.labels > 0).any()]
-        if len(holding) > 1:
+        if len(holding) > 1:  # every position is of two units at once, and could follow neither
             for i in holding:
                 self.bindings.pin(axes[i].labels, "a flatten of two kinds of units")
             return np.zeros(math.prod(shape), dtype=np.int64)
@@ -240,6 +295,7 @@ class Follower:
         number, self.splits = self.splits, self.splits + 1
         allowed = [k for k in varying if k not in self.excluded.get(number, ())] or varying[-1:] or [0]
         holds = allowed[0]
+        # a unit is at one index of that part, whatever the others' indices: all its positions are bound
         rows = np.moveaxis(grid, holds, 0).reshape(shape[holds], -1)
         labels = rows[:, 0]
         for column in rows.T[1:]:
@@ -249,53 +305,7 @@ class Follower:
 
 
 class SplitDifferently(Exception):
-    """A part of an axis was taken to hold units and does not; the network is followed anew."""
-
-
-def follow(net: nn.Module, x: Tensor) -> Follower:
-    """What a network binds when it answers these inputs; its answer's positions are pinned as outputs."""
-    recorder = Recorder()
-    plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
-    with torch.no_grad(), plain, _slow_attention(), recorder:
-        answer = tensors_in([net(x)])[0]
-    calls, excluded = recorder.calls_for(answer), dict[int, set[int]]()
-    while True:
-        follower = Follower(net, x, recorder.constants, excluded)
-        try:
-            for call in calls:
-                follower.apply(call)
-        except SplitDifferently:
-            continue
-        follower.pin_all([answer], OUTPUT)
-        follower.bind_unused(net)
-        return follower
-
-
-class _slow_attention:  # noqa: N801 - used as a context
-    """Attention by its single operations, not by one that hides them."""
-
-    def __enter__(self) -> None:
-        self.before = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-
-    def __exit__(self, *_: object) -> None:
-        torch.backends.mha.set_fastpath_enabled(self.before)
-
-
-def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """All tensors among some values and the lists in them."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += tensors_in(value)
-    return found
-
-
-def _constant_labels(t: Tensor, axis: int) -> Labels:
-    alike = t.shape[axis] <= 1 or bool((t == t.narrow(axis, 0, 1)).all())
-    return np.full(t.shape[axis], ANY if alike else FIXED, dtype=np.int64)
+    """A part of an axis was taken to hold units and does not; the network is followed once more."""
 
 
 Rule = Callable[[Follower, Any, Any, list[Tensor]], list[Axes]]
@@ -330,16 +340,16 @@ def _broadcast(follower: Follower, given: Sequence[Axes], shape: Sequence[int]) 
 
 def _pointwise(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     given = tensors_in(named.values())
-    if name == "copy" and not follower.is_fixed(given[1]):  # written into a part of something: nobody follows that
+    if name == "copy" and not follower.is_fixed(given[1]):  # written into a part of something, which is not followed
         follower.pin_all(given[1:], name)
     return [_broadcast(follower, [follower.of(g) for g in given], t.shape) for t in made]
 
 
-def _same(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _same(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     return [follower.of(next(iter(named.values())))] * len(made)
 
 
-def _constant(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _constant(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     return [[Axis(_blank(n, ANY)) for n in t.shape] for t in made]
 
 
@@ -364,7 +374,7 @@ def _mm(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[A
     return [axes]
 
 
-def _convolution(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _convolution(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     x, weight, groups = follower.of(named["input"]), follower.of(named["weight"]), named["groups"]
     makes, reads = (1, 0) if named["transposed"] else (0, 1)
     channels, out = x[1], weight[makes]
@@ -396,10 +406,7 @@ def _bind_groups(follower: Follower, channels: Axis, weight: Axes, groups: int, 
         bindings.pin(channels.labels, "a convolution with groups")
 
 
-POSITION_IN_BLOCK = "blocks"
-
-
-def _channel_norm(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _channel_norm(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     """Batch and group norms: what belongs to a channel is bound to it; equal groups of channels are walls."""
     first, *others = tensors_in(named.values())
     axes = list(follower.of(first))
@@ -413,14 +420,14 @@ def _channel_norm(follower: Follower, named: Any, name: str, made: list[Tensor])
     return [axes, *rest]
 
 
-def _trailing_norm(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _trailing_norm(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     """Layer norms: scale and shift are bound to the last axes."""
     tensors = [follower.of(t) for t in tensors_in(named.values())]
     rest: list[Axes] = [[Axis(_blank(n, FIXED)) for n in t.shape] for t in made[1:]]
     return [_broadcast(follower, tensors, made[0].shape), *rest]
 
 
-def _pool(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _pool(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     """Pooling, padding and resizing of pictures: channels stay, pixels are pixels."""
     x = follower.of(next(iter(named.values())))
     return [[*x[:2], *(Axis(_blank(n, FIXED)) for n in t.shape[2:])] for t in made]
@@ -438,13 +445,10 @@ def _reduce(follower: Follower, named: Any, name: str, made: list[Tensor]) -> li
     gone = _dims(named.get("dim") or None if isinstance(named.get("dim"), list) else named.get("dim"), len(x))
     kept = [Axis(_blank(1, ANY)) if i in gone else a for i, a in enumerate(x)]
     axes = kept if named.get("keepdim") else [a for i, a in enumerate(x) if i not in gone]
-    if len(made) > 1 or name.startswith("arg"):  # it also tells where the largest is
-        for i in gone if name.startswith("arg") else ():
-            follower.pick(x[i], name)
     return [axes] * len(made)
 
 
-def _permute(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _permute(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     x = follower.of(named["self"])
     order = list(range(len(x)))
     if name == "permute":
@@ -457,7 +461,7 @@ def _permute(follower: Follower, named: Any, name: str, made: list[Tensor]) -> l
     return [[x[i] for i in order]]
 
 
-def _reshape(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _reshape(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     x, shape = follower.of(named["self"]), made[0].shape
     axes: Axes = []
     for old, new in _factors([len(a.labels) for a in x], list(shape)):
@@ -490,19 +494,19 @@ def _factors(old: list[int], new: list[int]) -> Iterator[tuple[list[int], list[i
         yield a, b
 
 
-def _unsqueeze(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _unsqueeze(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     x = list(follower.of(named["self"]))
     x.insert(named["dim"] % (len(x) + 1), Axis(_blank(1, ANY)))
     return [x]
 
 
-def _squeeze(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _squeeze(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     x = follower.of(named["self"])
     gone = _dims(named.get("dim"), len(x))
     return [[a for i, a in enumerate(x) if i not in gone or len(a.labels) != 1]]
 
 
-def _expand(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _expand(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     return [_broadcast(follower, [follower.of(named["self"])], made[0].shape)]
 
 
@@ -514,7 +518,7 @@ def _select(follower: Follower, named: Any, name: str, made: list[Tensor]) -> li
     return [[a for i, a in enumerate(x) if i != dim]] * len(made)
 
 
-def _slice(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _slice(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     x = list(follower.of(named["self"]))
     dim = named.get("dim", 0) % len(x)
     cut = slice(named.get("start"), named.get("end"), named.get("step", 1))
@@ -524,7 +528,7 @@ def _slice(follower: Follower, named: Any, name: str, made: list[Tensor]) -> lis
     return [x]
 
 
-def _parts(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _parts(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     """split, chunk: adjacent parts of an axis."""
     x, result, begin = follower.of(named["self"]), list[Axes](), 0
     dim = named.get("dim", 0) % len(x)
@@ -537,7 +541,7 @@ def _parts(follower: Follower, named: Any, name: str, made: list[Tensor]) -> lis
     return result
 
 
-def _cat(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _cat(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     given = [follower.of(t) for t in named["tensors"] if t.ndim == made[0].ndim and t.numel()]
     dim = named.get("dim", 0) % made[0].ndim
     axes = list(given[0])
@@ -548,7 +552,7 @@ def _cat(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[
     return [axes]
 
 
-def _stack(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _stack(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     given = [follower.of(t) for t in named["tensors"]]
     dim = named.get("dim", 0) % made[0].ndim
     shape = [n for i, n in enumerate(made[0].shape) if i != dim]
@@ -557,7 +561,7 @@ def _stack(follower: Follower, named: Any, name: str, made: list[Tensor]) -> lis
     return [axes]
 
 
-def _repeat(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _repeat(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     x = follower.of(named["self"])
     lead = len(made[0].shape) - len(x)
     times = [n // len(a.labels) for n, a in zip(made[0].shape[lead:], x, strict=True)]
@@ -569,8 +573,8 @@ def _repeat(follower: Follower, named: Any, name: str, made: list[Tensor]) -> li
     ]
 
 
-def _pad(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
-    """Constants around a tensor: on an axis of units they are positions of nobody."""
+def _pad(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
+    """Constants around a tensor: on an axis of units they belong to no unit."""
     axes, pad = list(follower.of(named["self"])), named["pad"]
     for k in range(len(pad) // 2):
         dim, (before, after) = len(axes) - 1 - k, pad[2 * k : 2 * k + 2]
@@ -582,7 +586,7 @@ def _pad(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[
     return [axes]
 
 
-def _gate(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _gate(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     """A gated linear unit: one half of an axis times a function of the other."""
     axes = list(follower.of(named["self"]))
     dim = named.get("dim", -1) % len(axes)
@@ -591,14 +595,14 @@ def _gate(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list
     return [axes]
 
 
-def _shuffle_pixels(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _shuffle_pixels(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     """Adjacent channels become the pixels of one."""
     x, (_, channels, *_) = follower.of(named["self"]), made[0].shape
     unit, _ = follower.split(x[1], [channels, len(x[1].labels) // channels])
     return [[x[0], unit, *(Axis(_blank(n, FIXED)) for n in made[0].shape[2:])]]
 
 
-def _embedding(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:  # noqa: ARG001
+def _embedding(follower: Follower, named: Any, name: str, made: list[Tensor]) -> list[Axes]:
     weight, indices = follower.of(named["weight"]), follower.of(named["indices"])
     follower.bindings.pin(weight[0].labels, POSITION)
     return [[*indices, weight[1]]]

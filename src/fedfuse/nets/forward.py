@@ -1,4 +1,7 @@
-"""Running networks in other ways than one after another and whole: one layer of one, and several side by side."""
+"""Running networks in other ways than one after another and whole: up to one layer, or several side by side.
+
+Rules that choose the members of a mixture before they have run (`Route`) stand here too, since they name that layer.
+"""
 
 from __future__ import annotations
 
@@ -115,14 +118,6 @@ def check_count(who: str, count: object) -> None:
         raise ConfigError(f"{who} takes {str(count)[:40]!r} members, expected a whole number from 1 on, or 'all'")
 
 
-class _Seen(Exception):
-    """Carries what was looked for out of a forward pass that need not go on."""
-
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.value = value
-
-
 def find_layer(spec: Spec, which: LayerChoice) -> Layer:
     """A layer with weights: the "first", the one of this number, counting from 1, or of this name.
 
@@ -182,6 +177,14 @@ def layer_input(spec: Spec, params: Params, x: Tensor, layer: Layer) -> Tensor:
     return _run_until(spec, params, x, layer, [(_module_of(spec, layer), stop)], before=True).flatten(1)
 
 
+class _Seen(Exception):
+    """Carries what was looked for out of a forward pass that need not go on."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
 def _module_of(spec: Spec, layer: Layer) -> nn.Module:
     return spec.skeleton().get_submodule(layer.weight.rpartition(".")[0])
 
@@ -229,6 +232,14 @@ class Program:
             elif not isinstance(part, nn.Dropout):  # which does nothing in evaluation
                 return None
         return cls(tuple(steps), flattens) if steps and isinstance(steps[0], str) else None
+
+
+def _chain(module: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
+    """The parts of nested `nn.Sequential`s in order of execution; any other module is one part."""
+    if type(module) is not nn.Sequential:
+        return [(path, module)]
+    parts = ((f"{path}.{name}" if path else name, part) for name, part in module.named_children())
+    return [step for name, part in parts for step in _chain(part, name)]
 
 
 class _Layer(NamedTuple):
@@ -291,6 +302,14 @@ class Stack:
         return h.transpose(1, 2)
 
 
+def _stack_layer(members: Sequence[Params], layer: str) -> _Layer:
+    dot = f"{layer}." if layer else ""
+    weight = torch.stack([m[f"{dot}weight"] for m in members])
+    if f"{dot}bias" not in members[0]:
+        return _Layer(weight, None)
+    return _Layer(weight, torch.stack([m[f"{dot}bias"] for m in members])[..., None])
+
+
 class Cost(NamedTuple):
     """What one input costs a network."""
 
@@ -322,19 +341,3 @@ def cost_of(spec: Spec, shape: tuple[int, ...]) -> Cost:
 def _floats_taken(t: Tensor) -> int:
     """How many numbers a tensor takes; libraries keep the channels of images in blocks of sixteen."""
     return t.numel() if t.ndim != 4 else math.ceil(t.shape[1] / 16) * 16 * t.shape[2] * t.shape[3]
-
-
-def _chain(module: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
-    """The parts of nested `nn.Sequential`s in order of execution; any other module is one part."""
-    if type(module) is not nn.Sequential:
-        return [(path, module)]
-    parts = ((f"{path}.{name}" if path else name, part) for name, part in module.named_children())
-    return [step for name, part in parts for step in _chain(part, name)]
-
-
-def _stack_layer(members: Sequence[Params], layer: str) -> _Layer:
-    dot = f"{layer}." if layer else ""
-    weight = torch.stack([m[f"{dot}weight"] for m in members])
-    if f"{dot}bias" not in members[0]:
-        return _Layer(weight, None)
-    return _Layer(weight, torch.stack([m[f"{dot}bias"] for m in members])[..., None])

@@ -115,6 +115,7 @@ def _columns(y: Tensor, eta: Tensor) -> Tensor:
 def solve_symmetric(matrix: Tensor, right: Tensor) -> Tensor:
     """The shortest solution of a positive semi-definite system: directions without information stay where they are."""
     values, vectors = torch.linalg.eigh(matrix)
+    # below that an eigenvalue is rounding, and a step divided by it would go anywhere
     kept = values > 1e-12 * values[-1].clamp(min=1e-300)
     inverse = torch.where(kept, 1 / torch.where(kept, values, 1.0), 0.0)
     solved: Tensor = vectors @ (inverse * (vectors.T @ right))
@@ -132,7 +133,7 @@ def fit_glm(
         family: of the likelihood.
         ridge: the penalty of each weight, outputs × features.
         free: which weights move; the others stay zero.
-        steps: at most so many.
+        steps: the most Newton steps.
     """
     weights = torch.zeros_like(ridge)
     sums = newton_sums(features, y, weights, family)

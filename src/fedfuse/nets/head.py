@@ -1,4 +1,4 @@
-"""A network's linear layer by name, its last one unless told otherwise, and the sums of what it reads."""
+"""A network's linear layer by name, by default its last one, and the sums of what it reads."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def are_numbers(notes: Params) -> bool:
     return f"{KIND}/{NUMBERS}" in notes
 
 
-def total_sums(everybody: Iterable[Params]) -> Sums:
+def total_sums(clients: Iterable[Params]) -> Sums:
     """The sums of all clients, added in their order while the triangles are packed: memory for one client at a time."""
     total: dict[str, Tensor] = {}
-    for notes in everybody:
+    for notes in clients:
         for name in (n for n in notes if n.startswith(f"{KIND}/")):
             total[name] = total[name].add_(notes[name]) if name in total else notes[name].clone()
     return sums_in(total)
@@ -198,14 +198,14 @@ class UnknownClass:
     needs_classes: ClassVar[bool] = True
 
     def __call__(self, start: Single, classes: int, seed: int, task: Task = CLASSIFICATION) -> Single:  # noqa: ARG002
-        """The network with the output; where the number of classes is not told, one that was resized has it."""
+        """The network with the output; where the number of classes is not known, one that was resized has it."""
         have = outputs(start) or 0
         wanted = classes + 1 if classes else have if start.spec.surgery else have + 1
         spec, params = with_outputs(Start(start.spec, start.posterior.mean), wanted, seed)
         return start if spec is start.spec else Single(spec, Posterior(params))
 
     def missing(self, layout: Layout, forms: Mapping[str, Form], classes: int) -> str | None:
-        """The output that means "none of them", beside one for each class."""
+        """The output that means "none of them", in addition to one for each class."""
         linear = [forms[layer.weight].shape[0] for layer in layout.layers if layer.kind == "linear"]
         if classes and linear and linear[-1] == classes + 1:
             return None

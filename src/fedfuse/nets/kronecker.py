@@ -111,7 +111,7 @@ class Block:
 def blocks_of(spec: Spec, which: Which = "all") -> tuple[Block, ...]:
     """The parts of a network that have Kronecker factors: those whose weights are their own.
 
-    A tied weight belongs to several layers, and a frozen one is nobody's belief: those have none.
+    A tied weight belongs to several layers, and a frozen one is not learned: those have none.
 
     Args:
         spec: the network.
@@ -229,7 +229,7 @@ class Packing:
 
 
 def _in_float32(factor: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """The factor as it travels: in float32, and zero where it is too small to be told from that."""
+    """The factor as it travels: in float32, and zero where it is too small for that."""
     present = factor.abs().amax(axes, keepdim=True) >= _LEAST
     return torch.where(present, factor, 0.0).float()
 

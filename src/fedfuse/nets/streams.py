@@ -112,7 +112,7 @@ def _watch_norms(net: nn.Module, x: Tensor) -> list[StreamNorm]:
     norms = {name: module for name, module in net.named_modules() if _is_norm(module)}
     layers = {name: m for name, m in net.named_modules() if isinstance(getattr(m, "weight", None), Tensor)}
     made: dict[int, str] = {}  # by the memory of a norm's answer, of which a part is a view
-    alive: list[Tensor] = []
+    alive: list[Tensor] = []  # or the memory of a norm's answer would be given to another tensor
     readers: dict[str, list[NormReader]] = {name: [] for name in norms}
 
     def watch(name: str) -> Any:
@@ -151,6 +151,7 @@ def _prove(spec: Spec, net: nn.Module, x: Tensor, group: Group, norms: tuple[Str
     draw = stream(0, "stream")
     like = {**weights, **{name: weights[name].flip(0) for name in own if name}}
     before = answer(net, weights, x)
+    # any map first, which a norm that only divides by the length allows; a norm that takes off the mean fails that
     for keeps_mean in (False, True):
         found = Stream(replace(group, locations=places), norms, keeps_mean)
         turn = nearest_turn(torch.randn(group.size, group.size, generator=draw, dtype=torch.float64), keeps_mean)

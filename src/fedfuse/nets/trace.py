@@ -22,12 +22,11 @@ from fedfuse.core.inputs import reads_tokens
 from fedfuse.core.rng import seeded, stream
 from fedfuse.core.spec import Spec, drop_tied_names
 from fedfuse.errors import ConfigError, error_text
-from fedfuse.nets.channels import Group, Location, by_axis, keep_channels, move_units
+from fedfuse.nets.channels import Group, Location, by_axis, keep_channels, move_units, places_in
 from fedfuse.nets.follow import OUTPUT, POSITION_IN_BLOCK, Axis, Follower, follow
 
 _ROWS = 4  # inputs that go through the network: enough to tell functions apart
 _TOLERANCE = 1e-7  # relative, in float64: rounding is a million times smaller, a unit out of place far larger
-
 _REMEDY = (
     "write it with layers of torch.nn, or give the network an attribute `channel_groups` with groups of your own "
     "(fedfuse.nets.channels.Group)"
@@ -76,23 +75,6 @@ def drawn_inputs(spec: Spec, shape: tuple[int, ...]) -> Tensor:
     return (x > 0).long() if reads_tokens(spec, shape) else x
 
 
-def _check_apart(spec: Spec, groups: Sequence[Group]) -> None:
-    """No position of a tensor may hold units of two kinds, which only tied weights make happen.
-
-    Raises:
-        ConfigError: naming the tied tensors.
-    """
-    for (tensor, _), here in by_axis(groups):
-        ends = [location.offset + group.size * location.per for group, location in here if location.blocks == 1]
-        if all(end <= location.offset for end, (_, location) in zip(ends, here[1:], strict=False)):
-            continue
-        tied = next((same for same in spec.layout.tied if tensor in same), (tensor,))
-        raise ConfigError(
-            f"model {spec.factory!r}: {' and '.join(tied)} are one tensor and hold units of several layers, which "
-            "cannot move apart; untie them, or fuse without moving units"
-        )
-
-
 def without_noise(net: nn.Module) -> nn.Module:
     """The network as a plain function: no dropout, and Bayesian layers at their means."""
     for part in net.modules():
@@ -109,33 +91,14 @@ def randomize(net: nn.Module) -> None:
         if not t.is_floating_point():
             continue
         noise = torch.rand(t.shape, generator=draw, dtype=torch.float64)
-        if t.ndim > 1:
+        if t.ndim > 1:  # of variance 2 / fan-in: numbers stay of one size through any depth, as `_TOLERANCE` needs
             t.copy_((noise - 0.5) * math.sqrt(24 / t[0].numel()))
         else:
             t.copy_(noise + 0.5 if name.endswith(("weight", "running_var")) else noise - 0.5)
 
 
-def _in_order(net: nn.Module, groups: Iterable[Group]) -> tuple[Group, ...]:
-    """Groups and their locations in the order of the state dict, each named after the first layer that makes it."""
-    rank = {name: i for i, name in enumerate(net.state_dict())}
-    found = [replace(g, locations=tuple(sorted(g.locations, key=lambda p: (rank[p.tensor], p.axis)))) for g in groups]
-    found.sort(key=lambda g: (rank[g.makers[0].tensor], g.makers[0].axis, g.makers[0].offset))
-    times = Counter(_maker(g) for g in found)
-    seen = Counter[str]()
-    named = []
-    for group in found:
-        name = _maker(group)
-        named.append(replace(group, name=f"{name}[{seen[name]}]" if times[name] > 1 else name))
-        seen[name] += 1
-    return tuple(named)
-
-
-def _maker(group: Group) -> str:
-    return group.makers[0].tensor.rpartition(".")[0] or group.makers[0].tensor
-
-
 def _follow(spec: Spec, net: nn.Module, x: Tensor) -> Follower:
-    """What the network binds; whatever its own forward raises is told."""
+    """What the network binds; an error of its own forward is passed on."""
     try:
         return follow(net, x)
     except Exception as why:
@@ -143,10 +106,6 @@ def _follow(spec: Spec, net: nn.Module, x: Tensor) -> Follower:
             f"model {spec.factory!r} cannot be followed with an input of shape {tuple(x.shape[1:])}: "
             f"{error_text(why)}; {_REMEDY}"
         ) from why
-
-
-class _UnknownArrangement(Exception):
-    """Units whose positions no `Location` can describe."""
 
 
 class _Spot(NamedTuple):
@@ -199,7 +158,7 @@ class _FoundUnits:
                 continue
             if all(place.reads for place in locations):  # tied weights: what reads them is also what makes them
                 locations[0] = replace(locations[0], reads=False)
-            if len(run) > sections:
+            if len(run) > sections:  # else every section has one unit, and nothing can move
                 yield Group("", len(run), tuple(locations), sections)
 
     def _runs(self) -> Iterator[list[int]]:
@@ -246,12 +205,13 @@ class _FoundUnits:
             for unit, own in zip(run, parts, strict=True):
                 own.append(part.get(unit, -1))
         sizes = [len(list(same)) for _, same in groupby(parts)]
+        # walls of several operations may cut at different places; the largest equal sections respect all of them
         return len(run) // math.gcd(*sizes)
 
     def left_out(self, groups: Sequence[Group]) -> tuple[str, ...]:
         """Weights that make units which stand in no group, with the reason; outputs are no units."""
         moving = {(place.tensor, place.axis) for group in groups for place in group.locations}
-        told = []
+        named = []
         for tensor, axes in self.follower.weights.items():
             name = self.names[tensor][0]
             making = [a for a in range(len(axes)) if self._makes(axes[a])]
@@ -260,8 +220,8 @@ class _FoundUnits:
             reasons = {why for a in making for label in axes[a].labels.tolist() for why in self._pins(label)}
             if OUTPUT not in reasons and any(len(axes[a].labels) > 1 for a in making):
                 why = self.refused.get(name) or ", ".join(sorted(reasons)) or "each stands by itself"
-                told.append(f"{name} ({why})")
-        return tuple(told)
+                named.append(f"{name} ({why})")
+        return tuple(named)
 
     def _makes(self, axis: Axis) -> bool:
         return self.follower.reading.isdisjoint(axis.labels.tolist()) and not {
@@ -270,6 +230,10 @@ class _FoundUnits:
 
     def _pins(self, label: int) -> frozenset[str]:
         return self.follower.bindings.pins(label)
+
+
+class _UnknownArrangement(Exception):
+    """Units whose positions no `Location` can describe."""
 
 
 def _stretches(positions: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
@@ -285,12 +249,55 @@ def _stretches(positions: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
             yield offset, per
 
 
+def _in_order(net: nn.Module, groups: Iterable[Group]) -> tuple[Group, ...]:
+    """Groups and their locations in the order of the state dict, each named after the first layer that makes it."""
+    rank = {name: i for i, name in enumerate(net.state_dict())}
+    found = [replace(g, locations=tuple(sorted(g.locations, key=lambda p: (rank[p.tensor], p.axis)))) for g in groups]
+    found.sort(key=lambda g: (rank[g.makers[0].tensor], g.makers[0].axis, g.makers[0].offset))
+    times = Counter(_maker(g) for g in found)
+    seen = Counter[str]()
+    named = []
+    for group in found:
+        name = _maker(group)
+        named.append(replace(group, name=f"{name}[{seen[name]}]" if times[name] > 1 else name))
+        seen[name] += 1
+    return tuple(named)
+
+
+def _maker(group: Group) -> str:
+    return group.makers[0].tensor.rpartition(".")[0] or group.makers[0].tensor
+
+
+def _check_apart(spec: Spec, groups: Sequence[Group]) -> None:
+    """No position of a tensor may hold units of two kinds, which only tied weights make happen.
+
+    Raises:
+        ConfigError: naming the tied tensors.
+    """
+    for (tensor, _), here in by_axis(groups):
+        ends = [location.offset + group.size * location.per for group, location in here if location.blocks == 1]
+        if all(end <= location.offset for end, (_, location) in zip(ends, here[1:], strict=False)):
+            continue
+        tied = next((same for same in spec.layout.tied if tensor in same), (tensor,))
+        raise ConfigError(
+            f"model {spec.factory!r}: {' and '.join(tied)} are one tensor and hold units of several layers, which "
+            "cannot move apart; untie them, or fuse without moving units"
+        )
+
+
+def _ties(spec: Spec) -> str:
+    pairs = [" and ".join(same) for same in spec.layout.tied]
+    return f" ({', '.join(pairs)} are one tensor, which moves as one)" if pairs else ""
+
+
 @torch.no_grad()
 def _groups_noticed(spec: Spec, net: nn.Module, x: Tensor, groups: tuple[Group, ...]) -> list[Group]:
     """The groups that the network notices when they are permuted: there should be none."""
     weights = drop_tied_names(spec, net.state_dict())
     before = answer(net, weights, x)
-    shuffled = {group: (_within(group, weights), _shuffle(group)) for group in groups}
+    # without the further names of tied tensors, which the weights do not have
+    shuffled = {g: (replace(g, locations=places_in(weights, g)), _shuffle(g)) for g in groups}
+    # all groups at once, as is nearly always right; only if that goes wrong, one by one
     if same_answers(before, answer(net, move_units(weights, dict(shuffled.values())), x)):
         return []
     with in_double():
@@ -300,6 +307,36 @@ def _groups_noticed(spec: Spec, net: nn.Module, x: Tensor, groups: tuple[Group, 
             for group, (own, order) in shuffled.items()
             if not same_answers(before, answer(net, move_units(weights, {own: order}), x))
         ]
+
+
+def _shuffle(group: Group) -> Tensor:
+    """A random order within the group's sections that leaves no unit where it was."""
+    section_size = group.size // group.sections
+    draw = stream(0, "trace", group.name)
+    parts = []
+    for start in range(0, group.size, section_size):
+        order = torch.randperm(section_size, generator=draw)
+        moved = torch.empty_like(order)
+        moved[order] = order.roll(1)  # along one cycle, so that every unit moves
+        parts.append(start + moved)
+    return torch.cat(parts)
+
+
+def answer(net: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    """What a network answers with these weights, or the first of several answers."""
+    out = torch.func.functional_call(net, weights, (x,))
+    first: Tensor = out[0] if isinstance(out, tuple | list) else out
+    return first
+
+
+def same_answers(a: Tensor, b: Tensor) -> bool:
+    """Whether two answers are one up to rounding."""
+    return bool((a - b).abs().max() <= _TOLERANCE * a.abs().max().clamp(min=1e-30))
+
+
+def in_double() -> AbstractContextManager[object]:
+    """Where answers are compared to the last digits: nothing is rounded to single precision on the way."""
+    return _InDouble()  # type: ignore[no-untyped-call]
 
 
 class _InDouble(TorchDispatchMode):
@@ -312,53 +349,9 @@ class _InDouble(TorchDispatchMode):
         return func(*args, **named)
 
 
-def in_double() -> AbstractContextManager[object]:
-    """Where answers are compared to the last digits: nothing is rounded to single precision on the way."""
-    return _InDouble()  # type: ignore[no-untyped-call]
-
-
-def _within(group: Group, weights: dict[str, Tensor]) -> Group:
-    """The group without the further names of tied tensors."""
-    return replace(group, locations=tuple(p for p in group.locations if p.tensor in weights))
-
-
-def _first(out: Any) -> Tensor:
-    """The network's answer, or the first of several."""
-    answer: Tensor = out[0] if isinstance(out, tuple | list) else out
-    return answer
-
-
-def answer(net: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-    """What a network answers with these weights."""
-    return _first(torch.func.functional_call(net, weights, (x,)))
-
-
-def same_answers(a: Tensor, b: Tensor) -> bool:
-    """Whether two answers are one up to rounding."""
-    return bool((a - b).abs().max() <= _TOLERANCE * a.abs().max().clamp(min=1e-30))
-
-
-def _shuffle(group: Group) -> Tensor:
-    """A random order within the group's sections that leaves no unit where it was."""
-    section_size = group.size // group.sections
-    draw = stream(0, "trace", group.name)
-    parts = []
-    for start in range(0, group.size, section_size):
-        order = torch.randperm(section_size, generator=draw)
-        moved = torch.empty_like(order)
-        moved[order] = order.roll(1)  # along one cycle, everybody moves
-        parts.append(start + moved)
-    return torch.cat(parts)
-
-
-def _ties(spec: Spec) -> str:
-    pairs = [" and ".join(same) for same in spec.layout.tied]
-    return f" ({', '.join(pairs)} are one tensor, which moves as one)" if pairs else ""
-
-
 @torch.no_grad()
 def removal_flaw(spec: Spec, shape: Sequence[int], group: Group) -> str | None:
-    """What goes wrong when one unit of each section of a group is removed; None if it is as if nobody read them.
+    """What goes wrong when one unit of each section of a group is removed; None if it is as if they were not read.
 
     A norm over all units of an input sees that some are gone, so that behind one only the answer's shape is compared.
 

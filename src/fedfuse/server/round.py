@@ -26,7 +26,7 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
 from fedfuse.errors import ConfigError, FuseError, MethodFault, NotConverged, RecipeError, Refused
 from fedfuse.linalg.privacy import release_of, released_epsilon
-from fedfuse.nets.adapters import PARTS
+from fedfuse.models.adapted import PARTS
 from fedfuse.server.admission.admit import Admission
 from fedfuse.server.admission.opened import first_difference
 from fedfuse.server.admission.values import is_finite

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedfuse.kernels.chain import connect, convolve, move, normalize, pointwise, pool, posterior
-from fedfuse.kernels.chain.buffers import Images, Table, blocks_of
-from fedfuse.kernels.chain.pointwise import Runs
+from fedfuse.kernels.chain import images, pointwise
+from fedfuse.kernels.chain.buffers import Images, Table, blocks_of, flatten, flatten_back
+from fedfuse.kernels.chain.images import convolve, convolve_to_biases, convolve_to_inputs, convolve_to_weights
+from fedfuse.kernels.chain.pointwise import (
+    Runs,
+    follow_statistics,
+    norm_coefficients,
+    norm_moments,
+    normalize,
+    normalize_to_inputs,
+    normalize_to_weights,
+)
+from fedfuse.kernels.chain.tables import (
+    add_noise,
+    add_through_squares,
+    connect,
+    connect_to_biases,
+    connect_to_inputs,
+    connect_to_weights,
+    multiply,
+    square,
+)
 from fedfuse.kernels.chain.tiles import Three, Two
 from fedfuse.kernels.target import LANES, Floats
 
@@ -32,7 +51,7 @@ class Numbers:
 class Variances:
     """Of all Gaussian weights, in long rows of their own: log-variances ρ, e^ρ, its slopes, and the prior.
 
-    The prior's rows are means, precisions and log-variances; see `posterior.learn`.
+    The prior's rows are means, precisions and log-variances; see `tables.learn_variances`.
     """
 
     rho: Floats
@@ -44,11 +63,11 @@ class Variances:
 class Op(Protocol):
     """A layer at work."""
 
-    def forward(self, count: int) -> None:
+    def forward(self, count: int, /) -> None:
         """From its input to its output, for the first `count` examples."""
         ...
 
-    def backward(self, count: int) -> None:
+    def backward(self, count: int, /) -> None:
         """From its output's gradient to its input's, and to its weights'."""
         ...
 
@@ -71,17 +90,17 @@ class ConvOp:
         self._sums = np.zeros(self.y.channels * LANES, np.float32)
 
     def forward(self, count: int) -> None:
-        """See `convolve.forward`."""
+        """Write y = x ⋆ w + b."""
         x, y, weights = self.x, self.y, self.own.weights
-        convolve.forward(blocks_of(count), x.data, x.form, weights, self.offsets, self.size, y.data, y.form)
+        convolve(blocks_of(count), x.data, x.form, weights, self.offsets, self.size, y.data, y.form)
 
     def backward(self, count: int) -> None:
-        """See `convolve`."""
+        """Write the gradients of the weights and the biases, and pass y's back to x."""
         x, y, own, blocks = self.x, self.y, self.own, blocks_of(count)
         weights, biases = self.offsets
-        convolve.to_weights(blocks, x.data, x.form, y.grads, y.form, self.size, own.grads, weights)
+        convolve_to_weights(blocks, x.data, x.form, y.grads, y.form, self.size, own.grads, weights)
         if self.bias:
-            convolve.to_biases(blocks, y.grads, y.form, own.grads, biases, self._sums)
+            convolve_to_biases(blocks, y.grads, y.form, own.grads, biases, self._sums)
         self.pass_back(count)
 
     def pass_back(self, count: int) -> None:
@@ -89,7 +108,7 @@ class ConvOp:
         x, y, own = self.x, self.y, self.own
         if not self.first:
             at = self.offsets[0]
-            convolve.to_inputs(blocks_of(count), y.grads, y.form, own.weights, at, self.size, own.zero, x.grads, x.form)
+            convolve_to_inputs(blocks_of(count), y.grads, y.form, own.weights, at, self.size, own.zero, x.grads, x.form)
 
     def read_inputs(self, count: int) -> Tensor:
         """A copy of what it reads."""
@@ -117,24 +136,24 @@ class LinearOp:
     order: tuple[int, ...] = ()
 
     def forward(self, count: int) -> None:
-        """See `connect.forward`."""
+        """Write y = x Wᵀ + b."""
         x, y = self.x, self.y
-        connect.forward(count, x.data, x.form, self.own.weights, self.offsets, y.data, y.form)
+        connect(count, x.data, x.form, self.own.weights, self.offsets, y.data, y.form)
 
     def backward(self, count: int) -> None:
-        """See `connect`."""
+        """Write the gradients of the weights and the biases, and pass y's back to x."""
         x, y, own = self.x, self.y, self.own
         weights, biases = self.offsets
-        connect.to_weights(count, x.data, x.form, y.grads, y.form, own.zero, own.grads, weights)
+        connect_to_weights(count, x.data, x.form, y.grads, y.form, own.zero, own.grads, weights)
         if self.bias:
-            connect.to_biases(count, y.grads, y.form, own.grads, biases)
+            connect_to_biases(count, y.grads, y.form, own.grads, biases)
         self.pass_back(count)
 
     def pass_back(self, count: int) -> None:
         """From its output's gradient to its input's alone."""
         x, y, own = self.x, self.y, self.own
         if not self.first:
-            connect.to_inputs(count, y.grads, y.form, own.weights, self.offsets[0], own.zero, x.grads, x.form)
+            connect_to_inputs(count, y.grads, y.form, own.weights, self.offsets[0], own.zero, x.grads, x.form)
 
     def read_inputs(self, count: int) -> Tensor:
         """A copy of what it reads, in the order that torch's layer has its columns."""
@@ -178,150 +197,23 @@ class MeanFieldOp:
         if not self.noise:
             return
         x, y, squares = self.plain.x, self.plain.y, self._squares
-        posterior.square(x.data, squares.data, count * x.features)
-        connect.forward(count, squares.data, x.form, self.own.values, self.offsets, self._outputs, y.form)
+        square(x.data, squares.data, count * x.features)
+        connect(count, squares.data, x.form, self.own.values, self.offsets, self._outputs, y.form)
         drawn = self._drawn[:count].normal_()
-        posterior.disturb(count, y.data, self._outputs, y.form, drawn.reshape(-1).numpy())
+        add_noise(count, y.data, self._outputs, y.form, drawn.reshape(-1).numpy())
 
     def backward(self, count: int) -> None:
-        """See `connect`; the variances' gradient goes the same way, through squares."""
+        """Pass the means' gradient back, and the variances' the same way, through squares."""
         plain, own, squares, zero = self.plain, self.own, self._squares, self.plain.own.zero
-        x, y, slopes = plain.x, plain.y, self._outputs
+        x, y, slopes = plain.x, plain.y, self._outputs  # where `add_noise` left ∂y/∂v in place of v
         plain.backward(count)
         if not self.noise:
             return
-        posterior.multiply(y.grads, slopes, count * y.features)
-        connect.to_weights(count, squares.data, x.form, slopes, y.form, zero, own.slopes, self.offsets[0])
+        multiply(y.grads, slopes, count * y.features)
+        connect_to_weights(count, squares.data, x.form, slopes, y.form, zero, own.slopes, self.offsets[0])
         if not plain.first:
-            connect.to_inputs(count, slopes, y.form, own.values, self.offsets[0], zero, squares.grads, x.form)
-            posterior.add_through_squares(x.data, squares.grads, x.grads, count * x.features)
-
-
-def runs_of(x: Images | Table, y: Images | Table, count: int) -> Runs:
-    """Two buffers of one kind and size as runs of numbers."""
-    return x.runs(y, count)  # type: ignore[arg-type]
-
-
-@dataclass(slots=True)
-class ReluOp:
-    """ReLU, leaky or not."""
-
-    x: Images | Table
-    y: Images | Table
-    slope: float
-
-    def forward(self, count: int) -> None:
-        """See `pointwise.relu`."""
-        pointwise.relu(self.x.data, self.y.data, runs_of(self.x, self.y, count), self.slope)
-
-    def backward(self, count: int) -> None:
-        """See `pointwise.relu_back`."""
-        y = self.y
-        pointwise.relu_back(y.data, y.grads, self.x.grads, runs_of(self.x, y, count), self.slope)
-
-
-@dataclass(slots=True)
-class TanhOp:
-    """The hyperbolic tangent."""
-
-    x: Images | Table
-    y: Images | Table
-
-    def forward(self, count: int) -> None:
-        """See `pointwise.tanh`."""
-        pointwise.tanh(self.x.data, self.y.data, runs_of(self.x, self.y, count))
-
-    def backward(self, count: int) -> None:
-        """See `pointwise.tanh_back`."""
-        pointwise.tanh_back(self.y.data, self.y.grads, self.x.grads, runs_of(self.x, self.y, count))
-
-
-@dataclass(slots=True)
-class DropoutOp:
-    """Dropout; its mask comes from a key of its own for every batch."""
-
-    x: Images | Table
-    y: Images | Table
-    own: Numbers
-    index: int
-    p: float
-    _mask: Floats = field(init=False)
-
-    def __post_init__(self) -> None:
-        across = padded_batch(self.x) if isinstance(self.x, Images) else self.x.batch
-        self._mask = np.zeros(across * self.x.features, np.float32)
-
-    def forward(self, count: int) -> None:
-        """Draw a mask, and apply it."""
-        across = LANES if isinstance(self.x, Images) else 0
-        key = self.own.keys[self.index]
-        pointwise.draw_mask(self._mask, count, self.x.features, across, key, 1 - self.p)
-        pointwise.multiply_mask(self.x.data, self._mask, self.y.data, runs_of(self.x, self.y, count))
-
-    def backward(self, count: int) -> None:
-        """Apply the same mask; the roles of the two buffers' borders change sides."""
-        pointwise.multiply_mask(self.y.grads, self._mask, self.x.grads, runs_of(self.y, self.x, count))
-
-
-def padded_batch(images: Images) -> int:
-    """Lanes of all blocks of images."""
-    return blocks_of(images.batch) * LANES
-
-
-@dataclass(slots=True)
-class MaxPoolOp:
-    """Max-pooling; it remembers which pixel of each window was the largest."""
-
-    x: Images
-    y: Images
-    size: Three
-    _chosen: npt.NDArray[np.int32] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._chosen = np.zeros(padded_batch(self.y) * self.y.features, np.int32)
-
-    def forward(self, count: int) -> None:
-        """See `pool.largest`."""
-        x, y = self.x, self.y
-        pool.largest(blocks_of(count), x.data, x.form, self.size, y.data, y.form, self._chosen)
-
-    def backward(self, count: int) -> None:
-        """See `pool.largest_back`."""
-        x, y = self.x, self.y
-        pool.largest_back(blocks_of(count), y.grads, y.form, self.size, self._chosen, x.grads, x.form)
-
-
-@dataclass(slots=True)
-class MeanPoolOp:
-    """Average pooling."""
-
-    x: Images
-    y: Images
-    size: Three
-
-    def forward(self, count: int) -> None:
-        """See `pool.mean`."""
-        pool.mean(blocks_of(count), self.x.data, self.x.form, self.size, self.y.data, self.y.form)
-
-    def backward(self, count: int) -> None:
-        """See `pool.mean_back`."""
-        pool.mean_back(blocks_of(count), self.y.grads, self.y.form, self.size, self.x.grads, self.x.form)
-
-
-@dataclass(slots=True)
-class FlattenOp:
-    """From images to a table."""
-
-    x: Images
-    y: Table
-
-    def forward(self, count: int) -> None:
-        """See `move.flatten`."""
-        move.flatten(count, self.x.data, self.x.form, self.y.data, self.y.form[1])
-
-    def backward(self, count: int) -> None:
-        """See `move.flatten_back`."""
-        move.flatten_back(count, self.y.grads, self.y.form[1], self.x.grads, self.x.form)
+            connect_to_inputs(count, slopes, y.form, own.values, self.offsets[0], zero, squares.grads, x.form)
+            add_through_squares(x.data, squares.grads, x.grads, count * x.features)
 
 
 @dataclass(slots=True)
@@ -371,18 +263,90 @@ class NormOp:
         mean, scale, channels = self._mean, self._scale, size[0]
         if count > 1:
             numbers = self._numbers(count)
-            normalize.moments(x.data, runs, size, self._live(count), numbers, mean, scale)
-            normalize.follow(own.statistics, mean, scale, self.statistics, channels, numbers, self.momentum)
+            norm_moments(x.data, runs, size, self._live(count), numbers, mean, scale)
+            follow_statistics(own.statistics, mean, scale, self.statistics, channels, numbers, self.momentum)
             self.batches += 1
         else:
             mean[:channels], scale[:channels] = (own.statistics[at : at + channels] for at in self.statistics)
         scale[:channels] = 1 / np.sqrt(scale[:channels] + np.float32(self.eps))
-        normalize.forward(x.data, self.y.data, runs, size, own.weights, self.offsets, mean, scale)
+        normalize(x.data, self.y.data, runs, size, own.weights, self.offsets, mean, scale)
 
     def backward(self, count: int) -> None:
-        """See `normalize`."""
+        """Write the gradients of weights and biases, and pass y's back to x, through the batch's statistics."""
         x, dy, own, runs, size = self.x, self.y.grads, self.own, self._runs(count), self._size
-        normalize.to_weights(x.data, dy, runs, size, self._mean, self._scale, own.grads, self.offsets)
+        normalize_to_weights(x.data, dy, runs, size, self._mean, self._scale, own.grads, self.offsets)
         numbers = self._numbers(count) if count > 1 else 0
-        known = normalize.coefficients(own.weights, own.grads, self.offsets, self._scale, numbers, size[0])
-        normalize.to_inputs(x.data, dy, x.grads, runs, size, self._live(count), self._mean, known)
+        known = norm_coefficients(own.weights, own.grads, self.offsets, self._scale, numbers, size[0])
+        normalize_to_inputs(x.data, dy, x.grads, runs, size, self._live(count), self._mean, known)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainOp:
+    """A layer without weights: its pass forward and its pass back."""
+
+    forward: Callable[[int], None]
+    backward: Callable[[int], None]
+
+
+def relu(x: Images | Table, y: Images | Table, slope: float) -> Op:
+    """ReLU, leaky or not."""
+    return PlainOp(
+        lambda count: pointwise.relu(x.data, y.data, runs_of(x, y, count), slope),
+        lambda count: pointwise.relu_back(y.data, y.grads, x.grads, runs_of(x, y, count), slope),
+    )
+
+
+def tanh(x: Images | Table, y: Images | Table) -> Op:
+    """The hyperbolic tangent."""
+    return PlainOp(
+        lambda count: pointwise.tanh(x.data, y.data, runs_of(x, y, count)),
+        lambda count: pointwise.tanh_back(y.data, y.grads, x.grads, runs_of(x, y, count)),
+    )
+
+
+def dropout(x: Images | Table, y: Images | Table, own: Numbers, index: int, p: float) -> Op:
+    """Dropout; its mask comes from the key that a batch has for it, `own.keys[index]`."""
+    across, most = (LANES, padded_batch(x)) if isinstance(x, Images) else (0, x.batch)
+    mask = np.zeros(most * x.features, np.float32)
+
+    def forward(count: int) -> None:
+        pointwise.draw_mask(mask, count, x.features, across, own.keys[index], 1 - p)
+        pointwise.multiply_mask(x.data, mask, y.data, runs_of(x, y, count))
+
+    # on the way back the two buffers' borders change sides
+    return PlainOp(forward, lambda count: pointwise.multiply_mask(y.grads, mask, x.grads, runs_of(y, x, count)))
+
+
+def max_pool(x: Images, y: Images, size: Three) -> Op:
+    """Max-pooling; it remembers which pixel of each window was the largest."""
+    chosen = np.zeros(padded_batch(y) * y.features, np.int32)
+    return PlainOp(
+        lambda count: images.max_pool(blocks_of(count), x.data, x.form, size, y.data, y.form, chosen),
+        lambda count: images.max_pool_back(blocks_of(count), y.grads, y.form, size, chosen, x.grads, x.form),
+    )
+
+
+def mean_pool(x: Images, y: Images, size: Three) -> Op:
+    """Average pooling."""
+    return PlainOp(
+        lambda count: images.mean_pool(blocks_of(count), x.data, x.form, size, y.data, y.form),
+        lambda count: images.mean_pool_back(blocks_of(count), y.grads, y.form, size, x.grads, x.form),
+    )
+
+
+def to_table(x: Images, y: Table) -> Op:
+    """From images to a table."""
+    return PlainOp(
+        lambda count: flatten(count, x.data, x.form, y.data, y.form[1]),
+        lambda count: flatten_back(count, y.grads, y.form[1], x.grads, x.form),
+    )
+
+
+def runs_of(x: Images | Table, y: Images | Table, count: int) -> Runs:
+    """Two buffers of one kind and size as runs of numbers."""
+    return x.runs(y, count)  # type: ignore[arg-type]
+
+
+def padded_batch(images: Images) -> int:
+    """Lanes of all blocks of images."""
+    return blocks_of(images.batch) * LANES

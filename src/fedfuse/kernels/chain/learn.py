@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
+from fedfuse.core.settings import Optimizer
 from fedfuse.kernels.chain.tiles import Two
 from fedfuse.kernels.target import Floats, Ints, compile_kernel
+
+_NOTHING = np.zeros(0, np.float32)
 
 
 @compile_kernel
@@ -15,6 +21,8 @@ def cross_entropy(count: int, z: Floats, form: Two, y: Ints, order: Ints, begin:
     total, part = 0.0, np.float32(1 / count)
     for i in range(count):
         scores, out = z[i * row : i * row + classes], dz[i * row : i * row + classes]
+        # NaN wins the maximum as in torch: fast arithmetic here leaves `nnan` off (see `target`), so that a network
+        # which diverged is seen to have diverged
         top = scores[0]
         for c in range(1, classes):
             top = scores[c] if scores[c] > top or scores[c] != scores[c] else top
@@ -36,6 +44,7 @@ def pull(w: Floats, g: Floats, anchor: Floats, linear: Floats, mu: float) -> flo
 
     Either array may be empty for a term that is not there.
     """
+    # partial sums in float32: the value is only reported, and no gradient depends on it
     strength, value = np.float32(mu), 0.0
     if anchor.size:
         squares = np.float32(0)
@@ -54,26 +63,20 @@ def pull(w: Floats, g: Floats, anchor: Floats, linear: Floats, mu: float) -> flo
 
 
 @compile_kernel
+def add_signs(w: Floats, g: Floats, l1: float) -> None:
+    """Add g += λ sign(w), the subgradient of λ ‖w‖₁."""
+    strength = np.float32(l1)
+    for i in range(w.size):
+        g[i] += strength * (np.float32(w[i] > 0) - np.float32(w[i] < 0))
+
+
+@compile_kernel
 def norm_of(g: Floats) -> float:
     """‖g‖."""
     total = np.float32(0)
     for i in range(g.size):
         total += g[i] * g[i]
     return float(np.sqrt(total))
-
-
-@compile_kernel
-def step(w: Floats, g: Floats, velocity: Floats, scale: float, rate: float, momentum: float, decay: float) -> None:
-    """Move: v ← ρ v + scale · g + λ w;  w ← w − η v; without momentum the velocity is empty."""
-    s, lr, rho, weight = np.float32(scale), np.float32(rate), np.float32(momentum), np.float32(decay)
-    if velocity.size:
-        for i in range(w.size):
-            v = rho * velocity[i] + (s * g[i] + weight * w[i])
-            velocity[i] = v
-            w[i] -= lr * v
-    else:
-        for i in range(w.size):
-            w[i] -= lr * (s * g[i] + weight * w[i])
 
 
 @compile_kernel
@@ -88,7 +91,7 @@ def pulled_step(
     momentum: float,
     decay: float,
 ) -> float:
-    """Take `pull` and `step` in one pass, where nothing is clipped between them.
+    """Take `pull` and `sgd_step` in one pass, where nothing is clipped between them.
 
     Every combination has a loop of its own: an array that stood in for a missing one would overlap with what is
     written, and the loop would go number by number.
@@ -119,12 +122,77 @@ def pulled_step(
     return 0.5 * mu * np.float64(squares) + np.float64(inner)
 
 
+def rows_needed(optimizer: Optimizer) -> int:
+    """How many numbers an optimizer remembers of each weight.
+
+    Example:
+        >>> [rows_needed(Optimizer(name=name)) for name in ("sgd", "adam", "amsgrad")]
+        [0, 2, 3]
+    """
+    if optimizer.name == "sgd":
+        return 1 if optimizer.momentum else 0
+    return 3 if optimizer.name == "amsgrad" else 2
+
+
+def make_descent(optimizer: Optimizer, rows: Sequence[Floats]) -> CompiledSgd | CompiledAdam:
+    """A fresh optimizer.
+
+    Args:
+        optimizer: its name and settings.
+        rows: of zeros, as many as it needs.
+    """
+    if optimizer.name == "sgd":
+        return CompiledSgd(optimizer.momentum, optimizer.weight_decay, rows[0] if rows else _NOTHING)
+    largest = rows[2] if optimizer.name == "amsgrad" else _NOTHING
+    return CompiledAdam(optimizer.betas, optimizer.weight_decay, rows[0], rows[1], largest, optimizer.eps)
+
+
+@dataclass(slots=True)
+class CompiledSgd:
+    """v ← ρ v + g + λ w;  w ← w − η v."""
+
+    momentum: float
+    weight_decay: float
+    velocity: Floats
+
+    def step(self, w: Floats, g: Floats, scale: float, rate: float) -> None:
+        """One step along the gradients times a scale."""
+        sgd_step(w, g, self.velocity, scale, rate, self.momentum, self.weight_decay)
+
+
 @compile_kernel
-def add_signs(w: Floats, g: Floats, l1: float) -> None:
-    """Add g += λ sign(w), the subgradient of λ ‖w‖₁."""
-    strength = np.float32(l1)
-    for i in range(w.size):
-        g[i] += strength * (np.float32(w[i] > 0) - np.float32(w[i] < 0))
+def sgd_step(w: Floats, g: Floats, velocity: Floats, scale: float, rate: float, momentum: float, decay: float) -> None:
+    """Move: v ← ρ v + scale · g + λ w;  w ← w − η v; without momentum the velocity is empty."""
+    s, lr, rho, weight = np.float32(scale), np.float32(rate), np.float32(momentum), np.float32(decay)
+    if velocity.size:
+        for i in range(w.size):
+            v = rho * velocity[i] + (s * g[i] + weight * w[i])
+            velocity[i] = v
+            w[i] -= lr * v
+    else:
+        for i in range(w.size):
+            w[i] -= lr * (s * g[i] + weight * w[i])
+
+
+@dataclass(slots=True)
+class CompiledAdam:
+    """Adam with L2 weight decay; with room for the largest second moments, AMSGrad."""
+
+    betas: tuple[float, float]
+    weight_decay: float
+    first: Floats
+    second: Floats
+    largest: Floats
+    eps: float
+    steps: int = 0
+
+    def step(self, w: Floats, g: Floats, scale: float, rate: float) -> None:
+        """One step along the gradients times a scale."""
+        self.steps += 1
+        b1, b2 = self.betas
+        corrections = 1 / (1 - b1**self.steps), (1 - b2**self.steps) ** -0.5
+        moments = self.first, self.second, self.largest
+        adam_step(w, g, *moments, self.betas, corrections, scale, rate, self.weight_decay, self.eps)
 
 
 @compile_kernel

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedfuse.core.settings import LocalSettings
-from fedfuse.kernels.chain import learn, move
-from fedfuse.kernels.chain import posterior as kernel
-from fedfuse.kernels.chain.buffers import FlatTensors, Images, Table
-from fedfuse.kernels.chain.descent import CompiledAdam, CompiledSgd, make_descent, rows_needed
+from fedfuse.kernels.chain.buffers import FlatTensors, Images, Table, images_in, rows_in
 from fedfuse.kernels.chain.description import (
     Activation,
     Conv,
@@ -32,19 +29,31 @@ from fedfuse.kernels.chain.description import (
 )
 from fedfuse.kernels.chain.layers import (
     ConvOp,
-    DropoutOp,
-    FlattenOp,
     LinearOp,
-    MaxPoolOp,
     MeanFieldOp,
-    MeanPoolOp,
     NormOp,
     Numbers,
     Op,
-    ReluOp,
-    TanhOp,
     Variances,
+    dropout,
+    max_pool,
+    mean_pool,
+    relu,
+    tanh,
+    to_table,
 )
+from fedfuse.kernels.chain.learn import (
+    CompiledAdam,
+    CompiledSgd,
+    add_signs,
+    cross_entropy,
+    make_descent,
+    norm_of,
+    pull,
+    pulled_step,
+    rows_needed,
+)
+from fedfuse.kernels.chain.tables import learn_variances, write_variances
 from fedfuse.kernels.target import Floats, Ints
 
 _NOTHING = np.zeros(0, np.float32)
@@ -52,7 +61,7 @@ _NOTHING = np.zeros(0, np.float32)
 
 @dataclass(slots=True)
 class Round:
-    """What one client's training carries from batch to batch beside the weights."""
+    """What one client's training carries from batch to batch besides the weights."""
 
     settings: LocalSettings
     mu: float
@@ -124,17 +133,17 @@ class Chain:
                 return self._norm(layer, shape, x, y)
             case PoolLayer(kind=kind), Images(), Images():
                 size = (layer.kernel, layer.stride, layer.padding)
-                return MaxPoolOp(x, y, size) if kind == "max" else MeanPoolOp(x, y, size)
+                return max_pool(x, y, size) if kind == "max" else mean_pool(x, y, size)
             case Flatten(), Images(), Table():
                 self._order = shape
-                return FlattenOp(x, y)
+                return to_table(x, y)
             case Dropout(p=p), _, _:
                 self._dropouts += 1
-                return DropoutOp(x, y, self._numbers, self._dropouts - 1, p)
+                return dropout(x, y, self._numbers, self._dropouts - 1, p)
             case Activation(kind="relu", slope=slope), _, _:
-                return ReluOp(x, y, slope)
+                return relu(x, y, slope)
             case Activation(), _, _:
-                return TanhOp(x, y)
+                return tanh(x, y)
         raise Uncovered(f"{type(layer).__name__} on inputs of shape {shape}")
 
     def _conv(self, layer: Conv, shape: Shape, x: Images, y: Images, first: bool) -> Op:
@@ -143,17 +152,17 @@ class Chain:
         size = (k, layer.stride, tensors.slots[f"{layer.name}.weight"].length)
         return ConvOp(layer.name, x, y, self._numbers, (weights, self._bias(layer)), size, layer.bias, first)
 
-    def _mean_field(self, layer: MeanFieldLinear, shape: Shape, x: Table, y: Table, first: bool) -> Op:
-        plain, own = self._linear(layer, shape, x, y, first), self._log_variances
-        means = self._weights.slots[f"{layer.name}.weight"]
-        begin = own.add(f"{layer.name}.log_variance", means.shape, means.axes, means.rows)
-        return MeanFieldOp(plain, self._variances, (begin, own.skip(layer.outputs)), layer.noise)
-
     def _linear(self, layer: Linear, shape: Shape, x: Table, y: Table, first: bool) -> LinearOp:
         inner, axes = (self._order, (0, 2, 3, 1)) if self._order else (shape, (0, 1))
         weights = self._weights.add(f"{layer.name}.weight", (layer.outputs, *inner), axes, layer.outputs)
         order, self._order = self._order or (), None
         return LinearOp(layer.name, x, y, self._numbers, (weights, self._bias(layer)), layer.bias, first, order)
+
+    def _mean_field(self, layer: MeanFieldLinear, shape: Shape, x: Table, y: Table, first: bool) -> Op:
+        plain, own = self._linear(layer, shape, x, y, first), self._log_variances
+        means = self._weights.slots[f"{layer.name}.weight"]
+        begin = own.add(f"{layer.name}.log_variance", means.shape, means.axes, means.rows)
+        return MeanFieldOp(plain, self._variances, (begin, own.skip(layer.outputs)), layer.noise)
 
     def _bias(self, layer: Conv | Linear) -> int:
         """Where the biases begin; a layer without them reads zeros."""
@@ -167,11 +176,6 @@ class Chain:
         running = [self._statistics.add(f"{layer.name}.running_{leaf}", own, axes, 1) for leaf in ("mean", "var")]
         pair, other = (places[0], places[1]), (running[0], running[1])
         return NormOp(x, y, self._numbers, pair, other, layer.eps, layer.momentum)
-
-    @property
-    def classes(self) -> int:
-        """How many scores it gives."""
-        return self._end.form[0]
 
     def begin(
         self,
@@ -193,8 +197,12 @@ class Chain:
             posterior: how log-variances learn, where there are any.
         """
         state, weights, own = module.state_dict(), self._weights, self._numbers
-        remembered = self._rows_to_remember(rows_needed(settings.optimizer))
-        for row in (own.weights, own.grads, *remembered):  # a client that diverged leaves no zeros between tensors
+        needed = rows_needed(settings.optimizer)
+        self._remembered += [weights.zeros() for _ in range(needed - len(self._remembered))]
+        remembered = self._remembered[:needed]
+        # Rows are filled up to whole lanes, and products and optimizers run over the filling as well. A client that
+        # diverged leaves NaN there, and 0 · NaN would reach every output and the norm that clips.
+        for row in (own.weights, own.grads, *remembered):
             row.fill(0)
         weights.write({name: state[name] for name in weights.slots}, own.weights)
         self._statistics.write({name: state[name] for name in self._statistics.slots}, own.statistics)
@@ -207,11 +215,6 @@ class Chain:
         added = weights.write(linear, weights.zeros()) if linear else _NOTHING
         return Round(settings, mu, near, added, make_descent(settings.optimizer, remembered), posterior)
 
-    def _rows_to_remember(self, count: int) -> list[Floats]:
-        """So many rows as long as the weights, the same for every client."""
-        self._remembered += [self._weights.zeros() for _ in range(count - len(self._remembered))]
-        return self._remembered[:count]
-
     def _begin_variances(self, state: Mapping[str, Tensor], posterior: VarianceLearning) -> None:
         """Load log-variances and their priors."""
         own, slots = self._variances, self._log_variances
@@ -220,7 +223,7 @@ class Chain:
         slots.write({name: state[name] for name in slots.slots}, own.rho)
         for op in self._gaussian:
             begin, count = op.place
-            kernel.write_variances(own.rho, own.values, begin, begin + count)
+            write_variances(own.rho, own.values, begin, begin + count)
         means, precisions, log_variances = own.prior
         for name, (mean, log_variance) in posterior.priors.items():
             slot = slots.slots[f"{name.removesuffix('.weight')}.log_variance"]
@@ -229,19 +232,6 @@ class Chain:
             slot.write(means, torch.as_tensor(mean, dtype=like.dtype).expand(like.shape))
             slot.write(precisions, (-wide).exp())
             slot.write(log_variances, wide)
-
-    @torch.no_grad()
-    def finish(self, module: nn.Module) -> None:
-        """Give the weights and statistics back to the network."""
-        state = module.state_dict()
-        own, variances = self._numbers, (self._log_variances, self._variances.rho)
-        for tensors, row in ((self._weights, own.weights), (self._statistics, own.statistics), variances):
-            for name, slot in tensors.slots.items():
-                slot.read(row, state[name])
-        norms = [op for op in self._ops if isinstance(op, NormOp)]
-        counters = [t for n, t in state.items() if n.endswith("num_batches_tracked")]
-        for op, counter in zip(norms, counters, strict=True):
-            counter += op.batches
 
     def batches(
         self, round_: Round, x: Tensor, y: Tensor, order: Tensor, rate: float, draw: torch.Generator
@@ -259,11 +249,59 @@ class Chain:
         rows, labels, places = self._flatten(x), y.numpy(), order.numpy()
         starts = range(0, len(places), round_.settings.batch_size)
         keys = torch.randint(2**32, (len(starts), self._dropouts), generator=draw).tolist()
-        losses = []
+        losses, end = list[float](), self._end
         for begin, key in zip(starts, keys, strict=True):
             self._numbers.keys = key
-            losses.append(self._batch_step(round_, rows, labels, places, begin, rate))
+            count = self._enter(rows, places, begin, round_.settings.batch_size)
+            for op in self._ops:
+                op.forward(count)
+            loss = cross_entropy(count, end.data, end.form, labels, places, begin, end.grads)  # type: ignore[arg-type]
+            for op in reversed(self._ops):
+                op.backward(count)
+            losses.append(loss + self._learn_variances(round_, rate) + self._step(round_, rate))
         return losses
+
+    def _learn_variances(self, round_: Round, rate: float) -> float:
+        """A step of the log-variances, and the prior's pull on the means; gives the divergence's part of the loss."""
+        how, own, weights = round_.posterior, self._variances, self._numbers
+        if how is None:
+            return 0.0
+        natural, value = 2 * how.examples * how.rate * rate, 0.0
+        rows = (own.rho, own.values, own.slopes, own.prior)
+        for op in self._gaussian:
+            begin = op.plain.offsets[0]
+            value += learn_variances(weights.weights, weights.grads, begin, *rows, op.place, how.weight, natural)
+        return value
+
+    def _step(self, round_: Round, rate: float) -> float:
+        """The pull, L1, clipping, and the optimizer's step; gives the pull's part of the loss."""
+        own, settings, how = self._numbers, round_.settings, round_.descent
+        weights, grads, pulls = own.weights, own.grads, (round_.anchor, round_.linear, round_.mu)
+        pulled, plain = bool(round_.mu or round_.linear.size), settings.clip is None and not settings.l1
+        if plain and pulled and isinstance(how, CompiledSgd) and how.velocity.size:  # one pass for both
+            return pulled_step(weights, grads, *pulls, how.velocity, rate, how.momentum, how.weight_decay)
+        value = pull(weights, grads, *pulls) if pulled else 0.0
+        if settings.l1:
+            add_signs(weights, grads, settings.l1)
+        scale = 1.0
+        if settings.clip is not None:
+            norm = norm_of(grads)
+            scale = settings.clip / norm if norm > settings.clip else 1.0
+        how.step(weights, grads, scale, rate)
+        return value
+
+    @torch.no_grad()
+    def finish(self, module: nn.Module) -> None:
+        """Give the weights and statistics back to the network."""
+        state = module.state_dict()
+        own, variances = self._numbers, (self._log_variances, self._variances.rho)
+        for tensors, row in ((self._weights, own.weights), (self._statistics, own.statistics), variances):
+            for name, slot in tensors.slots.items():
+                slot.read(row, state[name])
+        norms = [op for op in self._ops if isinstance(op, NormOp)]
+        counters = [t for n, t in state.items() if n.endswith("num_batches_tracked")]
+        for op, counter in zip(norms, counters, strict=True):
+            counter += op.batches
 
     def read_before_head(self, module: nn.Module, x: Tensor) -> Iterator[Tensor]:
         """What the last layer, a linear one, reads of each batch of rows in their order; nothing is learned.
@@ -275,7 +313,7 @@ class Chain:
         rows, order, *before, head = self._flatten(x), self._load(module, len(x)), *self._ops
         assert isinstance(head, LinearOp)
         for begin in range(0, len(order), self._batch):
-            count = self._enter_batch(rows, order, begin)
+            count = self._enter(rows, order, begin, self._batch)
             for op in before:
                 op.forward(count)
             yield head.read_inputs(count)
@@ -292,10 +330,10 @@ class Chain:
         """
         rows, labels, order, end = self._flatten(x), y.numpy(), self._load(module, len(x)), self._end
         for begin in range(0, len(order), self._batch):
-            count = self._enter_batch(rows, order, begin)
+            count = self._enter(rows, order, begin, self._batch)
             for op in self._ops:
                 op.forward(count)
-            learn.cross_entropy(count, end.data, end.form, labels, order, begin, end.grads)  # type: ignore[arg-type]
+            cross_entropy(count, end.data, end.form, labels, order, begin, end.grads)  # type: ignore[arg-type]
             found = []
             for op in reversed(self._ops):
                 if isinstance(op, ConvOp | LinearOp):  # the loss is a mean
@@ -308,17 +346,11 @@ class Chain:
             yield found[::-1]
 
     def _load(self, module: nn.Module, count: int) -> Ints:
-        """Load a network's weights; gives so many rows in their order."""
+        """Load a network's weights; gives the order of `count` rows as they lie."""
         state = module.state_dict()
-        self._numbers.weights.fill(0)  # a client that diverged leaves no zeros between tensors
+        self._numbers.weights.fill(0)  # the filling too, see `begin`
         self._weights.write({name: state[name] for name in self._weights.slots}, self._numbers.weights)
         return np.arange(count)
-
-    def _enter_batch(self, rows: Floats, order: Ints, begin: int) -> int:
-        """Let a batch in; gives how many rows it has."""
-        count = min(self._batch, len(order) - begin)
-        self._enter(count, rows, order, begin)
-        return count
 
     def _flatten(self, x: Tensor) -> Floats:
         """The rows as they lie in memory, channels last for images."""
@@ -326,49 +358,11 @@ class Chain:
         flat: Floats = images.reshape(-1).numpy()
         return flat
 
-    def _batch_step(self, round_: Round, x: Floats, y: Ints, order: Ints, begin: int, rate: float) -> float:
-        count = min(round_.settings.batch_size, len(order) - begin)
-        self._enter(count, x, order, begin)
-        for op in self._ops:
-            op.forward(count)
-        end = self._end
-        loss = learn.cross_entropy(count, end.data, end.form, y, order, begin, end.grads)  # type: ignore[arg-type]
-        for op in reversed(self._ops):
-            op.backward(count)
-        return loss + self._learn_variances(round_, rate) + self._step(round_, rate)
-
-    def _learn_variances(self, round_: Round, rate: float) -> float:
-        """A step of the log-variances, and the prior's pull on the means; gives the divergence's part of the loss."""
-        how, own, weights = round_.posterior, self._variances, self._numbers
-        if how is None:
-            return 0.0
-        natural, value = 2 * how.examples * how.rate * rate, 0.0
-        rows = (own.rho, own.values, own.slopes, own.prior)
-        for op in self._gaussian:
-            begin = op.plain.offsets[0]
-            value += kernel.learn(weights.weights, weights.grads, begin, *rows, op.place, how.weight, natural)
-        return value
-
-    def _enter(self, count: int, x: Floats, order: Ints, begin: int) -> None:
-        start = self._start
+    def _enter(self, rows: Floats, order: Ints, begin: int, most: int) -> int:
+        """Copy the next batch into the first buffer; gives how many rows it has."""
+        count, start = min(most, len(order) - begin), self._start
         if isinstance(start, Images):
-            move.images_in(count, x, order, begin, start.data, start.form)
+            images_in(count, rows, order, begin, start.data, start.form)
         else:
-            move.rows_in(count, x, order, begin, *start.form, start.data)
-
-    def _step(self, round_: Round, rate: float) -> float:
-        """The pull, L1, clipping, and the optimizer's step; gives the pull's part of the loss."""
-        own, settings, how = self._numbers, round_.settings, round_.descent
-        weights, grads, pulls = own.weights, own.grads, (round_.anchor, round_.linear, round_.mu)
-        pulled, plain = bool(round_.mu or round_.linear.size), settings.clip is None and not settings.l1
-        if plain and pulled and isinstance(how, CompiledSgd) and how.velocity.size:  # one pass for both
-            return learn.pulled_step(weights, grads, *pulls, how.velocity, rate, how.momentum, how.weight_decay)
-        value = learn.pull(weights, grads, *pulls) if pulled else 0.0
-        if settings.l1:
-            learn.add_signs(weights, grads, settings.l1)
-        scale = 1.0
-        if settings.clip is not None:
-            norm = learn.norm_of(grads)
-            scale = settings.clip / norm if norm > settings.clip else 1.0
-        how.step(weights, grads, scale, rate)
-        return value
+            rows_in(count, rows, order, begin, *start.form, start.data)
+        return count

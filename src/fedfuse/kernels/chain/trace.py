@@ -55,7 +55,7 @@ def chain_of(module: nn.Module, shape: Shape) -> tuple[Layer, ...]:
 def _graph(module: nn.Module) -> fx.Graph:
     """The steps of a forward, taken on a copy: it is the user's own code, and may leave something in the network."""
     tried = copy.deepcopy(module)
-    more = len(signature(tried.forward).parameters) > 1  # what else it may be told keeps its defaults
+    more = len(signature(tried.forward).parameters) > 1  # its other arguments keep their defaults
     try:
         graph = _LayerTracer().trace(_AskedPlainly(tried) if more else tried)
     except Exception as why:  # it may raise anything, too
@@ -286,10 +286,6 @@ class _FunctionCall:
         rest = self.node.args[1:]
         return rest[index] if index < len(rest) else self.node.kwargs.get(name, default)
 
-    def only(self, *names: str) -> bool:
-        """Whether nothing else is said than these arguments, in this order."""
-        return len(self.node.args) - 1 <= len(names) and self.node.kwargs.keys() <= {*names}
-
 
 def _call_pool(kind: Literal["max", "mean"]) -> Callable[[_FunctionCall], Found]:
     def find(call: _FunctionCall) -> Found:
@@ -322,25 +318,17 @@ def _call_flatten(call: _FunctionCall) -> Found:
     return _flatten(call.get(0, "start_dim", 0), call.get(1, "end_dim", -1), call.shape)
 
 
-def _call_dropout(call: _FunctionCall) -> Found:
-    return _dropout(call.get(0, "p", 0.5), bool(call.get(1, "training", True)))
-
-
-def _call_leaky(call: _FunctionCall) -> Found:
-    return _relu(float(call.get(0, "negative_slope", 0.01)))
-
-
 _FUNCTIONS: Mapping[Any, Callable[[_FunctionCall], Found]] = {
     F.relu: lambda _: _relu(0.0),
     torch.relu: lambda _: _relu(0.0),
-    F.leaky_relu: _call_leaky,
+    F.leaky_relu: lambda call: _relu(float(call.get(0, "negative_slope", 0.01))),
     F.tanh: lambda _: Activation("tanh"),
     torch.tanh: lambda _: Activation("tanh"),
     F.max_pool2d: _call_pool("max"),
     torch.max_pool2d: _call_pool("max"),
     F.avg_pool2d: _call_pool("mean"),
     F.adaptive_avg_pool2d: lambda call: _adaptive("mean", call.get(0, "output_size", None), call.shape),
-    F.dropout: _call_dropout,
+    F.dropout: lambda call: _dropout(call.get(0, "p", 0.5), bool(call.get(1, "training", True))),
     torch.flatten: _call_flatten,
     torch.reshape: _view,
 }

@@ -32,7 +32,7 @@ from fedfuse.linalg.factor import Factor, as_stack
 from fedfuse.linalg.lowrank import norm_of
 from fedfuse.linalg.psd import inverse
 from fedfuse.linalg.subspace import reciprocal, times, written
-from fedfuse.nets.adapters import Pair, pairs_in
+from fedfuse.models.adapted import Pair, pairs_in
 from fedfuse.nets.kronecker import Block, blocks_of
 from fedfuse.server.admission.values import lengths_of
 from fedfuse.wire.codec import LazyParams, forms_of, piece_of

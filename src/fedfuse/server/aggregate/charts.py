@@ -299,7 +299,7 @@ def _fill_compiled(
     chart: Chart, pieces: tuple[list[Tensor], list[Tensor]], weights: Sequence[float], target: Pair
 ) -> bool:
     """Fill mean and log-variance, a share of them by each thread; whether all numbers were in reach."""
-    from fedfuse.kernels.sums import charts
+    from fedfuse.kernels import charts
 
     count = len(target[0])
     if count < charts.LEAST:

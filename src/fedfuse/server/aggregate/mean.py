@@ -233,7 +233,7 @@ def _plan(sources: Sequence[Params], what: _Sum) -> tuple[Callable[[Blocks], Non
 
 def is_loaded() -> bool:
     """Whether the compiled sums are in this process already."""
-    return "fedfuse.kernels.sums.mean" in sys.modules
+    return "fedfuse.kernels.sums" in sys.modules
 
 
 def _addresses(sources: Sequence[Params], name: str, count: int) -> npt.NDArray[np.int64] | None:
@@ -272,7 +272,7 @@ class _ResidentSum:
 
     def __call__(self, blocks: Blocks) -> None:
         """Sum these blocks, straight into the tensors."""
-        from fedfuse.kernels.sums.mean import weighted_sums
+        from fedfuse.kernels.sums import weighted_sums
 
         for begin, end in blocks:
             for at, piece in self.what.target.slices(begin, end):
@@ -281,7 +281,7 @@ class _ResidentSum:
 
 def sum_runs(runs: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
     """Write Σ weight · run, for plain runs of float32 (see `is_plain`), by compiled code and in this thread."""
-    from fedfuse.kernels.sums.mean import weighted_sums
+    from fedfuse.kernels.sums import weighted_sums
 
     addresses = np.array([run.data_ptr() for run in runs], np.int64)
     weighted_sums(addresses, np.array(weights, np.float64), 1.0, 0, out.numpy())
@@ -289,7 +289,7 @@ def sum_runs(runs: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> N
 
 def _sum_together(sources: Sequence[Params], what: _Sum, blocks: Blocks) -> None:
     """Sum these blocks straight into the tensors, by compiled code, all clients' pieces of a block side by side."""
-    from fedfuse.kernels.sums.mean import weighted_sums
+    from fedfuse.kernels.sums import weighted_sums
 
     rooms, weights = _rooms(sources, len(sources), what, blocks), np.array(what.weights)
     for begin, end in blocks:
@@ -337,7 +337,7 @@ def _add_compiled(block: Tensor, pieces: Sequence[Tensor], weights: list[float])
     if not all(is_plain(piece, len(block)) for piece in pieces):
         _add(block, pieces, weights)
         return
-    from fedfuse.kernels.sums.mean import add_rows
+    from fedfuse.kernels.sums import add_rows
 
     addresses = np.array([piece.data_ptr() for piece in pieces], np.int64)
     add_rows(addresses, np.array(weights), 0, block.numpy())

@@ -13,8 +13,7 @@ from torch import nn
 from fedfuse.client.objectives import Proximal
 from fedfuse.core.seams import TaskLoss, Work
 from fedfuse.core.settings import LocalSettings, Optimizer
-from fedfuse.kernels.chain import learn
-from fedfuse.kernels.chain.descent import make_descent, rows_needed
+from fedfuse.kernels.chain.learn import add_signs, make_descent, rows_needed
 
 SIZE = 1000
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -55,7 +54,7 @@ def test_twenty_steps_are_torchs(name: str) -> None:
 
 def test_signs_of_weights_are_added() -> None:
     w, g = np.array([-2.0, 0.0, 3.0], np.float32), np.ones(3, np.float32)
-    learn.add_signs(w, g, 0.25)
+    add_signs(w, g, 0.25)
     assert g.tolist() == [0.75, 1.0, 1.25]
 
 

@@ -108,7 +108,7 @@ def closed_form(name: str, m: np.ndarray, rho: np.ndarray, weights: np.ndarray) 
 @pytest.mark.parametrize("name", ["LOGS", "VARIANCES", "DEVIATIONS", "PRECISIONS", "MOMENTS"])
 @pytest.mark.parametrize("clients", [1, 10, 23])
 def test_any_number_of_clients_and_weights_is_fused_by_the_formulas(name: str, clients: int) -> None:
-    from fedfuse.kernels.sums import charts as kernel
+    from fedfuse.kernels import charts as kernel
 
     draw = np.random.default_rng(clients)
     for count in (kernel.LEAST, kernel.LEAST + 1, 9001):
@@ -126,7 +126,7 @@ def test_any_number_of_clients_and_weights_is_fused_by_the_formulas(name: str, c
 
 @pytest.mark.parametrize("odd", [60.0, -60.0, 3e6, -3e6, np.inf, -np.inf, np.nan])
 def test_whatever_has_no_exponential_here_is_told(odd: float) -> None:
-    from fedfuse.kernels.sums import charts as kernel
+    from fedfuse.kernels import charts as kernel
 
     m, rho = np.zeros((2, 100), np.float32)
     rho[77] = odd
@@ -142,9 +142,8 @@ def logarithms(numbers: np.ndarray) -> tuple[np.ndarray, int]:
     from numba import types
     from numba.extending import intrinsic
 
-    from fedfuse.kernels.exponential import all_seen, log_lanes, nothing_seen
     from fedfuse.kernels.target import STEP
-    from fedfuse.kernels.vectors import element_at, load_vector
+    from fedfuse.kernels.vectors import all_seen, element_at, load_vector, log_lanes, nothing_seen
 
     @intrinsic
     def take(typing, x, at):  # type: ignore[no-untyped-def]
@@ -169,7 +168,7 @@ def logarithms(numbers: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def test_logarithms_are_right_to_two_units() -> None:
-    from fedfuse.kernels.exponential import REACH
+    from fedfuse.kernels.vectors import REACH
 
     numbers = np.exp(np.random.default_rng(0).uniform(-80, 80, 3000)).astype(np.float32)
     numbers[:1000] = np.random.default_rng(1).uniform(0.5, 2.0, 1000)
@@ -181,6 +180,6 @@ def test_logarithms_are_right_to_two_units() -> None:
 
 @pytest.mark.parametrize("odd", [0.0, -0.0, -1.0, 1e-38, 3e38, -1e-38, -3e38, np.inf, -np.inf, np.nan, -np.nan])
 def test_whatever_has_no_logarithm_here_is_told(odd: float) -> None:
-    from fedfuse.kernels.exponential import REACH
+    from fedfuse.kernels.vectors import REACH
 
     assert logarithms(np.array([1.0, odd, 2.0], np.float32))[1] >= REACH

@@ -1,4 +1,4 @@
-"""What layers read and the gradients that come back, by compiled passes: what autograd gives, layer by layer."""
+"""What layers read and the gradients that come back, by compiled passes: what torch gives, layer by layer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 from plain_training import rows, seeded
 from torch import nn
 
+from fedfuse.client.class_sums import collect_sums
 from fedfuse.client.kfac import kronecker_factors
 from fedfuse.client.recording import record_calls
 from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.kernels import chain_for, readings_of_layers, why_not
+from fedfuse.kernels import chain_for, inputs_of_head, readings_of_layers, why_not
 from fedfuse.nets.kronecker import Block, blocks_of
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason="nothing can be compiled here")
@@ -122,3 +123,41 @@ def test_a_client_that_diverged_leaves_nothing_for_the_next_ones_readings() -> N
 def test_rows_on_another_device_are_torchs() -> None:
     net, data = seeded(NETWORKS["rows alone"]).eval(), rows(SHAPE, 20)
     assert readings_of_layers(net, Rows(data.x.to("meta"), data.y), "auto", {"1"}) is None
+
+
+@pytest.mark.parametrize("count", [1, 64, 65, 200])
+@pytest.mark.parametrize("last", [False, True])
+def test_sums_agree_with_torch(count: int, last: bool) -> None:
+    net, own = Spec("lenet").build().eval(), rows((1, 28, 28), count)
+    if last:
+        net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        own = Rows(own.x.contiguous(memory_format=torch.channels_last), own.y)
+    seen = inputs_of_head(net, own, "auto", "classifier")
+    assert seen is not None
+    ours, theirs = collect_sums(net, "classifier", own, 10, inputs=seen), collect_sums(net, "classifier", own, 10)
+    assert torch.allclose(ours.gram, theirs.gram, rtol=1e-5, atol=1e-5 * theirs.scale)
+    assert torch.allclose(ours.cross, theirs.cross, rtol=1e-5, atol=1e-4)
+    assert ours.count == theirs.count == count
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_head_behind_flattened_images_reads_them_in_torchs_order(last: bool) -> None:
+    """Chains keep channels last: the head's weights are turned when they are loaded, and what it reads must be too."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(100, 3)).eval()
+    own = rows((1, 12, 12), 70)
+    x = own.x.contiguous(memory_format=torch.channels_last) if last else own.x
+    seen = inputs_of_head(net, Rows(x, own.y), "auto", "4")
+    assert seen is not None
+    assert torch.allclose(torch.cat(list(seen)), net[:4](own.x), atol=1e-5)
+
+
+def test_torch_does_it_where_training_and_evaluation_differ_or_the_user_says_so() -> None:
+    own = rows((1, 28, 28), 20)
+    lenet = Spec("lenet").build().eval()
+    assert inputs_of_head(lenet, own, "torch", "classifier") is None
+    assert inputs_of_head(lenet, own, "auto", "fc2") is None
+    normed = nn.Sequential(nn.Flatten(), nn.Linear(784, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).eval()
+    assert inputs_of_head(normed, own, "auto", "4") is None
+    odd = nn.Sequential(nn.Flatten(), nn.Linear(784, 5), nn.GELU(), nn.Linear(5, 3)).eval()
+    assert inputs_of_head(odd, own, "auto", "3") is None

@@ -14,7 +14,7 @@ from fedfuse.client.elbo import Elbo
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.errors import ConfigError
-from fedfuse.kernels.chain import posterior
+from fedfuse.kernels.chain.tables import write_variances
 from fedfuse.methods.pvi import Cavity, KeepFactor
 from fedfuse.models.bayes import bayesian
 
@@ -94,10 +94,10 @@ def test_what_is_not_covered_is_named() -> None:
 def test_exp_is_exact_to_two_units() -> None:
     x = np.linspace(-80, 80, 100_001, dtype=np.float32)
     y = np.empty_like(x)
-    posterior.write_variances(x, y, 0, len(x))
+    write_variances(x, y, 0, len(x))
     assert np.abs(y / np.exp(x.astype(np.float64)) - 1).max() < 2 * 2**-23
     edge = np.array([np.nan, -1000, 1000], np.float32)
-    posterior.write_variances(edge, edge, 0, 3)
+    write_variances(edge, edge, 0, 3)
     assert np.isnan(edge[0])
     assert 0 <= edge[1] < 1e-37
     assert edge[2] > 1e38

@@ -1,1 +1,0 @@
-"""Sums over clients compiled: means, means in charts and power sums, each number read once."""
