@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from fedfuse.core.rows import is_channels_last
-from fedfuse.data.rows import Array, Rows
+from fedfuse.data.rows import Array, ArraySplit
 from fedfuse.data.stores import damaged_error
-from fedfuse.data.transforms import scale01
 from fedfuse.errors import ConfigError
 from fedfuse.tasks import CLASSIFICATION, Binary, Classification, Task
 
@@ -216,31 +214,6 @@ def _numbers(entry: _Entry, head: _Head, limit: int) -> Array:
 NPZ_KEYS = ("x_train", "y_train", "x_test", "y_test")
 WHOLE_KEYS = ("x", "y")
 _MOST_CLASSES = 1 << 20
-_WHOLE = (torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ArraySplit:
-    """Rows as they lie in the file: bytes (or floats) and labels; and who holds each, where that is known."""
-
-    x: Array
-    y: Array
-    owners: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def take(self, index: Array) -> ArraySplit:
-        """The rows at these positions."""
-        owners = tuple(self.owners[i] for i in index) if self.owners else ()
-        return ArraySplit(self.x[index], self.y[index], owners)
-
-    def rows(self) -> Rows:
-        """The rows as tensors: bytes scaled to [0, 1], other whole numbers as they are; labels or numbers."""
-        x = torch.from_numpy(np.ascontiguousarray(self.x))
-        whole = x.dtype in _WHOLE
-        y = self.y.astype(np.float32 if self.y.dtype.kind == "f" else np.int64)
-        return Rows(x.long() if whole else scale01(x), torch.from_numpy(y))
 
 
 def parse_idx(data: bytes, where: object) -> Array:

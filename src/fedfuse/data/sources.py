@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,14 +24,14 @@ from fedfuse.core.files import cache_folder
 from fedfuse.core.inputs import TableForm
 from fedfuse.data import download, formats, images
 from fedfuse.data.download import find_local, locate
-from fedfuse.data.formats import NPZ_KEYS, ArraySplit
+from fedfuse.data.formats import NPZ_KEYS
 from fedfuse.data.official import DIGITS, OFFICIAL, Official, Split
-from fedfuse.data.rows import Dataset, Rows, stratified_split
-from fedfuse.data.table_sources import OPTIONS, TableSplit, open_table
+from fedfuse.data.rows import ArraySplit, Dataset, Rows, stratified_split
+from fedfuse.data.table_sources import OPTIONS, open_table
 from fedfuse.data.tables import SUFFIXES
 from fedfuse.data.texts import OPTIONS as TEXT_OPTIONS
 from fedfuse.data.texts import SUFFIXES as TEXTS
-from fedfuse.data.texts import TextSplit, open_texts, reads_texts
+from fedfuse.data.texts import open_texts, reads_texts
 from fedfuse.errors import ConfigError, DataMissing
 from fedfuse.tasks import CLASSIFICATION, Binary, Classification, LanguageModel, Task
 
@@ -114,8 +115,6 @@ class _OpenedSource:
     official_rows: tuple[int, int] | None = None
     facts: Mapping[str, object] = field(default_factory=dict)
     form: TableForm | None = None
-    features: tuple[str, ...] = ()
-    vocabulary: tuple[str, ...] = ()
 
 
 def source_names() -> tuple[str, ...]:
@@ -208,11 +207,12 @@ def _take_rows(raw: _OpenedSource, train_limit: int | None, test_limit: int | No
     whole = raw.official_rows or (len(raw.train), len(raw.test))
     train = _take_limit(raw, "train", raw.train, train_limit, whole[0], seed)
     test = _take_limit(raw, "test", raw.test, test_limit, whole[1], seed + 1)
-    facts = {**raw.facts, **_facts(raw, train.rows(), test.rows())}
-    features = train.features if isinstance(train, TableSplit) else raw.features
-    owners = train.owners if isinstance(train, ArraySplit | TableSplit | TextSplit) else ()
-    tokens = train.vocabulary if isinstance(train, TextSplit) else raw.vocabulary
-    return Dataset(raw.name, train.rows(), test.rows(), raw.classes, facts, task, features, owners, tokens, raw.form)
+    halves = train.rows(), test.rows()
+    facts = {**raw.facts, **_facts(raw, *halves)}
+    more: dict[str, Any] = {}
+    if isinstance(train, ArraySplit):
+        more = {"features": train.features, "owners": train.owners, "vocabulary": train.vocabulary}
+    return Dataset(raw.name, *halves, raw.classes, facts, task, form=raw.form, **more)
 
 
 def load_or_outline(
@@ -387,14 +387,12 @@ def _open_function(source: str, options: Options, task: Task) -> _OpenedSource:
         train, test = (ArraySplit(half.x.numpy(), half.y.numpy()) for half in (returned.train, returned.test))
         return _OpenedSource(
             source,
-            replace(train, owners=returned.owners),
+            replace(train, owners=returned.owners, features=returned.features, vocabulary=returned.vocabulary),
             test,
             returned.classes,
             source,
             facts=returned.facts,
             form=returned.form,
-            features=returned.features,
-            vocabulary=returned.vocabulary,
         )
     if not isinstance(returned, tuple | list) or len(returned) != 4:
         raise ConfigError(

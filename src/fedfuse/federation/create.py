@@ -10,7 +10,8 @@ from fedfuse.api.update import start_of
 from fedfuse.core.inputs import ArrayForm, PictureForm, RowForm
 from fedfuse.core.settings import validate_settings
 from fedfuse.data import standardize
-from fedfuse.data.site import SiteRows, read_site
+from fedfuse.data.rows import SiteRows
+from fedfuse.data.site import read_site
 from fedfuse.data.tables import SUFFIXES
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import assign

@@ -13,7 +13,8 @@ from fedfuse.core.model import Model, outputs
 from fedfuse.core.rows import Rows
 from fedfuse.data import load
 from fedfuse.data import standardize as standardizer
-from fedfuse.data.site import SiteRows, read_site
+from fedfuse.data.rows import SiteRows
+from fedfuse.data.site import read_site
 from fedfuse.errors import ConfigError, error_text
 from fedfuse.federation.moments import TableAgreement, chosen_table
 from fedfuse.server.judge import Judge

@@ -14,7 +14,8 @@ from fedfuse.core.model import Single, outputs
 from fedfuse.core.params import Params
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.spec import Spec
-from fedfuse.data.site import SiteRows, read_site
+from fedfuse.data.rows import SiteRows
+from fedfuse.data.site import read_site
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import NameWithOptions
 from fedfuse.experiment.prepare import spec_with

@@ -34,7 +34,7 @@ from fedfuse.core.metadata import About
 from fedfuse.core.model import Model, Single
 from fedfuse.core.spec import Spec
 from fedfuse.core.torch_utils import answer_in_full, in_full
-from fedfuse.data.site import in_units
+from fedfuse.data.rows import in_units
 from fedfuse.data.tables import MISSING, level_name
 from fedfuse.errors import ConfigError, error_text
 from fedfuse.federation.predict import answers_of

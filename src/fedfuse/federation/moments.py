@@ -16,7 +16,8 @@ from fedfuse.core.files import regular, write_output
 from fedfuse.core.inputs import NumericColumn, TableForm, TargetColumn, parse_columns, split_heading
 from fedfuse.core.messages import client_order
 from fedfuse.core.settings import Settings, validate_settings
-from fedfuse.data.site import SiteRows, read_site
+from fedfuse.data.rows import SiteRows
+from fedfuse.data.site import read_site
 from fedfuse.data.sources import local_path
 from fedfuse.data.table_sources import FEW, TableChoice, check_common, check_present, kinds_of, other_columns, rows_with
 from fedfuse.data.tables import ColumnMoments, RawTable, TableMoments, looks_like_another_unit, read_table

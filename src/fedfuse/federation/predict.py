@@ -17,7 +17,7 @@ from fedfuse.core.files import write_output
 from fedfuse.core.inputs import TableForm
 from fedfuse.core.metadata import About
 from fedfuse.core.model import Model, outputs
-from fedfuse.data.site import SiteRows
+from fedfuse.data.rows import SiteRows
 from fedfuse.errors import ConfigError, error_text
 from fedfuse.federation.evaluate import Reading
 from fedfuse.nets.mixture import Mixture
