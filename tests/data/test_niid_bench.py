@@ -31,14 +31,14 @@ def table(rows: list[np.ndarray], labels: np.ndarray) -> list[dict[int, int]]:
 
 
 def test_the_published_table_comes_out_exactly():
-    rows, retries = partitions.dirichlet(MNIST_LABELS, 10, 0.05, 10, seed=0)
+    rows, retries = partitions.published_dirichlet(MNIST_LABELS, 10, 0.05, 10, seed=0)
     assert table(rows, MNIST_LABELS) == FEDLPA_G2
     assert retries == 1  # the second attempt is the first with ten rows for everybody
 
 
 def test_the_order_of_labels_does_not_change_the_table():
     mixed = np.random.default_rng(1).permutation(MNIST_LABELS)
-    rows, _ = partitions.dirichlet(mixed, 10, 0.05, 10, seed=0)
+    rows, _ = partitions.published_dirichlet(mixed, 10, 0.05, 10, seed=0)
     assert table(rows, mixed) == FEDLPA_G2
 
 
@@ -85,7 +85,7 @@ def test_rows_come_in_the_published_order_even_where_the_draw_breaks_down(global
     for seed in range(6):
         global_seed(seed)
         expected = plain_dirichlet(labels, clients, beta)
-        rows, _ = partitions.dirichlet(labels, clients, beta, 10, seed)
+        rows, _ = partitions.published_dirichlet(labels, clients, beta, 10, seed)
         assert {i: own.tolist() for i, own in enumerate(rows)} == expected
 
 
@@ -115,23 +115,23 @@ def test_classes_come_in_the_published_order(global_seed, clients, k):
     for seed in range(3):
         global_seed(seed)
         expected = plain_classes(labels, clients, k)
-        assert [own.tolist() for own in partitions.classes(labels, clients, k, seed)] == expected
+        assert [own.tolist() for own in partitions.published_classes(labels, clients, k, seed)] == expected
 
 
 def test_one_class_per_client_gives_each_client_a_whole_class():
-    rows = partitions.classes(MNIST_LABELS, 10, 1, seed=0)
+    rows = partitions.published_classes(MNIST_LABELS, 10, 1, seed=0)
     assert table(rows, MNIST_LABELS) == [{k: n} for k, n in enumerate(MNIST_COUNTS)]
 
 
 def test_global_generators_are_left_alone():
     np_state, py_state = np.random.get_state()[1].copy(), random.getstate()
-    partitions.dirichlet(MNIST_LABELS[::50], 3, 0.5, 1, seed=0)
-    partitions.classes(MNIST_LABELS[::50], 3, 2, seed=0)
+    partitions.published_dirichlet(MNIST_LABELS[::50], 3, 0.5, 1, seed=0)
+    partitions.published_classes(MNIST_LABELS[::50], 3, 2, seed=0)
     assert np.array_equal(np.random.get_state()[1], np_state)
     assert random.getstate() == py_state
 
 
 def test_a_split_the_published_loop_never_finds_is_an_error(monkeypatch):
-    monkeypatch.setattr(partitions, "ATTEMPTS", 20)
+    monkeypatch.setattr(partitions, "_ATTEMPTS", 20)
     with pytest.raises(ConfigError, match=r"no split with 10 rows for each of 50 clients in 20 attempts"):
-        partitions.dirichlet(MNIST_LABELS[::20], 50, 0.01, 10, seed=0)
+        partitions.published_dirichlet(MNIST_LABELS[::20], 50, 0.01, 10, seed=0)

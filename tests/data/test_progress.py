@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from fedfuse.data.progress import bar
+from fedfuse.data.stores import bar
 
 
 class Terminal(io.StringIO):

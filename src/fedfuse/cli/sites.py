@@ -43,7 +43,7 @@ def read_agreed(folder: Path | None, trusted: list[str]) -> FederationFolder | N
 def save(fused: Fused | Update, output: Path, shard_size: str, dtype: str | None) -> None:
     """Write what was fused; of folders a folder, tensor by tensor, with a bar that fills."""
     from fedfuse.api import Fused
-    from fedfuse.data.progress import bar
+    from fedfuse.data.stores import bar
 
     if not isinstance(fused, Fused):
         fused.save(output)

@@ -19,7 +19,15 @@ from fedfuse.core.settings import Settings, validate_settings
 from fedfuse.data.rows import SiteRows
 from fedfuse.data.site import read_site
 from fedfuse.data.sources import local_path
-from fedfuse.data.table_sources import FEW, TableChoice, check_common, check_present, kinds_of, other_columns, rows_with
+from fedfuse.data.table_sources import (
+    FEW,
+    TableChoice,
+    check_common,
+    check_present,
+    kinds_of,
+    moments_of_choice,
+    rows_with,
+)
 from fedfuse.data.tables import ColumnMoments, RawTable, TableMoments, looks_like_another_unit, read_table
 from fedfuse.errors import ConfigError
 from fedfuse.federation.agreement import FederationFolder, scale_federation
@@ -133,10 +141,7 @@ def moments_of_table(source: str, site: str, task: Task, choice: TableChoice, le
     table = _open(source)
     table = table.take(rows_with(table, choice.targets))
     _check_rows(table, least_rows)
-    names = [c.name for c in choice.columns] or other_columns(table, choice.targets)
-    numbers, classes = _numbers_of(task, choice.targets), Counter[str]()
-    found = TableMoments.of(table, [*names, *numbers], kinds_of(table, choice.columns, numbers))
-    check_present(table, found, min(FEW, least_rows))
+    found, classes = moments_of_choice(table, choice, task, min(FEW, least_rows)), Counter[str]()
     if isinstance(task, Classification | Binary):
         (target,) = choice.targets
         classes.update(map(str, table.words(target)))
@@ -228,9 +233,7 @@ class AddedMoments:
 
     def form(self) -> TableForm:
         """The form that follows where no columns were agreed on."""
-        inputs = {name: m for name, m in self.total.columns.items() if name not in self.targets}
-        targets = [TargetColumn(name=name) for name in self.targets]
-        return self.total.rescale(TableMoments(inputs).form(targets))
+        return self.total.form_for([TargetColumn(name=name) for name in self.targets])
 
 
 def add_moments(paths: Sequence[Path]) -> AddedMoments:
