@@ -8,8 +8,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fedfuse.cli import console
-from fedfuse.cli.options import Json, Source, Trust, check_written, said_of_table, typer
-from fedfuse.cli.sites import Columns, ImageSize, MomentsFiles, SkipBroken, Target, TaskName
+from fedfuse.cli.options import (
+    Columns,
+    ImageSize,
+    Json,
+    MomentsFiles,
+    SkipBroken,
+    Source,
+    Target,
+    TaskName,
+    Trust,
+    check_written,
+    said_of_table,
+    typer,
+)
 from fedfuse.core.files import STREAM
 
 
