@@ -107,8 +107,7 @@ def init(
     sums = [*(moments or []), *(more_moments or [])]
     for made_here in ("federation.toml", "w0.safetensors"):
         check_written(folder / made_here, start, characters, *sums, data=[data])
-    from fedfuse.federation.agreement import TextAgreement
-    from fedfuse.federation.create import create_federation
+    from fedfuse.federation.create import TextAgreement, create_federation
 
     agreed = create_federation(
         folder,

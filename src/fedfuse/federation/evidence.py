@@ -1,4 +1,4 @@
-"""At a site: what a method asks for at a network that is finished, ours or anybody's; nobody trains."""
+"""At a site: what a method asks for at a finished network, of fedfuse's or trained elsewhere; nothing is trained."""
 
 from __future__ import annotations
 
@@ -46,16 +46,6 @@ class Saying:
     image_size: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Finished:
-    """A network's weights from a file, what the file says, and which network it is, if it tells."""
-
-    weights: Params
-    about: About
-    spec: Spec | None
-    published: Params = field(default_factory=dict)
-
-
 def site_evidence(
     model: Path,
     source: str,
@@ -70,7 +60,7 @@ def site_evidence(
     saying: Saying | None = None,
     own: Path | None = None,
 ) -> SiteUpdate:
-    """Bring what a method asks for at a finished model's weights; nobody trains.
+    """Bring what a method asks for at a finished model's weights, without training.
 
     A method that does not train, such as refit, gets the evidence alone, for a model that all sites have. Any other
     gets the weights too, which may be each site's own.
@@ -117,6 +107,16 @@ def site_evidence(
     return SiteUpdate(named, site, None, None, site.remarks)
 
 
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    """A network's weights from a file, what the file says, and which network it is, if it tells."""
+
+    weights: Params
+    about: About
+    spec: Spec | None
+    published: Params = field(default_factory=dict)
+
+
 def _open(path: Path, trusted: Collection[str]) -> _Finished:
     """A file of ours, or plain weights."""
     try:
@@ -134,19 +134,6 @@ def _open(path: Path, trusted: Collection[str]) -> _Finished:
     facts = packet.header.get("facts")
     published = read_memory(facts.get("published") if isinstance(facts, dict) else None)
     return _Finished(network.posterior.mean, about, network.spec, published)
-
-
-def _own_weights(recipe: Recipe, own: Path | None, trusted: Collection[str]) -> Params | None:
-    """The weights a site trained itself, where a method asks for them."""
-    recalls = any(kind.recalls for kind in recipe.evidence)
-    if recalls and own is None:
-        raise ConfigError(
-            f"method {recipe.name!r} with these options fuses the layers that each site trained itself; pass this "
-            "site's own update (--own)"
-        )
-    if own is not None and not recalls:
-        raise ConfigError(f"method {recipe.name!r} does not ask for a site's own weights; leave out --own")
-    return None if own is None else _open(own, trusted).weights
 
 
 def _agreed_about(federation: FederationFolder) -> About:
@@ -190,3 +177,16 @@ def _count(spec: Spec, site: SiteRows) -> int:
     """As many as the network has outputs, for classes; as many as there are targets otherwise."""
     by_network = outputs(Single.of(spec.skeleton(), spec)) if isinstance(site.task, Classification) else None
     return by_network or len(site.class_names)
+
+
+def _own_weights(recipe: Recipe, own: Path | None, trusted: Collection[str]) -> Params | None:
+    """The weights a site trained itself, where a method asks for them."""
+    recalls = any(kind.recalls for kind in recipe.evidence)
+    if recalls and own is None:
+        raise ConfigError(
+            f"method {recipe.name!r} with these options fuses the layers that each site trained itself; pass this "
+            "site's own update (--own)"
+        )
+    if own is not None and not recalls:
+        raise ConfigError(f"method {recipe.name!r} does not ask for a site's own weights; leave out --own")
+    return None if own is None else _open(own, trusted).weights
