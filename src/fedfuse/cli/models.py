@@ -1,4 +1,4 @@
-"""Commands for whoever has a model's file: show, predict, export."""
+"""Commands on a model's file (show, predict, export), and the lists of methods and of networks."""
 
 from __future__ import annotations
 

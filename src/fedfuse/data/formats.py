@@ -187,7 +187,7 @@ def _as_labels(y: Array, where: object) -> Array:
         )
     if y.size and y.max() >= _MOST_CLASSES:
         raise ConfigError(f"{where}: a label is {y.max()}, which would make so many classes; number them 0, 1, 2, ...")
-    return y.astype(np.int64, copy=False)  # so that nobody downstream counts in eight bits
+    return y.astype(np.int64, copy=False)  # or a sum of labels further on would overflow eight bits
 
 
 def empty_classes(y: Array) -> list[int]:
@@ -339,7 +339,7 @@ class _Entry:
         return _Head(_CLASSES.get(word & 0xFF, ""), shape, text, _next_place(name))
 
     def unzip_to(self, end: int) -> None:
-        """Read on until there are so many bytes, or none are left."""
+        """Read on until `body` has `end` bytes, or none are left."""
         while self.rest is not None and len(self.body) < end:
             piece = _unzip(self.rest, self.rest.unconsumed_tail, end - len(self.body))
             if not piece:

@@ -274,7 +274,7 @@ def broken_error(location: Path, broken: Mapping[str, str], among: int) -> Confi
 
 
 def _reason(why: ConfigError) -> str:
-    """What is wrong with a picture, without the path that stands beside it."""
+    """What is wrong with a picture, without its path, which the list of broken pictures has already."""
     text = str(why).partition(" is damaged: ")[2] or str(why)
     text = text.removesuffix("; delete it and fetch it again")
     return "no picture" if "cannot identify" in text else text

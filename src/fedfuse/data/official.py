@@ -75,7 +75,7 @@ class Official:
         read_train: reads the training parts that are there.
         read_test: reads the test parts that are there.
         classes: names the labels, or the tokens of texts.
-        options: what its readers may be told beside.
+        options: further keyword arguments of its readers.
         owners: how many hold its rows by nature, 0 where that is not known.
     """
 
@@ -137,7 +137,7 @@ class _FixedNames:
 
 @dataclass(frozen=True, slots=True)
 class _NamesFromFile:
-    """Class names in a text file beside the data, one a line; numbers without that file."""
+    """Class names in a text file next to the data, one a line; numbers without that file."""
 
     file: str
     count: int

@@ -234,7 +234,7 @@ class SiteRows:
 
     @property
     def targets_text(self) -> str:
-        """What is told of rows without classes: the names of numbers, or of texts their form."""
+        """A description of rows without classes: the names of numbers, or the form of texts."""
         return str(self.form) if isinstance(self.form, TextForm) else ", ".join(self.class_names)
 
     @property

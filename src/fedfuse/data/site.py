@@ -59,7 +59,7 @@ def read_site(
         skip_broken: leave out pictures that cannot be read.
         labelled: whether classes are needed; where not, pictures may lie in one folder and unknown classes do not
             matter.
-        keep_order: number classes as the source does, where nobody names them, and not in the order of their names.
+        keep_order: without `classes`, number them as the source does and not in the order of their names.
         task: what the labels are.
         table: the targets and columns of a table, where no form says them.
 
@@ -254,7 +254,7 @@ def _as_pictures(source: str, form: PictureForm | ArrayForm) -> PictureForm:
 
 
 def _match_arrays(source: str, x: Tensor, form: PictureForm | ArrayForm) -> Tensor:
-    """Arrays in the form: pictures of the same size may be made grey or colour, the same numbers laid out anew."""
+    """Arrays in the form: pictures of the same size may be made grey or colour, the same numbers in another shape."""
     shape = tuple(x.shape[1:])
     if isinstance(form, PictureForm) and len(shape) == 3 and shape[1:] == form.shape[1:] and shape[0] in (1, 3):
         if shape[0] > form.channels:

@@ -49,7 +49,7 @@ __all__ = [
 ]
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 EMPTY = "classes_without_rows"
-"""The fact that tells which classes no row has, where nobody named the classes and labels decide how many there are."""
+"""The fact that lists classes without rows, where classes have no names and labels decide how many there are."""
 Options = Mapping[str, object]
 
 

@@ -35,7 +35,7 @@ ARCHIVE_ERRORS = (OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.Tar
 """What the standard library raises on an archive that is cut short, scrambled or locked."""
 
 MOST_BYTES = 2**30
-"""A file or an archive's content may unzip to so many bytes, unless its reader knows better."""
+"""The most bytes that a file or an archive may unzip to, unless its reader sets another limit."""
 
 
 class Store(Protocol):

@@ -250,7 +250,7 @@ def moments_of_choice(table: RawTable, choice: TableChoice, task: Task, least: i
 
 
 def other_columns(table: RawTable, targets: Sequence[str]) -> list[str]:
-    """The columns beside the targets, where nobody chose any.
+    """All columns but the targets, where none were chosen.
 
     Raises:
         ConfigError: if the words of one of them would tell single rows.

@@ -215,7 +215,7 @@ Kind = Literal["numeric", "categorical"]
 
 
 class ColumnMoments(Settings):
-    """What one site tells of one column.
+    """What one site discloses of one column.
 
     Attributes:
         kind: numeric or categorical.
@@ -224,7 +224,7 @@ class ColumnMoments(Settings):
         total: Σ x, of numbers.
         square: Σ x².
         levels: how many rows each category has.
-        unit: of numbers, where it is told.
+        unit: of numbers, where it is known.
     """
 
     kind: Kind

@@ -85,7 +85,7 @@ def checkpoint_evidence(
         method: whose evidence to bring.
         sets: `key=value` for an option of the method.
         client: the site's name.
-        limit: use only so many rows.
+        limit: use at most this many rows.
         length: tokens of a row.
         base: of an adapter, the folder that it was trained on.
 

@@ -71,9 +71,9 @@ def site_evidence(
         method: whose evidence to bring; by default the federation's, or else refit.
         sets: `key=value` for an option of the method, `model.key=value` for one of a network trained elsewhere.
         client: the site's name.
-        limit: use only so many rows.
+        limit: use at most this many rows.
         skip_broken: leave out pictures that cannot be read.
-        trusted: networks beside our own that the file may name; for plain weights, the network they are of.
+        trusted: networks of other packages that the file may name; for plain weights, the network they are of.
         federation: what the sites agreed on: classes, task, form of rows, network and method.
         saying: the same by words, where neither the file nor a federation tells.
         own: the update this site brought when it trained, for a method that asks for the site's own layers.

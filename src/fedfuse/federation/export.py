@@ -52,7 +52,7 @@ def export_model(path: Path, to: str, output: Path, trusted: Collection[str] = (
     """Write a model for another program; ONNX and TorchScript take raw rows, any number at once.
 
     ONNX takes a table's columns by name, numbers in their units and categories in words, and gives the probabilities or
-    numbers of `predict` beside the logits. TorchScript takes a table as one array. Pictures come in the size of the
+    numbers of `predict` as well as the logits. TorchScript takes a table as one array. Pictures come in the size of the
     model and texts as the places of their characters, as the note says.
 
     Args:
@@ -69,8 +69,8 @@ def export_model(path: Path, to: str, output: Path, trusted: Collection[str] = (
     """
     if to not in TARGETS:
         raise ConfigError(f"a model cannot be exported to {to!r}, expected {', '.join(TARGETS)}")
-    beside = output.with_name(f"{output.name}.json")
-    for file in (output, beside):
+    note_file = output.with_name(f"{output.name}.json")
+    for file in (output, note_file):
         check_output(file, [path])
     model, about = load_answering(path, trusted)
     note = _note(about, to)
@@ -84,10 +84,10 @@ def export_model(path: Path, to: str, output: Path, trusted: Collection[str] = (
         module, rows = _runnable(model, about, to)
         contents = _torchscript_bytes(module, rows) if to == "torchscript" else _onnx_bytes(module, rows, about, note)
     text = json.dumps(note, indent=1, ensure_ascii=False) + "\n"
-    for file, data in ((output, contents), (beside, text.encode())):
+    for file, data in ((output, contents), (note_file, text.encode())):
         with write_atomically(file) as opened:
             opened.write(data)
-    return [output, beside]
+    return [output, note_file]
 
 
 def _note(about: About, to: str) -> dict[str, Any]:

@@ -359,7 +359,7 @@ def _without_scale(form: TableForm) -> TableForm:
 
 
 def chosen_table(table: TableAgreement, task: Task) -> tuple[TableForm | None, TableChoice]:
-    """Without a federation: the form that moments give, if there are any; and what was said beside."""
+    """Without a federation: the form that moments give, if there are any, and the columns that were named."""
     choice = TableChoice(table.targets, parse_columns(table.columns))
     if not table.moments:
         return None, choice
@@ -372,7 +372,7 @@ def check_told_by_cells(site: SiteRows, classes: Sequence[str]) -> None:
 
     Args:
         site: the rows.
-        classes: the names of all classes, where somebody else tells them.
+        classes: the names of all classes, where they come from elsewhere.
     """
     if not isinstance(site.form, TableForm):
         return
