@@ -21,7 +21,8 @@ from torch import Tensor
 from fedfuse.data import load
 from fedfuse.data.download import locate
 from fedfuse.data.official import OFFICIAL
-from fedfuse.data.site import SiteRows, read_site
+from fedfuse.data.rows import SiteRows
+from fedfuse.data.site import read_site
 from fedfuse.data.table_sources import HOSPITALS, hospital_halves
 from fedfuse.data.tables import RawTable
 from fedfuse.federation.agreement import read_federation

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedfuse.data import images
+from fedfuse.data import images, load
 from fedfuse.data.stores import Folder, Zip
 from fedfuse.errors import ConfigError
 
@@ -115,3 +115,11 @@ def test_a_picture_of_too_many_pixels_is_refused_by_its_header(tiny, tmp_path):
     split = images.ImageSplit(Folder(tmp_path), np.array(["huge.png"]), np.array([0]))
     with pytest.raises(ConfigError, match=r"huge\.png is damaged: Image size \(100000000 pixels\) exceeds limit"):
         split.open("huge.png")
+
+
+def test_loading_decodes_every_picture_once(tiny, tmp_path, monkeypatch):
+    tiny.write(tmp_path, {f"{one}/{i}.png": tiny.picture_bytes(10 * i, (4, 4)) for one in "ab" for i in range(5)})
+    decoded, decode = [], images.ImageSplit.pixels
+    monkeypatch.setattr(images.ImageSplit, "pixels", lambda *given: decoded.append(given[1]) or decode(*given))
+    load(str(tmp_path))
+    assert len(decoded) == len(set(decoded)) == 10

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import gzip
+import io
+import sys
 
 import pytest
 
 from fedfuse.data import stores
-from fedfuse.data.stores import Folder, Tar, Zip, open_store
+from fedfuse.data.stores import Folder, Tar, Zip, bar, open_store
 from fedfuse.errors import ConfigError
 
 FILES = {"a.txt": b"first", "deep/b.bin": b"second", "deep/er/c.bin": b"third"}
@@ -115,3 +117,26 @@ def test_no_name_leads_out_of_a_folder(tmp_path, name):
     for ask in (Folder(tmp_path / "set").has, Folder(tmp_path / "set").read, Folder(tmp_path / "set").listing):
         with pytest.raises(ConfigError, match="which is not inside it"):
             ask(name)
+
+
+# --- progress ------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("in_bytes", [False, True])
+def test_a_terminal_sees_a_bar(monkeypatch, in_bytes):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with bar("reading tiny", 10, done=2, in_bytes=in_bytes) as advance:
+        advance(8)
+    assert "reading tiny" in terminal.getvalue()
+
+
+def test_elsewhere_there_is_silence(capsys):
+    with bar("reading", None) as advance:
+        advance(3)
+    assert capsys.readouterr() == ("", "")

@@ -356,7 +356,7 @@ def _how_to_resume(file: Path, sets: list[str], folder: Path) -> str:
 def _use_one_thread() -> None:
     """Let torch have one thread, for results must not depend on how many cores happen to be free.
 
-    It is told by its environment, so that whoever asks for help need not wait for torch.
+    The environment sets it, because importing torch for that would make `--help` wait.
     """
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     if "torch" in sys.modules:

@@ -23,11 +23,8 @@ if TYPE_CHECKING:
     from fedfuse.experiment.results import Results
 
 
-_TYPERS = 130  # the exit code that typer makes of any interruption
-
-
 class Terminated(KeyboardInterrupt):
-    """Somebody ended the process by a signal; it stops as by Ctrl-C and leaves nothing behind."""
+    """A signal ended the process; it stops as by Ctrl-C and leaves nothing behind."""
 
     def __init__(self, number: int) -> None:
         self.exit_code = 128 + number  # as shells tell it
@@ -41,7 +38,8 @@ def stop_code(why: KeyboardInterrupt) -> int:
 
 def interruption(end: BaseException) -> KeyboardInterrupt | None:
     """What stopped a command, where it was stopped and has not said so: typer makes an exit of its own of it."""
-    found: BaseException | None = end if not isinstance(end, SystemExit) or end.code == _TYPERS else None
+    made_by_typer = isinstance(end, SystemExit) and end.code == 130  # its code for any interruption
+    found: BaseException | None = end if not isinstance(end, SystemExit) or made_by_typer else None
     while found is not None and not isinstance(found, KeyboardInterrupt):
         found = found.__context__
     return found
@@ -94,7 +92,7 @@ def hint(text: str) -> None:
 
 
 def note(text: str, style: str = "") -> None:
-    """One line beside the result: what was left out, or how long something may take."""
+    """One line that is not the result: what was left out, or how long something may take."""
     err.print(_visible(text), style=style, markup=False, soft_wrap=True)
 
 

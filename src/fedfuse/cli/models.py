@@ -1,4 +1,4 @@
-"""Commands for whoever has a model's file: show, predict, export."""
+"""Commands on a model's file (show, predict, export), and the lists of methods and of networks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fedfuse.cli import console
-from fedfuse.cli.options import Json, Source, Trust, check_written, said_of_table, typer
-from fedfuse.cli.sites import Columns, ImageSize, MomentsFiles, SkipBroken, Target, TaskName
+from fedfuse.cli.options import (
+    Columns,
+    ImageSize,
+    Json,
+    MomentsFiles,
+    SkipBroken,
+    Source,
+    Target,
+    TaskName,
+    Trust,
+    check_written,
+    said_of_table,
+    typer,
+)
 from fedfuse.core.files import STREAM
 
 

@@ -15,24 +15,7 @@ if TYPE_CHECKING:  # it brings torch, which a person who asks for help need not 
 
 with warnings.catch_warnings():  # typer imports what click will drop in its next version; that is between them
     warnings.simplefilter("ignore", DeprecationWarning)
-    import typer
-
-__all__ = [
-    "Json",
-    "Log",
-    "MaybeMethod",
-    "MethodName",
-    "Sets",
-    "Source",
-    "Trust",
-    "Workers",
-    "check_method",
-    "check_task",
-    "check_written",
-    "said_of_table",
-    "split_words",
-    "typer",
-]
+    import typer as typer
 
 EVIDENCE = "fedfuse_evidence.safetensors"
 """Of `fedfuse.wire.folders`, which brings torch: what a folder of weights may hold of our own making."""
@@ -130,3 +113,23 @@ MaybeMethod = Annotated[
     str | None,
     typer.Option("--method", help="The method that fuses: the federation's, or else fedavg.", callback=check_method),
 ]
+FederationOption = Annotated[
+    Path | None, typer.Option("--federation", help="The folder that `fedfuse init` made and every site has.")
+]
+TaskName = Annotated[
+    str | None,
+    typer.Option(
+        "--task",
+        help="classification, binary, multilabel, regression, text-classification or language-model.",
+        callback=check_task,
+    ),
+]
+Target = Annotated[str | None, typer.Option(help="Of a table: the column to predict, or several with commas between.")]
+Columns = Annotated[
+    str | None, typer.Option(help="Of a table, with commas between: age, chol[mg/dl], sex:f|m. By default all others.")
+]
+MomentsFiles = Annotated[
+    list[Path] | None, typer.Option("--moments", help="Sums that sites made with `fedfuse moments`; may be repeated.")
+]
+ImageSize = Annotated[int | None, typer.Option(min=1, help="Resize pictures to this width and height.")]
+SkipBroken = Annotated[bool, typer.Option("--skip-broken", help="Leave out pictures that cannot be read.")]

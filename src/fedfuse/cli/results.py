@@ -227,7 +227,7 @@ def run_all_missing(scale: Scale, hours: float | None, out: Path | None, workers
 
 
 def store_runs(name: str | None, scale: Scale, out: Path | None, partial: bool, as_json: bool) -> None:
-    """Store the results of one table's run directory, or of all that are finished, and write their tables anew."""
+    """Store the results of one table's run directory, or of all that are finished, and rewrite their tables."""
     from fedfuse.experiment.reproduce import catalogue, store_result
 
     base = out or Path("runs")
@@ -250,7 +250,7 @@ def store_runs(name: str | None, scale: Scale, out: Path | None, partial: bool, 
 
 
 def write_documents() -> list[str]:
-    """Write the marked parts of the experiments' documents anew; the documents that changed."""
+    """Rewrite the marked parts of the experiments' documents; the documents that changed."""
     from fedfuse.experiment.reproduce import fill_documents
 
     changed = {path: text for path, text in fill_documents().items() if path.read_text(encoding="utf-8") != text}

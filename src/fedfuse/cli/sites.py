@@ -1,21 +1,31 @@
-"""Commands of sites that exchange files: init, moments, scale, update, evidence, fuse, evaluate."""
+"""Commands of sites that exchange files, in the order of a site's day.
+
+`init`, `moments` and `scale` agree; `update` and `evidence` make what a site sends; `fuse` and `evaluate` work on the
+files that came. What a command says and refuses is here, what it does in `fedfuse.federation`. Everything that brings
+torch is imported inside the commands, so that help and errors of the command line do not wait for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fedfuse.cli import console
 from fedfuse.cli.options import (
+    Columns,
+    FederationOption,
+    ImageSize,
     Json,
     MaybeMethod,
     MethodName,
+    MomentsFiles,
+    SkipBroken,
     Source,
+    Target,
+    TaskName,
     Trust,
     check_method,
-    check_task,
     check_written,
     said_of_table,
     split_words,
@@ -27,167 +37,194 @@ from fedfuse.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedfuse.api import Fused, Update
-    from fedfuse.federation.agreement import Agreement, FederationFolder
+    from fedfuse.federation.agreement import FederationFolder
     from fedfuse.federation.site import SiteUpdate
 
-
-def read_agreed(folder: Path | None, trusted: list[str]) -> FederationFolder | None:
-    """What the sites agreed on, if they did; it brings experiments and their data, which a merge does not wait for."""
-    if folder is None:
-        return None
-    from fedfuse.federation.agreement import read_federation
-
-    return read_federation(folder, trusted=trusted)
-
-
-def save(fused: Fused | Update, output: Path, shard_size: str, dtype: str | None) -> None:
-    """Write what was fused; of folders a folder, tensor by tensor, with a bar that fills."""
-    from fedfuse.api import Fused
-    from fedfuse.data.progress import bar
-
-    if not isinstance(fused, Fused):
-        fused.save(output)
-        return
-    with bar(f"fusing into {output}", fused.num_bytes(dtype) if fused.folders else None, in_bytes=True) as watch:
-        fused.save(output, shard_size=shard_size, dtype=dtype, watch=watch)
-
-
-@dataclass(frozen=True, slots=True)
-class Account:
-    """Where a site writes down what left it, and how much may.
-
-    Attributes:
-        ledger: the file, by default one in the federation folder.
-        budget: the most ε of all releases together.
-        federation: the folder.
-    """
-
-    ledger: Path | None
-    budget: float | None
-    federation: Path | None
-
-    def charge(self, update: Update, output: Path) -> None:
-        """Add what is about to be written to the ledger, and say how much that makes."""
-        from fedfuse.federation.fusion import charge
-
-        if self.ledger is None and self.budget is None:
-            return
-        if self.ledger is None and self.federation is None:
-            raise ConfigError("--budget is of all releases together; name the ledger that has them (--privacy-ledger)")
-        path = self.ledger or Path(str(self.federation)) / "site-privacy.json"
-        total = charge(update.release, path, f"{output.name} by {update.about.method}", self.budget)
-        console.note(f"privacy of any one row so far: ε = {total.epsilon:.4g} at δ = {total.delta:g} ({path})", "dim")
-
-
-def evidence_files(given: list[str] | None) -> list[Path] | None:
-    """Files of evidence, one option each or with commas between."""
-    return [Path(word.strip()) for text in given or [] for word in text.split(",")] or None
-
-
-def numbers_of_examples(given: list[str] | None) -> list[float] | None:
-    """Numbers of examples, one option each or with commas between."""
-    words = [word for text in given or [] for word in text.split(",")]
-    try:
-        return [float(word) for word in words] or None
-    except ValueError as why:
-        raise ConfigError(f"--num-examples is {','.join(words)!r}, expected numbers as in 100,300") from why
-
-
-def say_fused(fused: Fused, output: Path, count: int, how: str, as_json: bool) -> None:
-    """Say who was fused, who was not, and what a person should know."""
-    if as_json:
-        facts = {"file": str(output), "refused": [dict(r) for r in fused.refused], "facts": fused.facts}
-        facts |= {"clipped": [dict(c) for c in fused.clipped]}
-        told = fused.about.model_dump(mode="json", include={"method", "class_names", "sites"})
-        console.say_json(facts | told | {"remarks": list(fused.remarks)})
-        return
-    for refusal in fused.refused:
-        reason = f"{refusal['client']}: {refusal['field']} is {refusal['got']}, expected {refusal['expected']}"
-        console.note(f"refused {reason}", "yellow")
-    for weak in fused.clipped:
-        console.note(
-            f"weakened {weak['client']}: {weak['field']} is {weak['got']}, expected {weak['expected']}", "yellow"
-        )
-    for remark in fused.remarks:
-        console.warn(remark)
-    if fused.about.class_names:
-        named = "targets" if fused.about.task in ("regression", "multilabel") else "classes"
-        console.say(f"{named}: {', '.join(fused.about.class_names)}")
-    if left_out := fused.facts.get("not_aligned"):
-        console.warn(f"not aligned: {', '.join(left_out)}; these units were averaged where they stand")
-    if (error := fused.facts.get("adapter_error")) is not None:
-        norm = "its answers to the clients' inputs" if fused.facts.get("adapter_metric") == "inputs" else "its norm"
-        console.say(f"lost of the mean of the adapters: {error:.2%} of {norm}")
-    console.say(f"{output}: {count - len(fused.refused)} of {count} updates {how} by {fused.about.method}")
-
-
-FederationOption = Annotated[
-    Path | None, typer.Option("--federation", help="The folder that `fedfuse init` made and every site has.")
-]
-SkipBroken = Annotated[bool, typer.Option("--skip-broken", help="Leave out pictures that cannot be read.")]
-Into = Annotated[Path | None, typer.Option(help="A fused file that keeps its sums: add to them.")]
-Remove = Annotated[list[str] | None, typer.Option(help="A site to take out of --into: its name or its update file.")]
-KeepSites = Annotated[bool, typer.Option("--keep-sites", help="Keep each site's sums apart in the fused file.")]
-Partial = Annotated[bool, typer.Option("--partial", help="Write the sum of these updates, an update again.")]
-ServerData = Annotated[str | None, typer.Option(help="Labelled rows the server holds, where a method needs them.")]
-Unlabelled = Annotated[str | None, typer.Option(help="Inputs the server holds, their labels unseen, for distillation.")]
-AlignName = Annotated[
-    str | None, typer.Option(help="Align hidden units first: by weights, activations, transport or graph.")
-]
 AllExamples = Annotated[
     int | None, typer.Option(min=1, help="How many examples all sites hold together, if that is known.")
 ]
-Networks = Annotated[
-    list[str] | None, typer.Option("--model", help="A network that is not fedfuse's own, to be run; may be repeated.")
-]
-Start = Annotated[
-    Path | None, typer.Option("--start", "--base", help="The weights all started from, where a method needs them.")
-]
-EvidenceFiles = Annotated[
-    list[str] | None,
-    typer.Option("--evidence", help="Of folders, a file each in their order, where it is not in them; as in a,b."),
-]
-NumExamples = Annotated[list[str] | None, typer.Option(help="Examples behind each, in order, as in 100,300.")]
-Quorum = Annotated[
-    float | None,
-    typer.Option(min=0.0, max=1.0, help="The share that must be admitted: half of updates, all of folders."),
-]
-ShardSize = Annotated[str, typer.Option(help="The largest file of a folder that is written, as in 5GB.")]
-Dtype = Annotated[str | None, typer.Option(help="Of a folder's weights: float32, bfloat16, …; by default the widest.")]
-ImageSize = Annotated[int | None, typer.Option(min=1, help="Resize pictures to this width and height.")]
-TaskName = Annotated[
+Model = Annotated[
     str | None,
-    typer.Option(
-        "--task",
-        help="classification, binary, multilabel, regression, text-classification or language-model.",
-        callback=check_task,
-    ),
+    typer.Option(help="A model's name, or package.module:Class; lenet, mlp for tables, or a transformer for texts."),
 ]
-Target = Annotated[str | None, typer.Option(help="Of a table: the column to predict, or several with commas between.")]
-Columns = Annotated[
-    str | None, typer.Option(help="Of a table, with commas between: age, chol[mg/dl], sex:f|m. By default all others.")
+Classes = Annotated[str | None, typer.Option(help="The names of all classes, with commas between.")]
+Size = Annotated[int | None, typer.Option(min=1, help="Width and height of pictures.")]
+Channels = Annotated[int | None, typer.Option(help="1 for grey pictures, 3 for colour.")]
+Shape = Annotated[str | None, typer.Option(help="Of one row where rows are arrays, as in 13 or 1,28,28.")]
+TextWidth = Annotated[int | None, typer.Option(min=2, help="Of texts: how many characters the network reads.")]
+Characters = Annotated[
+    Path | None, typer.Option(help="Of texts: a file of all characters there may be; by default ASCII, or --data's.")
 ]
-MomentsFiles = Annotated[
-    list[Path] | None, typer.Option("--moments", help="Sums that sites made with `fedfuse moments`; may be repeated.")
+FirstSite = Annotated[str | None, typer.Option(help="A first site's rows, for what is not said.")]
+Normalize = Annotated[
+    bool, typer.Option("--normalize", help="Scale inputs by that site's mean and deviation, which tells them.")
 ]
-Own = Annotated[Path | None, typer.Option(help="This site's own update, for refit with layers=true.")]
-AdapterBase = Annotated[Path | None, typer.Option(help="Of an adapter's folder: that of the model it adapts.")]
-OfMethod = Annotated[
-    list[str] | None, typer.Option("--set", help="An option of the method, or model.key=…; may be repeated.")
+Unscaled = Annotated[
+    bool, typer.Option("--unscaled", help="Take a table's numbers as they are; no moments are awaited.")
 ]
-OfFusion = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="An option of the method, or of guard., align. and bounds.; may be repeated."),
+LeastRows = Annotated[int | None, typer.Option(min=1, help="A site with fewer rows brings nothing.")]
+CommonStart = Annotated[Path | None, typer.Option(help="Common weights; by default drawn by the seed.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="model.key=…, local.key=… or method.key=…; may be repeated.")
 ]
-OverBounds = Annotated[
-    str | None,
-    typer.Option(help="Who says far more than the others: refuse (by default), clip, or off to compare nobody."),
-]
-Length = Annotated[int, typer.Option(min=2, help="Tokens of a text that a folder's network reads.")]
-Trusted = Annotated[
-    list[str] | None,
-    typer.Option("--model", help="package.module:Class that the file names, or plain weights are of."),
-]
+
+
+def init(
+    folder: Annotated[Path, typer.Argument()],
+    more_moments: Annotated[list[Path] | None, typer.Argument()] = None,
+    model: Model = None,
+    method: MethodName = "fedavg",
+    task: TaskName = None,
+    classes: Classes = None,
+    image_size: Size = None,
+    channels: Channels = None,
+    shape: Shape = None,
+    length: TextWidth = None,
+    characters: Characters = None,
+    target: Target = None,
+    columns: Columns = None,
+    moments: MomentsFiles = None,
+    unscaled: Unscaled = False,
+    data: FirstSite = None,
+    normalize: Normalize = False,
+    least_rows: LeastRows = None,
+    all_examples: AllExamples = None,
+    sets: Settings = None,
+    start: CommonStart = None,
+    seed: Annotated[int, typer.Option(help="Fixes the start and every random draw at sites.")] = 0,
+    name: Annotated[str | None, typer.Option(help="What to call the federation.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Once, for everybody: write down what all sites agree on, with the weights they begin with.
+
+    FOLDER is made, to be sent to every site. A table's columns get their scale from --moments, or wait for `scale`;
+    MORE_MOMENTS are further files behind --moments.
+    """
+    if more_moments and not moments:  # `--moments a b c` reads as one option and two arguments
+        raise ConfigError(
+            f"init makes one folder, and {more_moments[0]} came too; name files of moments after --moments"
+        )
+    sums = [*(moments or []), *(more_moments or [])]
+    for made_here in ("federation.toml", "w0.safetensors"):
+        check_written(folder / made_here, start, characters, *sums, data=[data])
+    from fedfuse.federation.create import TextAgreement, create_federation
+
+    agreed = create_federation(
+        folder,
+        model,
+        method,
+        task=task,
+        table=said_of_table(target, columns, sums, unscaled),
+        classes=split_words(classes),
+        image_size=image_size,
+        channels=channels,
+        shape=_whole_numbers(shape, "--shape"),
+        texts=TextAgreement(length, characters),
+        data=data,
+        normalize=normalize,
+        least_rows=least_rows,
+        all_examples=all_examples,
+        sets=sets or [],
+        start=start,
+        seed=seed,
+        name=name,
+    ).agreement
+    if as_json:
+        console.say_json({"folder": str(folder), **agreed.model_dump(mode="json", exclude_none=True)})
+        return
+    console.say(f"{folder}: {agreed.model.name} on {agreed.inputs}, fused by {agreed.method.name}")
+    named = {"regression": "targets", "multilabel": "targets", "language-model": "characters"}
+    console.say(f"{named.get(agreed.task, 'classes')}: {', '.join(agreed.output_names)}")
+    if agreed.awaits_moments:
+        console.say(
+            "its columns wait for a common scale: send the folder to every site, which runs: fedfuse moments "
+            f"--federation {folder} --data … -o ….moments; then fedfuse scale {folder} ….moments, and send it anew"
+        )
+    else:
+        _say_next(folder)
+
+
+def _whole_numbers(text: str | None, option: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")] if text else []
+    except ValueError as why:
+        raise ConfigError(f"{option} is {text!r}, expected whole numbers with commas between, as in 1,28,28") from why
+
+
+def _say_next(folder: Path) -> None:
+    console.say(
+        f"send the folder to every site; each runs: fedfuse update --federation {folder} --data … -o ….safetensors"
+    )
+
+
+def moments(
+    data: Source,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The file to send.")],
+    federation: FederationOption = None,
+    task: TaskName = None,
+    target: Target = None,
+    columns: Columns = None,
+    least_rows: Annotated[int, typer.Option(min=1, help="Without a federation: fewer rows give no file.")] = 10,
+    client: Annotated[str | None, typer.Option(help="This site's name; by default the file's.")] = None,
+    as_json: Json = False,
+) -> None:
+    """At a site: write counts and sums of a table's columns, from which all sites get one scale; no row leaves it."""
+    from fedfuse.federation.agreement import read_federation
+    from fedfuse.federation.moments import moments_by_federation, moments_by_words
+
+    check_written(output, data=[data], federation=federation)
+    name = client or output.stem
+    if federation is None:
+        said = said_of_table(target, columns)
+        found = moments_by_words(data, name, task or "classification", said, least_rows)
+    else:
+        refuse_said({"--task": task, "--target": target, "--columns": columns})
+        found = moments_by_federation(read_federation(federation), data, name)
+    found.save(output)
+    size, warnings = output.stat().st_size, found.warnings()
+    if as_json:
+        told = {"rows": found.rows, "columns": list(found.columns), "reveals": list(found.reveals)}
+        console.say_json({"file": str(output), "bytes": size, **told, "warnings": warnings})
+        return
+    console.say(f"{output}: {size:,} bytes, sums of {found.rows:,} rows and {len(found.columns)} columns")
+    console.say(f"it reveals: {'; '.join(found.reveals)}")
+    for warning in warnings:
+        console.warn(warning)
+
+
+def refuse_said(said: Mapping[str, object]) -> None:
+    """Refuse options that the federation says already."""
+    for option, value in said.items():
+        if value is not None:
+            raise ConfigError(f"{option} is said by the federation, for every site alike; leave it out")
+
+
+def scale(
+    folder: Annotated[Path, typer.Argument()],
+    moments: Annotated[list[Path], typer.Argument()],
+    as_json: Json = False,
+) -> None:
+    """Once, for everybody: give a federation of tables the common scale that all sites' moments add up to.
+
+    FOLDER is what `fedfuse init` made, MOMENTS are the files that sites sent.
+    """
+    from fedfuse.federation.agreement import read_federation
+    from fedfuse.federation.moments import scale_by_moments
+
+    for made_here in ("federation.toml", "w0.safetensors"):
+        check_written(folder / made_here, *moments)
+
+    made, added = scale_by_moments(read_federation(folder), moments)
+    for warning in added.warnings:
+        console.warn(warning)
+    if as_json:
+        plain = made.agreement.model_dump(mode="json", exclude_none=True)
+        console.say_json({"folder": str(folder), "sites": list(added.sites), "rows": added.rows, **plain})
+        return
+    console.say(f"{folder}: scaled by {added.rows:,} rows of {', '.join(added.sites)}")
+    _say_next(folder)
+
+
 PrivacyLedger = Annotated[
     Path | None, typer.Option(help="This site's account of what left it; the release is added before it is written.")
 ]
@@ -226,33 +263,90 @@ def update(
     as_json: Json = False,
 ) -> None:
     """At a site: train on its own rows, bring the evidence a method asks for, write one file."""
+    from fedfuse.federation.agreement import read_federation
     from fedfuse.federation.site import site_update, update_by_federation
 
-    name = client or output.stem
     if hold_out and cross_validate:
         raise ConfigError("--hold-out and --cross-validate are two ways to judge; choose one")
     read = (start, *(moments or []), privacy_ledger)
     check_written(output, *read, data=[data], federation=federation)
     check_written(_broken_file(output), *read, data=[data], federation=federation)
-    judged: dict[str, Any] = {"hold_out": hold_out, "folds": cross_validate, "skip_broken": skip_broken}
-    judged |= {"client": name, "limit": train_limit}
+    options: dict[str, Any] = {"hold_out": hold_out, "folds": cross_validate, "skip_broken": skip_broken}
+    options |= {"client": client or output.stem, "limit": train_limit}
+    agreed: FederationFolder | None = None
     if federation is None:
-        judged |= {"start": start, "seed": seed or 0, "image_size": image_size, "classes": split_words(classes)}
-        judged |= {
-            "all_examples": all_examples,
-            "task": task or "classification",
-            "table": said_of_table(target, columns, moments),
-        }
-        with console.err.status(f"training on {data}"):
-            done = site_update(data, model or "mlp", method or "fedavg", sets or [], **judged)
+        options |= {"start": start, "seed": seed or 0, "image_size": image_size, "classes": split_words(classes)}
+        options |= {"all_examples": all_examples, "task": task or "classification"}
+        options |= {"table": said_of_table(target, columns, moments)}
     else:
         refuse_said({"--method": method, "--start": start, "--image-size": image_size, "--seed": seed, "--task": task})
         refuse_said({"--target": target, "--columns": columns, "--moments": moments, "--classes": classes})
         refuse_said({"--all-examples": all_examples})
-        agreed = _read_agreed(federation, sets or [], model)
-        with console.err.status(f"training on {data}"):
-            done = update_by_federation(agreed, data, **judged)
-    _write_update(done, output, as_json, Account(privacy_ledger, budget, federation))
+        agreed = read_federation(federation, sets or [], [model] if model else [])
+        if model not in (None, own := agreed.agreement.model.name):
+            raise ConfigError(f"--model is {model!r}, and the federation's is {own!r}; leave it out")
+    with console.err.status(f"training on {data}"):
+        if agreed is None:
+            done = site_update(data, model or "mlp", method or "fedavg", sets or [], **options)
+        else:
+            done = update_by_federation(agreed, data, **options)
+    _write_update(done, output, as_json, privacy_ledger, budget, federation)
+
+
+def _write_update(
+    done: SiteUpdate, output: Path, as_json: bool, ledger: Path | None, budget: float | None, federation: Path | None
+) -> None:
+    """Write an update, if its privacy can be afforded, and say what is in it."""
+    if ledger is not None or budget is not None:
+        from fedfuse.federation.fusion import charge
+
+        if ledger is None and federation is None:
+            raise ConfigError("--budget is of all releases together; name the ledger that has them (--privacy-ledger)")
+        path = ledger or Path(str(federation)) / "site-privacy.json"
+        what = f"{output.name} by {done.update.about.method}"
+        total = charge(done.update.release, path, what, budget)  # before the file exists, so no release goes uncounted
+        console.note(f"privacy of any one row so far: ε = {total.epsilon:.4g} at δ = {total.delta:g} ({path})", "dim")
+    done.update.save(output)
+    if done.site.broken:
+        lines = "".join(f"{name}\t{why}\n" for name, why in done.site.broken.items())
+        write_output(_broken_file(output), lines.encode())
+    facts = {"file": str(output), "bytes": output.stat().st_size, **done.facts()}
+    if as_json:
+        console.say_json(facts)
+        return
+    counts = ", ".join(f"{name} {count}" for name, count in done.site.counts.items())
+    console.say(f"{done.site.source}: {len(done.site):,} rows ({counts or done.site.targets_text})")
+    parts = [] if done.loss is None else [f"loss {done.loss:.4g}"]
+    if (seen := done.assessment) is not None:
+        spread = "" if seen.spread is None else f" ± {seen.words(seen.spread)}"
+        parts.append(
+            f"{seen.score_name} {seen.words(seen.score)}{spread} on {seen.rows} {seen.what.removeprefix('the ')} "
+            f"({seen.constant_words}: {seen.words(seen.constant)})"
+        )
+    if parts:
+        console.say("; ".join(parts))
+    if done.site.broken:
+        console.say(f"{len(done.site.broken)} broken pictures were left out, listed in {_broken_file(output)}")
+    console.say(f"{facts['file']}: {facts['bytes']:,} bytes, {done.update.num_examples:,.0f} examples behind it")
+    console.say(f"it reveals: {'; '.join(done.update.reveals) or 'nothing beside the trained weights'}")
+    for warning in done.warnings:
+        console.warn(warning)
+
+
+def _broken_file(output: Path) -> Path:
+    return output.with_suffix(".broken.txt")
+
+
+OfMethod = Annotated[
+    list[str] | None, typer.Option("--set", help="An option of the method, or model.key=…; may be repeated.")
+]
+Trusted = Annotated[
+    list[str] | None,
+    typer.Option("--model", help="package.module:Class that the file names, or plain weights are of."),
+]
+Length = Annotated[int, typer.Option(min=2, help="Tokens of a text that a folder's network reads.")]
+Own = Annotated[Path | None, typer.Option(help="This site's own update, for refit with layers=true.")]
+AdapterBase = Annotated[Path | None, typer.Option(help="Of an adapter's folder: that of the model it adapts.")]
 
 
 def evidence(
@@ -316,7 +410,7 @@ def evidence(
             saying=said,
             own=own,
         )
-    _write_update(done, output, as_json, Account(privacy_ledger, budget, federation))
+    _write_update(done, output, as_json, privacy_ledger, budget, federation)
 
 
 def _folder_evidence(
@@ -342,64 +436,158 @@ def _folder_evidence(
     console.say(f"it reveals {'; '.join(update.reveals) or 'nothing beside its weights'}")
 
 
-def _write_update(done: SiteUpdate, output: Path, as_json: bool, account: Account) -> None:
-    """Write an update, if its privacy can be afforded, and say what is in it."""
-    account.charge(done.update, output)
-    done.update.save(output)
-    broken = _write_broken(output, done.site.broken)
-    facts = {"file": str(output), "bytes": output.stat().st_size, **done.facts()}
-    if as_json:
-        console.say_json(facts)
-    else:
-        _say_update(done, facts, broken)
+OfFusion = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="An option of the method, or of guard., align. and bounds.; may be repeated."),
+]
+Start = Annotated[
+    Path | None, typer.Option("--start", "--base", help="The weights all started from, where a method needs them.")
+]
+NumExamples = Annotated[list[str] | None, typer.Option(help="Examples behind each, in order, as in 100,300.")]
+Quorum = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=1.0, help="The share that must be admitted: half of updates, all of folders."),
+]
+Networks = Annotated[
+    list[str] | None, typer.Option("--model", help="A network that is not fedfuse's own, to be run; may be repeated.")
+]
+OverBounds = Annotated[
+    str | None,
+    typer.Option(help="Who says far more than the others: refuse (by default), clip, or off to compare nobody."),
+]
+AlignName = Annotated[
+    str | None, typer.Option(help="Align hidden units first: by weights, activations, transport or graph.")
+]
+ServerData = Annotated[str | None, typer.Option(help="Labelled rows the server holds, where a method needs them.")]
+Unlabelled = Annotated[str | None, typer.Option(help="Inputs the server holds, their labels unseen, for distillation.")]
+Into = Annotated[Path | None, typer.Option(help="A fused file that keeps its sums: add to them.")]
+Remove = Annotated[list[str] | None, typer.Option(help="A site to take out of --into: its name or its update file.")]
+KeepSites = Annotated[bool, typer.Option("--keep-sites", help="Keep each site's sums apart in the fused file.")]
+Partial = Annotated[bool, typer.Option("--partial", help="Write the sum of these updates, an update again.")]
+ShardSize = Annotated[str, typer.Option(help="The largest file of a folder that is written, as in 5GB.")]
+Dtype = Annotated[str | None, typer.Option(help="Of a folder's weights: float32, bfloat16, …; by default the widest.")]
+EvidenceFiles = Annotated[
+    list[str] | None,
+    typer.Option("--evidence", help="Of folders, a file each in their order, where it is not in them; as in a,b."),
+]
 
 
-def _read_agreed(folder: Path, sets: list[str], model: str | None) -> FederationFolder:
-    from fedfuse.federation.agreement import read_federation
+def fuse(
+    output: Annotated[Path, typer.Option("-o", "--output", help="The fused model's file.")],
+    updates: Annotated[list[Path] | None, typer.Argument()] = None,
+    federation: FederationOption = None,
+    method: MaybeMethod = None,
+    sets: OfFusion = None,
+    start: Start = None,
+    num_examples: NumExamples = None,
+    quorum: Quorum = None,
+    model: Networks = None,
+    guard: Annotated[str | None, typer.Option(help="A filter first: clip, krum, median, trimmed or private.")] = None,
+    bounds: OverBounds = None,
+    align: AlignName = None,
+    server_data: ServerData = None,
+    unlabelled: Unlabelled = None,
+    seed: Annotated[int, typer.Option(help="Fixes every random draw of the server.")] = 0,
+    into: Into = None,
+    remove: Remove = None,
+    keep_sites: KeepSites = False,
+    partial: Partial = False,
+    shard_size: ShardSize = "5GB",
+    dtype: Dtype = None,
+    evidence: EvidenceFiles = None,
+    as_json: Json = False,
+) -> None:
+    """Anywhere: admit update files, fuse them, write one model file; no server needed.
 
-    agreed = read_federation(folder, sets, [model] if model else [])
-    if model not in (None, agreed.agreement.model.name):
-        own = agreed.agreement.model.name
-        raise ConfigError(f"--model is {model!r}, and the federation's is {own!r}; leave it out")
-    return agreed
+    UPDATES are files that `update` wrote, plain safetensors, or checkpoint folders as `save_pretrained` writes them,
+    with evidence in them where a method reads some (`fedfuse evidence`); of folders a folder is made.
+    """
+    with without_collecting():
+        from fedfuse.federation.fusion import fuse_files
 
+    updates = updates or []
+    brought = [Path(word.strip()) for text in evidence or [] for word in text.split(",")] or None
+    read = (*updates, start, into, *(brought or []), *map(Path, remove or []))
+    if not output.is_dir() or all(path.suffix == ".safetensors" for path in updates):  # of folders a folder is made
+        check_written(output, *read, data=[server_data, unlabelled], federation=federation)
+    agreed: FederationFolder | None = None
+    if federation is not None:  # late: it brings experiments and their data, which a plain merge does not wait for
+        from fedfuse.federation.agreement import read_federation
 
-def refuse_said(said: Mapping[str, object]) -> None:
-    """Refuse options that the federation says already."""
-    for option, value in said.items():
-        if value is not None:
-            raise ConfigError(f"{option} is said by the federation, for every site alike; leave it out")
-
-
-def _write_broken(output: Path, broken: Mapping[str, str]) -> Path | None:
-    """Write down which pictures were left out, beside the file that was made without them."""
-    if not broken:
-        return None
-    return write_output(_broken_file(output), "".join(f"{n}\t{why}\n" for n, why in broken.items()).encode())
-
-
-def _broken_file(output: Path) -> Path:
-    return output.with_suffix(".broken.txt")
-
-
-def _say_update(done: SiteUpdate, facts: Mapping[str, Any], broken: Path | None) -> None:
-    counts = ", ".join(f"{name} {count}" for name, count in done.site.counts.items())
-    console.say(f"{done.site.source}: {len(done.site):,} rows ({counts or done.site.targets_text})")
-    parts = [] if done.loss is None else [f"loss {done.loss:.4g}"]
-    if (seen := done.assessment) is not None:
-        spread = "" if seen.spread is None else f" ± {seen.words(seen.spread)}"
-        parts.append(
-            f"{seen.score_name} {seen.words(seen.score)}{spread} on {seen.rows} {seen.what.removeprefix('the ')} "
-            f"({seen.constant_words}: {seen.words(seen.constant)})"
+        agreed = read_federation(federation, trusted=model or [])
+    with console.err.status(f"fusing {len(updates)} updates"):
+        fused = fuse_files(
+            updates,
+            method,
+            sets or [],
+            federation=agreed,
+            start=start,
+            num_examples=_numbers_of_examples(num_examples),
+            quorum=quorum,
+            models=model or [],
+            guard=guard,
+            bounds=bounds,
+            align=align,
+            server_data=server_data,
+            unlabelled=unlabelled,
+            seed=seed,
+            into=into,
+            remove=remove or [],
+            keep_sites=keep_sites,
+            evidence=brought,
         )
-    if parts:
-        console.say("; ".join(parts))
-    if broken is not None:
-        console.say(f"{len(done.site.broken)} broken pictures were left out, listed in {broken}")
-    console.say(f"{facts['file']}: {facts['bytes']:,} bytes, {done.update.num_examples:,.0f} examples behind it")
-    console.say(f"it reveals: {'; '.join(done.update.reveals) or 'nothing beside the trained weights'}")
-    for warning in done.warnings:
-        console.warn(warning)
+    _save(fused.partial() if partial else fused, output, shard_size, dtype)
+    how = f"{'added up' if partial else 'fused'}{f' into the sums of {into}' if into else ''}"
+    _say_fused(fused, output, len(updates), how, as_json)
+
+
+def _numbers_of_examples(given: list[str] | None) -> list[float] | None:
+    """Numbers of examples, one option each or with commas between."""
+    words = [word for text in given or [] for word in text.split(",")]
+    try:
+        return [float(word) for word in words] or None
+    except ValueError as why:
+        raise ConfigError(f"--num-examples is {','.join(words)!r}, expected numbers as in 100,300") from why
+
+
+def _save(fused: Fused | Update, output: Path, shard_size: str, dtype: str | None) -> None:
+    """Write what was fused; of folders a folder, tensor by tensor, with a bar that fills."""
+    from fedfuse.api import Fused
+    from fedfuse.data.stores import bar
+
+    if not isinstance(fused, Fused):
+        fused.save(output)
+        return
+    with bar(f"fusing into {output}", fused.num_bytes(dtype) if fused.folders else None, in_bytes=True) as watch:
+        fused.save(output, shard_size=shard_size, dtype=dtype, watch=watch)
+
+
+def _say_fused(fused: Fused, output: Path, count: int, how: str, as_json: bool) -> None:
+    """Say which updates were fused, which were refused or clipped, and what a person should know."""
+    if as_json:
+        facts = {"file": str(output), "refused": [dict(r) for r in fused.refused], "facts": fused.facts}
+        facts |= {"clipped": [dict(c) for c in fused.clipped]}
+        told = fused.about.model_dump(mode="json", include={"method", "class_names", "sites"})
+        console.say_json(facts | told | {"remarks": list(fused.remarks)})
+        return
+    for refusal in fused.refused:
+        reason = f"{refusal['client']}: {refusal['field']} is {refusal['got']}, expected {refusal['expected']}"
+        console.note(f"refused {reason}", "yellow")
+    for weak in fused.clipped:
+        console.note(
+            f"weakened {weak['client']}: {weak['field']} is {weak['got']}, expected {weak['expected']}", "yellow"
+        )
+    for remark in fused.remarks:
+        console.warn(remark)
+    if fused.about.class_names:
+        named = "targets" if fused.about.task in ("regression", "multilabel") else "classes"
+        console.say(f"{named}: {', '.join(fused.about.class_names)}")
+    if left_out := fused.facts.get("not_aligned"):
+        console.warn(f"not aligned: {', '.join(left_out)}; these units were averaged where they stand")
+    if (error := fused.facts.get("adapter_error")) is not None:
+        norm = "its answers to the clients' inputs" if fused.facts.get("adapter_metric") == "inputs" else "its norm"
+        console.say(f"lost of the mean of the adapters: {error:.2%} of {norm}")
+    console.say(f"{output}: {count - len(fused.refused)} of {count} updates {how} by {fused.about.method}")
 
 
 def evaluate(
@@ -436,250 +624,3 @@ def evaluate(
         console.show_sites(scores)
     else:
         console.show_scores(data[0], scores[data[0]])
-
-
-def fuse(
-    output: Annotated[Path, typer.Option("-o", "--output", help="The fused model's file.")],
-    updates: Annotated[list[Path] | None, typer.Argument()] = None,
-    federation: FederationOption = None,
-    method: MaybeMethod = None,
-    sets: OfFusion = None,
-    start: Start = None,
-    num_examples: NumExamples = None,
-    quorum: Quorum = None,
-    model: Networks = None,
-    guard: Annotated[str | None, typer.Option(help="A filter first: clip, krum, median, trimmed or private.")] = None,
-    bounds: OverBounds = None,
-    align: AlignName = None,
-    server_data: ServerData = None,
-    unlabelled: Unlabelled = None,
-    seed: Annotated[int, typer.Option(help="Fixes every random draw of the server.")] = 0,
-    into: Into = None,
-    remove: Remove = None,
-    keep_sites: KeepSites = False,
-    partial: Partial = False,
-    shard_size: ShardSize = "5GB",
-    dtype: Dtype = None,
-    evidence: EvidenceFiles = None,
-    as_json: Json = False,
-) -> None:
-    """Anywhere: admit update files, fuse them, write one model file; no server needed.
-
-    UPDATES are files that `update` wrote, plain safetensors, or checkpoint folders as `save_pretrained` writes them,
-    with evidence in them where a method reads some (`fedfuse evidence`); of folders a folder is made.
-    """
-    with without_collecting():
-        from fedfuse.federation.fusion import fuse_files
-
-    updates, brought = updates or [], evidence_files(evidence)
-    read = (*updates, start, into, *(brought or []), *map(Path, remove or []))
-    if not output.is_dir() or all(path.suffix == ".safetensors" for path in updates):  # of folders a folder is made
-        check_written(output, *read, data=[server_data, unlabelled], federation=federation)
-    agreed = read_agreed(federation, model or [])
-    with console.err.status(f"fusing {len(updates)} updates"):
-        fused = fuse_files(
-            updates,
-            method,
-            sets or [],
-            federation=agreed,
-            start=start,
-            num_examples=numbers_of_examples(num_examples),
-            quorum=quorum,
-            models=model or [],
-            guard=guard,
-            bounds=bounds,
-            align=align,
-            server_data=server_data,
-            unlabelled=unlabelled,
-            seed=seed,
-            into=into,
-            remove=remove or [],
-            keep_sites=keep_sites,
-            evidence=brought,
-        )
-    save(fused.partial() if partial else fused, output, shard_size, dtype)
-    how = f"{'added up' if partial else 'fused'}{f' into the sums of {into}' if into else ''}"
-    say_fused(fused, output, len(updates), how, as_json)
-
-
-Model = Annotated[
-    str | None,
-    typer.Option(help="A model's name, or package.module:Class; lenet, mlp for tables, or a transformer for texts."),
-]
-Classes = Annotated[str | None, typer.Option(help="The names of all classes, with commas between.")]
-Size = Annotated[int | None, typer.Option(min=1, help="Width and height of pictures.")]
-Channels = Annotated[int | None, typer.Option(help="1 for grey pictures, 3 for colour.")]
-Shape = Annotated[str | None, typer.Option(help="Of one row where rows are arrays, as in 13 or 1,28,28.")]
-TextWidth = Annotated[int | None, typer.Option(min=2, help="Of texts: how many characters the network reads.")]
-Characters = Annotated[
-    Path | None, typer.Option(help="Of texts: a file of all characters there may be; by default ASCII, or --data's.")
-]
-FirstSite = Annotated[str | None, typer.Option(help="A first site's rows, for what is not said.")]
-Normalize = Annotated[
-    bool, typer.Option("--normalize", help="Scale inputs by that site's mean and deviation, which tells them.")
-]
-Unscaled = Annotated[
-    bool, typer.Option("--unscaled", help="Take a table's numbers as they are; no moments are awaited.")
-]
-LeastRows = Annotated[int | None, typer.Option(min=1, help="A site with fewer rows brings nothing.")]
-CommonStart = Annotated[Path | None, typer.Option(help="Common weights; by default drawn by the seed.")]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="model.key=…, local.key=… or method.key=…; may be repeated.")
-]
-
-
-def init(
-    folder: Annotated[Path, typer.Argument()],
-    more_moments: Annotated[list[Path] | None, typer.Argument()] = None,
-    model: Model = None,
-    method: MethodName = "fedavg",
-    task: TaskName = None,
-    classes: Classes = None,
-    image_size: Size = None,
-    channels: Channels = None,
-    shape: Shape = None,
-    length: TextWidth = None,
-    characters: Characters = None,
-    target: Target = None,
-    columns: Columns = None,
-    moments: MomentsFiles = None,
-    unscaled: Unscaled = False,
-    data: FirstSite = None,
-    normalize: Normalize = False,
-    least_rows: LeastRows = None,
-    all_examples: AllExamples = None,
-    sets: Settings = None,
-    start: CommonStart = None,
-    seed: Annotated[int, typer.Option(help="Fixes the start and every random draw at sites.")] = 0,
-    name: Annotated[str | None, typer.Option(help="What to call the federation.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Once, for everybody: write down what all sites agree on, with the weights they begin with.
-
-    FOLDER is made, to be sent to every site. A table's columns get their scale from --moments, or wait for `scale`;
-    MORE_MOMENTS are further files behind --moments.
-    """
-    read = (start, characters, *_all_moments(moments, more_moments))
-    for made_here in ("federation.toml", "w0.safetensors"):
-        check_written(folder / made_here, *read, data=[data])
-    from fedfuse.federation.agreement import TextAgreement
-    from fedfuse.federation.create import create_federation
-
-    made = create_federation(
-        folder,
-        model,
-        method,
-        task=task,
-        table=said_of_table(target, columns, _all_moments(moments, more_moments), unscaled),
-        classes=split_words(classes),
-        image_size=image_size,
-        channels=channels,
-        shape=_whole_numbers(shape, "--shape"),
-        texts=TextAgreement(length, characters),
-        data=data,
-        normalize=normalize,
-        least_rows=least_rows,
-        all_examples=all_examples,
-        sets=sets or [],
-        start=start,
-        seed=seed,
-        name=name,
-    )
-    _say_agreement(folder, made.agreement, as_json)
-
-
-def _all_moments(first: Sequence[Path] | None, more: Sequence[Path] | None) -> list[Path]:
-    """`--moments a b c` reads as one option and two arguments."""
-    if more and not first:
-        raise ConfigError(f"init makes one folder, and {more[0]} came too; name files of moments after --moments")
-    return [*(first or []), *(more or [])]
-
-
-def _say_agreement(folder: Path, agreed: Agreement, as_json: bool) -> None:
-    if as_json:
-        console.say_json({"folder": str(folder), **agreed.model_dump(mode="json", exclude_none=True)})
-        return
-    console.say(f"{folder}: {agreed.model.name} on {agreed.inputs}, fused by {agreed.method.name}")
-    named = {"regression": "targets", "multilabel": "targets", "language-model": "characters"}
-    console.say(f"{named.get(agreed.task, 'classes')}: {', '.join(agreed.output_names)}")
-    if agreed.awaits_moments:
-        console.say(
-            "its columns wait for a common scale: send the folder to every site, which runs: fedfuse moments "
-            f"--federation {folder} --data … -o ….moments; then fedfuse scale {folder} ….moments, and send it anew"
-        )
-    else:
-        _say_next(folder)
-
-
-def _say_next(folder: Path) -> None:
-    console.say(
-        f"send the folder to every site; each runs: fedfuse update --federation {folder} --data … -o ….safetensors"
-    )
-
-
-def _whole_numbers(text: str | None, option: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",")] if text else []
-    except ValueError as why:
-        raise ConfigError(f"{option} is {text!r}, expected whole numbers with commas between, as in 1,28,28") from why
-
-
-def moments(
-    data: Source,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The file to send.")],
-    federation: FederationOption = None,
-    task: TaskName = None,
-    target: Target = None,
-    columns: Columns = None,
-    least_rows: Annotated[int, typer.Option(min=1, help="Without a federation: fewer rows give no file.")] = 10,
-    client: Annotated[str | None, typer.Option(help="This site's name; by default the file's.")] = None,
-    as_json: Json = False,
-) -> None:
-    """At a site: write counts and sums of a table's columns, from which all sites get one scale; no row leaves it."""
-    from fedfuse.federation.agreement import read_federation
-    from fedfuse.federation.moments import moments_by_federation, moments_by_words
-
-    check_written(output, data=[data], federation=federation)
-    name = client or output.stem
-    if federation is None:
-        said = said_of_table(target, columns)
-        found = moments_by_words(data, name, task or "classification", said, least_rows)
-    else:
-        refuse_said({"--task": task, "--target": target, "--columns": columns})
-        found = moments_by_federation(read_federation(federation), data, name)
-    found.save(output)
-    size, warnings = output.stat().st_size, found.warnings()
-    if as_json:
-        told = {"rows": found.rows, "columns": list(found.columns), "reveals": list(found.reveals)}
-        console.say_json({"file": str(output), "bytes": size, **told, "warnings": warnings})
-        return
-    console.say(f"{output}: {size:,} bytes, sums of {found.rows:,} rows and {len(found.columns)} columns")
-    console.say(f"it reveals: {'; '.join(found.reveals)}")
-    for warning in warnings:
-        console.warn(warning)
-
-
-def scale(
-    folder: Annotated[Path, typer.Argument()],
-    moments: Annotated[list[Path], typer.Argument()],
-    as_json: Json = False,
-) -> None:
-    """Once, for everybody: give a federation of tables the common scale that all sites' moments add up to.
-
-    FOLDER is what `fedfuse init` made, MOMENTS are the files that sites sent.
-    """
-    from fedfuse.federation.agreement import read_federation
-    from fedfuse.federation.moments import scale_by_moments
-
-    for made_here in ("federation.toml", "w0.safetensors"):
-        check_written(folder / made_here, *moments)
-
-    made, added = scale_by_moments(read_federation(folder), moments)
-    for warning in added.warnings:
-        console.warn(warning)
-    if as_json:
-        plain = made.agreement.model_dump(mode="json", exclude_none=True)
-        console.say_json({"folder": str(folder), "sites": list(added.sites), "rows": added.rows, **plain})
-        return
-    console.say(f"{folder}: scaled by {added.rows:,} rows of {', '.join(added.sites)}")
-    _say_next(folder)

@@ -1,7 +1,7 @@
 """Data: where they come from, how they are shared out, what happens to pixels before the network.
 
 `load` brings a data set into memory, `partition` says which row belongs to whom, `heat_map` shows it. What is named
-here is imported when it is first used: whoever reads an experiment file needs the partitions' schemes and not torch.
+here is imported when it is first used: to read an experiment file takes the partitions' schemes and not torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Fetches an official file: resumes what was cut, checks the sum, and only then gives it its name.
+"""Finding files in the search roots, and downloading official ones that are in none of them.
 
 A download grows in `NAME.part`. A cut connection, a killed process or a full disk leaves that file behind,
-and the next attempt asks the server for the rest. The final name appears by an atomic rename.
+and the next attempt asks the server for the rest. The final name appears by an atomic rename, once the
+checksum is right.
 """
 
 from __future__ import annotations
@@ -22,13 +23,19 @@ from typing import BinaryIO
 from fedfuse.core.files import cache_folder, hold_folder, regular
 from fedfuse.data.images import SUFFIXES as PICTURES
 from fedfuse.data.official import Official, Part, Remote
-from fedfuse.data.progress import bar
-from fedfuse.data.stores import Store, open_store
+from fedfuse.data.stores import Store, bar, open_store
 from fedfuse.data.tables import SUFFIXES
 from fedfuse.data.texts import SUFFIXES as TEXTS
 from fedfuse.errors import ConfigError
 
 SHARED = Path("/usr/share/datasets")
+_FILES = (".npz", *SUFFIXES, *TEXTS)
+
+CHUNK = 1 << 18
+TIMEOUT = 30.0
+ATTEMPTS = 5
+PAUSE = 1.0
+"""Seconds before a cut download is taken up again; doubles each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +87,15 @@ def _inspect_store(store: Store, official: Official) -> LocatedDataset | None:
     return LocatedDataset(store, train, test, missing) if train and test else None
 
 
-_FILES = (".npz", *SUFFIXES, *TEXTS)
+def find_local(name: str) -> Path | None:
+    """The folder, `.npz` file, table or text of this name, from here or from a search root."""
+    for base in chain([Path()], roots()):
+        location = base / Path(name).expanduser()
+        if location.exists():
+            regular(location)
+        if location.is_dir() or (location.is_file() and location.suffix in _FILES):
+            return location
+    return None
 
 
 def files_at(source: str, output: Path) -> list[Path]:
@@ -98,24 +113,6 @@ def files_at(source: str, output: Path) -> list[Path]:
     return [output] if inside and output.exists() and output.suffix.lower() in rows else []
 
 
-def find_local(name: str) -> Path | None:
-    """The folder, `.npz` file, table or text of this name, from here or from a search root."""
-    for base in chain([Path()], roots()):
-        location = base / Path(name).expanduser()
-        if location.exists():
-            regular(location)
-        if location.is_dir() or (location.is_file() and location.suffix in _FILES):
-            return location
-    return None
-
-
-CHUNK = 1 << 18
-TIMEOUT = 30.0
-ATTEMPTS = 5
-PAUSE = 1.0
-"""Seconds before a cut download is taken up again; doubles each time."""
-
-
 def offline() -> bool:
     """Whether the user forbade downloads by setting FEDFUSE_OFFLINE to anything but 0."""
     return os.environ.get("FEDFUSE_OFFLINE", "0") not in ("", "0")
@@ -130,6 +127,14 @@ def fetch_all(official: Official, folder: Path) -> None:
         )
     for remote in official.remotes:
         fetch(remote, folder, _manual_instructions(official))
+
+
+def _manual_instructions(official: Official) -> str:
+    files = ", ".join(remote.name for remote in official.remotes)
+    return (
+        f"fetch {files} by hand ({official.homepage}) into a folder {official.folders[0]} and set "
+        "FEDFUSE_DATA to the folder that holds it"
+    )
 
 
 def fetch(remote: Remote, folder: Path, otherwise: str = "fetch it by hand") -> Path:
@@ -194,6 +199,12 @@ def _download(remote: Remote, part: Path, otherwise: str) -> None:
     raise _download_error(remote, f"{reason}{kept}", otherwise)
 
 
+def _download_error(remote: Remote, what: str, otherwise: str) -> ConfigError:
+    return ConfigError(
+        f"{remote.name} could not be fetched from {remote.url}: {what}; check the network, or {otherwise}"
+    )
+
+
 def _continue(remote: Remote, part: Path) -> bool:
     """Ask for what `part` lacks and append it; True when the server says nothing is missing."""
     have = _size(part)
@@ -206,7 +217,8 @@ def _continue(remote: Remote, part: Path) -> bool:
             return True
         raise
     with response:
-        start = _start(response)  # 0 when the server cannot resume and sends everything again.
+        match = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
+        start = int(match[1]) if response.status == 206 and match else 0  # else it sends everything again
         length = response.headers.get("Content-Length")
         total = start + int(length) if length else None
         with part.open("r+b" if start else "wb") as out:
@@ -216,30 +228,21 @@ def _continue(remote: Remote, part: Path) -> bool:
             return whole and total in (None, out.tell())
 
 
-def _start(response: http.client.HTTPResponse) -> int:
-    """The position in the file where the server's answer begins."""
-    match = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
-    return int(match[1]) if response.status == 206 and match else 0
-
-
 def _copy(response: http.client.HTTPResponse, out: BinaryIO, advance: Callable[[int], None]) -> bool:
     """Write what the server sends; False when it stopped in the middle."""
     try:
-        while block := _read(response):
-            out.write(block)
+        while True:
+            try:
+                block = response.read(CHUNK)
+            except (OSError, http.client.HTTPException):
+                return False
+            if not block:
+                return True
+            out.write(block)  # an OSError of the disk is not the server's and ends the download
             advance(len(block))
     finally:
         out.flush()
         os.fsync(out.fileno())
-    return block is not None
-
-
-def _read(response: http.client.HTTPResponse) -> bytes | None:
-    """The next block, nothing at the end, None when the connection broke."""
-    try:
-        return response.read(CHUNK)
-    except (OSError, http.client.HTTPException):
-        return None
 
 
 def _size(path: Path) -> int:
@@ -249,17 +252,3 @@ def _size(path: Path) -> int:
 def _md5(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-
-
-def _download_error(remote: Remote, what: str, otherwise: str) -> ConfigError:
-    return ConfigError(
-        f"{remote.name} could not be fetched from {remote.url}: {what}; check the network, or {otherwise}"
-    )
-
-
-def _manual_instructions(official: Official) -> str:
-    files = ", ".join(remote.name for remote in official.remotes)
-    return (
-        f"fetch {files} by hand ({official.homepage}) into a folder {official.folders[0]} and set "
-        "FEDFUSE_DATA to the folder that holds it"
-    )

@@ -1,6 +1,8 @@
-"""Pictures that lie in files of their own: folders of class folders, and Tiny-ImageNet.
+"""Pictures that lie in files of their own: folders of class folders, loose pictures of a site, and Tiny-ImageNet.
 
-Only the pictures that are asked for are decoded, so a limit saves time and memory.
+`ImageSplit` names pictures without decoding them, so a limit saves time and memory. An experiment insists on pictures
+that are alike (`folder_halves`, `ImageSplit.rows`); a site's folder may hold mixed sizes, grey and colour, and broken
+files, so `survey` first reads the headers and `decode_pictures` brings all to one form.
 """
 
 from __future__ import annotations
@@ -17,9 +19,8 @@ import torch
 from PIL import Image
 
 from fedfuse.core.inputs import PictureForm
-from fedfuse.data.progress import bar
 from fedfuse.data.rows import Array, Rows, stratified_split
-from fedfuse.data.stores import Folder, Store, damaged_error
+from fedfuse.data.stores import Folder, Store, bar, damaged_error
 from fedfuse.data.transforms import scale01
 from fedfuse.errors import ConfigError
 
@@ -54,17 +55,13 @@ class ImageSplit:
 
     def rows(self) -> Rows:
         """The pictures decoded, as float32 in [0, 1]."""
-        pixels = self._decode()
-        return Rows(scale01(torch.from_numpy(pixels)), torch.from_numpy(self.y.astype(np.int64)))
-
-    def _decode(self) -> Array:
         width, height = self.size or self.open(self.names[0]).size
         pixels = np.empty((len(self), 1 if self.gray else 3, height, width), dtype=np.uint8)
         with bar(f"reading {self.store.location.name}", len(self)) as advance:
             for row, name in enumerate(self.names):
                 pixels[row] = self.pixels(str(name), (width, height))
                 advance(1)
-        return pixels
+        return Rows(scale01(torch.from_numpy(pixels)), torch.from_numpy(self.y.astype(np.int64)))
 
     def pixels(self, name: str, size: tuple[int, int]) -> Array:
         """One picture as (channels, height, width) bytes."""
@@ -104,6 +101,16 @@ def _in_bytes(picture: Image.Image) -> Image.Image:
     return picture.convert("RGBA") if "transparency" in picture.info else picture
 
 
+def is_picture(name: str) -> bool:
+    """Whether a file name ends like a picture's.
+
+    Example:
+        >>> is_picture("cat.JPEG"), is_picture("notes.txt")
+        (True, False)
+    """
+    return Path(name).suffix.lower() in SUFFIXES
+
+
 def class_folders(
     location: Path, image_size: int | None = None, may_be_empty: Collection[str] = ()
 ) -> tuple[ImageSplit, tuple[str, ...]]:
@@ -131,6 +138,21 @@ def class_folders(
     return _split_from_class_lists(store, names, image_size), classes
 
 
+def _split_from_class_lists(store: Store, names: Sequence[Sequence[str]], image_size: int | None) -> ImageSplit:
+    """Pictures listed class by class, as one split."""
+    labels = np.repeat(np.arange(len(names)), [len(pictures) for pictures in names])
+    flat = np.array([name for pictures in names for name in pictures])
+    return ImageSplit(store, flat, labels, size=(image_size, image_size) if image_size else None)
+
+
+def half_folder(location: Path, half: str) -> str | None:
+    """The name of the folder that holds one half, if there is `train/` and with it `test/` or `val/`."""
+    tests = [name for name in ("test", "val") if (location / name).is_dir()]
+    if not tests or not (location / "train").is_dir():
+        return None
+    return "train" if half == "train" else tests[0]
+
+
 def folder_halves(
     location: Path, image_size: int | None = None, test_fraction: float = 0.2
 ) -> tuple[ImageSplit, ImageSplit, tuple[str, ...]]:
@@ -139,7 +161,7 @@ def folder_halves(
     With `train/` and `test/` (or `val/`) inside, those are the halves; otherwise the class folders lie on
     the first level and every class is split in the same proportion, always the same way.
     """
-    if (half := _test_half(location)) is None:
+    if (half := half_folder(location, "test")) is None:
         every, classes = class_folders(location, image_size)
         train, test = (every.take(index) for index in stratified_split(every.y, test_fraction))
     else:
@@ -147,18 +169,6 @@ def folder_halves(
         test = _relabel_test(*class_folders(location / half, image_size), classes)
     gray = train.is_gray() and test.is_gray()
     return replace(train, gray=gray), replace(test, gray=gray), classes
-
-
-def _test_half(location: Path) -> str | None:
-    """The name of the folder of test pictures beside `train/`, if the folder is laid out so."""
-    halves = [name for name in ("test", "val") if (location / name).is_dir()]
-    return halves[0] if halves and (location / "train").is_dir() else None
-
-
-def half_folder(location: Path, half: str) -> str | None:
-    """The name of the folder that holds one half, if the folder is laid out in halves."""
-    test = _test_half(location)
-    return None if test is None else "train" if half == "train" else test
 
 
 def _relabel_test(test: ImageSplit, test_classes: tuple[str, ...], classes: tuple[str, ...]) -> ImageSplit:
@@ -172,85 +182,18 @@ def _relabel_test(test: ImageSplit, test_classes: tuple[str, ...], classes: tupl
     return replace(test, y=label[test.y])
 
 
-def tiny_imagenet_train(store: Store) -> ImageSplit:
-    """The training pictures of Tiny-ImageNet: train/WNID/images/WNID_i.JPEG."""
-    names = [
-        [f"train/{one}/images/{name}" for name in store.listing(f"train/{one}/images") if is_picture(name)]
-        if store.has(f"train/{one}/images")
-        else []
-        for one in tiny_imagenet_ids(store)
-    ]
-    return replace(_split_from_class_lists(store, names, None), size=(64, 64))
-
-
-def tiny_imagenet_test(store: Store) -> ImageSplit:
-    """The validation pictures of Tiny-ImageNet, labelled by val/val_annotations.txt.
-
-    The official test pictures have no labels, so the validation pictures are what everybody tests on.
-    """
-    ids = {one: label for label, one in enumerate(tiny_imagenet_ids(store))}
-    where = "val/val_annotations.txt"
-    entries = [line.split("\t")[:2] for line in _lines(store, where)]
-    if bad := [entry for entry in entries if len(entry) != 2 or not _is_plain(entry[0]) or entry[1] not in ids]:
-        raise damaged_error(
-            store.location / where,
-            f"a line says {bad[0]}, expected the name of a picture without folders and a class of wnids.txt",
-        )
-    present = [(f"val/images/{name}", ids[one]) for name, one in entries if store.has(f"val/images/{name}")]
-    names, labels = [name for name, _ in present], [label for _, label in present]
-    return ImageSplit(store, np.array(names), np.array(labels, dtype=np.int64), size=(64, 64))
-
-
-def tiny_imagenet_ids(store: Store) -> tuple[str, ...]:
-    """The WordNet ids of the classes, sorted: their positions are the labels."""
-    ids = tuple(sorted(_lines(store, "wnids.txt")))
-    if bad := [one for one in ids if not _is_plain(one)]:
-        raise damaged_error(store.location / "wnids.txt", f"a line says {bad[0]!r}, expected an id without folders")
-    return ids
-
-
-def tiny_imagenet_classes(store: Store) -> tuple[str, ...]:
-    """A word for each class: the first synonym in words.txt, or the WordNet id without that file."""
-    lines = _lines(store, "words.txt") if store.has("words.txt") else []
-    words = {one: text.split(",")[0] for one, _, text in (line.partition("\t") for line in lines)}
-    return tuple(words.get(one, one) for one in tiny_imagenet_ids(store))
-
-
-def is_picture(name: str) -> bool:
-    """Whether a file name ends like a picture's.
-
-    Example:
-        >>> is_picture("cat.JPEG"), is_picture("notes.txt")
-        (True, False)
-    """
-    return Path(name).suffix.lower() in SUFFIXES
-
-
-def _is_plain(name: str) -> bool:
-    """Whether a name leads to no other folder."""
-    return not set(name) & {"/", "\\", "\0"} and name not in ("", ".", "..")
-
-
-def _split_from_class_lists(store: Store, names: Sequence[Sequence[str]], image_size: int | None) -> ImageSplit:
-    """Pictures listed class by class, as one split."""
-    labels = np.repeat(np.arange(len(names)), [len(pictures) for pictures in names])
-    flat = np.array([name for pictures in names for name in pictures])
-    return ImageSplit(store, flat, labels, size=(image_size, image_size) if image_size else None)
-
-
-def _lines(store: Store, name: str) -> list[str]:
-    try:
-        return [line for line in store.read(name).decode().splitlines() if line.strip()]
-    except UnicodeDecodeError as error:
-        raise damaged_error(store.location / name, error) from error
-
-
-_TOLD = 100  # broken pictures named in one sentence
+def loose_pictures(location: Path) -> ImageSplit | None:
+    """The pictures that lie in a folder itself, without classes, if there are any and no class folders."""
+    store = Folder(location)
+    entries = store.listing("")
+    names: Array = np.array([name for name in entries if is_picture(name) and (location / name).is_file()])
+    has_folders = any((location / name).is_dir() for name in entries)
+    return None if has_folders or not len(names) else ImageSplit(store, names, np.zeros(len(names), dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What pictures' headers say: how many there are of each (width, height), whether all are grey, who is broken."""
+    """What headers say: how many pictures there are of each (width, height), whether all are grey, which are broken."""
 
     sizes: Counter[tuple[int, int]]
     gray: bool
@@ -322,24 +265,72 @@ def decode_pictures(split: ImageSplit, form: PictureForm, skip_broken: bool = Fa
 
 
 def broken_error(location: Path, broken: Mapping[str, str], among: int) -> ConfigError:
-    """All broken pictures in one list."""
-    told = "; ".join(f"{name} ({why})" for name, why in list(broken.items())[:_TOLD])
-    more = f"; and {len(broken) - _TOLD} more" if len(broken) > _TOLD else ""
+    """All broken pictures in one list, the first hundred by name."""
+    most = 100
+    told = "; ".join(f"{name} ({why})" for name, why in list(broken.items())[:most])
+    more = f"; and {len(broken) - most} more" if len(broken) > most else ""
     way = "replace them, or leave them out with --skip-broken" if len(broken) < among else "no other is left"
     return ConfigError(f"{len(broken)} of {among} pictures in {location} cannot be read: {told}{more}; {way}")
 
 
-def loose_pictures(location: Path) -> ImageSplit | None:
-    """The pictures that lie in a folder itself, without classes, if there are any and no class folders."""
-    store = Folder(location)
-    entries = store.listing("")
-    names: Array = np.array([name for name in entries if is_picture(name) and (location / name).is_file()])
-    has_folders = any((location / name).is_dir() for name in entries)
-    return None if has_folders or not len(names) else ImageSplit(store, names, np.zeros(len(names), dtype=np.int64))
-
-
 def _reason(why: ConfigError) -> str:
-    """What is wrong with a picture, without the path that stands beside it."""
+    """What is wrong with a picture, without its path, which the list of broken pictures has already."""
     text = str(why).partition(" is damaged: ")[2] or str(why)
     text = text.removesuffix("; delete it and fetch it again")
     return "no picture" if "cannot identify" in text else text
+
+
+def tiny_imagenet_train(store: Store) -> ImageSplit:
+    """The training pictures of Tiny-ImageNet: train/WNID/images/WNID_i.JPEG."""
+    names = [
+        [f"train/{one}/images/{name}" for name in store.listing(f"train/{one}/images") if is_picture(name)]
+        if store.has(f"train/{one}/images")
+        else []
+        for one in tiny_imagenet_ids(store)
+    ]
+    return replace(_split_from_class_lists(store, names, None), size=(64, 64))
+
+
+def tiny_imagenet_test(store: Store) -> ImageSplit:
+    """The validation pictures of Tiny-ImageNet, labelled by val/val_annotations.txt.
+
+    The official test pictures have no labels, so the validation pictures are the usual test set.
+    """
+    ids = {one: label for label, one in enumerate(tiny_imagenet_ids(store))}
+    where = "val/val_annotations.txt"
+    entries = [line.split("\t")[:2] for line in _lines(store, where)]
+    if bad := [entry for entry in entries if len(entry) != 2 or not _is_plain(entry[0]) or entry[1] not in ids]:
+        raise damaged_error(
+            store.location / where,
+            f"a line says {bad[0]}, expected the name of a picture without folders and a class of wnids.txt",
+        )
+    present = [(f"val/images/{name}", ids[one]) for name, one in entries if store.has(f"val/images/{name}")]
+    names, labels = [name for name, _ in present], [label for _, label in present]
+    return ImageSplit(store, np.array(names), np.array(labels, dtype=np.int64), size=(64, 64))
+
+
+def tiny_imagenet_ids(store: Store) -> tuple[str, ...]:
+    """The WordNet ids of the classes, sorted: their positions are the labels."""
+    ids = tuple(sorted(_lines(store, "wnids.txt")))
+    if bad := [one for one in ids if not _is_plain(one)]:
+        raise damaged_error(store.location / "wnids.txt", f"a line says {bad[0]!r}, expected an id without folders")
+    return ids
+
+
+def tiny_imagenet_classes(store: Store) -> tuple[str, ...]:
+    """A word for each class: the first synonym in words.txt, or the WordNet id without that file."""
+    lines = _lines(store, "words.txt") if store.has("words.txt") else []
+    words = {one: text.split(",")[0] for one, _, text in (line.partition("\t") for line in lines)}
+    return tuple(words.get(one, one) for one in tiny_imagenet_ids(store))
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name leads to no other folder."""
+    return not set(name) & {"/", "\\", "\0"} and name not in ("", ".", "..")
+
+
+def _lines(store: Store, name: str) -> list[str]:
+    try:
+        return [line for line in store.read(name).decode().splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise damaged_error(store.location / name, error) from error

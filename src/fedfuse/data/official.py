@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol, Self
 
-import numpy as np
-
 from fedfuse.core.inputs import UNKNOWN, token_names
 from fedfuse.data import formats, images
-from fedfuse.data.formats import ArraySplit
-from fedfuse.data.rows import Array, Rows
+from fedfuse.data.rows import Array, ArraySplit, Rows, concatenate
 from fedfuse.data.stores import Store
-from fedfuse.data.table_sources import HOSPITALS, TableSplit, heart_halves
-from fedfuse.data.texts import CHARACTERS, PLAY_OPTIONS, PLAYS, read_first_words, read_last_words
+from fedfuse.data.table_sources import HOSPITALS, heart_halves
+from fedfuse.data.texts import CHARACTERS, PLAY_OPTIONS, PLAYS, read_plays
 
 DIGITS = tuple("0123456789")
 Part = tuple[str, ...]
@@ -78,7 +75,7 @@ class Official:
         read_train: reads the training parts that are there.
         read_test: reads the test parts that are there.
         classes: names the labels, or the tokens of texts.
-        options: what its readers may be told beside.
+        options: further keyword arguments of its readers.
         owners: how many hold its rows by nature, 0 where that is not known.
     """
 
@@ -99,13 +96,8 @@ class Official:
     owners: int = 0
 
 
-def _concatenate(splits: Sequence[ArraySplit]) -> ArraySplit:
-    # Even a single part is copied: torch wants arrays it may write to, and bytes read from a file are not.
-    return ArraySplit(np.concatenate([s.x for s in splits]), np.concatenate([s.y for s in splits]))
-
-
 def _read_idx(store: Store, parts: Sequence[Part]) -> ArraySplit:
-    return _concatenate(
+    return concatenate(
         [
             formats.parse_idx_pair(
                 store.read(pixels, _LARGEST_IDX), store.read(labels, _LARGEST_IDX), store.location / pixels
@@ -116,13 +108,13 @@ def _read_idx(store: Store, parts: Sequence[Part]) -> ArraySplit:
 
 
 def _read_cifar(store: Store, parts: Sequence[Part], label_bytes: int, label_at: int) -> ArraySplit:
-    return _concatenate(
+    return concatenate(
         [formats.parse_cifar(store.read(n), label_bytes, label_at, store.location / n) for (n,) in parts]
     )
 
 
 def _read_svhn(store: Store, parts: Sequence[Part]) -> ArraySplit:
-    return _concatenate([formats.parse_svhn(store.read(name), store.location / name) for (name,) in parts])
+    return concatenate([formats.parse_svhn(store.read(name), store.location / name) for (name,) in parts])
 
 
 def _read_tiny_train(store: Store, _: Sequence[Part]) -> images.ImageSplit:
@@ -145,7 +137,7 @@ class _FixedNames:
 
 @dataclass(frozen=True, slots=True)
 class _NamesFromFile:
-    """Class names in a text file beside the data, one a line; numbers without that file."""
+    """Class names in a text file next to the data, one a line; numbers without that file."""
 
     file: str
     count: int
@@ -313,7 +305,7 @@ _HOSPITAL_MD5 = (
 )
 
 
-def _read_hospitals(store: Store, parts: Sequence[Part], half: Literal["train", "test"]) -> TableSplit:
+def _read_hospitals(store: Store, parts: Sequence[Part], half: Literal["train", "test"]) -> ArraySplit:
     halves = heart_halves(store, [name.split(".")[1] for (name,) in parts])
     return halves.train if half == "train" else halves.test
 
@@ -352,8 +344,8 @@ SHAKESPEARE = Official(
             "6fb458f1232090904fb40fe944165e91",
         ),
     ),
-    read_train=read_first_words,
-    read_test=read_last_words,
+    read_train=partial(read_plays, half="train"),
+    read_test=partial(read_plays, half="test"),
     classes=_FixedNames(token_names((UNKNOWN, *CHARACTERS))),
     options=PLAY_OPTIONS,
     owners=10,

@@ -183,7 +183,7 @@ class ServerRowsConfig(BaseModel):
         count: how many rows.
         fraction: how many, as a share of the training rows; give one of the two.
         classes: from which classes: how many at random, or which; all classes when left out.
-        reserve: the last so many training rows go to no client, and the server's rows are drawn from them
+        reserve: this many training rows, the last ones, go to no client, and the server's rows are drawn from them
             (FedDUAP: 10,000 of CIFAR's 50,000). Without it, only the rows drawn are taken from the clients.
     """
 

@@ -1,6 +1,6 @@
 """Who holds what, as a heat map: in the terminal and as a picture.
 
-Colour follows the square root of the count, so that a handful of rows shows beside thousands.
+Colour follows the square root of the count, so that a handful of rows shows next to thousands.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class _Dots:
     draw: Callable[[list[float]], Text]
 
     def room(self, characters: int) -> int:
-        """How many values fit into so many characters."""
+        """How many values fit into this width."""
         return max(1, characters) * self.per_character
 
 
@@ -189,7 +189,7 @@ def save_heat_map(
     class_names: Sequence[str],
     title: str = "Who holds what",
 ) -> Path:
-    """The heat map as a PNG file, with the number of rows of each client beside it.
+    """The heat map as a PNG file, with a bar for the number of rows of each client.
 
     Args:
         path: where to write.
@@ -222,7 +222,7 @@ def _inches(clients: int, classes: int) -> tuple[float, float]:
 
 
 def _paint(figure: Any, counts: Tensor, client_ids: Sequence[str], class_names: Sequence[str]) -> None:
-    """The heat map, a bar per client beside it (or above it), and the scale."""
+    """The heat map, a bar per client at its side (or above it), and the scale."""
     upright = len(client_ids) <= UPRIGHT
     if upright:
         cells, bars = figure.subplots(1, 2, sharey=True, width_ratios=(5, 1))
@@ -259,7 +259,7 @@ def _paint_cells(axes: Any, table: Tensor) -> Any:
 
 
 def _name_axis(axes: Any, which: str, names: Sequence[str]) -> None:
-    """Names along an axis: all of them, or every so many when they would touch."""
+    """Names along an axis: all of them, or every n-th where they would touch."""
     step = _group_size(len(names), MARKS)
     shown = list(range(0, len(names), step))
     axis = axes.xaxis if which == "x" else axes.yaxis

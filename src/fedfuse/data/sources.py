@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,47 +24,16 @@ from fedfuse.core.files import cache_folder
 from fedfuse.core.inputs import TableForm
 from fedfuse.data import download, formats, images
 from fedfuse.data.download import find_local, locate
-from fedfuse.data.formats import NPZ_KEYS, ArraySplit
+from fedfuse.data.formats import NPZ_KEYS
 from fedfuse.data.official import DIGITS, OFFICIAL, Official, Split
-from fedfuse.data.rows import Dataset, Rows, stratified_split
-from fedfuse.data.table_sources import OPTIONS, TableSplit, open_table
+from fedfuse.data.rows import ArraySplit, Dataset, Rows, stratified_split
+from fedfuse.data.table_sources import OPTIONS, open_table
 from fedfuse.data.tables import SUFFIXES
 from fedfuse.data.texts import OPTIONS as TEXT_OPTIONS
 from fedfuse.data.texts import SUFFIXES as TEXTS
-from fedfuse.data.texts import TextSplit, open_texts, reads_texts
+from fedfuse.data.texts import open_texts, reads_texts
 from fedfuse.errors import ConfigError, DataMissing
 from fedfuse.tasks import CLASSIFICATION, Binary, Classification, LanguageModel, Task
-
-
-def outline(
-    source: str, *, train_limit: int | None = None, test_limit: int | None = None, task: Task = CLASSIFICATION
-) -> Dataset:
-    """A public set's form without its contents: as many rows, of the same shape, blank, with the labels in turn.
-
-    It shows whether an experiment is sound where the set itself is not at hand, and trains nothing.
-
-    Example:
-        >>> form = outline("cifar100", train_limit=500)
-        >>> form.train.x.shape, len(form.test), len(form.classes)
-        (torch.Size([500, 3, 32, 32]), 10000, 100)
-    """
-    known = OFFICIAL[source]
-    train, test = (
-        _blank_rows(known, rows, task)
-        for rows in (min(known.rows[0], train_limit or known.rows[0]), min(known.rows[1], test_limit or known.rows[1]))
-    )
-    names = tuple(map(str, range(known.labels)))
-    facts = {"source": source, "outline": True}
-    owners = tuple(f"owner-{row % known.owners}" for row in range(len(train))) if known.owners else ()
-    tokens = names if reads_texts(task) else ()
-    return Dataset(source, train, test, names, facts, task, owners=owners, vocabulary=tokens)
-
-
-def _blank_rows(known: Official, rows: int, task: Task) -> Rows:
-    x = torch.zeros((1,) * (1 + len(known.shape))).expand(rows, *known.shape)
-    y = torch.arange(rows) % known.labels
-    return Rows(x.long(), y[:, None].expand(rows, *known.shape)) if isinstance(task, LanguageModel) else Rows(x, y)
-
 
 __all__ = [
     "Dataset",
@@ -77,12 +47,20 @@ __all__ = [
     "outline",
     "source_names",
 ]
-
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 EMPTY = "classes_without_rows"
-"""The fact that tells which classes no row has, where nobody named the classes and labels decide how many there are."""
-
+"""The fact that lists classes without rows, where classes have no names and labels decide how many there are."""
 Options = Mapping[str, object]
+
+
+def source_names() -> tuple[str, ...]:
+    """The sources known by name.
+
+    Example:
+        >>> "digits" in source_names() and "mnist" in source_names()
+        True
+    """
+    return ("digits", *OFFICIAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,34 +78,6 @@ class SourceLocation:
     missing: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _OpenedSource:
-    """A source opened, before limits are applied; `official_rows` is set for public sets."""
-
-    name: str
-    train: Split
-    test: Split
-    classes: tuple[str, ...]
-    location: str
-    files: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-    official_rows: tuple[int, int] | None = None
-    facts: Mapping[str, object] = field(default_factory=dict)
-    form: TableForm | None = None
-    features: tuple[str, ...] = ()
-    vocabulary: tuple[str, ...] = ()
-
-
-def source_names() -> tuple[str, ...]:
-    """The sources known by name.
-
-    Example:
-        >>> "digits" in source_names() and "mnist" in source_names()
-        True
-    """
-    return ("digits", *OFFICIAL)
-
-
 def find(source: str) -> SourceLocation | None:
     """Where the files of a source lie, or None when they would have to be downloaded.
 
@@ -143,6 +93,18 @@ def find(source: str) -> SourceLocation | None:
         located = locate(OFFICIAL[source])
         return SourceLocation(source, str(located.store.location), located.missing) if located else None
     return SourceLocation(source, source if FUNCTION.fullmatch(source) else str(local_path(source)))
+
+
+def local_path(source: str) -> Path:
+    """The folder or `.npz` file a user means, or an error that says what else may have been meant."""
+    if (location := find_local(source)) is not None:
+        return location
+    close = difflib.get_close_matches(source.lower(), source_names(), n=1, cutoff=0.5)
+    raise ConfigError(
+        f"the data source {source!r} is unknown, expected {', '.join(source_names())}, a folder of class "
+        "folders, an .npz, .csv, .parquet, .jsonl or .txt file, or package.module:function; "
+        + (f"did you mean {close[0]!r}?" if close else "check the path.")
+    )
 
 
 def load(
@@ -180,6 +142,53 @@ def load(
     return _take_rows(_open(source, options or {}, task), train_limit, test_limit, seed, task)
 
 
+def load_or_outline(
+    source: str,
+    *,
+    train_limit: int | None = None,
+    test_limit: int | None = None,
+    options: Options | None = None,
+    task: Task = CLASSIFICATION,
+) -> Dataset:
+    """The data of a source, or the outline of a public set that is not, or not all, on this machine; no download."""
+    try:
+        if source in OFFICIAL and find(source) is None:
+            return outline(source, train_limit=train_limit, test_limit=test_limit, task=task)
+        return load(source, train_limit=train_limit, test_limit=test_limit, options=options, task=task)
+    except DataMissing:
+        return outline(source, train_limit=train_limit, test_limit=test_limit, task=task)
+
+
+def outline(
+    source: str, *, train_limit: int | None = None, test_limit: int | None = None, task: Task = CLASSIFICATION
+) -> Dataset:
+    """A public set's form without its contents: as many rows, of the same shape, blank, with the labels in turn.
+
+    It shows whether an experiment is sound where the set itself is not at hand, and trains nothing.
+
+    Example:
+        >>> form = outline("cifar100", train_limit=500)
+        >>> form.train.x.shape, len(form.test), len(form.classes)
+        (torch.Size([500, 3, 32, 32]), 10000, 100)
+    """
+    known = OFFICIAL[source]
+    train, test = (
+        _blank_rows(known, rows, task)
+        for rows in (min(known.rows[0], train_limit or known.rows[0]), min(known.rows[1], test_limit or known.rows[1]))
+    )
+    names = tuple(map(str, range(known.labels)))
+    facts = {"source": source, "outline": True}
+    owners = tuple(f"owner-{row % known.owners}" for row in range(len(train))) if known.owners else ()
+    tokens = names if reads_texts(task) else ()
+    return Dataset(source, train, test, names, facts, task, owners=owners, vocabulary=tokens)
+
+
+def _blank_rows(known: Official, rows: int, task: Task) -> Rows:
+    x = torch.zeros((1,) * (1 + len(known.shape))).expand(rows, *known.shape)
+    y = torch.arange(rows) % known.labels
+    return Rows(x.long(), y[:, None].expand(rows, *known.shape)) if isinstance(task, LanguageModel) else Rows(x, y)
+
+
 def load_arrays(
     name: str,
     arrays: Sequence[object],
@@ -203,33 +212,33 @@ def load_arrays(
     return _take_rows(raw, train_limit, test_limit, 0, task)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _OpenedSource:
+    """A source opened, before limits are applied; `official_rows` is set for public sets."""
+
+    name: str
+    train: Split
+    test: Split
+    classes: tuple[str, ...]
+    location: str
+    files: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    official_rows: tuple[int, int] | None = None
+    facts: Mapping[str, object] = field(default_factory=dict)
+    form: TableForm | None = None
+
+
 def _take_rows(raw: _OpenedSource, train_limit: int | None, test_limit: int | None, seed: int, task: Task) -> Dataset:
     """The rows of an opened source, within limits."""
     whole = raw.official_rows or (len(raw.train), len(raw.test))
     train = _take_limit(raw, "train", raw.train, train_limit, whole[0], seed)
     test = _take_limit(raw, "test", raw.test, test_limit, whole[1], seed + 1)
-    facts = {**raw.facts, **_facts(raw, train.rows(), test.rows())}
-    features = train.features if isinstance(train, TableSplit) else raw.features
-    owners = train.owners if isinstance(train, ArraySplit | TableSplit | TextSplit) else ()
-    tokens = train.vocabulary if isinstance(train, TextSplit) else raw.vocabulary
-    return Dataset(raw.name, train.rows(), test.rows(), raw.classes, facts, task, features, owners, tokens, raw.form)
-
-
-def load_or_outline(
-    source: str,
-    *,
-    train_limit: int | None = None,
-    test_limit: int | None = None,
-    options: Options | None = None,
-    task: Task = CLASSIFICATION,
-) -> Dataset:
-    """The data of a source, or the outline of a public set that is not, or not all, on this machine; no download."""
-    try:
-        if source in OFFICIAL and find(source) is None:
-            return outline(source, train_limit=train_limit, test_limit=test_limit, task=task)
-        return load(source, train_limit=train_limit, test_limit=test_limit, options=options, task=task)
-    except DataMissing:
-        return outline(source, train_limit=train_limit, test_limit=test_limit, task=task)
+    halves = train.rows(), test.rows()
+    facts = {**raw.facts, **_facts(raw, *halves)}
+    more: dict[str, Any] = {}
+    if isinstance(train, ArraySplit):
+        more = {"features": train.features, "owners": train.owners, "vocabulary": train.vocabulary}
+    return Dataset(raw.name, *halves, raw.classes, facts, task, form=raw.form, **more)
 
 
 def _take_limit(raw: _OpenedSource, half: str, split: Split, limit: int | None, whole: int, seed: int) -> Split:
@@ -294,27 +303,6 @@ def _open(source: str, options: Options, task: Task) -> _OpenedSource:
     return _open_folder(source, location, options)
 
 
-def _open_texts(source: str, location: Path, options: Options, task: Task) -> _OpenedSource:
-    """A folder or file of texts."""
-    if not reads_texts(task):
-        raise ConfigError(f"{location} holds texts; set task = 'text-classification' or 'language-model'")
-    _refuse_options(source, options, TEXT_OPTIONS)
-    found = open_texts(location, options, task)
-    return _OpenedSource(source, found.train, found.test, found.classes, str(location))
-
-
-def local_path(source: str) -> Path:
-    """The folder or `.npz` file a user means, or an error that says what else may have been meant."""
-    if (location := find_local(source)) is not None:
-        return location
-    close = difflib.get_close_matches(source.lower(), source_names(), n=1, cutoff=0.5)
-    raise ConfigError(
-        f"the data source {source!r} is unknown, expected {', '.join(source_names())}, a folder of class "
-        "folders, an .npz, .csv, .parquet, .jsonl or .txt file, or package.module:function; "
-        + (f"did you mean {close[0]!r}?" if close else "check the path.")
-    )
-
-
 def _refuse_options(source: str, options: Options, known: tuple[str, ...]) -> None:
     for name in options:
         if name not in known:
@@ -358,6 +346,15 @@ def _open_official(official: Official, options: Options) -> _OpenedSource:
     )
 
 
+def _open_texts(source: str, location: Path, options: Options, task: Task) -> _OpenedSource:
+    """A folder or file of texts."""
+    if not reads_texts(task):
+        raise ConfigError(f"{location} holds texts; set task = 'text-classification' or 'language-model'")
+    _refuse_options(source, options, TEXT_OPTIONS)
+    found = open_texts(location, options, task)
+    return _OpenedSource(source, found.train, found.test, found.classes, str(location))
+
+
 def _open_folder(source: str, location: Path, options: Options) -> _OpenedSource:
     """A folder of class folders."""
     _refuse_options(source, options, ("image_size", "test_fraction"))
@@ -387,14 +384,12 @@ def _open_function(source: str, options: Options, task: Task) -> _OpenedSource:
         train, test = (ArraySplit(half.x.numpy(), half.y.numpy()) for half in (returned.train, returned.test))
         return _OpenedSource(
             source,
-            replace(train, owners=returned.owners),
+            replace(train, owners=returned.owners, features=returned.features, vocabulary=returned.vocabulary),
             test,
             returned.classes,
             source,
             facts=returned.facts,
             form=returned.form,
-            features=returned.features,
-            vocabulary=returned.vocabulary,
         )
     if not isinstance(returned, tuple | list) or len(returned) != 4:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Where files lie: a folder, a zip or a tar, read by name and never unpacked.
+"""Where files lie: a folder, a zip or a tar, read by name and never unpacked; and the bar that shows slow reading.
 
 Reading an archive in place leaves no half-unpacked folder behind and lets no member name reach the disk.
 """
@@ -6,14 +6,27 @@ Reading an archive in place leaves no half-unpacked folder behind and lets no me
 from __future__ import annotations
 
 import io
+import sys
 import tarfile
 import zipfile
 import zlib
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from fedfuse.core.files import regular
 from fedfuse.errors import ConfigError
@@ -22,7 +35,7 @@ ARCHIVE_ERRORS = (OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.Tar
 """What the standard library raises on an archive that is cut short, scrambled or locked."""
 
 MOST_BYTES = 2**30
-"""A file or an archive's content may unzip to so many bytes, unless its reader knows better."""
+"""The most bytes that a file or an archive may unzip to, unless its reader sets another limit."""
 
 
 class Store(Protocol):
@@ -92,6 +105,26 @@ class Folder:
         return self.location / name
 
 
+def _gunzip(data: bytes, limit: int) -> bytes:
+    """What a gzipped file holds, which may be several such files in a row; nothing beyond the limit is unzipped."""
+    if not data:  # The standard library takes an empty file for an empty archive.
+        raise EOFError("it is empty")
+    out = io.BytesIO()
+    while data:
+        unzip = zlib.decompressobj(zlib.MAX_WBITS | 16)  # 16: with the header of gzip
+        out.write(unzip.decompress(data, limit + 1 - out.tell()))
+        if out.tell() > limit:
+            raise ValueError(_too_large(limit))
+        if not unzip.eof:
+            raise EOFError("it ends before its last byte")
+        data = unzip.unused_data.lstrip(b"\0")  # tapes and some tools pad with zeros
+    return out.getvalue()
+
+
+def _too_large(limit: int) -> str:
+    return f"it unzips to more than {limit:,} bytes"
+
+
 class Zip:
     """A zip archive; a single top folder is left out of the names."""
 
@@ -136,6 +169,13 @@ class Zip:
                 name, _, last = name.rpartition("/")
                 children[name].add(last)
         return dict(children)
+
+
+def _strip_top_folder(names: list[str]) -> dict[str, str]:
+    """Short name → name, where a top folder common to all names is dropped."""
+    tops = {name.partition("/")[0] for name in names}
+    drop = len(tops) == 1 and all("/" in name for name in names)
+    return {name.partition("/")[2] if drop else name: name for name in names}
 
 
 class Tar:
@@ -187,28 +227,21 @@ def open_store(location: Path) -> Store:
     return Tar(location) if ".tar" in location.suffixes else Folder(location)
 
 
-def _gunzip(data: bytes, limit: int) -> bytes:
-    """What a gzipped file holds, which may be several such files in a row; nothing beyond the limit is unzipped."""
-    if not data:  # The standard library takes an empty file for an empty archive.
-        raise EOFError("it is empty")
-    out = io.BytesIO()
-    while data:
-        unzip = zlib.decompressobj(zlib.MAX_WBITS | 16)  # 16: with the header of gzip
-        out.write(unzip.decompress(data, limit + 1 - out.tell()))
-        if out.tell() > limit:
-            raise ValueError(_too_large(limit))
-        if not unzip.eof:
-            raise EOFError("it ends before its last byte")
-        data = unzip.unused_data.lstrip(b"\0")  # tapes and some tools pad with zeros
-    return out.getvalue()
+@contextmanager
+def bar(what: str, total: int | None, *, done: int = 0, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
+    """A bar that fills as the function it gives is called with how much was done.
 
-
-def _too_large(limit: int) -> str:
-    return f"it unzips to more than {limit:,} bytes"
-
-
-def _strip_top_folder(names: list[str]) -> dict[str, str]:
-    """Short name → name, where a top folder common to all names is dropped."""
-    tops = {name.partition("/")[0] for name in names}
-    drop = len(tops) == 1 and all("/" in name for name in names)
-    return {name.partition("/")[2] if drop else name: name for name in names}
+    Example:
+        >>> with bar("reading", 3) as advance:
+        ...     advance(3)
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn() if in_bytes else MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    hidden = not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as progress:
+        task = progress.add_task(what, total=total, completed=done)
+        yield lambda amount: progress.advance(task, amount)

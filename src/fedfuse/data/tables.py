@@ -1,7 +1,7 @@
-"""Tables of people, machines or days: CSV and Parquet files, their columns told by name and never by place.
+"""Tables: CSV and Parquet files read as text, the moments of their columns, and rows encoded by a common form.
 
-A form says which columns there are, what kind each is of and how it is scaled; it comes from moments, which sites can
-add up without showing a row, so that no site's scale decides.
+Columns are found by name, never by position. `RawTable` is a file in memory, `TableMoments` the counts and sums that
+sites add up without showing a row, and `encode_table` gives the rows in the form that follows from those moments.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 
 from fedfuse.core.files import regular
 from fedfuse.core.inputs import CategoricalColumn, NumericColumn, Scale, TableForm, TargetColumn, split_heading
-from fedfuse.core.settings import Settings, validate_settings
+from fedfuse.core.settings import Settings
 from fedfuse.data.rows import Array
 from fedfuse.errors import ConfigError, suggest
 
@@ -215,7 +215,7 @@ Kind = Literal["numeric", "categorical"]
 
 
 class ColumnMoments(Settings):
-    """What one site tells of one column.
+    """What one site discloses of one column.
 
     Attributes:
         kind: numeric or categorical.
@@ -224,7 +224,7 @@ class ColumnMoments(Settings):
         total: Σ x, of numbers.
         square: Σ x².
         levels: how many rows each category has.
-        unit: of numbers, where it is told.
+        unit: of numbers, where it is known.
     """
 
     kind: Kind
@@ -237,11 +237,29 @@ class ColumnMoments(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        # Cauchy-Schwarz, with room for the rounding of both sums: moments come from other sites and may be forged.
         if self.total**2 > self.count * self.square * (1 + 1e-9) + 1e-9:
             raise ValueError("(Σx)² is more than n Σx², which no numbers have")
         if self.kind == "categorical" and sum(self.levels.values()) != self.count:
             raise ValueError(f"its categories have {sum(self.levels.values())} rows and {self.count} are counted")
         return self
+
+    @classmethod
+    def of(cls, table: RawTable, name: str, kind: Kind) -> ColumnMoments:
+        """The moments of one column of a table.
+
+        Raises:
+            ConfigError: naming the row of a word in a numeric column.
+        """
+        if kind == "categorical":
+            words = table.words(name)
+            levels = {w: words.count(w) for w in sorted({w for w in words if w is not None})}
+            return cls(kind=kind, count=sum(levels.values()), missing=words.count(None), levels=levels)
+        x = table.numbers(name)
+        there = x[~np.isnan(x)]
+        total, square = float(there.sum()), float((there**2).sum())
+        unit, missing = table.units.get(name, ""), len(x) - len(there)
+        return cls(kind=kind, count=len(there), missing=missing, total=total, square=square, unit=unit)
 
     @property
     def mean(self) -> float:
@@ -250,7 +268,8 @@ class ColumnMoments(Settings):
 
     @property
     def std(self) -> float:
-        """Their deviation, dividing by n; 1 for numbers that do not vary."""
+        """The standard deviation, dividing by n; 1 for numbers that do not vary."""
+        # E[x²] − E[x]² cancels: below 1e-9 of the mean only rounding is left, and dividing by it would blow that up.
         found = math.sqrt(max(self.square / max(self.count, 1) - self.mean**2, 0.0))
         return found if found > 1e-9 * abs(self.mean) and found > 0 else 1.0
 
@@ -260,41 +279,21 @@ class ColumnMoments(Settings):
         sums = {name: getattr(self, name) + getattr(other, name) for name in ("count", "missing", "total", "square")}
         return ColumnMoments(kind=self.kind, levels=levels, unit=self.unit or other.unit, **sums)
 
-
-def encode_table(form: TableForm, table: RawTable) -> torch.Tensor:
-    """Rows as a network reads them, float32.
-
-    Example:
-        >>> form = TableForm(columns=[NumericColumn(name="age", mean=50, std=10),
-        ...                           CategoricalColumn(name="sex", levels=["f", "m"], mode="f")])
-        >>> encode_table(form, RawTable("here", {"sex": ["m", None], "age": ["60", None]})).tolist()
-        [[1.0, 1.0], [0.0, 0.0]]
-
-    Raises:
-        ConfigError: naming a column that is not there, or is of another kind or unit.
-    """
-    parts = [_encode(column, table) for column in form.columns]
-    return torch.from_numpy(np.concatenate(parts, 1)).float()
-
-
-def _encode(column: NumericColumn | CategoricalColumn, table: RawTable) -> Array:
-    if isinstance(column, CategoricalColumn):
-        return _encode_words(column, table)
-    table.check_unit(column.name, column.unit)
-    x = table.numbers(column.name)
-    absent = np.isnan(x)
-    z = np.where(absent, 0.0, (x - column.mean) / column.std)
-    return np.stack([z, absent], 1) if column.indicator else z[:, None]
-
-
-def _encode_words(column: CategoricalColumn, table: RawTable) -> Array:
-    """Zeros and ones."""
-    words = table.words(column.name, column.levels)
-    common = column.mode or column.levels[0]
-    at = np.array([column.levels.index(common if w is None else w) for w in words], dtype=np.int64)
-    one_hot = np.eye(len(column.levels))[at][:, 1:]
-    absent = np.array([[w is None] for w in words], dtype=np.float64)
-    return np.concatenate([one_hot, absent], 1) if column.indicator else one_hot
+    def rescale(self, column: NumericColumn | CategoricalColumn) -> NumericColumn | CategoricalColumn:
+        """A column with the mean and standard deviation, or the most frequent category, of these moments."""
+        if self.kind != column.kind:
+            raise ConfigError(
+                f"column {column.name!r} is {column.kind} and its moments are of a {self.kind} one; ask anew"
+            )
+        if isinstance(column, NumericColumn):
+            return column.model_copy(update={"mean": self.mean, "std": self.std, "indicator": self.missing > 0})
+        if unknown := sorted(set(self.levels) - set(column.levels)):
+            raise ConfigError(
+                f"column {column.name!r}: a site has the category {unknown[0]!r}, expected one of "
+                f"{', '.join(column.levels)}; correct it there, or let the federation know it"
+            )
+        mode = max(column.levels, key=lambda level: (self.levels.get(level, 0), level))
+        return column.model_copy(update={"mode": mode, "indicator": self.missing > 0})
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +309,7 @@ class TableMoments:
     def of(cls, table: RawTable, names: Sequence[str], kinds: Mapping[str, Kind] | None = None) -> TableMoments:
         """The moments of one table's columns, of the kinds that were agreed on.
 
-        Cells decide the kind of a column that nobody has decided: it is numeric if all of them are numbers.
+        Where no kind was agreed on, a column is numeric if every cell that is there is a number.
 
         Example:
             >>> table = RawTable("here", {"age": ["60", "40", None], "sex": ["f", "m", "m"]})
@@ -321,13 +320,11 @@ class TableMoments:
         Raises:
             ConfigError: naming the row of a word among numbers that were agreed on.
         """
-        known = kinds or {}
-        return cls(
-            {
-                name: _moments(table, name, known.get(name) or ("numeric" if table.is_numeric(name) else "categorical"))
-                for name in names
-            }
-        )
+        columns = {}
+        for name in names:
+            kind = (kinds or {}).get(name) or ("numeric" if table.is_numeric(name) else "categorical")
+            columns[name] = ColumnMoments.of(table, name, kind)
+        return cls(columns)
 
     def __add__(self, other: TableMoments) -> TableMoments:
         if odd := sorted(self.columns.keys() ^ other.columns.keys()):
@@ -349,18 +346,35 @@ class TableMoments:
 
     def form(self, targets: Sequence[TargetColumn] = (), scale: Scale = "moments") -> TableForm:
         """The form the pooled rows have: columns by name, mean and standard deviation, categories in order."""
-        columns = tuple(_column(name, m) for name, m in sorted(self.columns.items()))
-        return TableForm(columns=columns, targets=tuple(targets), scale=scale)
+        columns = []
+        for name in sorted(self.columns):
+            moments = self._of(name)
+            if moments.kind == "categorical":
+                columns.append(moments.rescale(CategoricalColumn(name=name, levels=tuple(sorted(moments.levels)))))
+            else:
+                columns.append(moments.rescale(NumericColumn(name=name, unit=moments.unit)))
+        return TableForm(columns=tuple(columns), targets=tuple(targets), scale=scale)
+
+    def form_for(self, targets: Sequence[TargetColumn]) -> TableForm:
+        """The form of all columns but the targets, with the targets' own scale where they are numbers."""
+        names = {target.name for target in targets}
+        inputs = TableMoments({name: m for name, m in self.columns.items() if name not in names})
+        return self.rescale(inputs.form(targets))
 
     def rescale(self, form: TableForm) -> TableForm:
         """An agreed form with the scale of these moments: its columns, units, categories and order stay.
 
         Raises:
-            ConfigError: naming a column whose moments are not there, or that nobody has values of.
+            ConfigError: naming a column that has no moments, or no values at any site.
         """
-        columns = tuple(_rescale_column(column, self._of(column.name)) for column in form.columns)
-        targets = tuple(_rescale_target(t, self.columns.get(t.name)) for t in form.targets)
-        return form.model_copy(update={"columns": columns, "targets": targets, "scale": "moments"})
+        columns = tuple(self._of(column.name).rescale(column) for column in form.columns)
+        targets = []
+        for target in form.targets:
+            m = self.columns.get(target.name)
+            if m is not None and m.kind == "numeric":  # names of classes have no scale
+                target = target.model_copy(update={"mean": m.mean, "std": m.std, "unit": target.unit or m.unit})
+            targets.append(target)
+        return form.model_copy(update={"columns": columns, "targets": tuple(targets), "scale": "moments"})
 
     def _of(self, name: str) -> ColumnMoments:
         if name not in self.columns:
@@ -368,21 +382,6 @@ class TableMoments:
         if not self.columns[name].count:
             raise ConfigError(f"column {name!r} is missing in every row of every site; leave it out")
         return self.columns[name]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for a file."""
-        return {name: column.model_dump(mode="json") for name, column in self.columns.items()}
-
-    @classmethod
-    def from_json(cls, given: object, where: str) -> TableMoments:
-        """Read them back.
-
-        Raises:
-            ConfigError: naming what cannot be.
-        """
-        if not isinstance(given, Mapping) or not given:
-            raise ConfigError(f"{where} holds no moments of columns; make it with `fedfuse moments`")
-        return cls({str(n): validate_settings(ColumnMoments, m, f"{where}: {n}") for n, m in given.items()})
 
 
 def looks_like_another_unit(mean: float, std: float, common_mean: float, common_std: float) -> bool:
@@ -399,47 +398,33 @@ def looks_like_another_unit(mean: float, std: float, common_mean: float, common_
     return apart > 5 * wide or (apart > 2 * wide and wide > 5 * narrow)
 
 
-def _moments(table: RawTable, name: str, kind: Kind) -> ColumnMoments:
-    if kind == "categorical":
-        words = table.words(name)
-        levels = {w: words.count(w) for w in sorted({w for w in words if w is not None})}
-        return ColumnMoments(kind="categorical", count=sum(levels.values()), missing=words.count(None), levels=levels)
-    x = table.numbers(name)
-    there = x[~np.isnan(x)]
-    return ColumnMoments(
-        kind="numeric",
-        count=len(there),
-        missing=len(x) - len(there),
-        total=float(there.sum()),
-        square=float((there**2).sum()),
-        unit=table.units.get(name, ""),
-    )
+def encode_table(form: TableForm, table: RawTable) -> torch.Tensor:
+    """Rows as a network reads them, float32: z-scores, categories one-hot without the first, and indicators of gaps.
 
+    A missing number becomes the mean and a missing category the most frequent one.
 
-def _column(name: str, m: ColumnMoments) -> NumericColumn | CategoricalColumn:
-    if not m.count:
-        raise ConfigError(f"column {name!r} is missing in every row of every site; leave it out")
-    if m.kind == "categorical":
-        return _rescale_column(CategoricalColumn(name=name, levels=tuple(sorted(m.levels))), m)
-    return _rescale_column(NumericColumn(name=name, unit=m.unit), m)
+    Example:
+        >>> form = TableForm(columns=[NumericColumn(name="age", mean=50, std=10),
+        ...                           CategoricalColumn(name="sex", levels=["f", "m"], mode="f")])
+        >>> encode_table(form, RawTable("here", {"sex": ["m", None], "age": ["60", None]})).tolist()
+        [[1.0, 1.0], [0.0, 0.0]]
 
-
-def _rescale_column(column: NumericColumn | CategoricalColumn, m: ColumnMoments) -> NumericColumn | CategoricalColumn:
-    if m.kind != column.kind:
-        raise ConfigError(f"column {column.name!r} is {column.kind} and its moments are of a {m.kind} one; ask anew")
-    if isinstance(column, NumericColumn):
-        return column.model_copy(update={"mean": m.mean, "std": m.std, "indicator": m.missing > 0})
-    if unknown := sorted(set(m.levels) - set(column.levels)):
-        raise ConfigError(
-            f"column {column.name!r}: a site has the category {unknown[0]!r}, expected one of "
-            f"{', '.join(column.levels)}; correct it there, or let the federation know it"
-        )
-    mode = max(column.levels, key=lambda level: (m.levels.get(level, 0), level))
-    return column.model_copy(update={"mode": mode, "indicator": m.missing > 0})
-
-
-def _rescale_target(target: TargetColumn, m: ColumnMoments | None) -> TargetColumn:
-    """A number's scale; names of classes have none."""
-    if m is None or m.kind == "categorical":
-        return target
-    return target.model_copy(update={"mean": m.mean, "std": m.std, "unit": target.unit or m.unit})
+    Raises:
+        ConfigError: naming a column that is not there, or is of another kind or unit.
+    """
+    parts: list[Array] = []
+    for column in form.columns:
+        if isinstance(column, CategoricalColumn):
+            words = table.words(column.name, column.levels)
+            absent = np.array([word is None for word in words])
+            filled = [column.mode or column.levels[0] if word is None else word for word in words]
+            levels = np.array([column.levels.index(word) for word in filled], dtype=np.int64)
+            parts.append(np.eye(len(column.levels))[levels][:, 1:])
+        else:
+            table.check_unit(column.name, column.unit)
+            x = table.numbers(column.name)
+            absent = np.isnan(x)
+            parts.append(np.where(absent, 0.0, (x - column.mean) / column.std)[:, None])
+        if column.indicator:
+            parts.append(absent[:, None].astype(np.float64))
+    return torch.from_numpy(np.concatenate(parts, 1)).float()

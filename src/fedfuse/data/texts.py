@@ -1,11 +1,14 @@
-"""Texts as rows of tokens: a vocabulary of characters, windows of equal length, and who wrote what."""
+"""Texts as rows of tokens: as an experiment's source (`open_texts`), as a site's own (`read_text_rows`), and the plays.
+
+A token is a character's place in a vocabulary, 0 for any it lacks. A text classifier reads each text cut or padded to
+one length (`pad`); a language model reads windows, each position's target being the next character (`cut_windows`).
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,42 +19,26 @@ from fedfuse.core.files import regular
 from fedfuse.core.inputs import UNKNOWN, TextForm, token_names
 from fedfuse.core.metadata import names_text
 from fedfuse.data.images import half_folder
-from fedfuse.data.rows import Array, Rows, stratified_split
+from fedfuse.data.rows import Array, ArraySplit, Halves, Rows, SiteRows, stratified_split
 from fedfuse.data.stores import Store, damaged_error
 from fedfuse.errors import ConfigError, suggest
 from fedfuse.tasks import LanguageModel, Task, TextClassification
 from fedfuse.tasks.language import NO_TARGET, PADDING
 
+OPTIONS = ("length", "test_fraction", "text", "label", "client")
+SUFFIXES = (".jsonl", ".txt")
+LENGTH = 80
+_TEST_FRACTION = 0.2
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TextSplit:
-    """Texts as tokens, their targets, who wrote each where that is known, and what tokens stand for."""
-
-    x: Array
-    y: Array
-    owners: tuple[str, ...] = ()
-    vocabulary: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def take(self, index: Array) -> TextSplit:
-        """The rows at these positions."""
-        owners = tuple(self.owners[i] for i in index) if self.owners else ()
-        return replace(self, x=self.x[index], y=self.y[index], owners=owners)
-
-    def rows(self) -> Rows:
-        """The rows as tensors."""
-        return Rows(torch.from_numpy(self.x.copy()), torch.from_numpy(self.y.copy()))
+PLAYS = "input.txt"
+PLAY_OPTIONS = ("length", "speakers", "test_fraction")
+CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+"""Those of the plays, so that the vocabulary is the same whichever speakers are chosen."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextHalves:
-    """Texts to train on and texts to judge on, and the names of their targets."""
-
-    train: TextSplit
-    test: TextSplit
-    classes: tuple[str, ...]
+def reads_texts(task: Task) -> bool:
+    """Whether a task's rows are texts."""
+    return isinstance(task, LanguageModel | TextClassification)
 
 
 def vocabulary_of(texts: Iterable[str]) -> tuple[str, ...]:
@@ -76,7 +63,7 @@ def encode(text: str, vocabulary: Sequence[str]) -> Array:
 
 
 def cut_windows(tokens: Array, length: int) -> tuple[Array, Array]:
-    """Windows of so many tokens, one behind the other, and the token that follows each of theirs.
+    """Consecutive windows of `length` tokens, and for each of their tokens the one that follows it.
 
     The last window is filled up with padding, which has no target.
 
@@ -93,31 +80,6 @@ def cut_windows(tokens: Array, length: int) -> tuple[Array, Array]:
     return x, y
 
 
-def language_halves(
-    texts: Mapping[str, str], length: int, fraction: float, vocabulary: Sequence[str] = ()
-) -> TextHalves:
-    """Each writer's text cut into windows: the first part of it to train on, the last to judge on.
-
-    Args:
-        texts: by writer.
-        length: of a window, in characters.
-        fraction: of each text that is judged on.
-        vocabulary: where it is fixed; else the characters of all training texts.
-    """
-    begins = {who: round((1 - fraction) * len(text)) for who, text in texts.items()}
-    known = tuple(vocabulary) or vocabulary_of(text[: begins[who]] for who, text in texts.items())
-    train = [cut_windows(encode(text[: begins[who]], known), length) for who, text in texts.items()]
-    test = [cut_windows(encode(text[begins[who] :], known), length) for who, text in texts.items()]
-    owners = tuple(who for who, (x, _) in zip(texts, train, strict=True) for _ in x)
-    return TextHalves(_join(train, known, owners), _join(test, known), token_names(known))
-
-
-def _join(parts: Sequence[tuple[Array, Array]], vocabulary: tuple[str, ...], owners: tuple[str, ...] = ()) -> TextSplit:
-    if not any(len(x) for x, _ in parts):
-        raise ConfigError("there is no text of two characters, so nothing is to be told; give longer texts")
-    return TextSplit(np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts]), owners, vocabulary)
-
-
 def pad(texts: Sequence[str], length: int, vocabulary: Sequence[str]) -> Array:
     """Texts as rows of tokens, cut or filled up to one length.
 
@@ -132,63 +94,6 @@ def pad(texts: Sequence[str], length: int, vocabulary: Sequence[str]) -> Array:
     return x
 
 
-OPTIONS = ("length", "test_fraction", "text", "label", "client")
-SUFFIXES = (".jsonl", ".txt")
-LENGTH, _FRACTION = 80, 0.2
-
-PLAYS = "input.txt"
-PLAY_OPTIONS = ("length", "speakers", "test_fraction")
-CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-"""Those of the plays, so that the vocabulary is the same whoever is chosen."""
-
-
-def reads_texts(task: Task) -> bool:
-    """Whether a task's rows are texts."""
-    return isinstance(task, LanguageModel | TextClassification)
-
-
-def read_plays(
-    store: Store,
-    parts: object,  # noqa: ARG001 - the form of readers; there is one file
-    half: Literal["train", "test"],
-    length: int = LENGTH,
-    speakers: int = 0,
-    test_fraction: float = _FRACTION,
-) -> TextSplit:
-    """One half of what the speakers of the plays say, in windows of characters with the next as target.
-
-    Args:
-        store: where the text lies.
-        parts: its one file.
-        half: the first part of what each speaker says, or the last.
-        length: of a window.
-        speakers: how many, those who say the most; 0 for all.
-        test_fraction: of each speaker's words that are judged on.
-    """
-    spoken = speeches(store.read(PLAYS).decode("utf-8"), store.location / PLAYS)
-    most = sorted(spoken, key=lambda who: (-len(spoken[who]), who))[: _whole("speakers", speakers, 0) or None]
-    chosen = {who: spoken[who] for who in sorted(most)}
-    length, fraction = _whole("length", length), _share("test_fraction", test_fraction)
-    halves = language_halves(chosen, length, fraction, (UNKNOWN, *CHARACTERS))
-    return halves.train if half == "train" else halves.test
-
-
-def speeches(text: str, where: object) -> dict[str, str]:
-    r"""What each speaker of a play says, in order: a name and a colon, then lines up to an empty one.
-
-    Example:
-        >>> speeches("All:\nSpeak.\n\nFirst:\nYou are\nresolved?\n\nAll:\nResolved.\n", "a play")
-        {'All': 'Speak.\nResolved.\n', 'First': 'You are\nresolved?\n'}
-    """
-    spoken: dict[str, list[str]] = {}
-    for part in text.split("\n\n"):
-        name, _, words = part.strip("\n").partition("\n")
-        if not name.endswith(":"):
-            raise damaged_error(where, f"a speech begins with {name[:40]!r}, expected a name and a colon")
-        spoken.setdefault(name[:-1], []).append(words + "\n")
-    return {who: "".join(words) for who, words in spoken.items()}
-
-
 @dataclass(frozen=True, slots=True)
 class WrittenText:
     """One text, its class and its writer where they are known, and where it stands in its source."""
@@ -197,24 +102,6 @@ class WrittenText:
     label: str | None
     owner: str | None
     place: str
-
-
-def open_texts(location: Path, options: Mapping[str, object], task: Task) -> TextHalves:
-    """A folder of `.txt` files, one such file, or a `.jsonl` file, as a source.
-
-    In a folder, the folder that a file lies in is its class, or for a language model its writer; files beside each
-    other without a folder are writers of their own. A line of a `.jsonl` is an object with the keys `text` and `label`;
-    options of those names say otherwise, and `client` names the key of the writer.
-
-    Raises:
-        ConfigError: naming the file and line that cannot be.
-    """
-    length = _whole("length", options.get("length", LENGTH))
-    fraction = _share("test_fraction", options.get("test_fraction", _FRACTION))
-    texts = read_texts(location, options, task)
-    if isinstance(task, LanguageModel):
-        return language_halves(texts_by_owner(texts), length, fraction)
-    return _class_halves(texts, length, fraction, location)
 
 
 def read_texts(location: Path, options: Mapping[str, object], task: Task) -> list[WrittenText]:
@@ -227,27 +114,6 @@ def read_texts(location: Path, options: Mapping[str, object], task: Task) -> lis
     if not any(text.words for text in texts):
         raise ConfigError(f"{location} holds no text; put .txt files in it, or give a .jsonl file")
     return texts
-
-
-def texts_by_owner(texts: list[WrittenText]) -> dict[str, str]:
-    """What each writer wrote, text after text; `all` is whoever is not named."""
-    together: dict[str, list[str]] = {}
-    for text in texts:
-        together.setdefault(text.owner or "all", []).append(text.words)
-    return {who: "\n".join(words) for who, words in together.items()}
-
-
-def _class_halves(texts: list[WrittenText], length: int, fraction: float, location: Path) -> TextHalves:
-    if any(text.label is None for text in texts):
-        raise ConfigError(f"{location}: a text has no class; put it into a folder of that name, or add a label")
-    classes = tuple(sorted({str(text.label) for text in texts}))
-    y = np.array([classes.index(str(text.label)) for text in texts], dtype=np.int64)
-    train, test = stratified_split(y, fraction)
-    vocabulary = vocabulary_of(texts[i].words for i in train)
-    x = pad([text.words for text in texts], length, vocabulary)
-    owners = tuple(texts[i].owner or "unknown" for i in train) if any(t.owner for t in texts) else ()
-    own, rest = (TextSplit(x[half], y[half], vocabulary=vocabulary) for half in (train, test))
-    return TextHalves(replace(own, owners=owners), rest, classes)
 
 
 def _read_folder(location: Path, task: Task) -> Iterator[WrittenText]:
@@ -297,6 +163,67 @@ def read_words(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read as UTF-8 text: {why}") from why
 
 
+def open_texts(location: Path, options: Mapping[str, object], task: Task) -> Halves:
+    """A folder of `.txt` files, one such file, or a `.jsonl` file, as a source.
+
+    In a folder, the folder that a file lies in is its class, or for a language model its writer; files next to each
+    other without a folder are writers of their own. A line of a `.jsonl` is an object with the keys `text` and `label`;
+    options of those names say otherwise, and `client` names the key of the writer.
+
+    Raises:
+        ConfigError: naming the file and line that cannot be.
+    """
+    length = _whole("length", options.get("length", LENGTH))
+    fraction = _share("test_fraction", options.get("test_fraction", _TEST_FRACTION))
+    texts = read_texts(location, options, task)
+    if isinstance(task, LanguageModel):
+        return language_halves(texts_by_owner(texts), length, fraction)
+    if any(text.label is None for text in texts):
+        raise ConfigError(f"{location}: a text has no class; put it into a folder of that name, or add a label")
+    classes = tuple(sorted({str(text.label) for text in texts}))
+    y = np.array([classes.index(str(text.label)) for text in texts], dtype=np.int64)
+    train, test = stratified_split(y, fraction)
+    vocabulary = vocabulary_of(texts[i].words for i in train)
+    x = pad([text.words for text in texts], length, vocabulary)
+    owners = tuple(texts[i].owner or "unknown" for i in train) if any(text.owner for text in texts) else ()
+    own, rest = (ArraySplit(x[half], y[half], vocabulary=vocabulary) for half in (train, test))
+    return Halves(replace(own, owners=owners), rest, classes)
+
+
+def texts_by_owner(texts: list[WrittenText]) -> dict[str, str]:
+    """What each writer wrote, text after text; texts without a named writer are those of `all`."""
+    together: dict[str, list[str]] = {}
+    for text in texts:
+        together.setdefault(text.owner or "all", []).append(text.words)
+    return {who: "\n".join(words) for who, words in together.items()}
+
+
+def language_halves(texts: Mapping[str, str], length: int, fraction: float, vocabulary: Sequence[str] = ()) -> Halves:
+    """Each writer's text cut into windows: the first part of it to train on, the last to judge on.
+
+    Args:
+        texts: by writer.
+        length: of a window, in characters.
+        fraction: of each text that is judged on.
+        vocabulary: where it is fixed; else the characters of all training texts.
+    """
+    begins = {who: round((1 - fraction) * len(text)) for who, text in texts.items()}
+    known = tuple(vocabulary) or vocabulary_of(text[: begins[who]] for who, text in texts.items())
+    train = [cut_windows(encode(text[: begins[who]], known), length) for who, text in texts.items()]
+    test = [cut_windows(encode(text[begins[who] :], known), length) for who, text in texts.items()]
+    owners = tuple(who for who, (x, _) in zip(texts, train, strict=True) for _ in x)
+    return Halves(_join(train, known, owners), _join(test, known), token_names(known))
+
+
+def _join(
+    parts: Sequence[tuple[Array, Array]], vocabulary: tuple[str, ...], owners: tuple[str, ...] = ()
+) -> ArraySplit:
+    if not any(len(x) for x, _ in parts):
+        raise ConfigError("there is no text of two characters, so nothing is to be told; give longer texts")
+    x, y = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return ArraySplit(x, y, owners, vocabulary=vocabulary)
+
+
 def _whole(name: str, value: object, least: int = 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} is {value!r}, expected a whole number from {least} on")
@@ -309,42 +236,6 @@ def _share(name: str, value: object) -> float:
     return float(value)
 
 
-read_first_words, read_last_words = partial(read_plays, half="train"), partial(read_plays, half="test")
-
-
-_MOST_UNKNOWN = 0.5  # texts of which the vocabulary lacks more are of another script
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TextRows:
-    """Texts in a form.
-
-    Attributes:
-        rows: tokens, and the class of each text or the token after each token.
-        class_names: of classes, or of tokens.
-        form: length and characters.
-        names: where each text stands in its source.
-        half: which half of the source these are; empty if they are all of it.
-        remarks: what a reader should know.
-        labelled: whether the texts tell their classes.
-    """
-
-    rows: Rows
-    class_names: tuple[str, ...]
-    form: TextForm
-    names: tuple[str, ...]
-    half: str = ""
-    remarks: tuple[str, ...] = ()
-    labelled: bool = True
-
-    def take(self, index: Sequence[int]) -> TextRows:
-        """The rows at these positions."""
-        names = tuple(self.names[i] for i in index)
-        return TextRows(
-            self.rows.take(index), self.class_names, self.form, names, self.half, self.remarks, self.labelled
-        )
-
-
 def read_text_rows(
     location: Path,
     *,
@@ -353,7 +244,7 @@ def read_text_rows(
     task: Task,
     half: str = "train",
     labelled: bool = True,
-) -> TextRows:
+) -> SiteRows:
     """The texts of a `.jsonl` file, a `.txt` file or a folder of such files, in a form or in the one they have.
 
     A language model's rows are windows, each position's target the next character; without labels they are the ends of
@@ -373,21 +264,29 @@ def read_text_rows(
     if location.suffix not in SUFFIXES and not location.is_dir():
         raise ConfigError(f"{location} holds no texts; give a .jsonl file, a .txt file or a folder of .txt files")
     own = half_folder(location, half) if location.is_dir() else None
-    texts = read_texts(location if own is None else location / own, {}, task)
-    remarks = [] if form is not None else [_NOT_AGREED.format(location)]
-    form = form or form_of_texts(texts)
-    remarks += _tell_unknown(texts, form, location)
+    texts, remarks = read_texts(location if own is None else location / own, {}, task), []
+    if form is None:
+        form = form_of_texts(texts)
+        remarks.append(
+            f"no vocabulary was agreed on, so characters are those of {location} itself; let all sites make one "
+            "federation folder (`fedfuse init`)"
+        )
+    remarks += _unknown_characters(texts, form, location)
     if isinstance(task, LanguageModel):
-        found = _windows(texts, form, location) if labelled else _ends(texts, form)
+        rows, places = _windows(texts, form, location) if labelled else _ends(texts, form)
+        names = form.token_names
     else:
-        found = _classes(texts, form, classes, location, labelled)
-    return TextRows(*found, half=own or "", remarks=tuple(remarks), labelled=labelled)
-
-
-_NOT_AGREED = (
-    "no vocabulary was agreed on, so characters are those of {} itself; let all sites make one federation folder "
-    "(`fedfuse init`)"
-)
+        names = tuple(classes)
+        if labelled:
+            for text in texts:
+                _check_label(text, names, location)
+            names = names or tuple(sorted({str(text.label) for text in texts}))
+        labels = [names.index(str(text.label)) if labelled else 0 for text in texts]
+        x = pad([text.words for text in texts], form.length, form.vocabulary)
+        rows = Rows(torch.from_numpy(x), torch.tensor(labels, dtype=torch.int64))
+        places = tuple(text.place for text in texts)
+    more: dict[str, Any] = {"half": own or "", "labelled": labelled, "task": task, "remarks": tuple(remarks)}
+    return SiteRows(str(location), rows, names, form, places, **more)
 
 
 def form_of_texts(texts: Sequence[WrittenText], length: int = LENGTH) -> TextForm:
@@ -400,43 +299,24 @@ def form_of_texts(texts: Sequence[WrittenText], length: int = LENGTH) -> TextFor
     return TextForm(length=length, characters="".join(vocabulary_of(text.words for text in texts)[1:]))
 
 
-_Found = tuple[Rows, tuple[str, ...], TextForm, tuple[str, ...]]
-
-
-def _windows(texts: list[WrittenText], form: TextForm, location: Path) -> _Found:
-    """Windows of what each writer wrote, with the next character after each."""
+def _windows(texts: list[WrittenText], form: TextForm, location: Path) -> tuple[Rows, tuple[str, ...]]:
+    """Windows of what each writer wrote, with the next character after each, and their names."""
     written = texts_by_owner(texts)
     parts = {who: cut_windows(encode(words, form.vocabulary), form.length) for who, words in written.items()}
     names = tuple(f"{who} {place}" for who, (x, _) in parts.items() for place in range(1, len(x) + 1))
     if not names:
         raise ConfigError(f"{location} has no text of two characters, so nothing is to be told; give longer texts")
     x, y = (np.concatenate(each) for each in zip(*parts.values(), strict=True))
-    return Rows(torch.from_numpy(x), torch.from_numpy(y)), form.token_names, form, names
+    return Rows(torch.from_numpy(x), torch.from_numpy(y)), names
 
 
-def _ends(texts: Sequence[WrittenText], form: TextForm) -> _Found:
+def _ends(texts: Sequence[WrittenText], form: TextForm) -> tuple[Rows, tuple[str, ...]]:
     """The last characters of each text; the one place with a target is where the next character is asked for."""
     asked = [text for text in texts if text.words]
     x = pad([text.words[-form.length :] for text in asked], form.length, form.vocabulary)
     y = np.full(x.shape, NO_TARGET, dtype=np.int64)
     y[range(len(asked)), [min(len(text.words), form.length) - 1 for text in asked]] = PADDING
-    rows = Rows(torch.from_numpy(x), torch.from_numpy(y))
-    return rows, form.token_names, form, tuple(text.place for text in asked)
-
-
-def _classes(
-    texts: Sequence[WrittenText], form: TextForm, classes: Sequence[str], location: Path, labelled: bool
-) -> _Found:
-    """Texts cut or filled up to one length, with their classes in the order of these names."""
-    x = torch.from_numpy(pad([text.words for text in texts], form.length, form.vocabulary))
-    places = tuple(text.place for text in texts)
-    if not labelled:
-        return Rows(x, torch.zeros(len(texts), dtype=torch.int64)), tuple(classes), form, places
-    for text in texts:
-        _check_label(text, classes, location)
-    names = tuple(classes) or tuple(sorted({str(text.label) for text in texts}))
-    y = torch.tensor([names.index(str(text.label)) for text in texts], dtype=torch.int64)
-    return Rows(x, y), names, form, places
+    return Rows(torch.from_numpy(x), torch.from_numpy(y)), tuple(text.place for text in asked)
 
 
 def _check_label(text: WrittenText, classes: Sequence[str], location: Path) -> None:
@@ -451,17 +331,58 @@ def _check_label(text: WrittenText, classes: Sequence[str], location: Path) -> N
         )
 
 
-def _tell_unknown(texts: Sequence[WrittenText], form: TextForm, location: Path) -> list[str]:
-    """Say how many characters the vocabulary lacks; refuse texts of another script."""
+def _unknown_characters(texts: Sequence[WrittenText], form: TextForm, location: Path) -> list[str]:
+    """A remark on the characters that the vocabulary lacks; texts of another script are refused."""
     known, words = set(form.characters), "".join(text.words for text in texts)
     strange = sorted({character for character in words if character not in known})
     if not strange:
         return []
     share = sum(character not in known for character in words) / len(words)
     shown = ", ".join(map(repr, strange[:6])) + (", …" if len(strange) > 6 else "")
-    if share > _MOST_UNKNOWN:
+    if share > 0.5:  # of another script
         raise ConfigError(
             f"{share:.0%} of the characters of {location} are not in the vocabulary ({shown}); agree on one that has "
             "them (`fedfuse init --characters FILE`)"
         )
     return [f"{share:.2%} of the characters of {location} are not in the vocabulary and count as unknown: {shown}"]
+
+
+def read_plays(
+    store: Store,
+    _parts: object,
+    half: Literal["train", "test"],
+    length: int = LENGTH,
+    speakers: int = 0,
+    test_fraction: float = _TEST_FRACTION,
+) -> ArraySplit:
+    """One half of what the speakers of the plays say, in windows of characters with the next as target.
+
+    Args:
+        store: where the text lies.
+        half: the first part of what each speaker says, or the last.
+        length: of a window.
+        speakers: how many: those with the most words; 0 for all.
+        test_fraction: of each speaker's words that are judged on.
+    """
+    spoken = speeches(store.read(PLAYS).decode("utf-8"), store.location / PLAYS)
+    most = sorted(spoken, key=lambda who: (-len(spoken[who]), who))[: _whole("speakers", speakers, 0) or None]
+    chosen = {who: spoken[who] for who in sorted(most)}
+    length, fraction = _whole("length", length), _share("test_fraction", test_fraction)
+    halves = language_halves(chosen, length, fraction, (UNKNOWN, *CHARACTERS))
+    return halves.train if half == "train" else halves.test
+
+
+def speeches(text: str, where: object) -> dict[str, str]:
+    r"""What each speaker of a play says, in order: a name and a colon, then lines up to an empty one.
+
+    Example:
+        >>> speeches("All:\nSpeak.\n\nFirst:\nYou are\nresolved?\n\nAll:\nResolved.\n", "a play")
+        {'All': 'Speak.\nResolved.\n', 'First': 'You are\nresolved?\n'}
+    """
+    spoken: dict[str, list[str]] = {}
+    for part in text.split("\n\n"):
+        name, _, words = part.strip("\n").partition("\n")
+        if not name.endswith(":"):
+            raise damaged_error(where, f"a speech begins with {name[:40]!r}, expected a name and a colon")
+        spoken.setdefault(name[:-1], []).append(words + "\n")
+    return {who: "".join(words) for who, words in spoken.items()}

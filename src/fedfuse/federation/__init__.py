@@ -1,1 +1,1 @@
-"""A federation of sites that exchange files: what they agree on, and what each site and whoever fuses does with it."""
+"""A federation of sites that exchange files: what they agree on, what each site does, and how its files are fused."""

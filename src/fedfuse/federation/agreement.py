@@ -1,4 +1,7 @@
-"""The federation folder: what all sites agree on before anybody trains, as one readable file and the common start."""
+"""The federation folder: what all sites agree on before any trains, as one readable file and the common start.
+
+`create` and `moments` find out what is agreed on; here it is written, scaled and read back.
+"""
 
 from __future__ import annotations
 
@@ -12,71 +15,33 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from fedfuse.api.update import check_supported, prepared_start, start_of
 from fedfuse.core.files import regular, write_atomically
-from fedfuse.core.inputs import PLAIN, RowForm, TableForm, TextForm, run_once
+from fedfuse.core.inputs import RowForm, TableForm, TextForm, run_once
 from fedfuse.core.metadata import About, ClassName, check_class_names, names_text, versions
 from fedfuse.core.params import Params
 from fedfuse.core.rng import seeded
 from fedfuse.core.settings import Settings, validate_settings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
-from fedfuse.data.site import read_site
-from fedfuse.data.texts import LENGTH, read_words
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.experiment.config import LocalConfig, MethodConfig, NameWithOptions, assign, to_toml
 from fedfuse.experiment.prepare import spec_with
-from fedfuse.tasks import Classification, LanguageModel, Task, task_header, task_named
+from fedfuse.tasks import LanguageModel, Task, task_header, task_named
 from fedfuse.wire.codec import fingerprint
 from fedfuse.wire.files import save_model
 
-
-@dataclass(frozen=True, slots=True)
-class TextAgreement:
-    """What a user says of texts: how many characters a network reads, and a file of all there may be."""
-
-    length: int | None = None
-    characters: Path | None = None
-
-    def __bool__(self) -> bool:
-        return self.length is not None or self.characters is not None
-
-    def form(self) -> RowForm:
-        """The form of texts; characters are plain English's if no file names them."""
-        known = PLAIN if self.characters is None else "".join(sorted(set(read_words(self.characters))))
-        return validate_settings(TextForm, {"length": self.length or LENGTH, "characters": known}, "inputs")
-
-
-def check_texts_said(texts: TextAgreement | None, task: str | None) -> None:
-    """Refuse what is said of texts where the task has none."""
-    if texts and task not in TEXT_NETWORKS:
-        raise ConfigError(f"--length and --characters are said of texts, and the task is {task or 'classification'}")
-
-
-def agree_on_texts(
-    texts: TextAgreement, data: str | None, task: str, classes: Sequence[str], said: Mapping[str, object]
-) -> dict[str, Any]:
-    """Task, classes, length and characters of texts, as they were said or as a first site has them.
-
-    Args:
-        texts: what is said of texts.
-        data: a first site's texts, for the classes and characters that are not said.
-        task: text-classification or language-model.
-        classes: the names of all classes.
-        said: what was said of other rows, which texts have not.
-    """
-    if odd := [name for name, value in said.items() if value]:
-        raise ConfigError(f"--{odd[0].replace('_', '-')} is said of other rows than texts; leave it out")
-    learns, form, names = task_named(task), texts.form(), list(classes)
-    if data is not None:
-        agreed = form if texts.characters is not None else None
-        site = read_site(data, form=agreed, classes=classes or None, task=learns)
-        names = names or (list(site.class_names) if isinstance(learns, Classification) else [])
-        form = agreed or site.form.model_copy(update={"length": texts.length or LENGTH})
-    return {"task": learns.name, "classes": names, "inputs": form.model_dump()}
-
-
 FILE, START = "federation.toml", "w0.safetensors"
-
-_HEAD = f"""# What the sites of this federation agree on. Send the whole folder to every site, which then runs
+TEXT_NETWORKS = {"text-classification": "text_classifier", "language-model": "transformer"}
+"""Those of ours that read texts, by task."""
+_OUTPUT_COUNTS = {
+    "classification": (2, 1 << 20),
+    "binary": (2, 2),
+    "multilabel": (1, 1 << 20),
+    "regression": (1, 1 << 20),
+    "text-classification": (2, 1 << 20),
+    "language-model": (2, 1 << 20),
+}
+_WITH_CLASSES = ("classification", "binary", "text-classification")
+_HEADER = f"""# What the sites of this federation agree on. Send the whole folder to every site, which then runs
 #   fedfuse update --federation THIS-FOLDER --data ./own-rows -o own-name.safetensors
 # {START} holds the weights everybody begins with.
 
@@ -128,7 +93,7 @@ class Agreement(Settings):
         if isinstance(self.inputs, TableForm):
             _check_targets(self.inputs, self.task, self.classes)
         _check_texts(self.inputs, self.task, self.classes)
-        least, most = _NAMES[self.task]
+        least, most = _OUTPUT_COUNTS[self.task]
         count, words = len(self.output_names), "classes" if self.task in _WITH_CLASSES else "targets"
         if not least <= count <= most:
             wanted = "two" if least == most else "two or more" if least == 2 else "one or more"
@@ -194,30 +159,7 @@ class Agreement(Settings):
         for column in (*plain["inputs"].get("columns", ()), *plain["inputs"].get("targets", ())):
             for key in [key for key, value in column.items() if value in ("", False)]:
                 del column[key]
-        return _HEAD + to_toml(plain)
-
-
-_NAMES = {
-    "classification": (2, 1 << 20),
-    "binary": (2, 2),
-    "multilabel": (1, 1 << 20),
-    "regression": (1, 1 << 20),
-    "text-classification": (2, 1 << 20),
-    "language-model": (2, 1 << 20),
-}
-_WITH_CLASSES = ("classification", "binary", "text-classification")
-TEXT_NETWORKS = {"text-classification": "text_classifier", "language-model": "transformer"}
-"""Those of ours that read texts, by task."""
-
-
-def _check_texts(form: RowForm, task: str, classes: Sequence[str]) -> None:
-    """Refuse texts for a task of other rows, other rows for a task of texts, and classes of a language model."""
-    if isinstance(form, TextForm) != (task in TEXT_NETWORKS):
-        raise ValueError(f"{task} cannot read {form}; texts are for {' and '.join(TEXT_NETWORKS)}")
-    if task == "language-model" and classes:
-        raise ValueError("a language model tells characters and no classes; leave classes out")
-    if task == "text-classification" and not classes:
-        raise ValueError("the classes of texts are not named; name them (--classes)")
+        return _HEADER + to_toml(plain)
 
 
 def _check_targets(form: TableForm, task: str, classes: Sequence[str]) -> None:
@@ -231,6 +173,16 @@ def _check_targets(form: TableForm, task: str, classes: Sequence[str]) -> None:
             raise ValueError(f"the classes of {form.targets[0].name!r} are not named; name them (--classes)")
     elif classes:
         raise ValueError(f"{task} has targets and no classes; leave classes out")
+
+
+def _check_texts(form: RowForm, task: str, classes: Sequence[str]) -> None:
+    """Refuse texts for a task of other rows, other rows for a task of texts, and classes of a language model."""
+    if isinstance(form, TextForm) != (task in TEXT_NETWORKS):
+        raise ValueError(f"{task} cannot read {form}; texts are for {' and '.join(TEXT_NETWORKS)}")
+    if task == "language-model" and classes:
+        raise ValueError("a language model tells characters and no classes; leave classes out")
+    if task == "text-classification" and not classes:
+        raise ValueError("the classes of texts are not named; name them (--classes)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +256,7 @@ def _write(folder: Path, agreement: Agreement, start: Params | None) -> Federati
 
 
 def read_federation(folder: Path, sets: Sequence[str] = (), trusted: Collection[str] = ()) -> FederationFolder:
-    """Read a folder that somebody sent.
+    """Read a federation folder.
 
     Args:
         folder: with `federation.toml` and the start.
@@ -330,18 +282,14 @@ def read_federation(folder: Path, sets: Sequence[str] = (), trusted: Collection[
         )
     agreement.method.recipe()
     federation = FederationFolder(path.parent, agreement)
-    _check_start(federation)
-    return federation
-
-
-def _check_start(federation: FederationFolder) -> None:
     if not federation.start.is_file():
         raise ConfigError(f"{federation.folder} has no {START}, the common start; ask for the whole folder again")
-    if fingerprint(start_of(federation.start)[1]) != federation.agreement.start:
+    if fingerprint(start_of(federation.start)[1]) != agreement.start:
         raise ConfigError(
             f"{federation.start} holds other weights than {FILE} speaks of, so updates from it could not be fused with "
             "the others'; ask for the whole folder again"
         )
+    return federation
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

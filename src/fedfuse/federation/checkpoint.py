@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedfuse.api import Update, local_update
 from fedfuse.api import recipe as recipe_of
 from fedfuse.api.checkpoints import BASE, NAMES, WEIGHTS, digest_of
-from fedfuse.core.inputs import hide_padding
+from fedfuse.core.inputs import PictureForm, hide_padding
 from fedfuse.core.params import Layout
 from fedfuse.core.rng import stream
 from fedfuse.core.rows import Rows
@@ -29,26 +29,7 @@ from fedfuse.wire.codec import LazyParams, Packet
 from fedfuse.wire.folders import EVIDENCE, names_in_files, read_folder
 from fedfuse.wire.messages import NOTE
 
-
-def names_in_folder(folder: Path, module: nn.Module, tensors: LazyParams) -> dict[str, str]:
-    """The name in a folder of each tensor of the network that is opened from it; tied ones may have fewer there.
-
-    Raises:
-        ConfigError: naming a tensor that one has and the other has not.
-    """
-    names = {name: home for name, home in names_in_files(module).items() if home in tensors}
-    layout = Layout.of(module)
-    further = {n for tied in layout.tied if any(n in names for n in tied) for n in tied}
-    odd = [n for n in layout.roles if n not in names and n not in further]
-    odd += [n for n in tensors if n not in names.values()]
-    if odd:
-        where = "is not in the folder" if odd[0] in layout.roles else "is not in the network that was opened"
-        raise ConfigError(f"{folder}: {odd[0]!r} {where}; save the network anew by save_pretrained of this version")
-    return names
-
-
 LENGTH = 128
-_MASKED = 0.15  # the share of tokens that BERT is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +73,7 @@ def checkpoint_evidence(
     length: int = LENGTH,
     base: Path | None = None,
 ) -> Update:
-    """Bring what a method asks for at the weights of a folder; nobody trains.
+    """Bring what a method asks for at the weights of a folder, without training.
 
     The update says at which weights it was taken, so that its evidence can go with the folder instead of them.
 
@@ -103,7 +84,7 @@ def checkpoint_evidence(
         method: whose evidence to bring.
         sets: `key=value` for an option of the method.
         client: the site's name.
-        limit: use only so many rows.
+        limit: use at most this many rows.
         length: tokens of a row.
         base: of an adapter, the folder that it was trained on.
 
@@ -157,10 +138,27 @@ def _open_weights(folder: Path, base: Path | None) -> tuple[OpenedCheckpoint, di
     else:
         opened, (packet,) = open_folder(base), read_adapters([folder])
         tensors = merge_into(packet.tensors, read_adapter(folder).config, read_folder(base).tensors, base)
-    names = names_in_folder(base or folder, opened.module, tensors)
+    names = _names_in_folder(base or folder, opened.module, tensors)
     if is_adapter(folder):
         opened.module.load_state_dict({name: tensors[home] for name, home in names.items()}, strict=False)
     return opened, {name: home for name, home in names.items() if name != home}
+
+
+def _names_in_folder(folder: Path, module: nn.Module, tensors: LazyParams) -> dict[str, str]:
+    """The name in a folder of each tensor of the network that is opened from it; tied ones may have fewer there.
+
+    Raises:
+        ConfigError: naming a tensor that one has and the other has not.
+    """
+    names = {name: home for name, home in names_in_files(module).items() if home in tensors}
+    layout = Layout.of(module)
+    further = {n for tied in layout.tied if any(n in names for n in tied) for n in tied}
+    odd = [n for n in layout.roles if n not in names and n not in further]
+    odd += [n for n in tensors if n not in names.values()]
+    if odd:
+        where = "is not in the folder" if odd[0] in layout.roles else "is not in the network that was opened"
+        raise ConfigError(f"{folder}: {odd[0]!r} {where}; save the network anew by save_pretrained of this version")
+    return names
 
 
 def open_folder(path: Path) -> OpenedCheckpoint:
@@ -216,60 +214,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _read_lines(source: str, limit: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of a file as objects, each with words for where it is."""
-    path = Path(source)
-    if path.suffix != ".jsonl" or not path.is_file():
-        raise ConfigError(f"{source} is no .jsonl file; give one with an object per line")
-    found = 0
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip() or (limit is not None and found >= limit):
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as why:
-                raise ConfigError(f"{source}, line {number} is no JSON ({why})") from why
-            if not isinstance(row, dict):
-                raise ConfigError(f"{source}, line {number} is a {type(row).__name__}, expected an object")
-            found += 1
-            yield f"{source}, line {number}", row
-    if not found:
-        raise ConfigError(f"{source} has no lines; add some")
-
-
-def _text(where: str, row: Mapping[str, Any]) -> str:
-    if not isinstance(row.get("text"), str):
-        raise ConfigError(f"{where}: 'text' is no text; the line has {', '.join(map(repr, list(row)[:6]))}")
-    return str(row["text"])
-
-
-def _label(where: str, label: object, labels: Sequence[str]) -> int:
-    """A label's number: by its name, or as it stands."""
-    if isinstance(label, str) and label in labels:
-        return labels.index(label)
-    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(labels):
-        return label
-    raise ConfigError(f"{where}: the label is {label!r:.40}, expected one of {', '.join(labels[:12])} or its number")
-
-
-def _pad_rows(tokens: Sequence[Sequence[int]], fill: int) -> Tensor:
-    """Rows of equal length."""
-    width = max(len(row) for row in tokens)
-    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in tokens], dtype=torch.int64)
-
-
-def _padding(opened: OpenedCheckpoint) -> int:
-    if opened.tokenizer.pad_token_id is None:
-        raise ConfigError(f"the tokenizer of {opened.path} has no token for padding; set its pad_token")
-    return int(opened.tokenizer.pad_token_id)
-
-
-def _encode(opened: OpenedCheckpoint, texts: Sequence[str], length: int) -> list[list[int]]:
-    read: list[list[int]] = opened.tokenizer(list(texts), truncation=True, max_length=length)["input_ids"]
-    return read
-
-
 def _texts_with_classes(opened: OpenedCheckpoint, source: str, length: int, limit: int | None) -> Rows:
     rows = list(_read_lines(source, limit))
     y = [_label(where, row.get("label"), opened.labels) for where, row in rows]
@@ -316,22 +260,84 @@ def _texts_with_gaps(opened: OpenedCheckpoint, source: str, length: int, limit: 
         raise ConfigError(f"the tokenizer of {opened.path} has no mask token; set its mask_token")
     x = _pad_rows(_all_tokens(opened, source, length, limit), _padding(opened))
     plain = ~torch.isin(x, torch.tensor(sorted(special)))
-    hidden = plain & (torch.rand(x.shape, generator=stream(0, "masking")) < _MASKED)
+    hidden = plain & (torch.rand(x.shape, generator=stream(0, "masking")) < 0.15)  # BERT's share
     return Rows(x.masked_fill(hidden, mask), x.masked_fill(~hidden, NO_TARGET))
+
+
+def _pictures(opened: OpenedCheckpoint, source: str, _length: int, limit: int | None) -> Rows:
+    """Pictures in the size that the config says, scaled as the folder's preprocessor says."""
+    config, scale = opened.module.config, _read_scale(opened.path)
+    channels = int(getattr(config, "num_channels", 3))
+    form = PictureForm(height=config.image_size, width=config.image_size, channels=channels, **scale)  # type: ignore[union-attr,arg-type]
+    return read_site(source, form=form, classes=opened.labels, limit=limit).rows
+
+
+_READERS: Mapping[str, Callable[[OpenedCheckpoint, str, int, int | None], Rows]] = {
+    "ForSequenceClassification": _texts_with_classes,
+    "ForTokenClassification": _words_with_labels,
+    "ForCausalLM": _texts_to_go_on,
+    "LMHeadModel": _texts_to_go_on,
+    "ForMaskedLM": _texts_with_gaps,
+    "ForImageClassification": _pictures,
+}
 
 
 def _all_tokens(opened: OpenedCheckpoint, source: str, length: int, limit: int | None) -> list[list[int]]:
     return _encode(opened, [_text(where, row) for where, row in _read_lines(source, limit)], length)
 
 
-def _pictures(opened: OpenedCheckpoint, source: str, length: int, limit: int | None) -> Rows:  # noqa: ARG001 - the readers' form
-    """Pictures in the size that the config says, scaled as the folder's preprocessor says."""
-    from fedfuse.core.inputs import PictureForm
+def _read_lines(source: str, limit: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of a file as objects, each with words for where it is."""
+    path = Path(source)
+    if path.suffix != ".jsonl" or not path.is_file():
+        raise ConfigError(f"{source} is no .jsonl file; give one with an object per line")
+    found = 0
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip() or (limit is not None and found >= limit):
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as why:
+                raise ConfigError(f"{source}, line {number} is no JSON ({why})") from why
+            if not isinstance(row, dict):
+                raise ConfigError(f"{source}, line {number} is a {type(row).__name__}, expected an object")
+            found += 1
+            yield f"{source}, line {number}", row
+    if not found:
+        raise ConfigError(f"{source} has no lines; add some")
 
-    config, scale = opened.module.config, _read_scale(opened.path)
-    channels = int(getattr(config, "num_channels", 3))
-    form = PictureForm(height=config.image_size, width=config.image_size, channels=channels, **scale)  # type: ignore[union-attr,arg-type]
-    return read_site(source, form=form, classes=opened.labels, limit=limit).rows
+
+def _text(where: str, row: Mapping[str, Any]) -> str:
+    if not isinstance(row.get("text"), str):
+        raise ConfigError(f"{where}: 'text' is no text; the line has {', '.join(map(repr, list(row)[:6]))}")
+    return str(row["text"])
+
+
+def _label(where: str, label: object, labels: Sequence[str]) -> int:
+    """A label's number: by its name, or as it stands."""
+    if isinstance(label, str) and label in labels:
+        return labels.index(label)
+    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(labels):
+        return label
+    raise ConfigError(f"{where}: the label is {label!r:.40}, expected one of {', '.join(labels[:12])} or its number")
+
+
+def _encode(opened: OpenedCheckpoint, texts: Sequence[str], length: int) -> list[list[int]]:
+    read: list[list[int]] = opened.tokenizer(list(texts), truncation=True, max_length=length)["input_ids"]
+    return read
+
+
+def _pad_rows(tokens: Sequence[Sequence[int]], fill: int) -> Tensor:
+    """Rows of equal length."""
+    width = max(len(row) for row in tokens)
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in tokens], dtype=torch.int64)
+
+
+def _padding(opened: OpenedCheckpoint) -> int:
+    if opened.tokenizer.pad_token_id is None:
+        raise ConfigError(f"the tokenizer of {opened.path} has no token for padding; set its pad_token")
+    return int(opened.tokenizer.pad_token_id)
 
 
 def _read_scale(path: Path) -> dict[str, tuple[float, ...]]:
@@ -343,13 +349,3 @@ def _read_scale(path: Path) -> dict[str, tuple[float, ...]]:
         return {"mean": tuple(said["image_mean"]), "std": tuple(said["image_std"])}
     except (OSError, ValueError, KeyError, TypeError) as why:
         raise ConfigError(f"{file} cannot be read: {why!r}; it should say image_mean and image_std") from why
-
-
-_READERS: Mapping[str, Callable[[OpenedCheckpoint, str, int, int | None], Rows]] = {
-    "ForSequenceClassification": _texts_with_classes,
-    "ForTokenClassification": _words_with_labels,
-    "ForCausalLM": _texts_to_go_on,
-    "LMHeadModel": _texts_to_go_on,
-    "ForMaskedLM": _texts_with_gaps,
-    "ForImageClassification": _pictures,
-}

@@ -3,34 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedfuse.api.update import start_of
-from fedfuse.core.inputs import ArrayForm, PictureForm, RowForm
+from fedfuse.core.inputs import PLAIN, ArrayForm, PictureForm, RowForm, TextForm
 from fedfuse.core.settings import validate_settings
 from fedfuse.data import standardize
-from fedfuse.data.site import SiteRows, read_site
+from fedfuse.data.rows import SiteRows
+from fedfuse.data.site import read_site
 from fedfuse.data.tables import SUFFIXES
+from fedfuse.data.texts import LENGTH, read_words
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import assign
 from fedfuse.federation.agreement import (
     TEXT_NETWORKS,
     Agreement,
     FederationFolder,
-    TextAgreement,
-    agree_on_texts,
-    check_texts_said,
     write_federation,
 )
 from fedfuse.federation.moments import TableAgreement, agree_on_table
-from fedfuse.tasks import CLASSIFICATION, Task, task_named
+from fedfuse.tasks import CLASSIFICATION, Classification, task_named
 
-SECTIONS = ("model", "local", "method")
 TRAINING: Mapping[str, Any] = {"epochs": 20, "batch_size": 32}
 OPTIMIZER: Mapping[str, Any] = {"lr": 0.01, "momentum": 0.9}
 TEXT_OPTIMIZER: Mapping[str, Any] = {"name": "adam", "lr": 2e-3}  # plain steps hardly move a transformer
 """How sites train unless it is said otherwise: there is one exchange only, so each must come somewhere by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextAgreement:
+    """What a user says of texts: how many characters a network reads, and a file of all there may be."""
+
+    length: int | None = None
+    characters: Path | None = None
+
+    def __bool__(self) -> bool:
+        return self.length is not None or self.characters is not None
+
+    def form(self) -> RowForm:
+        """The form of texts; characters are plain English's if no file names them."""
+        known = PLAIN if self.characters is None else "".join(sorted(set(read_words(self.characters))))
+        return validate_settings(TextForm, {"length": self.length or LENGTH, "characters": known}, "inputs")
 
 
 def create_federation(
@@ -80,37 +95,66 @@ def create_federation(
         ConfigError: if something is not said, or does not fit.
     """
     options, table = read_sets(sets), table or TableAgreement()
-    check_texts_said(texts, task)
+    if texts and task not in TEXT_NETWORKS:
+        raise ConfigError(f"--length and --characters are said of texts, and the task is {task or 'classification'}")
     if task in TEXT_NETWORKS:
         said = {"image_size": image_size, "channels": channels, "shape": shape, "normalize": normalize, "target": table}
-        found = agree_on_texts(texts or TextAgreement(), data, task, classes, said)
-    elif table or _is_table(data):
+        found = _agree_on_texts(texts or TextAgreement(), data, task, classes, said)
+    elif table or (data is not None and Path(data).suffix in SUFFIXES):
         found = agree_on_table(table, data, task, classes, normalize)
     else:
         found = _agree_on_rows(data, task, classes, image_size, channels, shape, normalize)
     known = {"least_rows": least_rows, "all_examples": all_examples, "seed": seed, **found}
     values = {key: value for key, value in known.items() if value is not None}
-    values |= {"name": name or folder.resolve().name, **_name_parts(model, method, options, found)}
+    kind, local = found["inputs"]["kind"], options["local"]
+    network = {"table": "mlp", "texts": TEXT_NETWORKS.get(found["task"])}.get(kind) or "lenet"
+    optimizer = {**(TEXT_OPTIMIZER if kind == "texts" else OPTIMIZER), **local.get("optimizer", {})}
+    values |= {
+        "name": name or folder.resolve().name,
+        "model": {"name": model or network, **options["model"]},
+        "method": {"name": method, **options["method"]},
+        "local": {**TRAINING, **local, "optimizer": optimizer},
+    }
     agreement = validate_settings(Agreement, values)
     return write_federation(folder, agreement, None if start is None else start_of(start)[1])
 
 
-def _name_parts(
-    model: str | None, method: str, options: Mapping[str, dict[str, Any]], found: Mapping[str, Any]
+def read_sets(sets: Sequence[str]) -> Mapping[str, dict[str, Any]]:
+    """What `--set` says of the network, of training and of the method.
+
+    Example:
+        >>> read_sets(["model.hidden=[8]", "local.epochs=2"])
+        {'model': {'hidden': [8]}, 'local': {'epochs': 2}, 'method': {}}
+    """
+    given: dict[str, dict[str, Any]] = {section: {} for section in ("model", "local", "method")}
+    for text in sets:
+        if text.split(".", 1)[0] not in given:
+            raise ConfigError(f"--set {text!r} must begin with model., local. or method.")
+        assign(given, text)
+    return given
+
+
+def _agree_on_texts(
+    texts: TextAgreement, data: str | None, task: str, classes: Sequence[str], said: Mapping[str, object]
 ) -> dict[str, Any]:
-    """The network, the method and the training, each with what `--set` says of it."""
-    local, kind = options["local"], found["inputs"]["kind"]
-    network = {"table": "mlp", "texts": TEXT_NETWORKS.get(found["task"])}.get(kind) or "lenet"
-    optimizer = TEXT_OPTIMIZER if kind == "texts" else OPTIMIZER
-    return {
-        "model": {"name": model or network, **options["model"]},
-        "method": {"name": method, **options["method"]},
-        "local": {**TRAINING, **local, "optimizer": {**optimizer, **local.get("optimizer", {})}},
-    }
+    """Task, classes, length and characters of texts, as they were said or as a first site has them.
 
-
-def _is_table(data: str | None) -> bool:
-    return data is not None and Path(data).suffix in SUFFIXES
+    Args:
+        texts: what is said of texts.
+        data: a first site's texts, for the classes and characters that are not said.
+        task: text-classification or language-model.
+        classes: the names of all classes.
+        said: what was said of other rows, which texts have not.
+    """
+    if odd := [name for name, value in said.items() if value]:
+        raise ConfigError(f"--{odd[0].replace('_', '-')} is said of other rows than texts; leave it out")
+    learns, form, names = task_named(task), texts.form(), list(classes)
+    if data is not None:
+        agreed = form if texts.characters is not None else None
+        site = read_site(data, form=agreed, classes=classes or None, task=learns)
+        names = names or (list(site.class_names) if isinstance(learns, Classification) else [])
+        form = agreed or site.form.model_copy(update={"length": texts.length or LENGTH})
+    return {"task": learns.name, "classes": names, "inputs": form.model_dump()}
 
 
 def _agree_on_rows(
@@ -126,7 +170,12 @@ def _agree_on_rows(
     learns = task_named(task or CLASSIFICATION.name)
     said = None if image_size is None or channels is None else _pictures(image_size, channels)
     given = ArrayForm(shape=tuple(shape)) if said is None and shape else said
-    site = None if data is None else _first_site(data, given, classes, image_size, channels, learns)
+    site = None
+    if data is not None:
+        site = read_site(data, form=given, classes=classes or None, image_size=image_size, task=learns)
+        if given is None and channels not in (None, site.form.shape[0]):
+            wanted = _pictures(site.form.shape[1], channels)
+            site = read_site(data, form=wanted, classes=classes or None, task=learns)
     form = _find_form(given, site, normalize)
     if site is not None and site.remarks:  # all sites will keep to what is agreed, so it is not guessed
         raise ConfigError(site.remarks[0])
@@ -134,38 +183,8 @@ def _agree_on_rows(
     return {"task": learns.name, "classes": names, "inputs": form.model_dump()}
 
 
-def read_sets(sets: Sequence[str]) -> Mapping[str, dict[str, Any]]:
-    """What `--set` says of the network, of training and of the method.
-
-    Example:
-        >>> read_sets(["model.hidden=[8]", "local.epochs=2"])
-        {'model': {'hidden': [8]}, 'local': {'epochs': 2}, 'method': {}}
-    """
-    given: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for text in sets:
-        if text.split(".", 1)[0] not in given:
-            raise ConfigError(f"--set {text!r} must begin with model., local. or method.")
-        assign(given, text)
-    return given
-
-
 def _pictures(size: int, channels: int) -> RowForm:
     return validate_settings(PictureForm, {"height": size, "width": size, "channels": channels}, "inputs")
-
-
-def _first_site(
-    source: str,
-    form: RowForm | None,
-    classes: Sequence[str],
-    image_size: int | None,
-    channels: int | None,
-    task: Task,
-) -> SiteRows:
-    """The first site's rows, in the form that was said as far as it was."""
-    site = read_site(source, form=form, classes=classes or None, image_size=image_size, task=task)
-    if form is not None or channels is None or channels == site.form.shape[0]:
-        return site
-    return read_site(source, form=_pictures(site.form.shape[1], channels), classes=classes or None, task=task)
 
 
 def _find_form(given: RowForm | None, site: SiteRows | None, normalize: bool) -> RowForm:

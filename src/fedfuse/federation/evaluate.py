@@ -13,7 +13,8 @@ from fedfuse.core.model import Model, outputs
 from fedfuse.core.rows import Rows
 from fedfuse.data import load
 from fedfuse.data import standardize as standardizer
-from fedfuse.data.site import SiteRows, read_site
+from fedfuse.data.rows import SiteRows
+from fedfuse.data.site import read_site
 from fedfuse.errors import ConfigError, error_text
 from fedfuse.federation.moments import TableAgreement, chosen_table
 from fedfuse.server.judge import Judge
@@ -126,7 +127,12 @@ def _score(model: Model, site: SiteRows, bins: int, name: str) -> dict[str, Any]
         ) from why
     half = {"half": site.half} if site.half else {}
     task = {} if site.task is CLASSIFICATION else {"task": site.task.name}
-    return {"rows": len(site), **half, **task, **_names_of(site), **_sureness(scores, site.task), **scores}
+    confidence = {}
+    if isinstance(site.task, Classification):  # the mean probability of the class that was named
+        sure = scores["reliability"]
+        total = sum(c * n for c, n in zip(sure["confidence"], sure["count"], strict=True))
+        confidence = {"confidence": total / sum(sure["count"])}
+    return {"rows": len(site), **half, **task, **_names_of(site), **confidence, **scores}
 
 
 def _names_of(site: SiteRows) -> dict[str, Any]:
@@ -137,13 +143,3 @@ def _names_of(site: SiteRows) -> dict[str, Any]:
         return {"tokens": len(site.class_names)}
     units = [t.unit for t in site.form.targets] if isinstance(site.form, TableForm) else []
     return {"targets": list(site.class_names), **({"units": units} if any(units) else {})}
-
-
-def _sureness(scores: dict[str, Any], task: Task) -> dict[str, float]:
-    """The mean probability of the class that was named."""
-    if not isinstance(task, Classification):
-        return {}
-    sure = scores["reliability"]
-    return {
-        "confidence": sum(c * n for c, n in zip(sure["confidence"], sure["count"], strict=True)) / sum(sure["count"])
-    }

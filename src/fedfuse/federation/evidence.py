@@ -1,4 +1,4 @@
-"""At a site: what a method asks for at a network that is finished, ours or anybody's; nobody trains."""
+"""At a site: what a method asks for at a finished network, of fedfuse's or trained elsewhere; nothing is trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from fedfuse.core.model import Single, outputs
 from fedfuse.core.params import Params
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.spec import Spec
-from fedfuse.data.site import SiteRows, read_site
+from fedfuse.data.rows import SiteRows
+from fedfuse.data.site import read_site
 from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import NameWithOptions
 from fedfuse.experiment.prepare import spec_with
@@ -45,16 +46,6 @@ class Saying:
     image_size: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Finished:
-    """A network's weights from a file, what the file says, and which network it is, if it tells."""
-
-    weights: Params
-    about: About
-    spec: Spec | None
-    published: Params = field(default_factory=dict)
-
-
 def site_evidence(
     model: Path,
     source: str,
@@ -69,7 +60,7 @@ def site_evidence(
     saying: Saying | None = None,
     own: Path | None = None,
 ) -> SiteUpdate:
-    """Bring what a method asks for at a finished model's weights; nobody trains.
+    """Bring what a method asks for at a finished model's weights, without training.
 
     A method that does not train, such as refit, gets the evidence alone, for a model that all sites have. Any other
     gets the weights too, which may be each site's own.
@@ -80,9 +71,9 @@ def site_evidence(
         method: whose evidence to bring; by default the federation's, or else refit.
         sets: `key=value` for an option of the method, `model.key=value` for one of a network trained elsewhere.
         client: the site's name.
-        limit: use only so many rows.
+        limit: use at most this many rows.
         skip_broken: leave out pictures that cannot be read.
-        trusted: networks beside our own that the file may name; for plain weights, the network they are of.
+        trusted: networks of other packages that the file may name; for plain weights, the network they are of.
         federation: what the sites agreed on: classes, task, form of rows, network and method.
         saying: the same by words, where neither the file nor a federation tells.
         own: the update this site brought when it trained, for a method that asks for the site's own layers.
@@ -116,6 +107,16 @@ def site_evidence(
     return SiteUpdate(named, site, None, None, site.remarks)
 
 
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    """A network's weights from a file, what the file says, and which network it is, if it tells."""
+
+    weights: Params
+    about: About
+    spec: Spec | None
+    published: Params = field(default_factory=dict)
+
+
 def _open(path: Path, trusted: Collection[str]) -> _Finished:
     """A file of ours, or plain weights."""
     try:
@@ -133,19 +134,6 @@ def _open(path: Path, trusted: Collection[str]) -> _Finished:
     facts = packet.header.get("facts")
     published = read_memory(facts.get("published") if isinstance(facts, dict) else None)
     return _Finished(network.posterior.mean, about, network.spec, published)
-
-
-def _own_weights(recipe: Recipe, own: Path | None, trusted: Collection[str]) -> Params | None:
-    """The weights a site trained itself, where a method asks for them."""
-    recalls = any(kind.recalls for kind in recipe.evidence)
-    if recalls and own is None:
-        raise ConfigError(
-            f"method {recipe.name!r} with these options fuses the layers that each site trained itself; pass this "
-            "site's own update (--own)"
-        )
-    if own is not None and not recalls:
-        raise ConfigError(f"method {recipe.name!r} does not ask for a site's own weights; leave out --own")
-    return None if own is None else _open(own, trusted).weights
 
 
 def _agreed_about(federation: FederationFolder) -> About:
@@ -189,3 +177,16 @@ def _count(spec: Spec, site: SiteRows) -> int:
     """As many as the network has outputs, for classes; as many as there are targets otherwise."""
     by_network = outputs(Single.of(spec.skeleton(), spec)) if isinstance(site.task, Classification) else None
     return by_network or len(site.class_names)
+
+
+def _own_weights(recipe: Recipe, own: Path | None, trusted: Collection[str]) -> Params | None:
+    """The weights a site trained itself, where a method asks for them."""
+    recalls = any(kind.recalls for kind in recipe.evidence)
+    if recalls and own is None:
+        raise ConfigError(
+            f"method {recipe.name!r} with these options fuses the layers that each site trained itself; pass this "
+            "site's own update (--own)"
+        )
+    if own is not None and not recalls:
+        raise ConfigError(f"method {recipe.name!r} does not ask for a site's own weights; leave out --own")
+    return None if own is None else _open(own, trusted).weights

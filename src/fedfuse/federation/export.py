@@ -32,9 +32,8 @@ from fedfuse.core.inputs import (
 )
 from fedfuse.core.metadata import About
 from fedfuse.core.model import Model, Single
-from fedfuse.core.spec import Spec
 from fedfuse.core.torch_utils import answer_in_full, in_full
-from fedfuse.data.site import in_units
+from fedfuse.data.rows import in_units
 from fedfuse.data.tables import MISSING, level_name
 from fedfuse.errors import ConfigError, error_text
 from fedfuse.federation.predict import answers_of
@@ -47,6 +46,144 @@ from fedfuse.wire.files import load_answering
 Target = Literal["onnx", "torchscript", "state-dict"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 _NUMBER, _MARK = -1, -2  # features that are no category: a number, and a mark of what is missing
+
+
+def export_model(path: Path, to: str, output: Path, trusted: Collection[str] = ()) -> list[Path]:
+    """Write a model for another program; ONNX and TorchScript take raw rows, any number at once.
+
+    ONNX takes a table's columns by name, numbers in their units and categories in words, and gives the probabilities or
+    numbers of `predict` as well as the logits. TorchScript takes a table as one array. Pictures come in the size of the
+    model and texts as the places of their characters, as the note says.
+
+    Args:
+        path: a model or an update.
+        to: "onnx", "torchscript" or "state-dict".
+        output: the file.
+        trusted: networks of other packages that the file may name.
+
+    Returns:
+        The files: the model, and a note in JSON that names its classes and the form of its inputs.
+
+    Raises:
+        ConfigError: if it cannot be exported so, or what exports it is not installed.
+    """
+    if to not in TARGETS:
+        raise ConfigError(f"a model cannot be exported to {to!r}, expected {', '.join(TARGETS)}")
+    note_file = output.with_name(f"{output.name}.json")
+    for file in (output, note_file):
+        check_output(file, [path])
+    model, about = load_answering(path, trusted)
+    note = _note(about, to)
+    if to == "state-dict":
+        if not isinstance(model, Single):
+            raise ConfigError(
+                f"{len(model.members)} networks are no state dict of one; export them to onnx or torchscript"
+            )
+        contents = save({name: t.contiguous().clone() for name, t in model.posterior.mean.items()})
+    else:
+        module, rows = _runnable(model, about, to)
+        contents = _torchscript_bytes(module, rows) if to == "torchscript" else _onnx_bytes(module, rows, about, note)
+    text = json.dumps(note, indent=1, ensure_ascii=False) + "\n"
+    for file, data in ((output, contents), (note_file, text.encode())):
+        with write_atomically(file) as opened:
+            opened.write(data)
+    return [output, note_file]
+
+
+def _note(about: About, to: str) -> dict[str, Any]:
+    """What a reader of the file must know, and nothing that the graph does not do."""
+    wanted = {"class_names", "inputs", "method", "sites", "federation", "versions"}
+    form, task, runs = about.inputs, _task(about), to != "state-dict"
+    reads_table = isinstance(form, TableForm)
+    note: dict[str, Any] = {
+        "format": to,
+        "normalizes": runs and form is not None and (reads_table or form.is_normalized),
+    }
+    note |= {} if task is None else {"task": task.name}
+    note |= {"reads": _read(form, to), "gives": _asked(about, to)} if runs else {}
+    if isinstance(form, TableForm):
+        note["columns"] = [column.name for column in form.columns]
+        note["units"] = {c.name: c.unit for c in form.columns if isinstance(c, NumericColumn) and c.unit}
+    if reads_table and runs:
+        note["cannot_read"] = "a category that is not known and a number that is not finite; the row's answer is NaN"
+    return note | {key: value for key, value in about.to_json().items() if key in wanted}
+
+
+def _read(form: RowForm | None, to: str) -> dict[str, str]:
+    """The inputs by name, each with what is to be given."""
+    if isinstance(form, TableForm) and to == "onnx":
+        return {
+            column.name: f"float64, n × 1{f', in {column.unit}' if column.unit else ''}; NaN where it is missing"
+            if isinstance(column, NumericColumn)
+            else f"text, n × 1: {', '.join(column.levels)}; empty where it is missing"
+            for column in form.columns
+        }
+    size = "" if form is None else " × ".join(["n", *map(str, form.shape)])
+    if isinstance(form, TableForm):
+        size = f"n × {len(form.columns)}"
+        how = "float64, a column of `inputs` each, in their order and units; a category by its place, NaN if missing"
+    elif isinstance(form, PictureForm):
+        how = "float32, pictures of this size and no other, channels first, their bytes divided by 255"
+    elif isinstance(form, TextForm):
+        how = "int64, a character's place in `characters` of `inputs`, from 1; 0 behind the end and for unknown ones"
+    else:
+        how = "numbers before normalization" if form is not None and form.is_normalized else "as the network reads them"
+    return {"rows": f"{size}: {how}" if size else how}
+
+
+def _asked(about: About, to: str) -> dict[str, str]:
+    """The outputs by name, each with what it is."""
+    task, where = _task(about), "at every character, " if about.task == LanguageModel.name else ""
+    if isinstance(task, Regression):
+        units = [t.unit for t in about.inputs.targets] if isinstance(about.inputs, TableForm) else []
+        told = [f"{name} [{unit}]" if unit else name for name, unit in zip_longest(about.class_names, units)]
+        return {"numbers": ", ".join(told) or "as the network gives them"}
+    logits = {"logits": f"{where}before they become probabilities"}
+    if task is None or to == "torchscript":
+        return logits
+    return logits | {"probabilities": f"{where}one for each of class_names, as `fedfuse predict` gives them"}
+
+
+def _task(about: About) -> Task | None:
+    """What the outputs mean, if the file says so: one with names of classes alone is for classification."""
+    told = about.task or (CLASSIFICATION.name if about.class_names else "")
+    return in_units(task_named(told), about.inputs) if told else None
+
+
+def _runnable(model: Model, about: About, to: str) -> tuple[nn.Module, Tensor]:
+    """The model as one module from rows to answers, and two rows to try it with."""
+    for member in model.members:
+        if isinstance(network := member.spec.skeleton(), Bayesian) and network.noise:
+            raise ConfigError(f"a Bayesian network draws while it answers, which {to} cannot keep; use state-dict")
+    spec, form = model.members[0].spec, about.inputs
+    if (laid_out := form if form is not None else own_form(spec)) is None:
+        raise ConfigError(f"nobody says what the inputs of {spec.factory!r} look like; use a file that fedfuse made")
+    shape = tuple(laid_out.shape)
+    networks: list[nn.Module] = [_Network(member, shape) for member in model.members]
+    if isinstance(model, Single):
+        module = networks[0]
+    elif isinstance(model, Mixture) and not isinstance(model.combine, Route | Choosing):
+        module = _Together(networks, model.weights, model.combine)
+    else:
+        raise ConfigError(
+            f"networks that stay apart, or of which each row chooses some, cannot be exported to {to} as one; "
+            "fuse the updates by a method that gives one network, or by `ensemble`"
+        )
+    rows = in_full(example_inputs(spec, shape, 2)).reshape(2, *shape)
+    if isinstance(form, TableForm):
+        module = _ReadTableFirst(module, form)
+        rows = torch.stack([module.get_buffer("fill"), torch.full((len(form.columns),), torch.nan).double()])
+    elif isinstance(form, PictureForm | ArrayForm) and form.is_normalized:
+        module = _NormalizeFirst(module, form.mean, form.std, len(shape))
+    task, names = _task(about), about.class_names
+    try:
+        with torch.no_grad():
+            count = module.eval()(rows).shape[-1]
+    except (RuntimeError, IndexError) as why:
+        raise ConfigError(f"the network cannot read its file's form of rows, {form}: {error_text(why)}") from why
+    if task is not None and names and count < task.outputs(len(names)):
+        raise ConfigError(f"the file names {len(names)} classes and its network has {count} outputs; fuse it again")
+    return _Answers(module, task, len(names), tuple(_asked(about, to))).eval(), rows
 
 
 class _Network(nn.Module):
@@ -148,155 +285,6 @@ class _Answers(nn.Module):
         logits = self.net(rows)[..., : self.count]
         found = tuple(logits if n == "logits" or not self.task else answers_of(logits, self.task) for n in self.asked)
         return found if len(found) > 1 else found[0]
-
-
-def export_model(path: Path, to: str, output: Path, trusted: Collection[str] = ()) -> list[Path]:
-    """Write a model for another program; ONNX and TorchScript take raw rows, any number at once.
-
-    ONNX takes a table's columns by name, numbers in their units and categories in words, and gives the probabilities or
-    numbers of `predict` beside the logits. TorchScript takes a table as one array. Pictures come in the size of the
-    model and texts as the places of their characters, as the note says.
-
-    Args:
-        path: a model or an update.
-        to: "onnx", "torchscript" or "state-dict".
-        output: the file.
-        trusted: networks of other packages that the file may name.
-
-    Returns:
-        The files: the model, and a note in JSON that names its classes and the form of its inputs.
-
-    Raises:
-        ConfigError: if it cannot be exported so, or what exports it is not installed.
-    """
-    if to not in TARGETS:
-        raise ConfigError(f"a model cannot be exported to {to!r}, expected {', '.join(TARGETS)}")
-    beside = output.with_name(f"{output.name}.json")
-    for file in (output, beside):
-        check_output(file, [path])
-    model, about = load_answering(path, trusted)
-    note = _note(about, to)
-    if to == "state-dict":
-        contents = save({name: t.contiguous().clone() for name, t in _one(model).posterior.mean.items()})
-    else:
-        module, rows = _runnable(model, about, to)
-        contents = _torchscript_bytes(module, rows) if to == "torchscript" else _onnx_bytes(module, rows, about, note)
-    text = json.dumps(note, indent=1, ensure_ascii=False) + "\n"
-    for file, data in ((output, contents), (beside, text.encode())):
-        with write_atomically(file) as opened:
-            opened.write(data)
-    return [output, beside]
-
-
-def _task(about: About) -> Task | None:
-    """What the outputs mean, if the file says so: one with names of classes alone is for classification."""
-    told = about.task or (CLASSIFICATION.name if about.class_names else "")
-    return in_units(task_named(told), about.inputs) if told else None
-
-
-def _asked(about: About, to: str) -> dict[str, str]:
-    """The outputs by name, each with what it is."""
-    task, where = _task(about), "at every character, " if about.task == LanguageModel.name else ""
-    if isinstance(task, Regression):
-        units = [t.unit for t in about.inputs.targets] if isinstance(about.inputs, TableForm) else []
-        told = [f"{name} [{unit}]" if unit else name for name, unit in zip_longest(about.class_names, units)]
-        return {"numbers": ", ".join(told) or "as the network gives them"}
-    logits = {"logits": f"{where}before they become probabilities"}
-    if task is None or to == "torchscript":
-        return logits
-    return logits | {"probabilities": f"{where}one for each of class_names, as `fedfuse predict` gives them"}
-
-
-def _read(form: RowForm | None, to: str) -> dict[str, str]:
-    """The inputs by name, each with what is to be given."""
-    if isinstance(form, TableForm) and to == "onnx":
-        return {
-            column.name: f"float64, n × 1{f', in {column.unit}' if column.unit else ''}; NaN where it is missing"
-            if isinstance(column, NumericColumn)
-            else f"text, n × 1: {', '.join(column.levels)}; empty where it is missing"
-            for column in form.columns
-        }
-    size = "" if form is None else " × ".join(["n", *map(str, form.shape)])
-    if isinstance(form, TableForm):
-        size = f"n × {len(form.columns)}"
-        how = "float64, a column of `inputs` each, in their order and units; a category by its place, NaN if missing"
-    elif isinstance(form, PictureForm):
-        how = "float32, pictures of this size and no other, channels first, their bytes divided by 255"
-    elif isinstance(form, TextForm):
-        how = "int64, a character's place in `characters` of `inputs`, from 1; 0 behind the end and for unknown ones"
-    else:
-        how = "numbers before normalization" if form is not None and form.is_normalized else "as the network reads them"
-    return {"rows": f"{size}: {how}" if size else how}
-
-
-def _note(about: About, to: str) -> dict[str, Any]:
-    """What a reader of the file must know, and nothing that the graph does not do."""
-    wanted = {"class_names", "inputs", "method", "sites", "federation", "versions"}
-    form, task, runs = about.inputs, _task(about), to != "state-dict"
-    reads_table = isinstance(form, TableForm)
-    note: dict[str, Any] = {
-        "format": to,
-        "normalizes": runs and form is not None and (reads_table or form.is_normalized),
-    }
-    note |= {} if task is None else {"task": task.name}
-    note |= {"reads": _read(form, to), "gives": _asked(about, to)} if runs else {}
-    if isinstance(form, TableForm):
-        note["columns"] = [column.name for column in form.columns]
-        note["units"] = {c.name: c.unit for c in form.columns if isinstance(c, NumericColumn) and c.unit}
-    if reads_table and runs:
-        note["cannot_read"] = "a category that is not known and a number that is not finite; the row's answer is NaN"
-    return note | {key: value for key, value in about.to_json().items() if key in wanted}
-
-
-def _one(model: Model) -> Single:
-    if not isinstance(model, Single):
-        raise ConfigError(f"{len(model.members)} networks are no state dict of one; export them to onnx or torchscript")
-    return model
-
-
-def _runnable(model: Model, about: About, to: str) -> tuple[nn.Module, Tensor]:
-    """The model as one module from rows to answers, and two rows to try it with."""
-    _refuse_what_draws(model, to)
-    spec, form = model.members[0].spec, about.inputs
-    shape = _shape(spec, about)
-    networks: list[nn.Module] = [_Network(member, shape) for member in model.members]
-    if isinstance(model, Single):
-        module = networks[0]
-    elif isinstance(model, Mixture) and not isinstance(model.combine, Route | Choosing):
-        module = _Together(networks, model.weights, model.combine)
-    else:
-        raise ConfigError(
-            f"networks that stay apart, or of which each row chooses some, cannot be exported to {to} as one; "
-            "fuse the updates by a method that gives one network, or by `ensemble`"
-        )
-    rows = in_full(example_inputs(spec, shape, 2)).reshape(2, *shape)
-    if isinstance(form, TableForm):
-        module = _ReadTableFirst(module, form)
-        rows = torch.stack([module.get_buffer("fill"), torch.full((len(form.columns),), torch.nan).double()])
-    elif isinstance(form, PictureForm | ArrayForm) and form.is_normalized:
-        module = _NormalizeFirst(module, form.mean, form.std, len(shape))
-    task, names = _task(about), about.class_names
-    try:
-        with torch.no_grad():
-            count = module.eval()(rows).shape[-1]
-    except (RuntimeError, IndexError) as why:
-        raise ConfigError(f"the network cannot read its file's form of rows, {form}: {error_text(why)}") from why
-    if task is not None and names and count < task.outputs(len(names)):
-        raise ConfigError(f"the file names {len(names)} classes and its network has {count} outputs; fuse it again")
-    return _Answers(module, task, len(names), tuple(_asked(about, to))).eval(), rows
-
-
-def _refuse_what_draws(model: Model, to: str) -> None:
-    for member in model.members:
-        if isinstance(network := member.spec.skeleton(), Bayesian) and network.noise:
-            raise ConfigError(f"a Bayesian network draws while it answers, which {to} cannot keep; use state-dict")
-
-
-def _shape(spec: Spec, about: About) -> tuple[int, ...]:
-    form = about.inputs if about.inputs is not None else own_form(spec)
-    if form is None:
-        raise ConfigError(f"nobody says what the inputs of {spec.factory!r} look like; use a file that fedfuse made")
-    return tuple(form.shape)
 
 
 def _torchscript_bytes(module: nn.Module, x: Tensor) -> bytes:

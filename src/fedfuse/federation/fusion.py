@@ -1,4 +1,4 @@
-"""Anywhere: fuse the files that came."""
+"""Fusing the files that came, by what the sites agreed on where they did; and the ledger of a site's privacy."""
 
 from __future__ import annotations
 
@@ -34,51 +34,6 @@ if TYPE_CHECKING:
     from fedfuse.federation.agreement import FederationFolder
 
 
-def charge(release: Release, path: Path, what: str, budget: float | None = None) -> Release:
-    """Write a release into a site's ledger, before it leaves, and give the total so far.
-
-    All entries of one ledger count as told of the same rows. Signals add in squares, exactly.
-
-    Args:
-        release: what is about to leave.
-        path: the ledger; it is made where there is none.
-        what: what the entry says of it: file and method.
-        budget: the most ε, at the release's own δ, that all of them may have together.
-
-    Raises:
-        ConfigError: if the budget would be exceeded, and then nothing is written; or if the ledger cannot be read.
-    """
-    entries = _read(path)
-    past = [Release.from_json(entry if entry.get("signal") is not None else None) for entry in entries]
-    total = release.after(past)
-    if budget is not None and total.epsilon > budget:
-        spent = total.epsilon if math.isfinite(total.epsilon) else "without bound, since something has no noise"
-        words = spent if isinstance(spent, str) else f"{spent:.4g}"
-        raise ConfigError(
-            f"the budget of {path} is ε = {budget:g} and with {what} it would be {words} (δ = {release.delta:g}, "
-            f"{len(entries)} releases before); nothing was written"
-        )
-    told: dict[str, Any] = {"what": what, "when": datetime.now(UTC).isoformat(timespec="seconds")}
-    told |= {"signal": None}
-    if math.isfinite(release.signal):
-        told |= {"signal": release.signal, "epsilon": release.epsilon, "delta": release.delta}
-    with write_atomically(path) as file:
-        file.write(json.dumps({"releases": [*entries, told]}, indent=1).encode() + b"\n")
-    return total
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    try:
-        entries = json.loads(regular(path).read_text(encoding="utf-8"))["releases"]
-    except (OSError, ValueError, KeyError, TypeError) as why:
-        raise ConfigError(f"{path} is no privacy ledger: {why}; name the file that `--privacy-ledger` wrote") from why
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ConfigError(f"{path} is no privacy ledger: it has no list of releases")
-    return entries
-
-
 def fuse_files(
     updates: Sequence[Path],
     method: str | None = None,
@@ -112,7 +67,7 @@ def fuse_files(
         quorum: the share that must be admitted; by default half of updates, and all of checkpoint folders.
         models: networks that may be run, as names of `fedfuse.models` or package.module:Class.
         guard: a robust filter's name.
-        bounds: what becomes of who says far more than the others: "refuse", "clip", or "off" for nothing.
+        bounds: what is done to an update with far more influence than the others: "refuse", "clip" or "off".
         align: an alignment's name.
         server_data: a source whose training rows the server holds.
         unlabelled: a source whose training inputs the server holds, their labels unseen.
@@ -126,7 +81,10 @@ def fuse_files(
     told: dict[str, Any] = {"bounds": limits, "quorum": quorum, "seed": seed}
     told |= {kind: _with_options(kind, name, options) for kind, name in (("guard", guard), ("align", align))}
     told |= {"into": into, "remove": remove, "keep_sites": keep_sites, "evidence": evidence}
-    _check_files([*updates, *([] if into is None else [into]), *(evidence or [])])
+    for path in (*updates, *([] if into is None else [into]), *(evidence or [])):
+        if not path.exists():
+            raise ConfigError(f"there is no file or folder {path}")
+        regular(path)
     recipe = chosen_recipe(method or default_method(updates, start), options, federation)
     fused = fuse(
         updates,
@@ -139,11 +97,44 @@ def fuse_files(
         agreed=None if federation is None else _fixed_by(federation, recipe, with_network=start is None),
         **told,
     )
-    return _as_agreed(federation, fused)
+    if federation is None:
+        return fused
+    if fused.task.name != federation.agreement.task:
+        raise ConfigError(
+            f"the updates' task is {fused.task.name}, expected {federation.agreement.task}; fuse updates made by this "
+            "folder"
+        )
+    return replace(fused, about=fused.about.model_copy(update={"federation": federation.agreement.name}))
+
+
+def read_options(sets: Sequence[str]) -> dict[str, Any]:
+    """What `--set key=value` says of a method."""
+    options: dict[str, Any] = {}
+    for text in sets:
+        assign(options, text)
+    return options
+
+
+def _with_options(kind: str, name: str | None, options: dict[str, Any]) -> dict[str, Any] | None:
+    """A filter's name with the options given under its kind, which are taken out of the method's."""
+    own = options.pop(kind, {})
+    if name is None and own:
+        raise ConfigError(f"--set {kind}.{next(iter(own))} is an option of a filter; name it with --{kind}")
+    return None if name is None else {"name": name, **own}
+
+
+def chosen_recipe(
+    method: str | None, options: dict[str, Any], federation: FederationFolder | None, default: str = "fedavg"
+) -> Recipe:
+    """The method the user names, else the federation's, else the default, with the options given."""
+    if federation is None or method is not None:
+        return recipe_of(method or default, **options)
+    agreed = federation.agreement.method
+    return agreed.model_copy(update=options).recipe() if options else agreed.recipe()
 
 
 def _network_in(updates: Sequence[Path], start: Path | None, align: str | None) -> list[nn.Module] | None:
-    """The network that checkpoint folders hold, where units are to be aligned and nobody named one; None elsewhere."""
+    """The network that checkpoint folders hold, where units are to be aligned and none was named; None elsewhere."""
     if align is None or not updates or not all(map(is_folder, updates)):
         return None
     first = folder_of(updates[0])
@@ -173,31 +164,6 @@ def _rows_of(source: str, federation: FederationFolder | None, labelled: bool = 
     ).rows
 
 
-def read_options(sets: Sequence[str]) -> dict[str, Any]:
-    """What `--set key=value` says of a method."""
-    options: dict[str, Any] = {}
-    for text in sets:
-        assign(options, text)
-    return options
-
-
-def _check_files(paths: Sequence[Path]) -> None:
-    for path in paths:
-        if not path.exists():
-            raise ConfigError(f"there is no file or folder {path}")
-        regular(path)
-
-
-def chosen_recipe(
-    method: str | None, options: dict[str, Any], federation: FederationFolder | None, default: str = "fedavg"
-) -> Recipe:
-    """The method the user names, else the federation's, else the default, with the options given."""
-    if federation is None or method is not None:
-        return recipe_of(method or default, **options)
-    agreed = federation.agreement.method
-    return agreed.model_copy(update=options).recipe() if options else agreed.recipe()
-
-
 def _fixed_by(federation: FederationFolder, recipe: Recipe, with_network: bool) -> Agreed:
     """What the folder fixes: of the network only where its start is begun with, as sites train it by either method."""
     agreement = federation.agreement
@@ -211,21 +177,45 @@ def _fixed_by(federation: FederationFolder, recipe: Recipe, with_network: bool) 
     return Agreed(agreement.output_names, agreement.inputs, header, networks)
 
 
-def _as_agreed(federation: FederationFolder | None, fused: Fused) -> Fused:
-    """The fused model, if its task is that of the federation, where there is one."""
-    if federation is None:
-        return fused
-    agreed = federation.agreement
-    if fused.task.name != agreed.task:
+def charge(release: Release, path: Path, what: str, budget: float | None = None) -> Release:
+    """Write a release into a site's ledger, before it leaves, and give the total so far.
+
+    All entries of one ledger count as told of the same rows. Signals add in squares, exactly.
+
+    Args:
+        release: what is about to leave.
+        path: the ledger; it is made where there is none.
+        what: what the entry says of it: file and method.
+        budget: the most ε, at the release's own δ, that all of them may have together.
+
+    Raises:
+        ConfigError: if the budget would be exceeded, and then nothing is written; or if the ledger cannot be read.
+    """
+    entries = _read_ledger(path)
+    past = [Release.from_json(entry if entry.get("signal") is not None else None) for entry in entries]
+    total = release.after(past)
+    if budget is not None and total.epsilon > budget:
+        bounded = math.isfinite(total.epsilon)
+        words = f"{total.epsilon:.4g}" if bounded else "without bound, since something has no noise"
         raise ConfigError(
-            f"the updates' task is {fused.task.name}, expected {agreed.task}; fuse updates made by this folder"
+            f"the budget of {path} is ε = {budget:g} and with {what} it would be {words} (δ = {release.delta:g}, "
+            f"{len(entries)} releases before); nothing was written"
         )
-    return replace(fused, about=fused.about.model_copy(update={"federation": agreed.name}))
+    told: dict[str, Any] = {"what": what, "when": datetime.now(UTC).isoformat(timespec="seconds"), "signal": None}
+    if math.isfinite(release.signal):  # JSON has no infinity: without noise, the signal is null
+        told |= {"signal": release.signal, "epsilon": release.epsilon, "delta": release.delta}
+    with write_atomically(path) as file:
+        file.write(json.dumps({"releases": [*entries, told]}, indent=1).encode() + b"\n")
+    return total
 
 
-def _with_options(kind: str, name: str | None, options: dict[str, Any]) -> dict[str, Any] | None:
-    """A filter's name with the options given under its kind, which are taken out of the method's."""
-    own = options.pop(kind, {})
-    if name is None and own:
-        raise ConfigError(f"--set {kind}.{next(iter(own))} is an option of a filter; name it with --{kind}")
-    return None if name is None else {"name": name, **own}
+def _read_ledger(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    try:
+        entries = json.loads(regular(path).read_text(encoding="utf-8"))["releases"]
+    except (OSError, ValueError, KeyError, TypeError) as why:
+        raise ConfigError(f"{path} is no privacy ledger: {why}; name the file that `--privacy-ledger` wrote") from why
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"{path} is no privacy ledger: it has no list of releases")
+    return entries

@@ -1,4 +1,8 @@
-"""One small exchange before anybody trains: counts and sums per column, so that no site's scale decides."""
+"""One small exchange before training: counts and sums per column, so that no single site's scale decides.
+
+A site writes a `MomentsFile`, `add_moments` adds those of all sites, and `scale_by_moments` writes the common scale
+into the federation folder. `TableAgreement` is what a user says of tables where there is no folder yet.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,18 @@ from fedfuse.core.files import regular, write_output
 from fedfuse.core.inputs import NumericColumn, TableForm, TargetColumn, parse_columns, split_heading
 from fedfuse.core.messages import client_order
 from fedfuse.core.settings import Settings, validate_settings
-from fedfuse.data.site import SiteRows, read_site
+from fedfuse.data.rows import SiteRows
+from fedfuse.data.site import read_site
 from fedfuse.data.sources import local_path
-from fedfuse.data.table_sources import FEW, TableChoice, check_common, check_present, kinds_of, other_columns, rows_with
+from fedfuse.data.table_sources import (
+    FEW,
+    TableChoice,
+    check_common,
+    check_present,
+    kinds_of,
+    moments_of_choice,
+    rows_with,
+)
 from fedfuse.data.tables import ColumnMoments, RawTable, TableMoments, looks_like_another_unit, read_table
 from fedfuse.errors import ConfigError
 from fedfuse.federation.agreement import FederationFolder, scale_federation
@@ -59,7 +72,7 @@ class MomentsFile(Settings):
 
     @property
     def reveals(self) -> tuple[str, ...]:
-        """What whoever gets the file learns."""
+        """What the receiver of the file learns."""
         numbers = [name for name, m in self.columns.items() if m.kind == "numeric"]
         words = [name for name, m in self.columns.items() if m.kind == "categorical"]
         said = [f"that there are {self.rows:,} rows, and in how many each column is missing"]
@@ -87,15 +100,15 @@ class MomentsFile(Settings):
         return write_output(path, f'{{\n{head} "columns": {{\n{columns}\n }}\n}}\n'.encode())
 
 
+def _short(column: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = ("total", "square", "unit") if column["kind"] == "numeric" else ("levels",)
+    return {key: column[key] for key in ("kind", "count", "missing", *numbers) if column[key] != ""}
+
+
 def _checksum(entries: Mapping[str, Any]) -> str:
     """SHA-256 of what a file says, however its lines are broken."""
     rest = {key: value for key, value in entries.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _short(column: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = ("total", "square", "unit") if column["kind"] == "numeric" else ("levels",)
-    return {key: column[key] for key in ("kind", "count", "missing", *numbers) if column[key] != ""}
 
 
 def moments_by_federation(federation: FederationFolder, source: str, site: str) -> MomentsFile:
@@ -107,10 +120,11 @@ def moments_by_federation(federation: FederationFolder, source: str, site: str) 
     agreed = federation.agreement
     if not isinstance(agreed.inputs, TableForm):
         raise ConfigError(f"the federation {agreed.name!r} has no tables ({agreed.inputs}); moments are of columns")
-    form, table = agreed.inputs, _open(source)
-    table = table.take(rows_with(table, form.target_names)) if _reads_targets(table, form) else table
+    form, table = agreed.inputs, read_table(local_path(source)).with_units()
+    if all(name in table.columns for name in form.target_names):
+        table = table.take(rows_with(table, form.target_names))
     _check_rows(table, agreed.least_rows)
-    numbers = _numbers_of(agreed.learns, form.target_names)
+    numbers = form.target_names if isinstance(agreed.learns, Regression) else ()
     for target in form.targets if numbers else ():
         table.check_unit(target.name, target.unit)
     kinds = kinds_of(table, form.columns, numbers)
@@ -121,22 +135,20 @@ def moments_by_federation(federation: FederationFolder, source: str, site: str) 
     return validate_settings(MomentsFile, values)
 
 
-def moments_of_table(source: str, site: str, task: Task, choice: TableChoice, least_rows: int) -> MomentsFile:
+def moments_by_words(source: str, site: str, task: str, said: TableAgreement, least_rows: int) -> MomentsFile:
     """The moments of a table where nothing is agreed on: all columns but the targets, or those named.
 
     Raises:
         ConfigError: as above.
     """
+    learns, choice = task_named(task), TableChoice(said.targets, parse_columns(said.columns))
     if not choice.targets:
         raise ConfigError(f"{source}: say which column is to be predicted: --target …, or give --federation")
-    table = _open(source)
+    table = read_table(local_path(source)).with_units()
     table = table.take(rows_with(table, choice.targets))
     _check_rows(table, least_rows)
-    names = [c.name for c in choice.columns] or other_columns(table, choice.targets)
-    numbers, classes = _numbers_of(task, choice.targets), Counter[str]()
-    found = TableMoments.of(table, [*names, *numbers], kinds_of(table, choice.columns, numbers))
-    check_present(table, found, min(FEW, least_rows))
-    if isinstance(task, Classification | Binary):
+    found, classes = moments_of_choice(table, choice, learns, min(FEW, least_rows)), Counter[str]()
+    if isinstance(learns, Classification | Binary):
         (target,) = choice.targets
         classes.update(map(str, table.words(target)))
         remedy = "agree on the classes first (`fedfuse init --classes`) and give that folder (--federation)"
@@ -144,25 +156,12 @@ def moments_of_table(source: str, site: str, task: Task, choice: TableChoice, le
     values = {
         "site": site,
         "rows": len(table),
-        "task": task.name,
+        "task": learns.name,
         "targets": choice.targets,
         "columns": dict(found.columns),
         "classes": sorted(classes, key=client_order),
     }
     return validate_settings(MomentsFile, values)
-
-
-def _open(source: str) -> RawTable:
-    return read_table(local_path(source)).with_units()
-
-
-def _reads_targets(table: RawTable, form: TableForm) -> bool:
-    return all(name in table.columns for name in form.target_names)
-
-
-def _numbers_of(task: Task, targets: Sequence[str]) -> Sequence[str]:
-    """Targets that have a scale of their own."""
-    return targets if isinstance(task, Regression) else ()
 
 
 def _check_rows(table: RawTable, least: int) -> None:
@@ -227,9 +226,7 @@ class AddedMoments:
 
     def form(self) -> TableForm:
         """The form that follows where no columns were agreed on."""
-        inputs = {name: m for name, m in self.total.columns.items() if name not in self.targets}
-        targets = [TargetColumn(name=name) for name in self.targets]
-        return self.total.rescale(TableMoments(inputs).form(targets))
+        return self.total.form_for([TargetColumn(name=name) for name in self.targets])
 
 
 def add_moments(paths: Sequence[Path]) -> AddedMoments:
@@ -361,12 +358,21 @@ def _without_scale(form: TableForm) -> TableForm:
     )
 
 
+def chosen_table(table: TableAgreement, task: Task) -> tuple[TableForm | None, TableChoice]:
+    """Without a federation: the form that moments give, if there are any, and the columns that were named."""
+    choice = TableChoice(table.targets, parse_columns(table.columns))
+    if not table.moments:
+        return None, choice
+    found = agree_on_table(table, None, task.name, ("of", "moments"), normalize=False)
+    return validate_settings(TableForm, found["inputs"]), choice
+
+
 def check_told_by_cells(site: SiteRows, classes: Sequence[str]) -> None:
     """Refuse a table's rows, before anything of them is written, if their own scale or names of classes tell of a few.
 
     Args:
         site: the rows.
-        classes: the names of all classes, where somebody else tells them.
+        classes: the names of all classes, where they come from elsewhere.
     """
     if not isinstance(site.form, TableForm):
         return
@@ -378,18 +384,3 @@ def check_told_by_cells(site: SiteRows, classes: Sequence[str]) -> None:
     if not classes and isinstance(site.task, Classification | Binary):
         where = f"{site.source}: column {site.form.target_names[0]!r}"
         check_common(where, site.counts, "name all classes (--classes), so that they are not those of these rows")
-
-
-def chosen_table(table: TableAgreement, task: Task) -> tuple[TableForm | None, TableChoice]:
-    """Without a federation: the form that moments give, if there are any; and what was said beside."""
-    choice = TableChoice(table.targets, parse_columns(table.columns))
-    if not table.moments:
-        return None, choice
-    found = agree_on_table(table, None, task.name, ("of", "moments"), normalize=False)
-    return validate_settings(TableForm, found["inputs"]), choice
-
-
-def moments_by_words(source: str, site: str, task: str, said: TableAgreement, least_rows: int) -> MomentsFile:
-    """The moments of a table of which a user says the targets and columns."""
-    choice = TableChoice(said.targets, parse_columns(said.columns))
-    return moments_of_table(source, site, task_named(task), choice, least_rows)

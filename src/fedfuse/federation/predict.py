@@ -1,4 +1,4 @@
-"""A model's answers for every row of a source: class, probabilities, uncertainty, and of a mixture who answered."""
+"""A model's answers for every row of a source: class, probabilities, uncertainty, and which members answered."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fedfuse.core.files import write_output
 from fedfuse.core.inputs import TableForm
 from fedfuse.core.metadata import About
 from fedfuse.core.model import Model, outputs
-from fedfuse.data.site import SiteRows
+from fedfuse.data.rows import SiteRows
 from fedfuse.errors import ConfigError, error_text
 from fedfuse.federation.evaluate import Reading
 from fedfuse.nets.mixture import Mixture
-from fedfuse.server.judge import Prediction, predict
+from fedfuse.server.judge import predict
 from fedfuse.tasks import CLASSIFICATION, Binary, Classification, LanguageModel, Multilabel, Regression, Task
 from fedfuse.tasks.language import NO_TARGET
 from fedfuse.wire.files import load_answering
@@ -115,7 +115,10 @@ def predict_file(path: Path, source: str, reading: Reading | None = None, truste
         found = predict(model, site.rows.x, len(classes), task=task)
     except (RuntimeError, IndexError) as why:
         raise ConfigError(f"{path} cannot answer for {source}, whose rows are {site.form}: {error_text(why)}") from why
-    found = _at_ends(found, site)
+    if isinstance(task, LanguageModel):  # of the answers at every character, only those at the ends of texts are asked
+        asked = site.rows.y != NO_TARGET
+        about_weights = None if found.information is None else found.information[asked]
+        found = replace(found, outputs=found.outputs[asked], information=about_weights)
     if not about.class_names and isinstance(task, Classification):
         classes = classes[: found.outputs.shape[-1]]  # an open-set network's last output is no class
     if found.outputs.shape[-1] != task.outputs(len(classes)):
@@ -136,28 +139,6 @@ def predict_file(path: Path, source: str, reading: Reading | None = None, truste
     )
 
 
-def _at_ends(found: Prediction, site: SiteRows) -> Prediction:
-    """Of answers at every character the one behind each text's last, which is all that is asked for."""
-    if not isinstance(site.task, LanguageModel):
-        return found
-    asked = site.rows.y != NO_TARGET
-    return replace(
-        found,
-        outputs=found.outputs[asked],
-        information=None if found.information is None else found.information[asked],
-    )
-
-
-def answers_of(outputs: Tensor, task: Task) -> Tensor:
-    """Probabilities of each class or label, or numbers in their own units, of a task that knows them."""
-    if isinstance(task, Regression):
-        return task.in_units(outputs, outputs.shape[0])  # of `len` an exporter makes a constant
-    if isinstance(task, Binary):
-        yes = task.predict(outputs).reshape(-1)
-        return torch.stack([1 - yes, yes], 1)
-    return task.predict(outputs)
-
-
 def _names_of(model: Model, site: SiteRows, task: Task, path: Path) -> tuple[str, ...]:
     """Names for the outputs of a file that gives none: a table's targets, or numbers from 0 on."""
     if isinstance(site.form, TableForm) and not isinstance(task, Classification | Binary):
@@ -170,6 +151,16 @@ def _count_outputs(model: Model, path: Path) -> int:
     if count is None:
         raise ConfigError(f"{path} names no classes, and its network does not tell how many outputs it has")
     return count
+
+
+def answers_of(outputs: Tensor, task: Task) -> Tensor:
+    """Probabilities of each class or label, or numbers in their own units, of a task that knows them."""
+    if isinstance(task, Regression):
+        return task.in_units(outputs, outputs.shape[0])  # of `len` an exporter makes a constant
+    if isinstance(task, Binary):
+        yes = task.predict(outputs).reshape(-1)
+        return torch.stack([1 - yes, yes], 1)
+    return task.predict(outputs)
 
 
 def _who_answered(model: Model, about: About, site: SiteRows) -> tuple[str, ...]:

@@ -11,10 +11,8 @@ from fedfuse.core.escape import markdown_text
 from fedfuse.core.files import check_output, write_output
 from fedfuse.core.metadata import About
 from fedfuse.errors import ConfigError
-from fedfuse.wire.codec import Altered, Malformed, Packet, read
+from fedfuse.wire.codec import Altered, Malformed, read
 from fedfuse.wire.messages import NOTE
-
-_KINDS = {"reply": "update of a site", "model": "model"}
 
 
 def describe_file(path: Path) -> dict[str, Any]:
@@ -30,35 +28,25 @@ def describe_file(path: Path) -> dict[str, Any]:
     except Malformed as why:
         raise ConfigError(f"{path} cannot be shown: {why}") from why
     header, forms = packet.header, packet.tensors.forms
+    kinds = {"reply": "update of a site", "model": "model"}
+    specs, kind = [header.get("spec")], kinds.get(str(header.get("kind")), "plain set of tensors")
+    if isinstance(members := header.get("members"), list):
+        specs = members
+        kind = f"{len(members)} networks that {'answer together' if 'combine' in header else 'stay apart'}"
     own = [form for name, form in forms.items() if not name.startswith(NOTE) and NOTE not in name.split("/", 1)[-1][:1]]
     evidence = sorted({name.removeprefix(NOTE).partition("/")[0] for name in forms if name.startswith(NOTE)})
     facts = {
         "file": str(path),
-        "kind": _kind(packet),
+        "kind": kind,
         "bytes": packet.size,
         "checksum": "as it was written" if packet.sealed else "no checksum",
-        "network": _network(header),
+        "network": list(dict.fromkeys(_spec_words(spec) for spec in specs if isinstance(spec, dict))),
         "parameters": sum(math.prod(form.shape) for form in own),
         "evidence": evidence,
         **About.of(header).to_json(),
     }
     loss = header.get("facts", {}).get("loss") if isinstance(header.get("facts"), dict) else None
     return {key: value for key, value in (facts | {"loss": loss}).items() if value not in (None, "", [], {})}
-
-
-def _kind(packet: Packet) -> str:
-    header = packet.header
-    if "members" in header and isinstance(header["members"], list):
-        together = "that answer together" if "combine" in header else "that stay apart"
-        return f"{len(header['members'])} networks {together}"
-    return _KINDS.get(str(header.get("kind")), "plain set of tensors")
-
-
-def _network(header: Mapping[str, Any]) -> list[str]:
-    """Each network's factory and options, in words, without repeating equal ones."""
-    specs = header.get("members") if isinstance(header.get("members"), list) else [header.get("spec")]
-    words = [_spec_words(spec) for spec in specs or [] if isinstance(spec, dict)]
-    return list(dict.fromkeys(words))
 
 
 def _spec_words(spec: Mapping[str, Any]) -> str:
@@ -96,6 +84,12 @@ def _words(key: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else _plain(value)
 
 
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "(" + _words("", value) + ")" if isinstance(value, dict) else str(value)
+
+
 def _site_words(site: Mapping[str, Any]) -> str:
     """How many examples a site sent, for how many they counted, and where its update lay."""
     counted = f", counted as {site['counted']:,.10g}" if "counted" in site else ""
@@ -106,6 +100,44 @@ def _column_words(column: Mapping[str, Any]) -> str:
     """A column as `init` takes it: with its unit, or its categories."""
     unit = f" [{column['unit']}]" if column.get("unit") else ""
     return f"{column['name']}{unit}" + (f" ({'|'.join(column['levels'])})" if "levels" in column else "")
+
+
+def save_card(facts: Mapping[str, Any], path: Path) -> None:
+    """Write the model card of these facts.
+
+    Raises:
+        ConfigError: if it would take the place of the file it is about, or cannot be written.
+    """
+    check_output(path, [Path(facts["file"])], streams=True)
+    write_output(path, model_card(facts).encode())
+
+
+def model_card(facts: Mapping[str, Any]) -> str:
+    """A model card in Markdown: what the file is, what it is for, who is in it, what is not known of it."""
+    rows = "\n".join(f"| {name} | {markdown_text(words)} |" for name, words in facts_in_words(facts))
+    sites = "".join(f"- {markdown_text(s['client'] + ': ' + _site_words(s))}\n" for s in facts.get("sites", []))
+    refused = "".join(
+        "- "
+        + markdown_text(f"{r.get('client')}: {r.get('field')} is {r.get('got')}, expected {r.get('expected')}")
+        + "\n"
+        for r in facts.get("refused", [])
+    )
+    classes = "".join(f"{place}. {markdown_text(name)}\n" for place, name in enumerate(facts.get("class_names", [])))
+    article = "" if facts["kind"][0].isdigit() else "An " if facts["kind"][0] in "aeiou" else "A "
+    heading = "Targets" if facts.get("task") in ("regression", "multilabel") else "Classes"
+    parts = [
+        f"# {markdown_text(Path(facts['file']).name)}",
+        f"{article}{facts['kind']}"
+        + (f", made by `{_printable(facts['method']).replace('`', '’')}`." if "method" in facts else "."),
+        f"## What it is\n\n| | |\n|---|---|\n{rows}",
+        f"## {heading}\n\nIn the order of its outputs, counted from 0:\n\n{classes}" if classes else "",
+        f"## Columns\n\n{_column_lines(facts['inputs'])}" if "columns" in facts.get("inputs", {}) else "",
+        f"## Who is in it\n\n{sites}" if sites else "",
+        f"## Who was refused\n\n{refused}" if refused else "",
+        "## What this card does not say\n\nHow well it does: score it with `fedfuse evaluate` on rows that no site "
+        "trained on. For whom it must not be used: whoever gives it away should write that here.",
+    ]
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
 def _column_lines(inputs: Mapping[str, Any]) -> str:
@@ -120,54 +152,9 @@ def _column_lines(inputs: Mapping[str, Any]) -> str:
         for column in inputs["columns"]
     ]
     head = "| column | where it is missing | standard deviation |\n|---|---|---|\n"
-    return f"The scale comes from: {_SCALES.get(inputs.get('scale', ''), 'unknown')}.\n\n{head}" + "\n".join(lines)
-
-
-_SCALES = {"moments": "sums of all sites", "site": "one site's rows", "none": "nowhere; numbers are taken as they are"}
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    return "(" + _words("", value) + ")" if isinstance(value, dict) else str(value)
-
-
-def model_card(facts: Mapping[str, Any]) -> str:
-    """A model card in Markdown: what the file is, what it is for, who is in it, what is not known of it."""
-    rows = "\n".join(f"| {name} | {markdown_text(words)} |" for name, words in facts_in_words(facts))
-    sites = "".join(f"- {markdown_text(s['client'] + ': ' + _site_words(s))}\n" for s in facts.get("sites", []))
-    refused = "".join(
-        "- "
-        + markdown_text(f"{r.get('client')}: {r.get('field')} is {r.get('got')}, expected {r.get('expected')}")
-        + "\n"
-        for r in facts.get("refused", [])
-    )
-    classes = "".join(f"{place}. {markdown_text(name)}\n" for place, name in enumerate(facts.get("class_names", [])))
-    heading = "Targets" if facts.get("task") in ("regression", "multilabel") else "Classes"
-    parts = [
-        f"# {markdown_text(Path(facts['file']).name)}",
-        _with_article(facts["kind"])
-        + (f", made by `{_printable(facts['method']).replace('`', '’')}`." if "method" in facts else "."),
-        f"## What it is\n\n| | |\n|---|---|\n{rows}",
-        f"## {heading}\n\nIn the order of its outputs, counted from 0:\n\n{classes}" if classes else "",
-        f"## Columns\n\n{_column_lines(facts['inputs'])}" if "columns" in facts.get("inputs", {}) else "",
-        f"## Who is in it\n\n{sites}" if sites else "",
-        f"## Who was refused\n\n{refused}" if refused else "",
-        "## What this card does not say\n\nHow well it does: score it with `fedfuse evaluate` on rows that no site "
-        "trained on. For whom it must not be used: whoever gives it away should write that here.",
-    ]
-    return "\n\n".join(part.strip() for part in parts if part) + "\n"
-
-
-def _with_article(kind: str) -> str:
-    return kind if kind[0].isdigit() else f"{'An' if kind[0] in 'aeiou' else 'A'} {kind}"
-
-
-def save_card(facts: Mapping[str, Any], path: Path) -> None:
-    """Write the model card of these facts.
-
-    Raises:
-        ConfigError: if it would take the place of the file it is about, or cannot be written.
-    """
-    check_output(path, [Path(facts["file"])], streams=True)
-    write_output(path, model_card(facts).encode())
+    scales = {
+        "moments": "sums of all sites",
+        "site": "one site's rows",
+        "none": "nowhere; numbers are taken as they are",
+    }
+    return f"The scale comes from: {scales.get(inputs.get('scale', ''), 'unknown')}.\n\n{head}" + "\n".join(lines)

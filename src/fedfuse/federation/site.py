@@ -18,7 +18,8 @@ from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.settings import validate_settings
 from fedfuse.core.state import EXAMPLES
-from fedfuse.data.site import SiteRows, read_site
+from fedfuse.data.rows import SiteRows
+from fedfuse.data.site import read_site
 from fedfuse.errors import ConfigError
 from fedfuse.federation.agreement import Agreement, FederationFolder
 from fedfuse.federation.create import read_sets
@@ -39,7 +40,7 @@ from fedfuse.tasks import (
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """How well a site's own network does on some of its rows, beside always giving the best constant answer.
+    """How well a site's own network does on some of its rows, and what the best constant answer would.
 
     Attributes:
         what: which rows.
@@ -59,7 +60,7 @@ class Assessment:
 
     @property
     def learnt(self) -> bool:
-        """Whether the network is better than no network; nobody can tell where a constant is always right."""
+        """Whether the network beats a constant answer; taken as true where a constant is always right."""
         perfect = 0.0 if isinstance(self.task, Regression) else 1.0
         return scores_better(self.task, self.score, self.constant) or self.constant == perfect
 
@@ -213,7 +214,7 @@ def _train_and_assess(
         else:
             seen = _assess(update, used, "the rows it was trained on")
     loss = update.facts.get("loss")
-    return SiteUpdate(update, site, loss, seen, (*site.remarks, *_warnings(site, seen), *_warn_of_share(agreed)))
+    return SiteUpdate(update, site, loss, seen, (*site.remarks, *_warnings(site, agreed, seen)))
 
 
 def _train(site: SiteRows, agreed: Agreement, start: Path | Mapping[str, Tensor], client: str) -> Update:
@@ -294,17 +295,7 @@ def _folds(y: Tensor, folds: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return fold_of
 
 
-def _warn_of_share(agreed: Agreement) -> list[str]:
-    """A method that weighs its prior by the site's share of all examples, where nobody says how many there are."""
-    if agreed.all_examples is not None or EXAMPLES not in agreed.method.recipe().publishes:
-        return []
-    return [
-        f"method {agreed.method.name!r} weighs its prior by this site's share of all examples and nobody says how many "
-        "there are, so the prior was counted in full; give --all-examples, or use pvi, which needs no such number"
-    ]
-
-
-def _warnings(site: SiteRows, seen: Assessment | None) -> list[str]:
+def _warnings(site: SiteRows, agreed: Agreement, seen: Assessment | None) -> list[str]:
     said = []
     if seen is not None and not seen.learnt:
         right = " right" if seen.task.headline == "accuracy" else f" {seen.score_name}"
@@ -316,4 +307,10 @@ def _warnings(site: SiteRows, seen: Assessment | None) -> list[str]:
         )
     if not isinstance(site.task, Multilabel) and sum(count > 0 for count in site.counts.values()) == 1:
         said.append(f"all rows of {site.source} are of one class, so its network can tell nothing apart")
+    if agreed.all_examples is None and EXAMPLES in agreed.method.recipe().publishes:
+        said.append(
+            f"method {agreed.method.name!r} weighs its prior by this site's share of all examples and nobody says how "
+            "many there are, so the prior was counted in full; give --all-examples, or use pvi, which needs no such "
+            "number"
+        )
     return said
