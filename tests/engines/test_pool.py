@@ -129,14 +129,14 @@ def test_what_a_worker_cannot_import_is_one_sentence(
     gone = type("Gone", (nn.Linear,), {"__module__": "odd_parts", "__qualname__": "Gone"})
     monkeypatch.setattr(odd_parts, "Gone", gone, raising=False)  # here it can be imported, there it cannot
     spec = Spec.of(gone(3, 3))
-    with pytest.raises(ConfigError, match=r"cannot rebuild .*Gone.*module that can be imported, or use workers=0"):
+    with pytest.raises(ConfigError, match="Gone.*workers=0"):
         ask(pool.engine(population), Brief(0, spec, spec.build().state_dict()), work)
     assert all(e.payload for e in ask(pool.engine(population), brief, work).values())  # the pool goes on
 
 
 def test_what_cannot_be_pickled_is_one_sentence(pool: Pool, population: Population, brief: Brief, work: Work) -> None:
     nameless = replace(work, objective=lambda local, batch: local.predict(batch[0]).sum())
-    with pytest.raises(ConfigError, match=r"cannot be sent to a worker .*or use workers=0"):
+    with pytest.raises(ConfigError, match="sent .*workers=0"):
         ask(pool.engine(population), brief, nameless)
     assert all(e.payload for e in ask(pool.engine(population), brief, work).values())
 
@@ -212,7 +212,7 @@ def test_leaving_early_ends_the_work_at_once(
 def test_one_exchange_at_a_time(pool: Pool, population: Population, brief: Brief, work: Work) -> None:
     first = pool.engine(population).exchange(brief, work, population.clients)
     next(first)
-    with pytest.raises(FuseError, match="in the middle of another exchange"):
+    with pytest.raises(FuseError, match="another exchange"):
         ask(pool.engine(population), brief, work)
     assert len(list(first)) == len(population.clients) - 1
 
@@ -246,13 +246,13 @@ def test_workers_that_do_not_start_are_one_sentence(
     population: Population, brief: Brief, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_module, "serve", odd_parts.stillborn)
-    with Pool(workers=2) as pool, pytest.raises(FuseError, match=r"do not start .* workers=0"):
+    with Pool(workers=2) as pool, pytest.raises(FuseError, match="start .* workers=0"):
         ask(pool.engine(population), brief, work)
 
 
 def test_an_empty_client_is_the_users_to_mend(pool: Pool, population: Population, brief: Brief, work: Work) -> None:
     empty = Population(population.rows, {**population.index, "nobody": torch.tensor([], dtype=torch.int64)})
-    with pytest.raises(ConfigError, match="nobody has no rows"):
+    with pytest.raises(ConfigError, match="^nobody"):
         ask(pool.engine(empty), brief, work)
 
 

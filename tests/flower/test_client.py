@@ -149,9 +149,9 @@ def test_the_server_says_how_to_train_or_leaves_it_to_the_client() -> None:
     first = told.fused.state_dict()
     for fuses in (own, agreed):
         assert all(fuses.fused.state_dict()[name].equal(tensor) for name, tensor in first.items())
-    with pytest.raises(QuorumLost, match="the server says how to train and this client says lr otherwise"):
+    with pytest.raises(QuorumLost, match=" lr "):
         strategy("fedavg", local=LOCAL).start(grid_of(make, lr=0.2), begun(), num_rounds=1)
-    with pytest.raises(QuorumLost, match="this client says epochs otherwise"):
+    with pytest.raises(QuorumLost, match=" epochs "):
         strategy("fedavg", local=LOCAL).start(grid_of(make, epochs=2), begun(), num_rounds=1)
 
 
@@ -175,13 +175,13 @@ def test_a_client_that_was_told_how_to_train_and_says_otherwise_is_refused() -> 
 
 def test_a_recipe_of_ones_own_must_be_on_both_sides() -> None:
     own = replace(find_method("fedprox").recipe(), name="mine", objective=Proximal(0.7))
-    with pytest.raises(QuorumLost, match="is a recipe of its own and this client was not given it"):
+    with pytest.raises(QuorumLost, match="recipe="):
         strategy(own).start(grid_of(make, **LOCAL), begun(), num_rounds=1)
     fuses = strategy(own)
     fuses.start(grid_of(make, own, **LOCAL), begun(), num_rounds=1)
     assert fuses.rounds_fused == 1
     other = replace(own, objective=Proximal(0.1))
-    with pytest.raises(QuorumLost, match="is another than this site's"):
+    with pytest.raises(QuorumLost, match="'mine'"):
         strategy(own).start(grid_of(make, other, **LOCAL), begun(), num_rounds=1)
 
 
@@ -201,8 +201,8 @@ def test_another_network_than_the_clients_own_is_not_built(message_type: str) ->
         ask(fuses)
         message = next(iter(fuses.configure_evaluate(1, begun(), ConfigRecord(), grid_of(make))))
         answer = evaluate(message, context(), lambda: Other(4), PEOPLE.rows_of("client-0"))
-    assert "the server's network is " in reason(answer)
-    assert reason(answer).endswith("Other'; give both sides the same class")
+    assert "Net'" in reason(answer)
+    assert "Other'" in reason(answer)
 
 
 def test_a_server_cannot_make_a_client_import_anything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,20 +211,18 @@ def test_a_server_cannot_make_a_client_import_anything(monkeypatch: pytest.Monke
     said["options"]["of"]["factory"] = "os:getcwd"
     message.content["brief"]["spec"] = json.dumps(said)
     monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"{name} was imported"))
-    assert "the server's network is 'bayesian in os:getcwd'" in reason(
-        train(message, context(), make, PEOPLE.rows_of("client-0"))
-    )
+    assert "'bayesian in os:getcwd'" in reason(train(message, context(), make, PEOPLE.rows_of("client-0")))
 
 
 def test_labels_beyond_the_classes_are_told() -> None:
     odd = Rows(PEOPLE.rows_of("client-0").x, torch.full((14,), 7))
-    assert "labels run from 7 to 7, expected 0 to 2" in reason(train(ask(strategy("fedavg")), context(), make, odd))
+    assert "7 to 7, expected 0 to 2" in reason(train(ask(strategy("fedavg")), context(), make, odd))
 
 
 def test_a_plain_server_is_told_to_brief() -> None:
     message = next(iter(FuseStrategy().configure_train(1, begun(), ConfigRecord(), grid_of(make))))
     answer = train(message, context(), make, PEOPLE.rows_of("client-0"))
-    assert "the server sent a plain model; let it say FuseStrategy(…, clients='fedfuse')" in reason(answer)
+    assert "clients='fedfuse'" in reason(answer)
 
 
 def test_a_plain_answer_to_a_brief_is_dropped_by_name() -> None:
@@ -234,7 +232,7 @@ def test_a_plain_answer_to_a_brief_is_dropped_by_name() -> None:
     fuses.start(grid, begun(), num_rounds=1)
     assert fuses.admission is not None
     assert fuses.admission.dropped[0]["client"] == "client-0"
-    assert "its records are not a reply" in fuses.admission.dropped[0]["reason"]
+    assert "malformed" in fuses.admission.dropped[0]["reason"]
 
 
 def test_a_reply_that_was_spoilt_is_refused_at_the_door() -> None:

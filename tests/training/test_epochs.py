@@ -132,7 +132,7 @@ class Doubled(TaskLoss):
 )
 def test_other_objectives_and_projections_are_torchs(work: Work, word: str) -> None:
     assert answer("auto", {}, work).payload == answer("torch", {}, work).payload
-    with pytest.raises(ConfigError, match=rf'kernel = "compiled" cannot train this: it does not know {word}; use'):
+    with pytest.raises(ConfigError, match=rf'kernel = "compiled" .*{word}'):
         answer("compiled", {}, work)
 
 
