@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.serde import message_from_proto, message_to_proto
@@ -147,9 +146,17 @@ def grid_of(app: ClientApp, clients: int) -> FakeGrid:
     return grid
 
 
-def rows(seed: int, n: int, features: int = 6, classes: int = 3) -> Rows:
-    draw = torch.Generator().manual_seed(seed)
-    return Rows(torch.randn(n, features, generator=draw), torch.randint(classes, (n,), generator=draw))
+def spoilt(grid: FakeGrid, node: int, spoil: Callable[[RecordDict], None]) -> None:
+    """Let a node's answers to training be changed before they leave it."""
+    app = grid.nodes[node].app
+
+    def changed(message: Message, context: Context) -> Message:
+        reply = app(message, context)
+        if message.metadata.message_type == "train":
+            spoil(reply.content)
+        return reply
+
+    grid.nodes[node].app = changed
 
 
 def small_options(method: Method) -> dict[str, int]:

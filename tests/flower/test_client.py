@@ -14,9 +14,10 @@ from torch.utils.data import Dataset
 
 pytest.importorskip("flwr")
 
-from fake_grid import Gathering, rows
+from fake_grid import Gathering, spoilt
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
+from builders import rows
 from fedfuse.client.objectives import Proximal
 from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
@@ -33,13 +34,8 @@ from fedfuse.flower.records import FAILED, MEMORY, PARAMS, REPLY
 from fedfuse.server.judge import accuracy_and_loss
 from fedfuse.server.loop import RunPlan, run
 
-
-def images(seed: int, n: int) -> Rows:
-    flat = rows(seed, n, 64)
-    return Rows(flat.x.view(n, 1, 8, 8), flat.y)
-
-
-PEOPLE = Population.of({f"client-{i}": images(i, n) for i, n in enumerate((14, 9, 22))})
+PEOPLE = Population.of({f"client-{i}": rows(n, 1, 8, 8, seed=i) for i, n in enumerate((14, 9, 22))})
+SERVER_ROWS = rows(20, 1, 8, 8, seed=9)
 LOCAL = {"lr": 0.1, "momentum": 0.5, "batch_size": 8}
 SEED = 4
 
@@ -82,7 +78,7 @@ def grid_of(network: Network, recipe: Recipe | None = None, **settings: Any) -> 
 
 
 def strategy(method: Any, network: Network | None = None, **more: Any) -> FuseStrategy:
-    bench = Bench(images(9, 20), None, classes=3, seed=SEED)
+    bench = Bench(SERVER_ROWS, None, classes=3, seed=SEED)
     return FuseStrategy(method, network or start(), clients="fedfuse", **{"bench": bench, **more})
 
 
@@ -92,7 +88,7 @@ def begun() -> ArrayRecord:
 
 def in_process(recipe: Recipe, rounds: int) -> Mapping[str, Tensor]:
     local = LocalSettings(batch_size=8, optimizer={"lr": 0.1, "momentum": 0.5})
-    bench = Bench(images(9, 20), None, 3, 3, local, SEED)
+    bench = Bench(SERVER_ROWS, None, 3, 3, local, SEED)
     spec = Spec.of(start())
     state = ServerState(0, Single.of(start(), spec))
     *_, last = run(recipe, InProcess(PEOPLE, SEED), bench, None, state, RunPlan(rounds))
@@ -156,17 +152,12 @@ def test_the_server_says_how_to_train_or_leaves_it_to_the_client() -> None:
 
 
 def test_a_client_that_was_told_how_to_train_and_says_otherwise_is_refused() -> None:
+    def lie(content: RecordDict) -> None:
+        tables = content.config_records[f"{REPLY}.tables"]
+        tables["training"] = json.dumps({**json.loads(str(tables["training"])), "epochs": 9})
+
     grid = grid_of(make)
-    honest = grid.nodes[1000].app
-
-    def lie(message: Message, context: Context) -> Message:
-        reply = honest(message, context)
-        if f"{REPLY}.tables" in reply.content:
-            told = json.loads(str(reply.content.config_records[f"{REPLY}.tables"]["training"]))
-            reply.content.config_records[f"{REPLY}.tables"]["training"] = json.dumps({**told, "epochs": 9})
-        return reply
-
-    grid.nodes[1000].app = lie
+    spoilt(grid, 1000, lie)
     fuses = strategy("qfedavg", local=LOCAL)
     fuses.start(grid, begun(), num_rounds=1)
     assert fuses.admission is not None
@@ -181,7 +172,7 @@ def test_a_recipe_of_ones_own_must_be_on_both_sides() -> None:
     fuses.start(grid_of(make, own, **LOCAL), begun(), num_rounds=1)
     assert fuses.rounds_fused == 1
     other = replace(own, objective=Proximal(0.1))
-    with pytest.raises(QuorumLost, match="'mine'"):
+    with pytest.raises(QuorumLost, match="the same fedfuse"):
         strategy(own).start(grid_of(make, other, **LOCAL), begun(), num_rounds=1)
 
 
@@ -237,16 +228,7 @@ def test_a_plain_answer_to_a_brief_is_dropped_by_name() -> None:
 
 def test_a_reply_that_was_spoilt_is_refused_at_the_door() -> None:
     grid = grid_of(make, **LOCAL)
-    honest = grid.nodes[1000].app
-
-    def spoil(message: Message, context: Context) -> Message:
-        reply = honest(message, context)
-        if REPLY + ".numbers" in reply.content:
-            reply.content.metric_records[f"{REPLY}.numbers"]["num_examples"] = -1.0
-            assert reply.content.array_records[PARAMS]
-        return reply
-
-    grid.nodes[1000].app = spoil
+    spoilt(grid, 1000, lambda content: content[f"{REPLY}.numbers"].update(num_examples=-1.0))
     fuses = strategy("scaffold")
     fuses.start(grid, begun(), num_rounds=1)
     assert fuses.admission is not None

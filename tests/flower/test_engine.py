@@ -10,9 +10,10 @@ import torch
 
 pytest.importorskip("flwr")
 
-from fake_grid import FakeGrid, TestSite, grid_of, rows
+from fake_grid import FakeGrid, TestSite, grid_of, spoilt
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 
+from builders import rows
 from fedfuse.client.objectives import Proximal
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.recipe import Recipe
@@ -23,14 +24,14 @@ from fedfuse.core.spec import Spec
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.flower import engine as flower
-from fedfuse.flower.engine import ENROL, SITE, Federation, FlowerEngine, Member
+from fedfuse.flower.engine import SITE, Federation, FlowerEngine, Member
 from fedfuse.flower.records import PARAMS, REPLY
 from fedfuse.flower.site import client_app
 from fedfuse.server.admission.admit import Admission, admit_all
 
 LOCAL = LocalSettings(batch_size=8, optimizer={"lr": 0.1})
 SPEC = Spec("mlp", {"inputs": 6, "hidden": [4], "classes": 3})
-PEOPLE = Population.of({f"client-{i}": rows(i, n) for i, n in enumerate((14, 9, 22))})
+PEOPLE = Population.of({f"client-{i}": rows(n, 6, seed=i) for i, n in enumerate((14, 9, 22))})
 PLAIN = find_method("fedavg").recipe()
 Spoil = Callable[[RecordDict], None]
 
@@ -86,19 +87,6 @@ def exchanged(engine: FlowerEngine, recipe: Recipe = PLAIN, brief: Brief | None 
 def admitted(engine: FlowerEngine) -> Admission:
     asked = engine.clients
     return admit_all(engine.exchange(a_brief(), PLAIN.work(LOCAL), asked), a_brief(), (), asked, None, PEOPLE.sizes())
-
-
-def spoilt(grid: FakeGrid, node: int, spoil: Spoil) -> None:
-    """Let a node's replies be changed before they leave it."""
-    app = grid.nodes[node].app
-
-    def changed(message: Message, context: Context) -> Message:
-        reply = app(message, context)
-        if message.metadata.message_type != ENROL:
-            spoil(reply.content)
-        return reply
-
-    grid.nodes[node].app = changed
 
 
 def test_replies_are_the_bytes_a_client_in_process_sends() -> None:
