@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedfuse.core.messages import ClientUpdate, Cohort
+from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Flat, Geometry, Posterior
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import Aggregator
+from fedfuse.core.seams import Aggregator, Engine, Work
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 
@@ -77,3 +77,13 @@ def start_of(spec: Spec, params: Params | None = None, round_: int = 0, seed: in
 def fused(aggregate: Aggregator, cohort: Cohort, state: ServerState, bench: Bench | None = None) -> dict[str, Tensor]:
     """The weights that an aggregator makes of a cohort."""
     return dict(aggregate(cohort, state, bench or Bench()).single.posterior.mean)
+
+
+def ask(engine: Engine, brief: Brief, work: Work) -> dict[str, Envelope]:
+    """What all clients of an engine answer, by client."""
+    return {envelope.client: envelope for envelope in engine.exchange(brief, work, engine.clients)}
+
+
+def payloads(engine: Engine, brief: Brief, work: Work) -> dict[str, object]:
+    """The same, as the bytes that they send."""
+    return {client: envelope.payload for client, envelope in ask(engine, brief, work).items()}

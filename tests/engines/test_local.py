@@ -6,6 +6,7 @@ import odd_parts
 import pytest
 import torch
 
+from builders import ask, payloads
 from fedfuse.client.class_sums import LabelCounts
 from fedfuse.client.memory import KeepControl
 from fedfuse.client.objectives import Proximal
@@ -20,12 +21,8 @@ from fedfuse.training.round import client_round
 from fedfuse.wire.messages import encode_brief, receive_brief
 
 
-def answers(engine: InProcess, brief: Brief, work: Work) -> dict[str, object]:
-    return {e.client: e.payload for e in engine.exchange(brief, work, engine.clients)}
-
-
 def test_an_engine_gives_what_a_client_round_gives(population: Population, brief: Brief, work: Work) -> None:
-    got = answers(InProcess(population, seed=4), brief, work)
+    got = payloads(InProcess(population, seed=4), brief, work)
     for client in population.clients:
         assert got[client] == client_round(work, brief, client, population.rows_of(client), seed=4).payload
 
@@ -51,7 +48,7 @@ def test_a_fingerprint_tells_rows_apart_wherever_they_lie() -> None:
 
 def test_one_clients_failure_drops_it_and_no_other(population: Population, brief: Brief, work: Work) -> None:
     spoiled = replace(work, objective=odd_parts.Spoiled("site-2", KeyError))
-    envelopes = {e.client: e for e in InProcess(population).exchange(brief, spoiled, population.clients)}
+    envelopes = ask(InProcess(population), brief, spoiled)
     assert envelopes["site-2"].payload is None
     assert envelopes["site-2"].dropped == "KeyError: 'site-2 will not'"
     assert [c for c, e in envelopes.items() if e.payload is None] == ["site-2"]
@@ -62,14 +59,14 @@ def test_what_the_user_asked_wrongly_is_not_swallowed(
     population: Population, brief: Brief, work: Work, error: type[Exception]
 ) -> None:
     with pytest.raises(error, match="site-2 will not"):
-        answers(InProcess(population), brief, replace(work, objective=odd_parts.Spoiled("site-2", error)))
+        payloads(InProcess(population), brief, replace(work, objective=odd_parts.Spoiled("site-2", error)))
 
 
 def test_threads_of_the_process_do_not_reach_the_bits(population: Population, brief: Brief, work: Work) -> None:
-    alone = answers(InProcess(population), brief, work)
+    alone = payloads(InProcess(population), brief, work)
     torch.set_num_threads(2)
     try:
-        assert answers(InProcess(population), brief, work) == alone
+        assert payloads(InProcess(population), brief, work) == alone
         assert torch.get_num_threads() == 2
         with pytest.raises(RuntimeError), one_thread():
             raise RuntimeError
@@ -86,8 +83,8 @@ def test_strides_of_the_server_do_not_reach_the_bits(population: Population, bri
     strided = Population(
         Rows(population.rows.x.transpose(2, 3).contiguous().transpose(2, 3), population.rows.y), population.index
     )
-    plain = answers(InProcess(population), brief, proximal)
-    assert answers(InProcess(strided), replace(brief, params=odd), proximal) == plain
+    plain = payloads(InProcess(population), brief, proximal)
+    assert payloads(InProcess(strided), replace(brief, params=odd), proximal) == plain
 
 
 def test_memories_stay_from_round_to_round_and_can_be_put_back(
@@ -95,17 +92,17 @@ def test_memories_stay_from_round_to_round_and_can_be_put_back(
 ) -> None:
     controlled = replace(work, evidence=(ControlDelta(),), memory=(KeepControl(),))
     engine = InProcess(population)
-    answers(engine, brief, controlled)
+    payloads(engine, brief, controlled)
     saved = dict(engine.memories)
-    second = answers(engine, replace(brief, round=1), controlled)
+    second = payloads(engine, replace(brief, round=1), controlled)
     assert engine.memories["site-1"]["control/fc1.weight"].ne(saved["site-1"]["control/fc1.weight"]).any()
-    assert answers(InProcess(population, memories=saved), replace(brief, round=1), controlled) == second
+    assert payloads(InProcess(population, memories=saved), replace(brief, round=1), controlled) == second
 
 
 def test_a_known_training_is_not_done_again(population: Population, brief: Brief, work: Work) -> None:
-    plain = answers(InProcess(population), brief, work)
+    plain = payloads(InProcess(population), brief, work)
     asked = replace(work, objective=odd_parts.Spoiled("site-2", KeyError), evidence=(LabelCounts(), ControlDelta()))
-    direct = answers(InProcess(population), brief, replace(asked, objective=work.objective))
+    direct = payloads(InProcess(population), brief, replace(asked, objective=work.objective))
     seen: list[tuple[str, bool]] = []
     engine = InProcess(population, on_client=lambda client, _, remembered: seen.append((client, remembered)))
     trained = {c: p for c, p in plain.items() if isinstance(p, bytes)}

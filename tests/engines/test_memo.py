@@ -12,6 +12,7 @@ import odd_parts
 import pytest
 import torch
 
+from builders import ask, initial
 from fedfuse.client.class_sums import LabelCounts
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.recipe import Recipe
@@ -31,10 +32,6 @@ from fedfuse.methods.scaffold import ControlDelta, scaffold
 @pytest.fixture
 def memo(tmp_path: Path) -> Memo:
     return Memo(tmp_path / "memo")
-
-
-def ask(engine: object, brief: Brief, work: Work) -> dict[str, Envelope]:
-    return {e.client: e for e in engine.exchange(brief, work, engine.clients)}  # type: ignore[attr-defined]
 
 
 def payloads(got: dict[str, Envelope]) -> dict[str, object]:
@@ -137,7 +134,7 @@ def test_what_has_no_name_or_no_reply_is_not_kept(
         work = replace(work, objective=lambda local, batch: local.predict(batch[0]).square().mean())
     elif odd == "prototype":
         spec = Spec.of(odd_parts.Net())
-        brief = Brief(0, spec, spec.build().state_dict(), classes=3)
+        brief = Brief(0, spec, initial(spec), classes=3)
     else:
         work = replace(work, objective=lambda local, batch: 1 / 0)
     for _ in range(2):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from builders import ask, initial, payloads
 from fedfuse.core.messages import Brief, Envelope, Start
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
@@ -31,14 +32,6 @@ from fedfuse.methods.moon import moon
 from fedfuse.methods.scaffold import scaffold
 from fedfuse.server.loop import RunPlan, run
 from fedfuse.wire.codec import decode
-
-
-def ask(engine: LocalEngine, brief: Brief, work: Work) -> dict[str, Envelope]:
-    return {e.client: e for e in engine.exchange(brief, work, engine.clients)}
-
-
-def payloads(engine: LocalEngine, brief: Brief, work: Work) -> dict[str, object]:
-    return {client: e.payload for client, e in ask(engine, brief, work).items()}
 
 
 def is_alive(pid: int) -> bool:
@@ -110,7 +103,7 @@ def test_clients_that_start_elsewhere_get_their_own_network(
     pool: Pool, population: Population, brief: Brief, work: Work
 ) -> None:
     small = Spec("mlp", {"inputs": 64, "hidden": [4], "classes": 3})
-    mine = Start(small, small.build().state_dict())
+    mine = Start(small, initial(small))
     brief = replace(brief, own={"site-2": mine, "site-10": mine})
     got = payloads(pool.engine(population), brief, work)
     assert got == payloads(InProcess(population), brief, work)
@@ -119,7 +112,7 @@ def test_clients_that_start_elsewhere_get_their_own_network(
 
 def test_a_users_network_reaches_the_workers_as_it_is(pool: Pool, population: Population, work: Work) -> None:
     spec = Spec.of(odd_parts.Net(width=7, dropout=0.25))
-    brief = Brief(0, spec, spec.build().state_dict(), classes=3)
+    brief = Brief(0, spec, initial(spec), classes=3)
     assert payloads(pool.engine(population), brief, work) == payloads(InProcess(population), brief, work)
 
 
@@ -130,7 +123,7 @@ def test_what_a_worker_cannot_import_is_one_sentence(
     monkeypatch.setattr(odd_parts, "Gone", gone, raising=False)  # here it can be imported, there it cannot
     spec = Spec.of(gone(3, 3))
     with pytest.raises(ConfigError, match="Gone.*workers=0"):
-        ask(pool.engine(population), Brief(0, spec, spec.build().state_dict()), work)
+        ask(pool.engine(population), Brief(0, spec, initial(spec)), work)
     assert all(e.payload for e in ask(pool.engine(population), brief, work).values())  # the pool goes on
 
 

@@ -20,8 +20,10 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local
 from fedfuse.errors import ConfigError
-from fedfuse.training.round import RoundAnswer, client_round
+from fedfuse.training.pulls import Masked
+from fedfuse.training.round import RoundAnswer, client_round, train_on_rows
 from fedfuse.wire.codec import decode
+from fedfuse.wire.messages import decode_brief, encode_brief
 
 MLP = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": 3})
 
@@ -281,3 +283,15 @@ def test_a_client_that_does_not_train_sends_evidence_alone() -> None:
     assert header(answer)["steps"] == 0
     with pytest.raises(ConfigError, match="^a .*rows"):
         client_round(work, brief, "a", rows(0, 4))
+
+
+def test_masked_weights_stay_zero_through_training_and_over_the_wire() -> None:
+    spec = Spec("mlp", {"inputs": 3, "hidden": [4], "classes": 2})
+    mask, params = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)) < 0.5, initial(spec)
+    params["fc1.weight"] = params["fc1.weight"] * mask
+    brief = decode_brief(encode_brief(Brief(0, spec, params, {"mask/fc1.weight": mask}, classes=2)))
+    settings = LocalSettings(batch_size=5, optimizer={"lr": 0.1, "momentum": 0.9})
+    after = train_on_rows(Work(settings, project=Masked()), brief, "c", rows(30, 3, classes=2)).params
+    assert not after["fc1.weight"][~mask].any()
+    assert not after["fc1.weight"][mask].equal(params["fc1.weight"][mask])
+    assert not after["fc1.bias"].equal(params["fc1.bias"])
