@@ -148,7 +148,8 @@ class FuseStrategy(Strategy):
         self.spec = None if model is None else spec_of(model)
         if local is None and bench is not None and bench.local != LocalSettings():
             local = bench.local
-        self.clients, self.local = clients, settings_from(local) if isinstance(local, Mapping) else local
+        self.clients = clients
+        self.local = local if local is None or isinstance(local, LocalSettings) else settings_from(local)
         self.fractions = {MessageType.TRAIN: fraction_train, MessageType.EVALUATE: fraction_evaluate}
         self.available, self.enrolled, self.bench = min_available_nodes, dict(enrol or {}), bench or Bench()
         limits = bounds if isinstance(bounds, Bounds) else validate_settings(Bounds, bounds or {}, "bounds")
