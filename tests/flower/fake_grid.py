@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import numpy as np
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.serde import message_from_proto, message_to_proto
@@ -20,6 +22,7 @@ from fedfuse.core.registry import Method
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
+from fedfuse.data import load
 from fedfuse.engines.local import Population
 from fedfuse.flower.records import Order
 from fedfuse.flower.site import Enrolment
@@ -157,6 +160,16 @@ def spoilt(grid: FakeGrid, node: int, spoil: Callable[[RecordDict], None]) -> No
         return reply
 
     grid.nodes[node].app = changed
+
+
+def site_files(folder: Path, sizes: dict[str, int]) -> dict[str, Path]:
+    """Neighbouring parts of the digits, a file for each site."""
+    x, y = (t.numpy() for t in (load("digits").train.x, load("digits").train.y))
+    begin, files = 0, {name: folder / f"{name}.npz" for name in sizes}
+    for name, size in sizes.items():
+        own = slice(begin, begin := begin + size)
+        np.savez(files[name], x_train=x[own], y_train=y[own], x_test=x[own][:1], y_test=y[own][:1])
+    return files
 
 
 def small_options(method: Method) -> dict[str, int]:

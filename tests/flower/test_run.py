@@ -14,10 +14,9 @@ import torch
 
 pytest.importorskip("flwr")
 
-from fake_grid import App, FakeGrid, grid_of
+from fake_grid import App, FakeGrid, grid_of, site_files
 from flwr.app import Array, Context, Message, RecordDict
 
-from fedfuse.data import load
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.results import Ledger, Results
@@ -97,23 +96,11 @@ def test_a_server_that_starts_again_goes_on_where_it_stopped(tiny: Tiny, tmp_pat
         conduct(grid, path, tmp_path / "run")
 
 
-def site_files(folder: Path, sizes: dict[str, int]) -> dict[str, Path]:
-    rows, begin, files = load("digits").train, 0, {}
-    for name, size in sizes.items():
-        x, y = rows.x[begin : begin + size].numpy(), rows.y[begin : begin + size].numpy()
-        files[name] = folder / f"{name}.npz"
-        np.savez(files[name], x_train=x, y_train=y, x_test=x[:1], y_test=y[:1])
-        begin += size
-    return files
-
-
 def deployed(path: Path, files: dict[str, Path], registered: bool = True) -> FakeGrid:
     grid = FakeGrid()
     for name, file in files.items():
-        known = {"name": name} if registered else {}
-        grid.add(site_app(path), data=str(file), **known)
-        node = list(grid.nodes.values())[-1]
-        node.name, node.context.node_config = known.get("name", ""), {"data": str(file), "name": name}
+        node = grid.nodes[grid.add(site_app(path), name if registered else "")]
+        node.context.node_config = {"data": str(file), "name": name}
     return grid
 
 
