@@ -204,7 +204,7 @@ def refuse_unknown_training(recipe: Recipe, local: LocalSettings | None) -> None
 
 
 def counts_steps(recipe: Recipe) -> bool:
-    """Whether it weighs clients by how many steps they took, so that a number that was not reported must not be guessed.
+    """Whether it weighs clients by how many steps they took: a number that was not reported must not be guessed.
 
     Example:
         >>> counts_steps(find_method("fednova").recipe()), counts_steps(find_method("fedavg").recipe())
