@@ -5,7 +5,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install --quiet -c constraints.t
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-all fuzz lint types catalogue docs bench format clean
+.PHONY: demo test test-all fuzz lint types catalogue texts docs bench format clean
 
 demo: $(VENV)/.core
 	$(VENV)/bin/fedfuse demo
@@ -34,6 +34,9 @@ format: $(VENV)/.dev
 catalogue: $(VENV)/.dev
 	$(PY) -c "from fedfuse.core.catalogue import write_catalogue; write_catalogue()"
 	$(PY) tests/test_documents.py
+
+texts: $(VENV)/.dev
+	$(PY) tests/test_texts.py
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedfuse.core.messages import ClientUpdate, Cohort
+from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope
 from fedfuse.core.model import Single
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Flat, Geometry, Posterior
 from fedfuse.core.rows import Rows
-from fedfuse.core.seams import Aggregator
+from fedfuse.core.seams import Aggregator, Engine, Work
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.data.partitions import partition
@@ -101,3 +101,13 @@ def digits(scheme: Scheme, clients: int, limit: int | None = None) -> dict[str, 
     data = load("digits").train
     parts = partition(data.y, scheme, clients, 0).clients
     return {client: Rows(data.x[i[:limit]].flatten(1), data.y[i[:limit]]) for client, i in parts.items()}
+
+
+def ask(engine: Engine, brief: Brief, work: Work) -> dict[str, Envelope]:
+    """What all clients of an engine answer, by client."""
+    return {envelope.client: envelope for envelope in engine.exchange(brief, work, engine.clients)}
+
+
+def payloads(engine: Engine, brief: Brief, work: Work) -> dict[str, object]:
+    """The same, as the bytes that they send."""
+    return {client: as_bytes(envelope.payload) for client, envelope in ask(engine, brief, work).items()}

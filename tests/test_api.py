@@ -70,7 +70,7 @@ def test_methods_are_known_by_name() -> None:
         fedfuse.list_methods() == fedfuse.list_methods()
     )  # finding the methods must not hide the function that names them
     assert fedfuse.recipe("fedlpa", damping=0.1).label == "fedlpa(damping=0.1)"
-    with pytest.raises(ConfigError, match="did you mean 'damping'"):
+    with pytest.raises(ConfigError, match="'damping'"):
         fedfuse.recipe("fedlpa", dampin=0.1)
 
 
@@ -114,9 +114,7 @@ def test_updates_made_for_one_method_can_be_fused_by_another(files: list[Path]) 
     found = fedfuse.fuse(files, "fedavg", model=net())
     assert found.refused == ()
     assert same(found.state_dict(), fedfuse.fuse(plain, "fedavg", model=net()).state_dict())
-    with pytest.raises(
-        QuorumLost, match="site-0: evidence 'kron' is missing, expected what `fedfuse update --method fedlpa` brings"
-    ):
+    with pytest.raises(QuorumLost, match="site-0: evidence 'kron' .*--method fedlpa"):
         fedfuse.fuse(plain, "fedlpa", model=net())
 
 
@@ -126,28 +124,28 @@ def test_a_common_start_can_be_a_file_and_must_fit(tmp_path: Path) -> None:
     here = fedfuse.local_update(net(1), rows(0), client="a", start=start, lr=0.05)
     there = fedfuse.local_update(net(5), rows(0), client="a", lr=0.05)
     assert here.payload == there.payload
-    with pytest.raises(ConfigError, match="fit the network 'mlp': body.0.bias is 3 float32, and there it is missing"):
+    with pytest.raises(ConfigError, match="'mlp': body.0.bias is 3 float32"):
         fedfuse.local_update(fedfuse.Spec("mlp"), rows(0), start=net(0).state_dict())
     (tmp_path / "noise").write_bytes(b"nothing of the kind")
-    with pytest.raises(ConfigError, match="noise is no file of weights to start from"):
+    with pytest.raises(ConfigError, match="noise"):
         fedfuse.local_update(net(), rows(0), start=tmp_path / "noise")
-    with pytest.raises(ConfigError, match="is no file of weights"):
+    with pytest.raises(ConfigError, match="file of weights"):
         fedfuse.local_update(net(), rows(0), start=tmp_path / "absent")
 
 
 def test_methods_that_need_the_start_get_the_right_one() -> None:
     updates = [update(k, "fednova") for k in range(2)]
-    with pytest.raises(RecipeError, match="needs the weights the sites started from"):
+    with pytest.raises(RecipeError, match="--base"):
         fedfuse.fuse(updates, "fednova", model=net())
     assert fedfuse.fuse(updates, "fednova", model=net(), start=net(0).state_dict()).refused == ()
-    with pytest.raises(ConfigError, match="trained from other weights"):
+    with pytest.raises(ConfigError, match="other weights"):
         fedfuse.fuse(updates, "fednova", model=net(), start=net(1).state_dict())
-    with pytest.raises(ConfigError, match="start does not fit the updates: body.0.bias is missing"):
+    with pytest.raises(ConfigError, match="start .*body.0.bias is missing"):
         fedfuse.fuse(updates, "fednova", model=net(), start={"w": torch.zeros(1)})
 
 
 def test_a_network_nobody_named_here_is_not_built(files: list[Path]) -> None:
-    with pytest.raises(QuorumLost, match="Net', whose code was not named here, expected one that 'ensemble' can run"):
+    with pytest.raises(QuorumLost, match="Net', .*'ensemble'"):
         fedfuse.fuse(files, "ensemble")
     fused = fedfuse.fuse(files, "fedlpa")
     assert same(fused.state_dict(), fedfuse.fuse(files, "fedlpa", model=net()).state_dict())
@@ -155,7 +153,7 @@ def test_a_network_nobody_named_here_is_not_built(files: list[Path]) -> None:
 
 
 def test_a_network_that_does_not_fit_is_named(files: list[Path]) -> None:
-    with pytest.raises(ConfigError, match="the updates do not fit the network 'mlp': body.0.bias is 3 float32"):
+    with pytest.raises(ConfigError, match="updates .*'mlp': body.0.bias is 3 float32"):
         fedfuse.fuse(files, "fedavg", model=fedfuse.Spec("mlp"))
 
 
@@ -176,7 +174,7 @@ def test_state_dicts_and_modules_are_fused_by_given_masses() -> None:
     assert torch.equal(fedfuse.fuse([a, b]).state_dict()["w"], torch.full((2,), 0.5))
     found = fedfuse.fuse([net(0), net(1)]).state_dict()
     assert torch.allclose(found["head.bias"], (net(0).head.bias + net(1).head.bias).detach() / 2)
-    with pytest.raises(RecipeError, match="pass model="):
+    with pytest.raises(RecipeError, match="model="):
         fedfuse.fuse([a, b]).logits(torch.zeros(1))
 
 
@@ -197,9 +195,9 @@ def test_an_impossible_mass_is_refused_by_name(bad: float) -> None:
 def test_nothing_to_fuse_or_the_wrong_things() -> None:
     with pytest.raises(ConfigError, match="nothing to fuse"):
         fedfuse.fuse([])
-    with pytest.raises(ConfigError, match="2 numbers of examples were given for 1 updates"):
+    with pytest.raises(ConfigError, match="2 numbers of examples .* 1 updates"):
         fedfuse.fuse([{"w": torch.zeros(1)}], num_examples=[1, 2])
-    with pytest.raises(ConfigError, match="update 1 is a int"):
+    with pytest.raises(ConfigError, match="update 1 .*int"):
         fedfuse.fuse([3])
 
 
@@ -279,7 +277,7 @@ def test_one_bad_file_is_refused_by_name_and_the_others_are_fused(
     assert (refusal["client"], refusal["field"]) == ("site-0", field)
     assert got in refusal["got"]
     assert same(fused.state_dict(), good.state_dict())
-    with pytest.raises(QuorumLost, match="2 of 3 updates can be fused and the quorum is 90%; site-0: "):
+    with pytest.raises(QuorumLost, match="2 of 3 .* 90%; site-0: "):
         fedfuse.fuse(files, "fedlpa", model=net(), quorum=0.9)
 
 
@@ -290,12 +288,12 @@ def test_a_truncated_file_is_refused_by_name(files: list[Path], keep: int) -> No
     assert (refusal["client"], refusal["field"]) == ("site-2", "file")
     for path in files:
         path.write_bytes(b"short")
-    with pytest.raises(QuorumLost, match="0 of 3 updates can be fused"):
+    with pytest.raises(QuorumLost, match="0 of 3 "):
         fedfuse.fuse(files, "fedlpa", model=net())
 
 
 def test_two_starts_without_a_majority_cannot_be_fused() -> None:
-    with pytest.raises(QuorumLost, match="no layout is shared by more than half .* site-1: start is"):
+    with pytest.raises(QuorumLost, match="layout .* site-1: start is"):
         fedfuse.fuse([update(0, start=0), update(1, start=1)], "fedlpa", model=net())
 
 
@@ -345,7 +343,7 @@ def test_networks_may_differ_where_only_answers_are_fused() -> None:
     updates = [fedfuse.local_update(s, rows(k), "ensemble", client=f"s{k}") for k, s in enumerate((small, large))]
     fused = fedfuse.fuse(updates, "ensemble")
     assert {m.spec for m in fused.model.members} == {small, large}
-    with pytest.raises(QuorumLost, match="no layout is shared"):
+    with pytest.raises(QuorumLost, match="layout"):
         fedfuse.fuse(updates, "fedavg")
 
 
@@ -358,5 +356,5 @@ def test_apart_models_have_no_common_answer() -> None:
 def test_a_fused_state_dict_without_a_network_says_that_it_cannot_run() -> None:
     fused = fedfuse.fuse([{"w": torch.zeros(1, 1)}, {"w": torch.ones(1, 1)}])
     for ask in (fused.module, lambda: fused.logits(torch.zeros(1, 1))):
-        with pytest.raises(RecipeError, match="pass model= to `fuse` to run"):
+        with pytest.raises(RecipeError, match="model="):
             ask()

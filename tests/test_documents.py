@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -326,6 +327,16 @@ def test_a_method_of_another_family_appears_in_the_table_by_itself() -> None:
         assert row.startswith("| of sufficient statistics |")
     finally:
         forget_method("my_statistic")
+
+
+def test_the_map_of_tests_names_what_is_there() -> None:
+    text = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\]\(([^)]+)\)", text))
+    assert not sorted(path for path in named if not (ROOT / "tests" / path).exists())
+    folders = {path.name for path in (ROOT / "tests").iterdir() if any(path.glob("**/test_*.py"))}
+    assert not sorted(folders - named), "say in tests/README.md what these tests hold"
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+    assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == [m.partition(":")[0] for m in settings["markers"]]
 
 
 if __name__ == "__main__":

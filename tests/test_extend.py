@@ -38,7 +38,7 @@ def dictator() -> object:
 
 def test_a_broken_law_is_named(dictator: str) -> None:
     assert "dictator" in fedfuse.list_methods()
-    with pytest.raises(testing.LawBroken, match=r"'dictator' on a plain network does not keep the law 'order'"):
+    with pytest.raises(testing.LawBroken, match="'dictator' .*'order'"):
         testing.check_method(dictator)
 
 
@@ -54,7 +54,7 @@ def test_the_surface_is_what_it_says() -> None:
     assert all(hasattr(extend, name) for name in extend.__all__)
     assert all(hasattr(fedfuse, name) for name in fedfuse.__all__)
     assert re.fullmatch(r"\d+\.\d+\.\d+", fedfuse.__version__)
-    with pytest.raises(AttributeError, match="no attribute 'fuze'"):
+    with pytest.raises(AttributeError, match="'fuze'"):
         _ = fedfuse.fuze
 
 
@@ -64,7 +64,7 @@ def test_results_of_a_run_can_be_loaded_again(tmp_path: pytest.TempPathFactory) 
     run = fedfuse.run(file, out=tmp_path / "run", workers=0, memo=False)  # type: ignore[operator]
     again = fedfuse.load(tmp_path / "run")  # type: ignore[operator]
     assert again.table() == run.table()
-    with pytest.raises(fedfuse.ConfigError, match="is not a directory, expected one that `fedfuse run` has written"):
+    with pytest.raises(fedfuse.ConfigError, match="directory"):
         fedfuse.load(tmp_path / "nowhere")  # type: ignore[operator]
 
 

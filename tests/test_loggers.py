@@ -59,8 +59,8 @@ def test_mlflows_file_store_has_a_run_for_each_method_and_seed(tmp_path: Path, m
 def test_a_logger_is_found_by_name_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(find_logger(f"tensorboard={tmp_path}"), TensorBoard)
     assert LOGGERS.keys() == {"tensorboard", "mlflow", "wandb"}
-    with pytest.raises(ConfigError, match="there is no logger 'tensorbord'; did you mean 'tensorboard'"):
+    with pytest.raises(ConfigError, match="'tensorbord'.*'tensorboard'"):
         find_logger("tensorbord")
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(ConfigError, match="the logger for Weights & Biases needs the package wandb; install it"):
+    with pytest.raises(ConfigError, match="wandb"):
         find_logger("wandb")

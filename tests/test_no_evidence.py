@@ -57,7 +57,7 @@ def _forms(state: dict[str, Tensor]) -> Any:
     [
         ("laplace", "evidence 'fisher' is missing"),
         ("fedlpa", "evidence 'kron' is missing"),
-        ("rklb", "network is one without layers with log-variances"),
+        ("rklb", "network is .*log-variances"),
         ("scaffold", "evidence 'control' is missing"),
         ("fednova", "training is missing"),
     ],
@@ -73,9 +73,9 @@ def test_five_plain_files_are_refused_with_the_command_that_brings_what_is_missi
 
 
 def test_updates_for_another_method_do_not_pass_for_this_one() -> None:
-    with pytest.raises(QuorumLost, match="site-0: network is one without layers with log-variances"):
+    with pytest.raises(QuorumLost, match="site-0: network is .*log-variances"):
         fedfuse.fuse(sites("fedlpa"), "rklb")
-    with pytest.raises(QuorumLost, match='site-0: network is one without an output that means "none of the classes"'):
+    with pytest.raises(QuorumLost, match='site-0: network is .*"none of the classes"'):
         fedfuse.fuse(sites("fedavg"), "fedov")
     assert fedfuse.fuse(sites("rklb"), "rklb").refused == ()
     assert fedfuse.fuse(sites("fedov"), "fedov").refused == ()

@@ -91,16 +91,16 @@ def test_a_site_is_told_what_its_labels_were_taken_for(fedfuse: Fedfuse) -> None
 
 def test_labels_from_one_do_not_fit_a_networks_outputs() -> None:
     rows = torch.rand(20, 4), 1 + torch.arange(20) % 10
-    with pytest.raises(ConfigError, match="labels run from 1 to 10 and the network has 10 outputs.* subtract 1"):
+    with pytest.raises(ConfigError, match="from 1 to 10 .* 10 outputs.* subtract 1"):
         local_update(nn.Linear(4, 10), rows)
     assert local_update(nn.Linear(4, 11), rows).num_examples == 20
 
 
 def test_pictures_with_channels_last_are_refused_where_none_are_expected(fedfuse: Fedfuse) -> None:
     x, y = torch.rand(12, 8, 8, 3), torch.arange(12) % 2
-    with pytest.raises(ConfigError, match=r"x is 8×8×3.*channels last.*permute\(0, 3, 1, 2\)"):
+    with pytest.raises(ConfigError, match=r"8×8×3.*permute\(0, 3, 1, 2\)"):
         local_update(nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), (x, y))
-    with pytest.raises(ConfigError, match=r"mine: the training rows' x is .*channels last.*permute"):
+    with pytest.raises(ConfigError, match="^mine: .*channels last"):
         Dataset("mine", Rows(x, y), Rows(x, y), ("no", "yes"))
     write_run("mine:last")
     code, _, err = fedfuse("run", "study.toml", "--out", "run", "--workers", "0")
@@ -135,5 +135,5 @@ def test_a_functions_owners_deal_the_rows_as_they_do_in_python(fedfuse: Fedfuse)
 
 def test_owners_name_one_holder_for_each_row() -> None:
     rows = Rows(torch.rand(4, 3), torch.arange(4) % 2)
-    with pytest.raises(ConfigError, match="owners names 3 holders, expected one for each of the 4 training rows"):
+    with pytest.raises(ConfigError, match="owners .*3 .* 4 "):
         Dataset("mine", rows, rows, ("no", "yes"), owners=("a", "b", "c"))

@@ -25,7 +25,7 @@ def sites(last: float) -> list[dict[str, Tensor]]:
     return [{"w": START["w"] + step} for step in (0.9, 1.0, 1.1, 1.0, 1.0, last)]
 
 
-def test_whoever_is_above_the_bound_is_weakened_and_named() -> None:
+def test_a_client_above_the_bound_is_weakened_and_named() -> None:
     fused = fedfuse.fuse(sites(7.0), start=START)
     assert [c["client"] for c in fused.clipped] == ["model-6"]
     assert fused.refused == ()
@@ -50,23 +50,24 @@ def test_bounds_that_are_none_are_one_sentence(bounds: dict[str, object]) -> Non
         fedfuse.fuse(sites(1.0), start=START, bounds=bounds)
 
 
-def test_the_command_takes_them_by_set(tmp_path: Path) -> None:
-    files = [tmp_path / f"site-{k}.safetensors" for k in range(6)]
-    for path, params in zip(files, sites(7.0), strict=True):
+def written(folder: Path, last: float) -> tuple[list[Path], Path]:
+    """The sites' files, and the start's."""
+    files, start = [folder / f"site-{k}.safetensors" for k in range(6)], folder / "w0.safetensors"
+    for path, params in zip([*files, start], [*sites(last), START], strict=True):
         write(path, params, {})
-    write(tmp_path / "w0.safetensors", START, {})
-    start = tmp_path / "w0.safetensors"
+    return files, start
+
+
+def test_the_command_takes_them_by_set(tmp_path: Path) -> None:
+    files, start = written(tmp_path, 7.0)
     assert [c["client"] for c in fuse_files(files, start=start).clipped] == ["site-5"]
     assert fuse_files(files, sets=["bounds.ratio=10"], start=start).clipped == ()
     assert fuse_files(files, bounds="off", start=start).clipped == ()
 
 
-def test_the_command_has_a_word_for_what_becomes_of_who_says_too_much(tmp_path: Path) -> None:
-    files = [str(tmp_path / f"site-{k}.safetensors") for k in range(6)]
-    for path, params in zip(files, sites(1e6), strict=True):
-        write(Path(path), params, {})
-    write(tmp_path / "w0.safetensors", START, {})
-    command = ["fuse", *files, "-o", str(tmp_path / "out.safetensors"), "--start", str(tmp_path / "w0.safetensors")]
+def test_the_command_has_a_word_for_what_happens_above_the_bound(tmp_path: Path) -> None:
+    files, start = written(tmp_path, 1e6)
+    command = ["fuse", *map(str, files), "-o", str(tmp_path / "out.safetensors"), "--start", str(start)]
     told = {}
     for word in ("refuse", "clip", "off"):
         done = CliRunner().invoke(app, [*command, "--bounds", word, "--json"])
@@ -80,7 +81,7 @@ def test_the_command_has_a_word_for_what_becomes_of_who_says_too_much(tmp_path: 
     assert wrong.exit_code != 0
 
 
-def test_without_bounds_nobody_is_compared() -> None:
+def test_without_bounds_no_client_is_compared() -> None:
     fused = fedfuse.fuse(sites(1e6), start=START, bounds={"over": "off"})
     assert (fused.clipped, fused.refused) == ((), ())
 

@@ -158,11 +158,11 @@ def test_evidence_files_in_the_order_of_folders_and_half_precision(tmp_path: Pat
     files = [Path(shutil.move(f / EVIDENCE, tmp_path / f"{f.name}.st")) for f in made]
     outside = fedfuse.fuse(made, "regmean", evidence=files).state_dict()
     assert all(t.equal(inside[n]) for n, t in outside.items())
-    with pytest.raises(ConfigError, match="was taken at other weights than"):
+    with pytest.raises(ConfigError, match="other weights"):
         fedfuse.fuse(made, "regmean", evidence=files[::-1])
-    with pytest.raises(ConfigError, match="1 evidence files were given for 2 folders"):
+    with pytest.raises(ConfigError, match="1 evidence .* 2 folders"):
         fedfuse.fuse(made, "regmean", evidence=files[:1])
-    with pytest.raises(ConfigError, match="method 'fedavg' reads none"):
+    with pytest.raises(ConfigError, match="'fedavg'"):
         fedfuse.fuse(made, "fedavg", evidence=files)
     fedfuse.fuse([made[1], made[1]]).save(tmp_path / "half", dtype="bfloat16")
     bring(tmp_path / "half", "gpt2")
@@ -183,18 +183,18 @@ def test_what_does_not_go_with_a_folder_is_refused_by_file(tmp_path: Path) -> No
     made = folders(tmp_path, "bert")
     file = made[1] / EVIDENCE
     kept = file.read_bytes()
-    assert "no 'fisher', which 'fisher' reads" in fuse_error(ConfigError, made, "fisher")
+    assert "'fisher'" in fuse_error(ConfigError, made, "fisher")
     words = fuse_error(QuorumLost, made, "fedlpa")
-    assert re.search(r"kron/\S+/out is missing from evidence made for 'regmean\(min_rows=1\)'", words)
+    assert re.search(r"kron/\S+/out .*'regmean\(min_rows=1\)'", words)
     file.unlink()
     words = fuse_error(ConfigError, made, "regmean")
-    assert re.search(r"bert-1 brings none .* fedfuse evidence .*bert-1 --data … --method regmean", words)
+    assert re.search(r"bert-1 .* fedfuse evidence .*bert-1 --data … --method regmean", words)
     file.write_bytes(kept[:-8])
     assert f"{file} is damaged" in fuse_error(ConfigError, made, "regmean")
     shutil.copyfile(made[0] / "model.safetensors", file)
-    assert "no evidence at the weights of a folder" in fuse_error(ConfigError, made, "regmean")
+    assert f"{file} " in fuse_error(ConfigError, made, "regmean")
     shutil.copyfile(made[0] / EVIDENCE, file)
-    assert f"{file} was taken at other weights" in fuse_error(ConfigError, made, "regmean")
+    assert re.search(f"{file} .*other weights", fuse_error(ConfigError, made, "regmean"))
 
 
 def test_a_network_that_calls_its_tensors_otherwise_is_refused(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_network_that_calls_its_tensors_otherwise_is_refused(tmp_path: Path) -
     from safetensors.torch import save_file
 
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match="'extra.weight' is not in the network that was opened"):
+    with pytest.raises(ConfigError, match="'extra.weight'"):
         checkpoint_evidence(folder, str(tmp_path / "texts.jsonl"), "regmean")
 
 

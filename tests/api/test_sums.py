@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fedfuse
+from builders import rows
 from fedfuse.core.rows import Rows
 from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.wire.codec import decode, encode
@@ -25,10 +26,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One update file of each of four sites."""
     folder, found = tmp_path_factory.mktemp("sites"), {}
     for place, site in enumerate(("north", "east", "south", "west")):
-        draw = torch.Generator().manual_seed(place)
-        y = torch.randint(3, (20 + 9 * place,), generator=draw)
-        rows = Rows(torch.randn(len(y), 4, generator=draw) + y[:, None], y)
-        update = fedfuse.local_update(NET, rows, REFIT, client=site, start=START, classes=3)
+        own = rows(20 + 9 * place, 4, seed=place, shift=1.0)
+        update = fedfuse.local_update(NET, own, REFIT, client=site, start=START, classes=3)
         found[site] = update.save(folder / f"{site}.safetensors")
     return found
 
@@ -64,39 +63,35 @@ def test_a_site_is_taken_out_by_name_or_by_its_file(files: dict[str, Path], tmp_
     assert_equal(fused([], into=apart, remove=["east"]), without, 1e-12)
     total = fused(list(files.values())).save(tmp_path / "total.safetensors")
     assert_equal(fused([], into=total, remove=[files["east"]]), without, 1e-10)
-    with pytest.raises(ConfigError, match="does not keep the sums of 'east' apart .* pass that site's own update"):
+    with pytest.raises(ConfigError, match="'east'"):
         fused([], into=total, remove=["east"])
 
 
 def test_what_was_never_in_cannot_be_taken_out(files: dict[str, Path], tmp_path: Path) -> None:
     small = fused([files["north"]]).save(tmp_path / "small.safetensors")
-    with pytest.raises(ConfigError, match="is no part of these sums, or all of them"):
+    with pytest.raises(ConfigError, match="no part"):
         fused([], into=small, remove=[files["west"]])
-    other = fedfuse.local_update(NET, Rows(torch.zeros(5, 4), torch.arange(5) % 3), REFIT, classes=3)
-    other.save(tmp_path / "other.safetensors")
     total = fused(list(files.values())).save(tmp_path / "total.safetensors")
     torch.nn.init.zeros_(NET[0].bias)
     moved = fedfuse.local_update(NET, Rows(torch.zeros(5, 4), torch.arange(5) % 3), REFIT, classes=3)
     NET.load_state_dict(START)
     path = moved.save(tmp_path / "moved.safetensors")
-    with pytest.raises(ConfigError, match="is no part of these sums: its start is another one"):
+    with pytest.raises(ConfigError, match="start"):
         fused([], into=total, remove=[path])
 
 
 def test_what_a_file_keeps_is_never_lost_unasked(files: dict[str, Path], tmp_path: Path) -> None:
     total = fused(list(files.values())).save(tmp_path / "total.safetensors")
     start = {**START, "0.bias": START["0.bias"] + 1.0}
-    y = torch.arange(30) % 3
-    rows = [Rows(torch.randn(30, 4, generator=torch.Generator().manual_seed(k)) + y[:, None], y) for k in range(3)]
-    late = [fedfuse.local_update(NET, r, REFIT, client=f"late-{k}", start=start, classes=3) for k, r in enumerate(rows)]
-    with pytest.raises(ConfigError, match="keeps of sum of sites does not suit the updates: start is another one"):
+    owns = {f"late-{k}": rows(30, 4, seed=k, shift=1.0) for k in range(3)}
+    late = [fedfuse.local_update(NET, r, REFIT, client=site, start=start, classes=3) for site, r in owns.items()]
+    with pytest.raises(ConfigError, match="start"):
         fedfuse.fuse(late, REFIT, start=start, model=NET, into=total)
 
 
 def test_small_sites_are_added_to_the_sum_of_many(files: dict[str, Path], tmp_path: Path) -> None:
-    y = torch.arange(6000) % 3
-    rows = Rows(torch.randn(6000, 4, generator=torch.Generator().manual_seed(7)) + y[:, None], y)
-    large = fedfuse.local_update(NET, rows, REFIT, client="large", start=START, classes=3)
+    many = rows(6000, 4, seed=7, shift=1.0)
+    large = fedfuse.local_update(NET, many, REFIT, client="large", start=START, classes=3)
     before = fused([large]).save(tmp_path / "before.safetensors")
     after = fused(list(files.values()), into=before)
     assert not after.refused
@@ -108,13 +103,13 @@ def test_small_sites_are_added_to_the_sum_of_many(files: dict[str, Path], tmp_pa
 def test_methods_that_read_more_than_sums_say_so(files: dict[str, Path], tmp_path: Path) -> None:
     plain: dict[str, Tensor] = dict(START)
     model = fedfuse.fuse([plain, plain]).save(tmp_path / "mean.safetensors")
-    with pytest.raises(RecipeError, match="there is no one sum of what was fused"):
+    with pytest.raises(RecipeError, match="no one sum"):
         fedfuse.fuse([plain, plain], "ensemble", model=NET).partial()
-    with pytest.raises(RecipeError, match="adding to a fused file needs a method that reads sums of evidence"):
+    with pytest.raises(RecipeError, match="adding"):
         fedfuse.fuse([plain], into=model)
-    with pytest.raises(ConfigError, match="does not keep the sums it was made of"):
+    with pytest.raises(ConfigError, match="keep"):
         fused([files["north"]], into=model)
-    with pytest.raises(ConfigError, match="nothing to remove sites from"):
+    with pytest.raises(ConfigError, match="--into"):
         fused([files["north"]], remove=["east"])
 
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
+from builders import initial, rows
 from fedfuse.core.messages import Brief
-from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings, Optimizer
 from fedfuse.core.spec import Spec
@@ -29,24 +28,14 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture
 def population() -> Population:
     """Five clients with 8 to 24 images each; the one with most rows stands in the middle."""
-    draw = torch.Generator().manual_seed(1)
     sizes = {"site-1": 12, "site-2": 20, "site-3": 24, "site-10": 8, "site-11": 16}
-    return Population.of(
-        {
-            client: Rows(torch.rand(n, 1, 8, 8, generator=draw), torch.randint(0, 3, (n,), generator=draw))
-            for client, n in sizes.items()
-        }
-    )
+    return Population.of({client: rows(n, 1, 8, 8, seed=k) for k, (client, n) in enumerate(sizes.items())})
 
 
 @pytest.fixture
 def brief() -> Brief:
-    return make_brief(Spec("lenet", {"size": 8, "classes": 3, "maps": [2, 3], "hidden": [6]}))
-
-
-def make_brief(spec: Spec) -> Brief:
-    torch.manual_seed(3)
-    return Brief(0, spec, spec.build().state_dict(), classes=3)
+    spec = Spec("lenet", {"size": 8, "classes": 3, "maps": [2, 3], "hidden": [6]})
+    return Brief(0, spec, initial(spec, 3), classes=3)
 
 
 @pytest.fixture

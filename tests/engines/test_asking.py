@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import builders
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Answering, Single
 from fedfuse.core.rows import Rows
@@ -32,14 +33,11 @@ def awake(pool: Pool, population: Population, brief: Brief, work: Work) -> Pool:
 
 @pytest.fixture
 def rows() -> Rows:
-    draw = torch.Generator().manual_seed(4)
-    return Rows(torch.rand(53, 1, 8, 8, generator=draw), torch.randint(0, 3, (53,), generator=draw))
+    return builders.rows(53, 1, 8, 8, seed=4)
 
 
 def network(seed: int, spec: Spec | None = None) -> Single:
-    spec = spec or Spec("lenet", CHAIN)
-    torch.manual_seed(seed)
-    return Single.of(spec.build(), spec)
+    return builders.start_of(spec or Spec("lenet", CHAIN), seed=seed).single
 
 
 def mixture(_: int) -> Answering:

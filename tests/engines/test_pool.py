@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from builders import as_bytes
+from builders import as_bytes, ask, initial, payloads
 from fedfuse.core.messages import Brief, Envelope, Start
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
@@ -32,14 +32,6 @@ from fedfuse.methods.moon import moon
 from fedfuse.methods.scaffold import scaffold
 from fedfuse.server.loop import RunPlan, run
 from fedfuse.wire.codec import decode
-
-
-def ask(engine: LocalEngine, brief: Brief, work: Work) -> dict[str, Envelope]:
-    return {e.client: e for e in engine.exchange(brief, work, engine.clients)}
-
-
-def payloads(engine: LocalEngine, brief: Brief, work: Work) -> dict[str, object]:
-    return {client: as_bytes(e.payload) for client, e in ask(engine, brief, work).items()}
 
 
 def is_alive(pid: int) -> bool:
@@ -111,7 +103,7 @@ def test_clients_that_start_elsewhere_get_their_own_network(
     pool: Pool, population: Population, brief: Brief, work: Work
 ) -> None:
     small = Spec("mlp", {"inputs": 64, "hidden": [4], "classes": 3})
-    mine = Start(small, small.build().state_dict())
+    mine = Start(small, initial(small))
     brief = replace(brief, own={"site-2": mine, "site-10": mine})
     got = payloads(pool.engine(population), brief, work)
     assert got == payloads(InProcess(population), brief, work)
@@ -120,7 +112,7 @@ def test_clients_that_start_elsewhere_get_their_own_network(
 
 def test_a_users_network_reaches_the_workers_as_it_is(pool: Pool, population: Population, work: Work) -> None:
     spec = Spec.of(odd_parts.Net(width=7, dropout=0.25))
-    brief = Brief(0, spec, spec.build().state_dict(), classes=3)
+    brief = Brief(0, spec, initial(spec), classes=3)
     assert payloads(pool.engine(population), brief, work) == payloads(InProcess(population), brief, work)
 
 
@@ -130,14 +122,14 @@ def test_what_a_worker_cannot_import_is_one_sentence(
     gone = type("Gone", (nn.Linear,), {"__module__": "odd_parts", "__qualname__": "Gone"})
     monkeypatch.setattr(odd_parts, "Gone", gone, raising=False)  # here it can be imported, there it cannot
     spec = Spec.of(gone(3, 3))
-    with pytest.raises(ConfigError, match=r"cannot rebuild .*Gone.*module that can be imported, or use workers=0"):
-        ask(pool.engine(population), Brief(0, spec, spec.build().state_dict()), work)
+    with pytest.raises(ConfigError, match="Gone.*workers=0"):
+        ask(pool.engine(population), Brief(0, spec, initial(spec)), work)
     assert all(e.payload for e in ask(pool.engine(population), brief, work).values())  # the pool goes on
 
 
 def test_what_cannot_be_pickled_is_one_sentence(pool: Pool, population: Population, brief: Brief, work: Work) -> None:
     nameless = replace(work, objective=lambda local, batch: local.predict(batch[0]).sum())
-    with pytest.raises(ConfigError, match=r"cannot be sent to a worker .*or use workers=0"):
+    with pytest.raises(ConfigError, match="sent .*workers=0"):
         ask(pool.engine(population), brief, nameless)
     assert all(e.payload for e in ask(pool.engine(population), brief, work).values())
 
@@ -213,7 +205,7 @@ def test_leaving_early_ends_the_work_at_once(
 def test_one_exchange_at_a_time(pool: Pool, population: Population, brief: Brief, work: Work) -> None:
     first = pool.engine(population).exchange(brief, work, population.clients)
     next(first)
-    with pytest.raises(FuseError, match="in the middle of another exchange"):
+    with pytest.raises(FuseError, match="another exchange"):
         ask(pool.engine(population), brief, work)
     assert len(list(first)) == len(population.clients) - 1
 
@@ -247,13 +239,13 @@ def test_workers_that_do_not_start_are_one_sentence(
     population: Population, brief: Brief, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_module, "serve", odd_parts.stillborn)
-    with Pool(workers=2) as pool, pytest.raises(FuseError, match=r"do not start .* workers=0"):
+    with Pool(workers=2) as pool, pytest.raises(FuseError, match="start .* workers=0"):
         ask(pool.engine(population), brief, work)
 
 
 def test_an_empty_client_is_the_users_to_mend(pool: Pool, population: Population, brief: Brief, work: Work) -> None:
     empty = Population(population.rows, {**population.index, "nobody": torch.tensor([], dtype=torch.int64)})
-    with pytest.raises(ConfigError, match="nobody has no rows"):
+    with pytest.raises(ConfigError, match="^nobody"):
         ask(pool.engine(empty), brief, work)
 
 

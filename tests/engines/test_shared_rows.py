@@ -64,7 +64,7 @@ def test_nothing_stays(row_files: RowFiles) -> None:
     assert exists(mapped)
     row_files.clear()
     assert not exists(mapped)
-    with pytest.raises(ConfigError, match=r"cannot find the rows .*workers=0"):
+    with pytest.raises(ConfigError, match="rows .*workers=0"):
         mapped.rows()
 
 
@@ -87,7 +87,7 @@ def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    with pytest.raises(ConfigError, match=r"144 bytes of rows .*No space left on device; free some space"):
+    with pytest.raises(ConfigError, match="144 bytes .*No space left on device"):
         RowFiles().add(rows())
 
 

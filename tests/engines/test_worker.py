@@ -60,19 +60,19 @@ SCRIPT = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-sys.path.insert(0, {here!r})
-import odd_parts, torch
-from conftest import make_brief
+sys.path[:0] = {folders!r}
+import odd_parts
+from builders import initial, rows
+from fedfuse.core.messages import Brief
 from fedfuse.core.seams import Work
-from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.engines.local import Population
 from fedfuse.engines.pool import Pool
 
 if __name__ == "__main__":
-    rows = Rows(torch.rand(8, 1, 8, 8), torch.zeros(8, dtype=torch.int64))
-    people = Population.of({{"a": rows, "b": rows, "c": rows}})
-    brief = make_brief(Spec("mlp", {{"inputs": 64, "hidden": [4], "classes": 3}}))
+    people = Population.of(dict.fromkeys("abc", rows(8, 1, 8, 8)))
+    spec = Spec("mlp", {{"inputs": 64, "hidden": [4], "classes": 3}})
+    brief = Brief(0, spec, initial(spec), classes=3)
     with Pool(workers=2) as pool:
         engine = pool.engine(people)
         list(engine.exchange(brief, Work(objective=odd_parts.Slow(600.0, Path({folder!r}))), engine.clients))
@@ -83,7 +83,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
 def test_however_the_parent_ends_nothing_stays(how: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(here=str(Path(__file__).parent), folder=str(tmp_path)))
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    script.write_text(SCRIPT.format(folders=folders, folder=str(tmp_path)))
     command = [sys.executable, "-W", "error", str(script)]
     own = {"start_new_session": True, "preexec_fn": _hear_interrupts}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **own) as parent:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
-import torch
+import numpy as np
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.serde import message_from_proto, message_to_proto
@@ -21,6 +22,7 @@ from fedfuse.core.registry import Method
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
+from fedfuse.data import load
 from fedfuse.engines.local import Population
 from fedfuse.flower.records import Order
 from fedfuse.flower.site import Enrolment
@@ -147,9 +149,27 @@ def grid_of(app: ClientApp, clients: int) -> FakeGrid:
     return grid
 
 
-def rows(seed: int, n: int, features: int = 6, classes: int = 3) -> Rows:
-    draw = torch.Generator().manual_seed(seed)
-    return Rows(torch.randn(n, features, generator=draw), torch.randint(classes, (n,), generator=draw))
+def spoilt(grid: FakeGrid, node: int, spoil: Callable[[RecordDict], None]) -> None:
+    """Let a node's answers to training be changed before they leave it."""
+    app = grid.nodes[node].app
+
+    def changed(message: Message, context: Context) -> Message:
+        reply = app(message, context)
+        if message.metadata.message_type == "train":
+            spoil(reply.content)
+        return reply
+
+    grid.nodes[node].app = changed
+
+
+def site_files(folder: Path, sizes: dict[str, int]) -> dict[str, Path]:
+    """Neighbouring parts of the digits, a file for each site."""
+    x, y = (t.numpy() for t in (load("digits").train.x, load("digits").train.y))
+    begin, files = 0, {name: folder / f"{name}.npz" for name in sizes}
+    for name, size in sizes.items():
+        own = slice(begin, begin := begin + size)
+        np.savez(files[name], x_train=x[own], y_train=y[own], x_test=x[own][:1], y_test=y[own][:1])
+    return files
 
 
 def small_options(method: Method) -> dict[str, int]:

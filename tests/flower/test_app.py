@@ -53,7 +53,7 @@ def test_modules_of_the_users_own_come_along(tiny: Tiny, tmp_path: Path) -> None
 
 
 def test_a_module_that_is_nowhere_is_said(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the experiment names 'nowhere_to_be_found', which is neither in"):
+    with pytest.raises(ConfigError, match="'nowhere_to_be_found'"):
         write_app(tiny(model={"name": "nowhere_to_be_found:Net"}), tmp_path / "app", tmp_path)
     assert not (tmp_path / "app").exists()
 
@@ -61,5 +61,5 @@ def test_a_module_that_is_nowhere_is_said(tiny: Tiny, tmp_path: Path) -> None:
 def test_nothing_is_overwritten(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="is not empty; choose another --app folder"):
+    with pytest.raises(ConfigError, match="--app"):
         write_app(tiny(), tmp_path / "app", tmp_path)

@@ -14,9 +14,10 @@ from torch.utils.data import Dataset
 
 pytest.importorskip("flwr")
 
-from fake_grid import Gathering, rows
+from fake_grid import Gathering, spoilt
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
+from builders import rows
 from fedfuse.client.objectives import Proximal
 from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
@@ -33,13 +34,8 @@ from fedfuse.flower.records import FAILED, MEMORY, PARAMS, REPLY
 from fedfuse.server.judge import accuracy_and_loss
 from fedfuse.server.loop import RunPlan, run
 
-
-def images(seed: int, n: int) -> Rows:
-    flat = rows(seed, n, 64)
-    return Rows(flat.x.view(n, 1, 8, 8), flat.y)
-
-
-PEOPLE = Population.of({f"client-{i}": images(i, n) for i, n in enumerate((14, 9, 22))})
+PEOPLE = Population.of({f"client-{i}": rows(n, 1, 8, 8, seed=i) for i, n in enumerate((14, 9, 22))})
+SERVER_ROWS = rows(20, 1, 8, 8, seed=9)
 LOCAL = {"lr": 0.1, "momentum": 0.5, "batch_size": 8}
 SEED = 4
 
@@ -82,7 +78,7 @@ def grid_of(network: Network, recipe: Recipe | None = None, **settings: Any) -> 
 
 
 def strategy(method: Any, network: Network | None = None, **more: Any) -> FuseStrategy:
-    bench = Bench(images(9, 20), None, classes=3, seed=SEED)
+    bench = Bench(SERVER_ROWS, None, classes=3, seed=SEED)
     return FuseStrategy(method, network or start(), clients="fedfuse", **{"bench": bench, **more})
 
 
@@ -92,7 +88,7 @@ def begun() -> ArrayRecord:
 
 def in_process(recipe: Recipe, rounds: int) -> Mapping[str, Tensor]:
     local = LocalSettings(batch_size=8, optimizer={"lr": 0.1, "momentum": 0.5})
-    bench = Bench(images(9, 20), None, 3, 3, local, SEED)
+    bench = Bench(SERVER_ROWS, None, 3, 3, local, SEED)
     spec = Spec.of(start())
     state = ServerState(0, Single.of(start(), spec))
     *_, last = run(recipe, InProcess(PEOPLE, SEED), bench, None, state, RunPlan(rounds))
@@ -149,24 +145,19 @@ def test_the_server_says_how_to_train_or_leaves_it_to_the_client() -> None:
     first = told.fused.state_dict()
     for fuses in (own, agreed):
         assert all(fuses.fused.state_dict()[name].equal(tensor) for name, tensor in first.items())
-    with pytest.raises(QuorumLost, match="the server says how to train and this client says lr otherwise"):
+    with pytest.raises(QuorumLost, match=" lr "):
         strategy("fedavg", local=LOCAL).start(grid_of(make, lr=0.2), begun(), num_rounds=1)
-    with pytest.raises(QuorumLost, match="this client says epochs otherwise"):
+    with pytest.raises(QuorumLost, match=" epochs "):
         strategy("fedavg", local=LOCAL).start(grid_of(make, epochs=2), begun(), num_rounds=1)
 
 
 def test_a_client_that_was_told_how_to_train_and_says_otherwise_is_refused() -> None:
+    def lie(content: RecordDict) -> None:
+        tables = content.config_records[f"{REPLY}.tables"]
+        tables["training"] = json.dumps({**json.loads(str(tables["training"])), "epochs": 9})
+
     grid = grid_of(make)
-    honest = grid.nodes[1000].app
-
-    def lie(message: Message, context: Context) -> Message:
-        reply = honest(message, context)
-        if f"{REPLY}.tables" in reply.content:
-            told = json.loads(str(reply.content.config_records[f"{REPLY}.tables"]["training"]))
-            reply.content.config_records[f"{REPLY}.tables"]["training"] = json.dumps({**told, "epochs": 9})
-        return reply
-
-    grid.nodes[1000].app = lie
+    spoilt(grid, 1000, lie)
     fuses = strategy("qfedavg", local=LOCAL)
     fuses.start(grid, begun(), num_rounds=1)
     assert fuses.admission is not None
@@ -175,13 +166,13 @@ def test_a_client_that_was_told_how_to_train_and_says_otherwise_is_refused() -> 
 
 def test_a_recipe_of_ones_own_must_be_on_both_sides() -> None:
     own = replace(find_method("fedprox").recipe(), name="mine", objective=Proximal(0.7))
-    with pytest.raises(QuorumLost, match="is a recipe of its own and this client was not given it"):
+    with pytest.raises(QuorumLost, match="recipe="):
         strategy(own).start(grid_of(make, **LOCAL), begun(), num_rounds=1)
     fuses = strategy(own)
     fuses.start(grid_of(make, own, **LOCAL), begun(), num_rounds=1)
     assert fuses.rounds_fused == 1
     other = replace(own, objective=Proximal(0.1))
-    with pytest.raises(QuorumLost, match="is another than this site's"):
+    with pytest.raises(QuorumLost, match="the same fedfuse"):
         strategy(own).start(grid_of(make, other, **LOCAL), begun(), num_rounds=1)
 
 
@@ -201,8 +192,8 @@ def test_another_network_than_the_clients_own_is_not_built(message_type: str) ->
         ask(fuses)
         message = next(iter(fuses.configure_evaluate(1, begun(), ConfigRecord(), grid_of(make))))
         answer = evaluate(message, context(), lambda: Other(4), PEOPLE.rows_of("client-0"))
-    assert "the server's network is " in reason(answer)
-    assert reason(answer).endswith("Other'; give both sides the same class")
+    assert "Net'" in reason(answer)
+    assert "Other'" in reason(answer)
 
 
 def test_a_server_cannot_make_a_client_import_anything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,20 +202,18 @@ def test_a_server_cannot_make_a_client_import_anything(monkeypatch: pytest.Monke
     said["options"]["of"]["factory"] = "os:getcwd"
     message.content["brief"]["spec"] = json.dumps(said)
     monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"{name} was imported"))
-    assert "the server's network is 'bayesian in os:getcwd'" in reason(
-        train(message, context(), make, PEOPLE.rows_of("client-0"))
-    )
+    assert "'bayesian in os:getcwd'" in reason(train(message, context(), make, PEOPLE.rows_of("client-0")))
 
 
 def test_labels_beyond_the_classes_are_told() -> None:
     odd = Rows(PEOPLE.rows_of("client-0").x, torch.full((14,), 7))
-    assert "labels run from 7 to 7, expected 0 to 2" in reason(train(ask(strategy("fedavg")), context(), make, odd))
+    assert "7 to 7, expected 0 to 2" in reason(train(ask(strategy("fedavg")), context(), make, odd))
 
 
 def test_a_plain_server_is_told_to_brief() -> None:
     message = next(iter(FuseStrategy().configure_train(1, begun(), ConfigRecord(), grid_of(make))))
     answer = train(message, context(), make, PEOPLE.rows_of("client-0"))
-    assert "the server sent a plain model; let it say FuseStrategy(…, clients='fedfuse')" in reason(answer)
+    assert "clients='fedfuse'" in reason(answer)
 
 
 def test_a_plain_answer_to_a_brief_is_dropped_by_name() -> None:
@@ -234,21 +223,12 @@ def test_a_plain_answer_to_a_brief_is_dropped_by_name() -> None:
     fuses.start(grid, begun(), num_rounds=1)
     assert fuses.admission is not None
     assert fuses.admission.dropped[0]["client"] == "client-0"
-    assert "its records are not a reply" in fuses.admission.dropped[0]["reason"]
+    assert "malformed" in fuses.admission.dropped[0]["reason"]
 
 
 def test_a_reply_that_was_spoilt_is_refused_at_the_door() -> None:
     grid = grid_of(make, **LOCAL)
-    honest = grid.nodes[1000].app
-
-    def spoil(message: Message, context: Context) -> Message:
-        reply = honest(message, context)
-        if REPLY + ".numbers" in reply.content:
-            reply.content.metric_records[f"{REPLY}.numbers"]["num_examples"] = -1.0
-            assert reply.content.array_records[PARAMS]
-        return reply
-
-    grid.nodes[1000].app = spoil
+    spoilt(grid, 1000, lambda content: content[f"{REPLY}.numbers"].update(num_examples=-1.0))
     fuses = strategy("scaffold")
     fuses.start(grid, begun(), num_rounds=1)
     assert fuses.admission is not None

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 from credentials import write_keys
 from deployment import HOST, Deployment, descendants, ours
+from fake_grid import site_files
 from safetensors.torch import load_file, save_file
 
 from fedfuse.core.spec import Spec
@@ -80,13 +80,7 @@ def experiment(rounds: int, adapters: dict[str, Any] | None = None, **server: An
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder, digits, begin, files = tmp_path_factory.mktemp("rows"), load("digits").train, 0, {}
-    for site, size in SITES.items():
-        x, y = digits.x[begin : begin + size].numpy(), digits.y[begin : begin + size].numpy()
-        files[site] = folder / f"{site}.npz"
-        np.savez(files[site], x_train=x, y_train=y, x_test=x[:1], y_test=y[:1])
-        begin += size
-    return files
+    return site_files(tmp_path_factory.mktemp("rows"), SITES)
 
 
 @pytest.fixture(scope="module")

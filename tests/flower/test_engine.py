@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("flwr")
 
-from fake_grid import FakeGrid, TestSite, grid_of, rows
+from fake_grid import FakeGrid, TestSite, grid_of, spoilt
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 
-from builders import as_bytes
+from builders import as_bytes, rows
 from fedfuse.client.objectives import Proximal
 from fedfuse.core.messages import Brief, Envelope
 from fedfuse.core.recipe import Recipe
@@ -24,14 +24,14 @@ from fedfuse.core.spec import Spec
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.flower import engine as flower
-from fedfuse.flower.engine import ENROL, SITE, Federation, FlowerEngine, Member
+from fedfuse.flower.engine import SITE, Federation, FlowerEngine, Member
 from fedfuse.flower.records import PARAMS, REPLY
 from fedfuse.flower.site import client_app
 from fedfuse.server.admission.admit import Admission, admit_all
 
 LOCAL = LocalSettings(batch_size=8, optimizer={"lr": 0.1})
 SPEC = Spec("mlp", {"inputs": 6, "hidden": [4], "classes": 3})
-PEOPLE = Population.of({f"client-{i}": rows(i, n) for i, n in enumerate((14, 9, 22))})
+PEOPLE = Population.of({f"client-{i}": rows(n, 6, seed=i) for i, n in enumerate((14, 9, 22))})
 PLAIN = find_method("fedavg").recipe()
 Spoil = Callable[[RecordDict], None]
 
@@ -89,19 +89,6 @@ def admitted(engine: FlowerEngine) -> Admission:
     return admit_all(engine.exchange(a_brief(), PLAIN.work(LOCAL), asked), a_brief(), (), asked, None, PEOPLE.sizes())
 
 
-def spoilt(grid: FakeGrid, node: int, spoil: Spoil) -> None:
-    """Let a node's replies be changed before they leave it."""
-    app = grid.nodes[node].app
-
-    def changed(message: Message, context: Context) -> Message:
-        reply = app(message, context)
-        if message.metadata.message_type != ENROL:
-            spoil(reply.content)
-        return reply
-
-    grid.nodes[node].app = changed
-
-
 def in_process() -> Iterator[Envelope]:
     return InProcess(PEOPLE).exchange(a_brief(), PLAIN.work(LOCAL), PEOPLE.clients)
 
@@ -143,7 +130,7 @@ def test_the_deadline_ends_a_round_without_the_silent(monkeypatch: pytest.Monkey
     grid.nodes[node_of(engine, "client-1")].silent = True
     got = exchanged(engine)
     assert got["client-1"].payload is None
-    assert got["client-1"].dropped == "no answer within 0.3 s"
+    assert "0.3 s" in got["client-1"].dropped
     assert got["client-0"].payload
     assert got["client-2"].payload
 
@@ -163,7 +150,7 @@ def test_a_round_closes_some_time_after_its_quorum_and_not_at_the_deadline(monke
     grid.nodes[node_of(engine, "client-1")].silent = True
     got = exchanged(engine)
     assert got["client-1"].payload is None
-    assert got["client-1"].dropped.startswith("no answer when the round closed with its quorum, 30")
+    assert "quorum, 30" in got["client-1"].dropped
     assert 30 <= clock.now < 40
 
 
@@ -176,13 +163,8 @@ def test_a_late_answer_is_refused_by_name_in_the_round_in_which_it_comes(monkeyp
     slow.silent = False
     second = admitted(engine)
     assert second.cohort.clients == PEOPLE.clients  # its answer to this round is as good as anybody's
-    assert second.refused == [
-        {
-            "client": "client-1",
-            "field": "reply",
-            "got": "an answer to round 1",
-            "expected": "one that came before that round was closed",
-        }
+    assert [(r["client"], r["field"], r["got"]) for r in second.refused] == [
+        ("client-1", "reply", "an answer to round 1")
     ]
     assert admitted(engine).refused == []
 
@@ -207,7 +189,7 @@ def test_a_simulation_waits_for_everybody_and_each_round_has_its_deadline(monkey
     grid.nodes[node_of(engine, "client-1")].silent = True
     for round_, seconds in ((0, 300.0), (1, 200.0), (5, 200.0)):
         clock.now = 0.0
-        assert exchanged(engine, brief=a_brief(round_))["client-1"].dropped == f"no answer within {seconds:g} s"
+        assert f"{seconds:g} s" in exchanged(engine, brief=a_brief(round_))["client-1"].dropped
         assert clock.now == pytest.approx(seconds)
 
 
@@ -215,7 +197,7 @@ def test_a_node_that_went_is_told_and_may_come_back() -> None:
     grid, engine = a_federation()
     gone = node_of(engine, "client-2")
     grid.nodes[gone].online = False
-    assert exchanged(engine)["client-2"].dropped == "it is not connected"
+    assert "not connected" in exchanged(engine)["client-2"].dropped
     again = grid.add(grid.nodes[gone].app, **{"partition-id": 2})  # the same site as another node
     assert exchanged(settled(engine))["client-2"].payload
     assert node_of(engine, "client-2") == again
@@ -234,8 +216,8 @@ def test_errors_of_nodes_and_links_are_told_and_end_nothing() -> None:
 
     grid.nodes[node_of(engine, "client-2")].app = fails
     got = exchanged(engine)
-    assert got["client-0"].dropped == "the SuperLink would not take the message for it"
-    assert "records are not a reply" in got["client-2"].dropped
+    assert "SuperLink" in got["client-0"].dropped
+    assert "malformed" in got["client-2"].dropped
 
 
 def test_a_node_that_dies_while_it_is_asked_is_told_with_flowers_own_reason() -> None:
@@ -249,7 +231,7 @@ def test_a_node_that_dies_while_it_is_asked_is_told_with_flowers_own_reason() ->
         return taken
 
     grid.push_messages = push  # type: ignore[method-assign, assignment]
-    assert exchanged(engine)["client-1"].dropped == "Flower reports error 5: node unavailable"
+    assert "error 5: node unavailable" in exchanged(engine)["client-1"].dropped
 
 
 def test_a_stranger_is_told_in_every_round_and_never_asked() -> None:
@@ -259,7 +241,7 @@ def test_a_stranger_is_told_in_every_round_and_never_asked() -> None:
     assert "IndexError" in got[f"node {stranger}"].dropped
     assert stranger not in {m.node for m in engine.federation.members.values()}
     twin = grid.add(client_app(TestSite(PEOPLE, PLAIN, LOCAL)), **{"partition-id": 0})
-    assert "it is called 'client-0'" in exchanged(settled(engine))[f"node {twin}"].dropped
+    assert "'client-0'" in exchanged(settled(engine))[f"node {twin}"].dropped
     grid.nodes[twin].online = False
     assert f"node {twin}" not in exchanged(engine)  # gone, and asked anew should it come back
 
@@ -300,7 +282,7 @@ def test_a_node_that_cannot_load_the_app_is_told_and_one_that_went_is_asked_agai
     grid = FakeGrid()
     node = grid.add(fails)
     federation = Federation(grid, 1, wait=0.5)
-    with pytest.raises(QuorumLost, match=f"node {node}: Flower reports error 1: no module named fedfuse"):
+    with pytest.raises(QuorumLost, match=f"node {node}: .*error 1: no module named fedfuse"):
         federation.gather()
     assert next(codes, None) is None  # asked twice: the first time it had gone away
 
@@ -308,7 +290,7 @@ def test_a_node_that_cannot_load_the_app_is_told_and_one_that_went_is_asked_agai
 def test_too_few_nodes_are_one_sentence() -> None:
     grid = FakeGrid()
     grid.add(client_app(TestSite(PEOPLE, PLAIN, LOCAL)), **{"partition-id": 7})
-    with pytest.raises(QuorumLost, match=r"0 of 4 clients enrolled within 0.2 s and the quorum is 50%; node 1000: Ind"):
+    with pytest.raises(QuorumLost, match="0 of 4 clients .*50%; node 1000: Ind"):
         Federation(grid, 4, wait=0.2, names=PEOPLE.clients).gather()
 
 
@@ -382,13 +364,13 @@ def npy(shape: str, dtype: str = "'<f4'", body: bytes = b"\0" * 16) -> bytes:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (npy("(100000000000,)"), "claims 400,000,000,000 bytes and has 16"),
-        (npy("(4,)", "'|O'"), "'|O' of 1 axes, which is not read here"),
-        (npy("(4,)", "'>f4'"), "'>f4' of 1 axes, which is not read here"),
-        (npy("(-4,)"), "which is not read here"),
-        (npy("(4,"), "is not an .npy array"),
-        (b"\x80\x04\x95 a pickle", "is not an .npy array"),
-        (b"", "is not an .npy array"),
+        (npy("(100000000000,)"), "400,000,000,000 bytes"),
+        (npy("(4,)", "'|O'"), "'|O'"),
+        (npy("(4,)", "'>f4'"), "'>f4'"),
+        (npy("(-4,)"), "'<f4'"),
+        (npy("(4,"), ".npy"),
+        (b"\x80\x04\x95 a pickle", ".npy"),
+        (b"", ".npy"),
     ],
 )
 def test_a_lying_array_is_dropped_before_anything_is_allocated(data: bytes, why: str) -> None:
@@ -398,14 +380,14 @@ def test_a_lying_array_is_dropped_before_anything_is_allocated(data: bytes, why:
     assert admission.cohort.clients == ("client-0", "client-2")
     (drop,) = admission.dropped
     assert drop["client"] == "client-1"
-    assert drop["reason"].startswith("malformed: ")
+    assert drop["reason"].startswith("malformed: tensor 'fc1.bias'")
     assert why in drop["reason"]
 
 
 def test_arrays_of_another_kind_are_dropped() -> None:
     grid, engine = a_federation()
     spoilt(grid, node_of(engine, "client-1"), raw(b"", "pickle"))
-    assert "comes as 'pickle'" in admitted(engine).dropped[0]["reason"]
+    assert "'pickle'" in admitted(engine).dropped[0]["reason"]
 
 
 def test_what_a_node_says_cannot_reach_a_terminal() -> None:
@@ -439,20 +421,20 @@ def test_another_experiment_at_a_site_is_told() -> None:
     _, engine = a_federation()
     engine.local = LocalSettings(epochs=3)
     said = list(engine.exchange(a_brief(), PLAIN.work(engine.local), engine.clients))
-    assert all("is another than this site's" in e.dropped for e in said)
+    assert all("ConfigError" in e.dropped and "this site's" in e.dropped for e in said)
 
 
 def test_a_network_a_site_was_not_told_of_is_not_built() -> None:
     _, engine = a_federation()
     foreign = replace(a_brief(), spec=Spec("os:getcwd"))
     said = list(engine.exchange(foreign, PLAIN.work(LOCAL), engine.clients))
-    assert all("is not one of fedfuse's and was not named here" in e.dropped for e in said)
+    assert all("os:getcwd" in e.dropped for e in said)
 
 
 def test_what_cannot_travel_is_said_before_anything_is_sent() -> None:
     grid, engine = a_federation()
     grid.pulls.clear()
-    with pytest.raises(ConfigError, match="cannot run on a federation"):
+    with pytest.raises(ConfigError, match="server changes"):
         list(engine.exchange(a_brief(), Work(LOCAL, objective=Proximal(0.5)), engine.clients))
     nameless = replace(PLAIN, objective=lambda *_: None)
     engine.recipe = nameless

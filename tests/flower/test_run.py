@@ -14,10 +14,9 @@ import torch
 
 pytest.importorskip("flwr")
 
-from fake_grid import App, FakeGrid, grid_of
+from fake_grid import App, FakeGrid, grid_of, site_files
 from flwr.app import Array, Context, Message, RecordDict
 
-from fedfuse.data import load
 from fedfuse.errors import ConfigError, QuorumLost
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.results import Ledger, Results
@@ -76,8 +75,8 @@ def test_every_round_is_a_line_of_the_servers_output(
     path = written(tiny("fedavg", seeds=[0]), tmp_path)
     results = conduct(grid_of(site_app(path), 3), path, tmp_path / "run")
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == f"tiny: one run of a method on a seed, into {tmp_path / 'run'}"
     assert len(said) == 3
+    assert str(tmp_path / "run") in said[0]
     for row, line in zip(results.rows, said[1:], strict=True):
         assert line.startswith(
             f"tiny: run 1 of 1, fedavg, seed 0, round {row['round']} of 2, accuracy {row['accuracy']:.2%}"
@@ -93,27 +92,15 @@ def test_a_server_that_starts_again_goes_on_where_it_stopped(tiny: Tiny, tmp_pat
     conduct(grid, path, tmp_path / "run", resume=True)
     conduct(grid_of(site_app(path), 3), path, tmp_path / "whole")
     assert models(tmp_path / "run") == models(tmp_path / "whole")
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="run"):
         conduct(grid, path, tmp_path / "run")
-
-
-def site_files(folder: Path, sizes: dict[str, int]) -> dict[str, Path]:
-    rows, begin, files = load("digits").train, 0, {}
-    for name, size in sizes.items():
-        x, y = rows.x[begin : begin + size].numpy(), rows.y[begin : begin + size].numpy()
-        files[name] = folder / f"{name}.npz"
-        np.savez(files[name], x_train=x, y_train=y, x_test=x[:1], y_test=y[:1])
-        begin += size
-    return files
 
 
 def deployed(path: Path, files: dict[str, Path], registered: bool = True) -> FakeGrid:
     grid = FakeGrid()
     for name, file in files.items():
-        known = {"name": name} if registered else {}
-        grid.add(site_app(path), data=str(file), **known)
-        node = list(grid.nodes.values())[-1]
-        node.name, node.context.node_config = known.get("name", ""), {"data": str(file), "name": name}
+        node = grid.nodes[grid.add(site_app(path), name if registered else "")]
+        node.context.node_config = {"data": str(file), "name": name}
     return grid
 
 
@@ -144,10 +131,10 @@ def test_a_site_without_data_says_so_and_takes_no_part(
     results = conduct(grid, path, tmp_path / "run", wait=0.5)
     dropped = results.rows[-1]["dropped"]
     assert [told["client"] for told in dropped] == [f"node {poor}"]
-    assert "this site has no data: start its SuperNode with --node-config" in dropped[0]["reason"]
+    assert "--node-config" in dropped[0]["reason"]
     for node in grid.nodes.values():
         node.context.node_config = {}
-    with pytest.raises(QuorumLost, match="this site has no data"):
+    with pytest.raises(QuorumLost, match="no data"):
         conduct(grid, path, tmp_path / "none", wait=0.5)
 
 
@@ -165,7 +152,7 @@ def test_a_sites_data_may_be_named_by_its_environment(
     ("changes", "why"),
     [
         ({"x": torch.rand(8, 3)}, "RuntimeError"),
-        ({"y": torch.full((8,), 12)}, "labels run from 12 to 12, expected 0 to 9"),
+        ({"y": torch.full((8,), 12)}, "12 to 12, expected 0 to 9"),
     ],
 )
 def test_rows_that_do_not_fit_drop_their_site_alone(
@@ -186,11 +173,11 @@ def test_what_cannot_be_in_a_federation_is_said_before_any_round(tiny: Tiny, tmp
     files = site_files(tmp_path, {"north": 40, "east": 25, "south": 30})
     data = {"clients": 3, "train_limit": 90, "server_fraction": 0.2}
     path = written(tiny(data=data | {"standardize": True}), tmp_path)
-    with pytest.raises(ConfigError, match=r"data.standardize takes the mean of all training rows"):
+    with pytest.raises(ConfigError, match="data.standardize"):
         conduct(deployed(path, files), path, tmp_path / "run")
     path = tmp_path / "other.toml"
     path.write_text(tiny("data_sharing", data=data).to_toml())
-    with pytest.raises(ConfigError, match="'data_sharing' cannot run on a federation: its server lends rows"):
+    with pytest.raises(ConfigError, match="'data_sharing'"):
         conduct(deployed(path, files), path, tmp_path / "run")
     assert not Ledger(tmp_path / "run" / "ledger.jsonl").lines()
 
@@ -201,7 +188,7 @@ def test_a_site_with_another_file_is_told(tiny: Tiny, tmp_path: Path) -> None:
     grid = deployed(path, site_files(tmp_path, {"north": 40, "east": 25, "south": 30}))
     next(iter(grid.nodes.values())).app = site_app(other)
     (line,) = conduct(grid, path, tmp_path / "run").rows
-    assert "this site's experiment has no method 'fedavg'; it has fedprox" in line["dropped"][0]["reason"]
+    assert "'fedavg'; it has fedprox" in line["dropped"][0]["reason"]
 
 
 def test_whom_the_door_refused_or_clipped_is_told_in_flowers_log(

@@ -32,6 +32,8 @@ from fedfuse.server.steps.prune import Prune
 
 App = Callable[[Message, Context], Message]
 LOCAL = {"lr": 0.1, "momentum": 0.9, "epochs": 1}
+NET = nn.Linear(2, 2)
+NAMELESS = replace(find_method("fedavg").recipe(), objective=lambda *_: None)  # no message can say which
 
 
 def moved(array: Array, shift: float) -> Array:
@@ -155,7 +157,8 @@ def test_below_the_quorum_the_model_stays_and_later_rounds_go_on(caplog: pytest.
     assert result.train_metrics_clientapp[2]["left-out"] == 0
     assert result.arrays["w"].numpy() == pytest.approx(np.full((2, 2), 2.0))  # one fused round, from the start
     assert (strategy.rounds_fused, strategy.rounds_lost) == (1, 1)
-    assert "round 1: 1 of 2 clients were admitted and the quorum is 90%" in caplog.text
+    assert "1 of 2" in caplog.text
+    assert "90%" in caplog.text
 
 
 def test_a_round_lost_after_others_leaves_their_model() -> None:
@@ -173,7 +176,7 @@ def test_a_round_lost_after_others_leaves_their_model() -> None:
 
 
 def test_a_run_without_one_fused_round_is_no_run() -> None:
-    with pytest.raises(QuorumLost, match=r"none of 2 rounds could be fused; round 2: 1 of 2 .* out of memory"):
+    with pytest.raises(QuorumLost, match="none of 2 rounds .*; round 2: 1 of 2 .* out of memory"):
         FuseStrategy("fedavg", quorum=0.9).start(grid_with(client(1.0, 20), fails), start(), num_rounds=2)
 
 
@@ -211,7 +214,8 @@ def test_a_client_that_cannot_evaluate_is_told_and_left_out(caplog: pytest.LogCa
 
     result = FuseStrategy().start(grid_with(client(1.0, 10), trains_only), start(), num_rounds=1)
     assert result.evaluate_metrics_clientapp[1]["left-out"] == 1
-    assert "node-1007 could not evaluate: Flower reports error 1: out of memory" in caplog.text
+    (line,) = (line for line in caplog.text.splitlines() if "node-1007" in line)
+    assert line.endswith("error 1: out of memory")
 
 
 def test_a_client_is_called_as_its_node_was_registered() -> None:
@@ -240,45 +244,36 @@ def test_a_reply_of_somebody_who_was_not_asked_is_refused() -> None:
     assert strategy.admission.refused[0]["client"] == "node-5"
 
 
-WAYS = (
-    r"; run it as an app \(`fedfuse flower FILE --app`\), or let your ClientApp train with `fedfuse.flower` and say "
-    "clients='fedfuse'"
-)
-
-
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("fedprox", r"gives clients an objective of its own \(Proximal\)"),
-        ("moon", r"gives clients an objective of its own \(Contrastive\)"),
-        ("scaffold", r"gives clients an objective of its own \(Controlled\)"),
-        ("fedlpa", r"asks clients for evidence or memory beside their weights \(KroneckerFactors\)"),
-        ("qfedavg", r"asks clients for evidence or memory beside their weights \(StartLoss\)"),
-        ("prunefl", r"gives clients a projection of their weights \(Masked\)"),
-        ("eaa", r"gives clients an objective of its own \(Elbo\)"),
-        ("hrank", r"changes the network's shape \(Prune\)"),
+        ("fedprox", "Proximal"),
+        ("moon", "Contrastive"),
+        ("scaffold", "Controlled"),
+        ("fedlpa", "KroneckerFactors"),
+        ("qfedavg", "StartLoss"),
+        ("prunefl", "Masked"),
+        ("eaa", "Elbo"),
+        ("hrank", "Prune"),
     ],
 )
 def test_what_a_plain_client_cannot_do_is_refused_at_once(name: str, part: str) -> None:
-    with pytest.raises(RecipeError, match=f"'{name}' {part}, which a plain Flower client does not know of{WAYS}"):
+    with pytest.raises(RecipeError, match=f"'{name}' .*{part}.*clients='fedfuse'"):
         FuseStrategy(name, local=LOCAL)
 
 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("ensemble", r"ends a round with a mixture of networks, .*; run it as an app"),
-        ("local", r"ends a round with networks that stay apart, .*; run it as an app"),
-        ("hybrid_fl", r"has a roster \(WithServer\) that lets the server train as a client; run it as an app"),
-        (
-            "data_sharing",
-            r"has a roster \(ShareServerRows\) that lends the server's rows to clients; run it on one machine",
-        ),
+        ("ensemble", "mixture .*--app"),
+        ("local", "apart.*--app"),
+        ("hybrid_fl", "WithServer.*--app"),
+        ("data_sharing", "ShareServerRows.*fedfuse run"),
     ],
 )
 @pytest.mark.parametrize("clients", ["plain", "fedfuse"])
 def test_what_no_strategy_can_do_is_refused_with_any_clients(name: str, why: str, clients: Any) -> None:
-    with pytest.raises(RecipeError, match=f"'{name}' {why}"):
+    with pytest.raises(RecipeError, match=f"'{name}' .*{why}"):
         FuseStrategy(name, nn.Linear(2, 2), clients=clients)
 
 
@@ -293,21 +288,21 @@ def test_plain_clients_serve_exactly_the_methods_that_ask_nothing_of_them(name: 
     if trains_alike and same and not any(isinstance(step, Prune) for step in recipe.steps):
         assert FuseStrategy(name, nn.Linear(2, 2), local=LOCAL).recipe.name == name
     else:
-        with pytest.raises(RecipeError, match=f"method '{name}' .*; run it "):
+        with pytest.raises(RecipeError, match=f"'{name}'"):
             FuseStrategy(name, nn.Linear(2, 2), local=LOCAL)
 
 
 def test_what_comes_later_is_checked_too() -> None:
-    with pytest.raises(RecipeError, match="'fedprox' gives clients an objective of its own"):
+    with pytest.raises(RecipeError, match="'fedprox'"):
         FuseStrategy(find_method("fedavg").recipe().then(5, find_method("fedprox").recipe()))
-    with pytest.raises(RecipeError, match="'fednova' must know how clients train"):
+    with pytest.raises(RecipeError, match="'fednova'"):
         FuseStrategy(find_method("fedavg").recipe().then(5, find_method("fednova").recipe()))
 
 
 @pytest.mark.parametrize(("name", "clients"), [("fednova", "plain"), ("prunefl", "fedfuse")])
 def test_a_server_that_must_know_how_clients_train_asks_for_it(name: str, clients: Any) -> None:
     network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 2))
-    with pytest.raises(RecipeError, match=rf"'{name}' must know how clients train and was not told; say it, as in loc"):
+    with pytest.raises(RecipeError, match=f"'{name}' .*local="):
         FuseStrategy(name, network, clients=clients)
     assert FuseStrategy(name, network, clients=clients, local=LOCAL).bench.local.optimizer.lr == 0.1
     assert FuseStrategy(name, network, clients=clients, bench=Bench(local=LocalSettings(epochs=3))).local is not None
@@ -342,7 +337,7 @@ def test_a_guard_and_an_alignment_stand_before_the_aggregator() -> None:
     assert fused(krum, grid_with(*apps, client(1.1, 10)))["w"][0, 0] < 1.3
     network = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     assert FuseStrategy(model=network, align="weights").recipe.align is not None
-    with pytest.raises(ConfigError, match="there is no guard 'mediann'"):
+    with pytest.raises(ConfigError, match="'mediann'"):
         FuseStrategy(guard="mediann")
 
 
@@ -359,43 +354,42 @@ def test_an_aligned_round_is_the_one_files_get() -> None:
         assert torch.from_numpy(result.arrays[name].numpy().copy()).equal(tensor)
 
 
-def test_arguments_that_cannot_be_are_one_sentence() -> None:
-    with pytest.raises(ConfigError, match="clients is 'ours', expected 'plain' or 'fedfuse'"):
-        FuseStrategy(clients="ours")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="pass it: FuseStrategy"):
-        FuseStrategy(clients="fedfuse")
-    with pytest.raises(ConfigError, match="fraction_train is 0, expected a share of the nodes, above 0 up to 1"):
-        FuseStrategy(fraction_train=0)
-    with pytest.raises(ConfigError, match="quorum is 2, expected a share of the nodes, from 0 up to 1"):
-        FuseStrategy(quorum=2)
-    with pytest.raises(ConfigError, match="there is no key 'epoch'; did you mean 'epochs'"):
-        FuseStrategy(local={"epoch": 1})
-    with pytest.raises(ConfigError, match="a method is a name, or a table with a name and options"):
-        FuseStrategy({"mu": 0.1})
-    with pytest.raises(ConfigError, match="local.augment is a function and cannot travel"):
-        FuseStrategy(model=nn.Linear(2, 2), clients="fedfuse", local=LocalSettings(augment=print))
-    nameless = replace(find_method("fedavg").recipe(), objective=lambda *_: None)
-    with pytest.raises(ConfigError, match="a part of its client half has no name"):
-        FuseStrategy(nameless, nn.Linear(2, 2), clients="fedfuse")
-    with pytest.raises(ConfigError, match="nothing was fused yet"):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"clients": "ours"}, "clients is 'ours'"),
+        ({"clients": "fedfuse"}, "FuseStrategy"),
+        ({"fraction_train": 0}, "fraction_train is 0, .*above 0 up to 1"),
+        ({"fraction_evaluate": -1}, "fraction_evaluate is -1, .*from 0 up to 1"),
+        ({"quorum": 2}, "quorum is 2, .*from 0 up to 1"),
+        ({"local": {"epoch": 1}}, "'epoch'.*'epochs'"),
+        ({"recipe": {"mu": 0.1}}, "mu"),
+        ({"model": NET, "clients": "fedfuse", "local": LocalSettings(augment=print)}, "local.augment"),
+        ({"recipe": NAMELESS, "model": NET, "clients": "fedfuse"}, "lambda"),
+        ({"bounds": {"ration": 3}}, "bounds.ration"),
+        ({"bounds": {"share": 0.3}}, "bounds.share .* enrol="),
+        ({"enrol": {"north": 0}}, "enrol .* 'north' .* 0"),
+    ],
+)
+def test_arguments_that_cannot_be_are_one_sentence(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        FuseStrategy(**arguments)
+
+
+def test_there_is_no_model_before_the_first_round() -> None:
+    with pytest.raises(ConfigError, match="start"):
         _ = FuseStrategy().fused
-    with pytest.raises(ConfigError, match=r"bounds.ration"):
-        FuseStrategy(bounds={"ration": 3})
-    with pytest.raises(ConfigError, match=r"bounds.share .* enrol="):
-        FuseStrategy(bounds={"share": 0.3})
-    with pytest.raises(ConfigError, match=r"enrol .* 'north' .* 0"):
-        FuseStrategy(enrol={"north": 0})
 
 
 def test_arrays_of_another_network_are_told_before_the_first_round() -> None:
-    with pytest.raises(ConfigError, match=r"the arrays do not fit the network 'torch.*Linear': .*; start with Array"):
+    with pytest.raises(ConfigError, match="'torch.*Linear': "):
         FuseStrategy(model=nn.Linear(2, 3)).start(grid_with(client(1.0, 1)), start())
 
 
 def test_missing_server_rows_are_told_before_the_first_round() -> None:
     network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 2))
     strategy = FuseStrategy("feddu", network, clients="fedfuse", local=LOCAL)
-    with pytest.raises(RecipeError, match="'feddu' learns on the server's own rows and there are none"):
+    with pytest.raises(RecipeError, match="'feddu' .*rows"):
         strategy.start(grid_with(fails, fails), ArrayRecord(network.state_dict()))
 
 
@@ -407,10 +401,10 @@ def test_a_step_that_changes_shapes_under_plain_clients_is_stopped() -> None:
 
     own = replace(find_method("fedavg").recipe(), name="mine", steps=(Widen(),))
     apps, network = (client(1.0, 1), client(1.0, 1)), nn.Linear(2, 2)
-    with pytest.raises(RecipeError, match="'mine' has changed the network's shape .* plain Flower client could not"):
+    with pytest.raises(RecipeError, match="'mine' .*shape"):
         FuseStrategy(own, network).start(grid_with(*apps), ArrayRecord(network.state_dict()))
     network = None
-    with pytest.raises(MethodFault, match="method 'fedavg': Widen .* w is 4 float64, expected 2 float64"):
+    with pytest.raises(MethodFault, match="'fedavg': Widen .* w is 4 float64, expected 2 float64"):
         FuseStrategy(own).start(grid_with(*apps), ArrayRecord({"w": Array(np.zeros(2))}))
 
 
@@ -437,7 +431,7 @@ def test_flowers_older_server_is_told_what_to_use_instead(how: str) -> None:
         return ServerAppComponents(strategy=FuseStrategy(), config=ServerConfig(num_rounds=1))  # type: ignore[arg-type]
 
     app = ServerApp(server_fn=server_fn) if how == "server_fn" else ServerApp(strategy=FuseStrategy())  # type: ignore
-    with pytest.raises(ConfigError, match=r"use it in a ServerApp's main: strategy.start\(grid, ...\)"):
+    with pytest.raises(ConfigError, match=r"strategy\.start"):
         app(Grid(), Context(1, 1, {}, RecordDict(), {}))
 
 
@@ -500,7 +494,7 @@ def test_whom_the_fusion_could_not_bear_is_told_like_any_refused(caplog: pytest.
     metrics = result.train_metrics_clientapp[1]
     assert (metrics["fuse-refused"], metrics["left-out"]) == (1, 1)
     assert strategy.ledger[0]["refused"][0]["client"] == "node-1007"
-    assert "node-1007: update is 13 is too many" in caplog.text
+    assert "13 is too many" in caplog.text
 
 
 SIZES = 300, 450, 500, 800, 9000

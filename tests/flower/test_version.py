@@ -15,14 +15,14 @@ def test_without_flower_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(flower_version, "version", missing)
-    with pytest.raises(ConfigError, match=r"not installed here; install it with pip install 'fedfuse\[flower\]'"):
+    with pytest.raises(ConfigError, match=r"'fedfuse\[flower\]'"):
         need_flower()
 
 
 @pytest.mark.parametrize("found", ["1.40.9", "1.42.0", "2.0"])
 def test_another_flower_is_not_used_by_luck(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flower_version, "version", lambda _: found)
-    with pytest.raises(ConfigError, match=f"Flower {found} is installed and fedfuse was tested with 1.41"):
+    with pytest.raises(ConfigError, match=rf"{found} .*1\.41"):
         need_flower()
 
 

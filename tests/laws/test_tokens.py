@@ -83,7 +83,7 @@ def one_round(recipe: Recipe, state: ServerState, bench: Bench) -> ServerState:
 def refusal(name: str, task: Task) -> str | None:
     """The words in which a method is expected to refuse."""
     if task is LANGUAGE_MODEL and name in COUNT_CLASSES:
-        return "needs rows of one class each .* the task is language-model"
+        return "language-model"
     if task is LANGUAGE_MODEL and name in FIT_A_LAYER:
         return "one target per row"
     if name in MOVE_INPUTS:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from builders import rows
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
@@ -20,9 +21,7 @@ from fedfuse.engines.local import Population
 from fedfuse.errors import ConfigError
 from fedfuse.nets.mixture import Mixture
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "flower"))
-
-from fake_grid import rows
+sys.path.insert(0, str(Path(__file__).parents[1] / "flower"))  # where the tests of this folder find fake_grid
 
 CLASSES, SIZES, SEED = 3, (14, 9, 22), 5
 LOCAL = LocalSettings(batch_size=8, epochs=1, optimizer={"lr": 0.1, "momentum": 0.5})
@@ -31,8 +30,7 @@ CONV = Spec("lenet", {"size": 8, "maps": [4, 6], "hidden": [8], "classes": CLASS
 
 
 def images(seed: int, n: int) -> Rows:
-    made = rows(seed, n, 64, CLASSES)
-    return Rows(made.x.view(n, 1, 8, 8), made.y)
+    return rows(n, 1, 8, 8, classes=CLASSES, seed=seed)
 
 
 @cache

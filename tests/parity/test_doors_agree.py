@@ -32,8 +32,7 @@ FLAT = Spec("mlp", {"inputs": 64, "hidden": [6], "classes": CLASSES})
 SETTINGS: dict[str, Any] = {"batch_size": 8, "epochs": 2, "optimizer": {"lr": 0.05, "momentum": 0.9}}
 
 # What a server that only reads files cannot do; everything else must agree to the last bit.
-REFUSED = {"hybrid_fl": "train as a client or lend its rows", "data_sharing": "train as a client or lend its rows"}
-REFUSED |= {"prunefl": "prepares the network on the server before the first round"}
+REFUSED = {"hybrid_fl", "data_sharing", "prunefl"}  # their server trains, lends rows, or prepares the network first
 
 
 def rows(seed: int, n: int) -> Rows:
@@ -107,7 +106,7 @@ def fused(name: str, updates: list[Any], begin: Any) -> Model:
 def test_a_run_updates_and_files_give_the_same_bytes_or_say_why_not(name: str, tmp_path: Path) -> None:
     if name in REFUSED:
         for ask in (lambda: site(name, "c0"), lambda: fused(name, [start(SPEC)] * 2, start(SPEC))):
-            with pytest.raises(RecipeError, match=REFUSED[name]):
+            with pytest.raises(RecipeError, match=f"'{name}'"):
                 ask()
         return
     expected = tensors(by_run(name))
@@ -146,7 +145,7 @@ def test_files_fuse_without_the_networks_code_or_say_that_it_must_run(name: str,
     paths = [update.save(tmp_path / f"{update.client}.safetensors") for update in updates]
     begin = dict(foreign.state_dict()) if "start" in recipe.needs else None
     if "network" in recipe.needs:
-        with pytest.raises(FuseError, match=f"_Elsewhere', whose code was not named here, .* {name!r} can run"):
+        with pytest.raises(FuseError, match=f"_Elsewhere', .* {name!r}"):
             fedfuse.fuse(paths, recipe, start=begin, server_rows=SERVER)
         return
     here, there = (fedfuse.fuse(some, recipe, start=begin, seed=SEED).model for some in (updates, paths))
@@ -180,7 +179,7 @@ def test_effective_steps_follow_the_momentum_sites_trained_with() -> None:
 def test_sites_that_must_agree_are_told_who_differs_and_in_what() -> None:
     data, net = Rows(torch.randn(16, 4), torch.arange(16) % 2), torch.nn.Linear(4, 2)
     sites = [fedfuse.local_update(net, data, "qfedavg", client=c, lr=lr) for c, lr in (("a", 0.1), ("b", 0.01))]
-    with pytest.raises(ConfigError, match=r"q-FedAvg .* trained alike: a had rate = 0.1 and b rate = 0.01"):
+    with pytest.raises(ConfigError, match="q-FedAvg .* a had rate = 0.1 and b rate = 0.01"):
         fedfuse.fuse(sites, "qfedavg", start=net.state_dict())
     nova = [fedfuse.local_update(net, data, "fednova", client=c, lr=lr) for c, lr in (("a", 0.1), ("b", 0.05))]
     found = fedfuse.fuse(nova, "fednova", start=net.state_dict())

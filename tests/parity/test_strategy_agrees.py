@@ -55,10 +55,10 @@ def test_a_strategy_with_our_clients_gives_the_bytes_of_one_process(name: str) -
         )
 
     if recipe.result != "single":
-        with pytest.raises(RecipeError, match="ends a round with (a mixture of networks|networks that stay apart)"):
+        with pytest.raises(RecipeError, match=f"'{name}' ends a round with"):
             strategy()
     elif not isinstance(recipe.roster, ClientsOnly):
-        with pytest.raises(RecipeError, match=f"'{name}' has a roster"):
+        with pytest.raises(RecipeError, match=f"'{name}' .*roster"):
             strategy()
     else:
         ours, fuses = in_process(recipe), strategy()

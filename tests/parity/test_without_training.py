@@ -108,7 +108,7 @@ def test_a_strategy_agrees_with_one_process() -> None:
     fuses.start(grid, ArrayRecord(dict(first.single.posterior.mean)), num_rounds=2)  # type: ignore[arg-type]
     assert fuses._state is not None
     assert_same(ours, replace(ours, state=fuses._state))
-    with pytest.raises(RecipeError, match="asks clients not to train in a round, which a plain Flower client"):
+    with pytest.raises(RecipeError, match="not to train"):
         FuseStrategy(AFTER_TRAINING, MLP)
 
 
@@ -127,14 +127,14 @@ def test_files_agree_with_a_run_and_need_the_model_they_stand_at(tmp_path: Path)
     for door in (made, paths):
         fused = fedfuse.fuse(door, ALONE, start=begin, seed=SEED)
         assert all(fused.state_dict()[n].equal(t) for n, t in ours.state.single.posterior.mean.items())
-    with pytest.raises(RecipeError, match="needs the weights the sites started from"):
+    with pytest.raises(RecipeError, match="--base"):
         fedfuse.fuse(paths, ALONE)
 
 
 def test_weights_and_evidence_alone_are_not_mistaken_for_each_other() -> None:
     begin = dict(start(ALONE).single.posterior.mean)
     alone, trained = updates(ALONE, begin), updates(find_method("fedavg").recipe(), begin)
-    with pytest.raises(QuorumLost, match="update is evidence alone, expected trained weights"):
+    with pytest.raises(QuorumLost, match="evidence alone"):
         fedfuse.fuse(alone, "fedavg")
     fused = fedfuse.fuse([*alone, trained[0].telling(client="another")], ALONE, start=begin, quorum=0.5)
     assert [r["field"] for r in fused.refused] == ["update"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from builders import initial, rows
 from fedfuse.client.objectives import Contrastive, Proximal
 from fedfuse.core.messages import Brief
 from fedfuse.core.rows import Rows
@@ -32,17 +33,13 @@ def network() -> nn.Module:
 
 
 SPEC = Spec.of(network())
-START = {n: t.clone() for n, t in network().state_dict().items()}
+START = initial(SPEC)
+OWN = rows(50, 1, 8, 8)
 
 
 def random_like(seed: int, scale: float = 0.1) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     return {n: scale * torch.randn(p.shape, generator=draw) for n, p in network().named_parameters()}
-
-
-def rows(count: int = 50, seed: int = 0) -> Rows:
-    draw = torch.Generator().manual_seed(seed)
-    return Rows(torch.randn(count, 1, 8, 8, generator=draw), torch.randint(3, (count,), generator=draw))
 
 
 def answer(
@@ -51,7 +48,7 @@ def answer(
     base: dict[str, Any] = {"epochs": 2, "batch_size": 16, "optimizer": {"lr": 0.05}, "kernel": kernel}
     work = replace(work or Work(), settings=LocalSettings.model_validate(base | settings))
     brief = Brief(round_, SPEC, START, with_kind("control", random_like(1)), classes=3)
-    return client_round(work, brief, "a", rows(), memory=with_kind("control", random_like(2)), seed=seed)
+    return client_round(work, brief, "a", OWN, memory=with_kind("control", random_like(2)), seed=seed)
 
 
 def weights(given: RoundAnswer) -> dict[str, Tensor]:
@@ -99,20 +96,20 @@ def test_a_reply_says_by_which_kernel() -> None:
     assert "compiled" not in decode(answer("torch", {}).payload).header["facts"]
     trained = answer("compiled", {}).payload
     brief = Brief(0, SPEC, START, classes=3)
-    again = client_round(Work(), brief, "a", rows(), trained=trained).payload
+    again = client_round(Work(), brief, "a", OWN, trained=trained).payload
     assert decode(again).header["facts"]["compiled"] == 1.0
 
 
 def test_dropout_depends_on_the_seed_alone() -> None:
     torch.manual_seed(2)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 3))
-    brief = Brief(0, Spec.of(net), {n: t.clone() for n, t in net.state_dict().items()}, classes=3)
+    brief = Brief(0, Spec.of(net), initial(Spec.of(net)), classes=3)
     work = Work(LocalSettings(batch_size=16, epochs=2, kernel="compiled"))
-    first = client_round(work, brief, "a", rows(), seed=1).payload
-    client_round(work, brief, "b", rows(20), seed=1)
-    assert client_round(work, brief, "a", rows(), seed=1).payload == first
-    assert client_round(work, brief, "a", rows(), seed=2).payload != first
-    assert client_round(work, replace(brief, round=1), "a", rows(), seed=1).payload != first
+    first = client_round(work, brief, "a", OWN, seed=1).payload
+    client_round(work, brief, "b", rows(20, 1, 8, 8), seed=1)
+    assert client_round(work, brief, "a", OWN, seed=1).payload == first
+    assert client_round(work, brief, "a", OWN, seed=2).payload != first
+    assert client_round(work, replace(brief, round=1), "a", OWN, seed=1).payload != first
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,20 +130,20 @@ class Doubled(TaskLoss):
 )
 def test_other_objectives_and_projections_are_torchs(work: Work, word: str) -> None:
     assert answer("auto", {}, work).payload == answer("torch", {}, work).payload
-    with pytest.raises(ConfigError, match=rf'kernel = "compiled" cannot train this: it does not know {word}; use'):
+    with pytest.raises(ConfigError, match=rf'kernel = "compiled" .*{word}'):
         answer("compiled", {}, work)
 
 
 def test_a_contrastive_term_counts_from_the_second_round_on() -> None:
     module = network()
-    local = Local("a", Brief(0, SPEC, START, classes=3), rows(), LocalSettings(), module, {}, 0)
+    local = Local("a", Brief(0, SPEC, START, classes=3), OWN, LocalSettings(), module, {}, 0)
     assert pull_of(Contrastive(1.0), local) == pull_of(TaskLoss(), local)
-    later = Local("a", local.brief, rows(), LocalSettings(), module, with_kind("last", START), 0)
+    later = Local("a", local.brief, OWN, LocalSettings(), module, with_kind("last", START), 0)
     assert pull_of(Contrastive(1.0), later) is None
     assert pull_of(Contrastive(0.0), later) == pull_of(TaskLoss(), later)
 
 
 def test_labels_of_no_class_fail_as_they_always_did() -> None:
-    odd = Rows(rows().x, torch.full((50,), 7))
+    odd = Rows(OWN.x, torch.full((50,), 7))
     with pytest.raises(IndexError):
         client_round(Work(), Brief(0, SPEC, START, classes=3), "a", odd)

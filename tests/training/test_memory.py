@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import fedfuse
+from builders import initial, rows, start_of
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Brief
-from fedfuse.core.model import Single
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench, ServerState, entries_of, with_kind
+from fedfuse.core.state import Bench, entries_of, with_kind
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.nets.channels import channel_groups, keep_channels
 from fedfuse.server.loop import Record, RunPlan, run
@@ -33,18 +32,11 @@ def own_net() -> nn.Module:
     return nn.Sequential(*parts)
 
 
-def rows(n: int, seed: int) -> Rows:
-    draw = torch.Generator().manual_seed(seed)
-    return Rows(torch.rand(n, *SHAPE, generator=draw), torch.arange(n) % 3)
-
-
 def pruned_run(recipe: Recipe, spec: Spec, rounds: int = 4, **plan: Any) -> tuple[list[Record], InProcess]:
-    torch.manual_seed(0)
-    engine = InProcess(Population.of({client: rows(12, seed) for seed, client in enumerate("abcd")}))
+    engine = InProcess(Population.of({client: rows(12, *SHAPE, seed=seed) for seed, client in enumerate("abcd")}))
     local = LocalSettings(batch_size=4, optimizer={"lr": 0.05})
-    bench = Bench(rows(20, 9), population=4, classes=3, local=local, inputs=InputForm(SHAPE))
-    start = ServerState(0, Single.of(spec.build(), spec))
-    return list(run(recipe, engine, bench, None, start, RunPlan(rounds=rounds, **plan))), engine
+    bench = Bench(rows(20, *SHAPE, seed=9), population=4, classes=3, local=local, inputs=InputForm(SHAPE))
+    return list(run(recipe, engine, bench, None, start_of(spec), RunPlan(rounds=rounds, **plan))), engine
 
 
 def with_prunings(method: str, last: bool = True) -> Recipe:
@@ -73,19 +65,18 @@ def test_memories_follow_prunings_and_nobody_is_lost(method: str, last: bool, pe
 
 
 def test_variates_after_a_pruning_are_those_of_the_channels_that_stayed() -> None:
-    whole, small, params = cut({"conv1": [1, 4]})
+    small, params = cut({"conv1": [1, 4]})
     variate = {n: torch.randn_like(t) for n, t in params.items()}
     found, facts = fit_memory(with_kind("control", variate), Brief(3, small, cut_params(small, params)), SHAPE)
     assert facts == {"carried over control": float(len(params))}
     assert found["control/conv1.weight"].equal(variate["conv1.weight"][[1, 4]])
     assert found["control/conv2.weight"].equal(variate["conv2.weight"][:, [1, 4]])
     assert found["control/fc1.weight"].equal(variate["fc1.weight"])
-    assert whole.surgery == {}
 
 
 def test_a_memory_of_a_pruned_network_follows_its_next_pruning() -> None:
-    _, small, params = cut({"conv1": [1, 4, 5]})
-    _, smaller, _ = cut({"conv1": [1, 5]})
+    small, params = cut({"conv1": [1, 4, 5]})
+    smaller, _ = cut({"conv1": [1, 5]})
     weights = cut_params(small, params)
     memory = with_kind("last", weights) | {f"{CHANNELS}/conv1": torch.tensor([1, 4, 5])}
     found, facts = fit_memory(memory, Brief(3, smaller, cut_params(smaller, params)), SHAPE)
@@ -94,11 +85,11 @@ def test_a_memory_of_a_pruned_network_follows_its_next_pruning() -> None:
     assert found["last/conv2.weight"].equal(params["conv2.weight"][:, [1, 5]])
 
 
-def cut(keep: dict[str, list[int]]) -> tuple[Spec, Spec, dict[str, Tensor]]:
-    torch.manual_seed(1)
-    params = dict(LENET.build().state_dict())
+def cut(keep: dict[str, list[int]]) -> tuple[Spec, dict[str, Tensor]]:
+    """A network that keeps these channels of LENET, and LENET's own weights."""
+    params = initial(LENET, 1)
     moves = {g: keep[g.name] for g in channel_groups(LENET, SHAPE) if g.name in keep}
-    return LENET, keep_channels(LENET, params, moves)[0], params
+    return keep_channels(LENET, params, moves)[0], params
 
 
 def cut_params(small: Spec, params: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -114,7 +105,7 @@ def cut_params(small: Spec, params: dict[str, Tensor]) -> dict[str, Tensor]:
     ],
 )
 def test_what_cannot_be_carried_is_forgotten_as_a_whole(strange: dict[str, Tensor]) -> None:
-    _, small, params = cut({"conv2": [0, 3]})
+    small, params = cut({"conv2": [0, 3]})
     memory = with_kind("last", {**params, **strange}) | with_kind("other", {"label": torch.ones(1)})
     found, facts = fit_memory(memory, Brief(3, small, cut_params(small, params)), SHAPE)
     assert list(found) == ["other/label"]

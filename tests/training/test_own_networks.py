@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import own_networks as own
@@ -13,16 +14,15 @@ from own_networks import CLASSES, OWN, Own
 from torch import Tensor, nn
 
 import fedfuse
-from builders import as_bytes
+from builders import initial, payloads, start_of
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.messages import Brief, Envelope
-from fedfuse.core.model import Single
 from fedfuse.core.rng import stream
 from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
-from fedfuse.core.state import Bench, ServerState
+from fedfuse.core.state import Bench
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.engines.pool import Pool
 from fedfuse.errors import ConfigError, QuorumLost, RecipeError
@@ -47,14 +47,14 @@ def built(which: Own) -> nn.Module:
     return which.make()
 
 
-def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    return {n: t.detach().clone() for n, t in module.state_dict().items()}
+def brief_of(net: nn.Module, output: int | str | None = None) -> Brief:
+    spec = Spec.of(net, output)
+    return Brief(0, spec, initial(spec), classes=CLASSES)
 
 
 def two_rounds(name: str, method: str, **options: Any) -> list[Record]:
     which = OWN[name]
-    net = built(which)
-    start = ServerState(0, Single.of(net, Spec.of(net, which.output)))
+    start = start_of(Spec.of(built(which), which.output))
     people = Population.of({client: rows_for(which, seed=i) for i, client in enumerate("abc")})
     bench = Bench(population=3, classes=CLASSES, local=SETTINGS, inputs=InputForm(which.shape))
     judge, recipe = Judge(rows_for(which, 9, seed=9), CLASSES), fedfuse.recipe(method, **options)
@@ -62,8 +62,7 @@ def two_rounds(name: str, method: str, **options: Any) -> list[Record]:
 
 
 def answer_of(net: nn.Module, data: Rows, output: int | str | None = None, **work: Any) -> dict[str, Tensor]:
-    brief = Brief(0, Spec.of(net, output), weights_of(net), classes=CLASSES)
-    answer = client_round(Work(**{"settings": SETTINGS, **work}), brief, "a", data)
+    answer = client_round(Work(**{"settings": SETTINGS, **work}), brief_of(net, output), "a", data)
     return dict(decode(answer.payload).tensors)
 
 
@@ -78,7 +77,7 @@ def plain_loop(net: nn.Module, data: Rows) -> dict[str, Tensor]:
         x = x.to(next(net.parameters()).dtype) if x.is_floating_point() else x
         F.cross_entropy(net(x).float(), data.y[index]).backward()
         steps.step()
-    return weights_of(net)
+    return initial(Spec.of(net))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -127,7 +126,7 @@ def test_what_its_author_froze_stays(method: str) -> None:
 def test_evidence_is_of_what_trains_and_passes_the_door(method: str) -> None:
     options = {"prunefl": {"every": 1}, "fedap": {"at": 1}}.get(method, {})
     recipe, net = fedfuse.recipe(method, **options), own.Backbone()
-    brief = Brief(0, Spec.of(net), weights_of(net), classes=CLASSES)
+    brief = brief_of(net)
     answer = client_round(recipe.work(SETTINGS), brief, "a", rows_for(OWN["backbone"]))
     update = admit(Envelope("a", answer.payload), Contract.of(brief, recipe.evidence))
     assert update.notes
@@ -136,17 +135,15 @@ def test_evidence_is_of_what_trains_and_passes_the_door(method: str) -> None:
 
 def test_a_network_with_nothing_to_train_says_so() -> None:
     net = nn.Linear(6, CLASSES).requires_grad_(False)
-    with pytest.raises(ConfigError, match="nothing to train: all its parameters are frozen"):
+    with pytest.raises(ConfigError, match="frozen"):
         answer_of(net, rows_for(OWN["tied"]))
 
 
 def test_what_is_held_for_a_while_trains_again_but_what_is_frozen_does_not() -> None:
-    net = own.Backbone()
-    spec, data, held = Spec.of(net), rows_for(OWN["backbone"]), {"held/head.weight": torch.ones(()).bool()}
-    held |= {"held/head.bias": torch.ones(()).bool()}
-    brief = Brief(0, spec, weights_of(net), classes=CLASSES)
+    brief, data = brief_of(own.Backbone()), rows_for(OWN["backbone"])
+    held = {f"held/head.{name}": torch.ones(()).bool() for name in ("weight", "bias")}
     with pytest.raises(ConfigError, match="nothing to train"):
-        client_round(Work(SETTINGS), Brief(0, spec, brief.params, held, classes=CLASSES), "a", data)
+        client_round(Work(SETTINGS), replace(brief, memory=held), "a", data)
     trained = decode(client_round(Work(SETTINGS), brief, "a", data).payload).tensors
     assert not trained["head.weight"].equal(brief.params["head.weight"])
     assert trained["backbone.0.weight"].equal(brief.params["backbone.0.weight"])
@@ -172,7 +169,7 @@ def test_networks_of_few_digits_bring_evidence_that_passes_the_door(method: str,
     options = {"prunefl": {"every": 1}, "fedap": {"at": 1}, "fedlpa": {"damping": "evidence"}}
     torch.manual_seed(0)
     net, recipe = own.narrow(dtype), fedfuse.recipe(method, **options.get(method, {}))
-    brief = Brief(0, Spec.of(net), weights_of(net), classes=CLASSES)
+    brief = brief_of(net)
     answer = client_round(recipe.work(SETTINGS), brief, "a", rows_for(OWN["bfloat16"], 40))
     update = admit(Envelope("a", answer.payload), Contract.of(brief, recipe.evidence))
     assert all(update.posterior.mean[n].dtype == t.dtype for n, t in net.state_dict().items())
@@ -214,20 +211,20 @@ def test_flags_fuse_by_or() -> None:
 
 
 def test_complex_numbers_are_refused_in_a_sentence() -> None:
-    with pytest.raises(ConfigError, match="'wave' is torch.complex64"):
+    with pytest.raises(ConfigError, match="'wave' .*complex64"):
         fedfuse.local_update(own.Complex(), rows_for(OWN["tied"]))
 
 
 @pytest.mark.parametrize(("name", "sentence"), [("tuple", "tuple of"), ("dict", "'logits'"), ("object", "a Said")])
 def test_several_outputs_without_a_choice_are_named_before_training(name: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{sentence}.*expected logits; say which: output = "):
+    with pytest.raises(ConfigError, match=rf"{sentence}.*output = "):
         fedfuse.local_update(built(OWN[name]), rows_for(OWN[name]))
 
 
 def test_a_choice_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"output = 'logit' is not there: .*choose another one: output = 'features'"):
+    with pytest.raises(ConfigError, match="output = 'logit' .*output = 'features'"):
         answer_of(own.InDict(), rows_for(OWN["dict"]), output="logit")
-    with pytest.raises(ConfigError, match=r"output = 0 is not there: the network gives a Tensor; leave `output` out"):
+    with pytest.raises(ConfigError, match="output = 0 .*Tensor"):
         answer_of(own.Tied(), rows_for(OWN["tied"]), output=0)
 
 
@@ -241,13 +238,10 @@ def pool() -> Iterator[Pool]:
 def test_a_chosen_output_is_trained_sent_to_workers_and_asked(name: str, pool: Pool) -> None:
     which = OWN[name]
     net, data = built(which), rows_for(which)
-    spec = Spec.of(net, which.output)
-    brief = Brief(0, spec, weights_of(net), classes=CLASSES)
+    brief = brief_of(net, which.output)
     people = Population.of({"a": data, "b": rows_for(which, seed=1)})
-    there = {e.client: as_bytes(e.payload) for e in pool.engine(people).exchange(brief, Work(SETTINGS), ("a", "b"))}
-    here = {e.client: as_bytes(e.payload) for e in InProcess(people).exchange(brief, Work(SETTINGS), ("a", "b"))}
-    assert there == here
-    fused = fedfuse.fuse([weights_of(net)], model=spec)
+    assert payloads(pool.engine(people), brief, Work(SETTINGS)) == payloads(InProcess(people), brief, Work(SETTINGS))
+    fused = fedfuse.fuse([brief.params], model=brief.spec)
     assert fused.logits(data.x).equal(net.fc(F.relu(net.body(data.x))))  # type: ignore[operator]
 
 
@@ -258,8 +252,8 @@ def test_trainable_names_are_the_authors() -> None:
 
 def test_rows_that_a_network_cannot_read_are_told_in_its_words() -> None:
     people = Population.of({"a": Rows(torch.randn(6, 5), torch.arange(6) % CLASSES)})
-    start = ServerState(0, Single.of(net := own.Tied(), Spec.of(net)))
-    rounds = run(fedfuse.recipe("fedavg"), InProcess(people), Bench(classes=CLASSES), None, start, RunPlan())
+    start, bench = start_of(Spec.of(own.Tied())), Bench(classes=CLASSES)
+    rounds = run(fedfuse.recipe("fedavg"), InProcess(people), bench, None, start, RunPlan())
     with pytest.raises(QuorumLost, match="mat1 and mat2"):
         next(rounds)
 
@@ -281,11 +275,10 @@ def test_every_network_is_aligned_and_still_answers(name: str, way: str) -> None
 def one_round(name: str, method: str, **options: Any) -> Record:
     """One round with server rows and inputs without labels."""
     which = OWN[name]
-    net = built(which)
     people = Population.of({client: rows_for(which, seed=i) for i, client in enumerate("ab")})
     held = {"rows": rows_for(which, 12, seed=8), "unlabelled": rows_for(which, 12, seed=9).x}
     bench = Bench(**held, population=2, classes=CLASSES, local=SETTINGS, inputs=InputForm(which.shape))  # type: ignore[arg-type]
-    start = ServerState(0, Single.of(net, Spec.of(net, which.output)))
+    start = start_of(Spec.of(built(which), which.output))
     return next(run(fedfuse.recipe(method, **options), InProcess(people), bench, None, start, RunPlan()))
 
 
@@ -305,10 +298,10 @@ def test_channels_of_any_network_can_be_pruned(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "method", "sentence"),
     [
-        ("transposed", "fedma", "is not one plain layer after another"),
-        ("tokens", "dense", "reads whole numbers, so no inputs can be made for it"),
-        ("tokens", "fedov", "these rows are whole numbers, which have none"),
-        ("encoder", "fedov", "mixed features cannot join the batch"),
+        ("transposed", "fedma", "plain layer"),
+        ("tokens", "dense", "whole numbers"),
+        ("tokens", "fedov", "whole numbers"),
+        ("encoder", "fedov", "mixed features"),
     ],
 )
 def test_what_a_method_cannot_do_for_a_network_is_one_sentence(name: str, method: str, sentence: str) -> None:

@@ -1,8 +1,8 @@
 """fedfuse for people who use Flower: whole experiments as apps, or any method in an app of yours.
 
 `FuseStrategy` is a strategy of Flower's Message API for your ServerApp. Where a method changes only what the server
-does, your ClientApp stays as it is; where it changes what clients do, `train` does a client's round for whatever the
-server asked, and `evaluate` scores what it sent.
+does, your ClientApp stays as it is; where it changes what clients do, `train` does a client's round as
+the server asked, and `evaluate` scores what it sent.
 """
 
 from fedfuse.flower.client import evaluate, train

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from fedfuse.api import settings_from
 from fedfuse.core.messages import Brief
 from fedfuse.core.model import Single
@@ -22,7 +20,7 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.core.rows import Rows, RowSource, as_rows
 from fedfuse.core.seams import Work
 from fedfuse.core.settings import LocalSettings
-from fedfuse.engines.local import ClientResult, answer
+from fedfuse.engines.local import answer
 from fedfuse.errors import ConfigError
 from fedfuse.flower.parts import Network, own_network, recipe_from, spec_of
 from fedfuse.flower.records import (
@@ -55,7 +53,7 @@ def train(
     recipe: Recipe | None = None,
     **settings: Any,
 ) -> Message:
-    """Do one client round for whatever a `FuseStrategy(…, clients="fedfuse")` asked, in your own `@app.train()`.
+    """Do one client round as a `FuseStrategy(…, clients="fedfuse")` asks, in your own `@app.train()`.
 
     Objectives, projections, masks, pruned shapes and evidence are the method's; what the client remembers from round
     to round is kept in `context.state`. An error is reported to the server, which leaves this client out.
@@ -121,17 +119,13 @@ def _evaluate_reply(content: RecordDict, model: Network, rows: Rows, recipe: Rec
 def _receive_brief(content: RecordDict, model: Network, recipe: Recipe | None) -> tuple[Recipe, Brief, Order]:
     """The recipe in force, the brief with this client's own network in it, and the order."""
     brief, order = read_brief(content, None)  # its spec is compared with our own network's, and not built
-    now = (recipe or _recipe_from_order(order)).at(brief.round)
-    return now, replace(brief, spec=own_network(model, brief.spec, now.prepare_model, brief.classes, brief.task)), order
-
-
-def _recipe_from_order(order: Order) -> Recipe:
-    if not order.method:
+    if recipe is None and not order.method:
         raise ConfigError(
             f"the server's {order.label!r} is a recipe of its own and this client was not given it; pass the same "
             "one: train(…, recipe=…)"
         )
-    return recipe_from(json.loads(order.method))
+    now = (recipe or recipe_from(json.loads(order.method))).at(brief.round)
+    return now, replace(brief, spec=own_network(model, brief.spec, now.prepare_model, brief.classes, brief.task)), order
 
 
 def _agree_on_settings(order: Order, settings: dict[str, Any]) -> LocalSettings:
@@ -140,20 +134,17 @@ def _agree_on_settings(order: Order, settings: dict[str, Any]) -> LocalSettings:
     if not order.local:
         return mine
     theirs = LocalSettings.from_json(json.loads(order.local))
-    if odd := sorted(_differences(mine, theirs)):
+    own = mine.model_fields_set - _OWN - {"optimizer"}
+    odd = {key for key in own if getattr(mine, key) != getattr(theirs, key)}
+    if "optimizer" in mine.model_fields_set:  # its fields one by one: a client may give the rate alone
+        own = mine.optimizer.model_fields_set
+        odd |= {key for key in own if getattr(mine.optimizer, key) != getattr(theirs.optimizer, key)}
+    if odd:
         raise ConfigError(
-            f"the server says how to train and this client says {odd[0]} otherwise; leave it out here, or give "
+            f"the server says how to train and this client says {min(odd)} otherwise; leave it out here, or give "
             "FuseStrategy no `local`"
         )
     return theirs.model_copy(update={key: getattr(mine, key) for key in _OWN})
-
-
-def _differences(mine: LocalSettings, theirs: LocalSettings) -> set[str]:
-    """The settings that this client gave and the server set otherwise."""
-    own = mine.model_fields_set - _OWN - {"optimizer"}
-    odd = {key for key in own if getattr(mine, key) != getattr(theirs, key)}
-    steps = mine.optimizer.model_fields_set if "optimizer" in mine.model_fields_set else set()
-    return odd | {key for key in steps if getattr(mine.optimizer, key) != getattr(theirs.optimizer, key)}
 
 
 def reply_with(message: Message, do: Callable[[], RecordDict]) -> Message:
@@ -181,21 +172,13 @@ def check_work(work: Work, order: Order) -> None:
 
 def client_reply(work: Work, brief: Brief, order: Order, rows: Rows, context: Context) -> RecordDict:
     """One client's round as every app of ours does it; what the client remembers stays in Flower's state."""
-    done = answer(work, brief, order.client, rows, _recall_memory(context, order), seed=order.seed)
+    # One method runs on one seed at a time, so one memory is kept; that of another method or seed is not this one's.
+    course: dict[str, Any] = {"label": order.label, "seed": order.seed}
+    mine = dict(context.state.config_records.get(COURSE, {})) == course
+    memory = dict(laid_out(to_tensors(context.state.array_records.get(MEMORY, {})))) if mine else {}
+    done = answer(work, brief, order.client, rows, memory, seed=order.seed)
     if not isinstance(done.payload, Packet):
         return failed_content(done.dropped)
-    _remember(context, order, done)
-    return reply_content(done.payload, done.seconds)
-
-
-def _recall_memory(context: Context, order: Order) -> dict[str, Tensor]:
-    """This client's memory for this method and seed; empty if the stored memory belongs to another."""
-    course = dict(context.state.config_records.get(COURSE, {}))
-    mine = (course.get("label"), course.get("seed")) == (order.label, order.seed)
-    return dict(laid_out(to_tensors(context.state.array_records.get(MEMORY, {})))) if mine else {}
-
-
-def _remember(context: Context, order: Order, done: ClientResult) -> None:
-    """Store the client's memory; one method runs on one seed at a time, so only the latest is kept."""
-    context.state[COURSE] = ConfigRecord({"label": order.label, "seed": order.seed})
+    context.state[COURSE] = ConfigRecord(course)
     context.state[MEMORY] = to_arrays(done.memory)
+    return reply_content(done.payload, done.seconds)

@@ -3,6 +3,9 @@
 A node's name is the one its operator registered it with; only a federation without registered names asks the nodes
 themselves. Replies are pulled one message at a time, so who answered is known from what was asked and never from what
 an answer says of itself, and the server holds one reply at a time: large ones wait in files for their turn.
+
+`FlowerEngine` at the end is the engine that a round speaks to; before it stand the nodes (`Federation`), when a round
+is over (`OpenRound`) and where replies wait (`Inbox`).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from fedfuse.core.messages import Brief, Envelope, client_order
 from fedfuse.core.params import Params
@@ -47,8 +50,11 @@ ENROL = "query.enrol"
 SITE = "site"
 INBOX_BYTES = 64 * 2**20  # bytes of one round's replies kept in memory; the rest waits in files
 _NODE_GONE = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
-_LARGE_BRIEF = 16 * 2**20  # bytes of a brief from which on it pays to look for what nobody uses
-_PAUSE, _LONGEST_PAUSE, _PAUSE_GROWTH = 0.02, 1.0, 1.3  # seconds between two looks for answers
+_LARGE_BRIEF = 16 * 2**20  # bytes of a brief from which on a garbage collection pays
+_PAUSE, _LONGEST_PAUSE, _PAUSE_GROWTH = 0.02, 1.0, 1.3  # seconds between two looks for answers: 0.02, 0.026, … 1
+
+
+Key = TypeVar("Key", int, str)
 
 
 class Member(NamedTuple):
@@ -85,18 +91,19 @@ class OpenRound:
             self._quorum_after = self._seconds_open()
 
     def discount_answer(self) -> None:
-        """An answer that was counted is refused: whoever answers with rubbish must not close a round."""
+        """An answer that was counted is refused: clients that answer with rubbish must not close a round."""
         self.good -= 1
         if self.good < self.quorum:
             self._quorum_after = math.inf
 
     def seconds_left(self) -> float:
         """How long it is still open."""
+        # as long again as the quorum took: a slower half of honest clients is not cut off by a short patience
         early = self._quorum_after + max(self.patience, self._quorum_after)
         return min(self.deadline, early) - self._seconds_open()
 
     def reason(self) -> str:
-        """Why it closed without somebody."""
+        """Why it closed without some of its clients."""
         if self._seconds_open() < self.deadline and self._quorum_after < math.inf:
             return f"no answer when the round closed with its quorum, {self._seconds_open():.3g} s after it began"
         return f"no answer within {self.deadline:g} s"
@@ -114,13 +121,13 @@ class Federation:
         expected: how many clients there should be.
         quorum: the share of them without which nothing begins.
         deadline: seconds a round may take; of several, each round its own and later ones the last.
-        wait: seconds to wait for everybody at the beginning.
+        wait: seconds to wait for all clients at the beginning.
         patience: seconds a round waits for others once the quorum has answered, or as long again as that took. In a
-            simulation nobody is slow: clients wait for this machine's cores, and a round waits for them.
+            simulation no client is slow: they wait for this machine's cores, and a round waits for them.
         names: what clients are called in a simulation, by the number of their partition.
         members: who takes part, by client.
         unknown_nodes: connected nodes that do not take part, and why.
-        closed: set by whoever ends the federation, so that nobody waits for answers any more.
+        closed: set when the federation ends, so that no round waits for answers any more.
     """
 
     grid: Grid
@@ -148,9 +155,11 @@ class Federation:
             QuorumLost: if fewer came than may begin.
         """
         ends, pause = time.monotonic() + self.wait, _PAUSE
-        while not self._complete() and time.monotonic() < ends and not self.closed:
+        self.poll_nodes()
+        while len(self.members) < self.expected and time.monotonic() < ends and not self.closed:
             time.sleep(pause)
             pause = min(pause * _PAUSE_GROWTH, _LONGEST_PAUSE)
+            self.poll_nodes()
         if not self.members or len(self.members) < self.quorum * self.expected:
             silent = [f"node {node}: it has not said who it is" for node in self._asked]
             why = "; ".join([*self.unknown_nodes.values(), *silent]) or "no other node connected"
@@ -167,7 +176,8 @@ class Federation:
         online = {info.node_id: info.name for info in self.grid.get_nodes()}
         self.unknown_nodes = {node: why for node, why in self.unknown_nodes.items() if node in online}
         known = {member.node for member in self.members.values()} | self.unknown_nodes.keys() | self._asked.keys()
-        self._ask_to_enrol([node for node in online if node not in known])
+        content = RecordDict({BRIEF: ConfigRecord({"version": VERSION})})
+        self._asked |= self._push({node: Message(content, node, ENROL) for node in online if node not in known})
         for node, message_id in list(self._asked.items()):
             if reply := next(iter(self.grid.pull_messages([message_id])), None):
                 del self._asked[node]
@@ -175,16 +185,35 @@ class Federation:
                     self._enrol(node, online.get(node, ""), content_or_reason(reply), online)
         return online
 
-    def _complete(self) -> bool:
-        self.poll_nodes()
-        return len(self.members) >= self.expected
+    def _enrol(self, node: int, registered: str, reply: Message | str, online: Mapping[int, str]) -> None:
+        if isinstance(reply, str):
+            self.unknown_nodes[node] = f"node {node}: {reply}"
+            return
+        answer = dict(reply.content.config_records.get(SITE, {}))
+        rows, partition = (answer.get(key) for key in ("rows", "partition"))
+        if type(rows) is not int or type(partition) is not int or rows < 0:
+            self.unknown_nodes[node] = f"node {node}: it did not say what it has"
+            return
+        name = registered or self._claimed_name(node, answer.get("name"), partition)
+        if name is None:
+            self.unknown_nodes[node] = f"node {node}: this federation has no place for partition {partition}"
+        elif name in self.members and self.members[name].node in online:
+            self.unknown_nodes[node] = f"node {node}: it is called {name!r} as node {self.members[name].node} is"
+        else:  # the name is free, or its old node is gone and this is the site come back
+            # what a registered node says of a partition counts for nothing: it is no part of a simulation
+            self.members[name] = Member(node, rows, -1 if registered else partition)
 
-    def _ask_to_enrol(self, nodes: list[int]) -> None:
-        content = RecordDict({BRIEF: ConfigRecord({"version": VERSION})})
-        messages = {node: Message(content, node, ENROL) for node in nodes}
+    def _claimed_name(self, node: int, answer: object, partition: int) -> str | None:
+        """What a node without a registered name is called: by its partition, as it says, or by its number."""
+        if partition >= 0:
+            return self.names[partition] if partition < len(self.names) else None
+        return printable(answer, 80) if isinstance(answer, str) and answer.strip() else f"node-{node}"
+
+    def _push(self, messages: Mapping[Key, Message]) -> dict[Key, str]:
+        """Send messages; the ids of those that the SuperLink took."""
         taken = set(self.grid.push_messages(list(messages.values()))) if messages else set()
-        sent = {node: message.metadata.message_id for node, message in messages.items()}
-        self._asked |= {node: message_id for node, message_id in sent.items() if message_id in taken}
+        sent = {key: message.metadata.message_id for key, message in messages.items()}
+        return {key: message_id for key, message_id in sent.items() if message_id in taken}
 
     def deadline_of(self, round_: int) -> float:
         """How many seconds a round may take.
@@ -204,21 +233,20 @@ class Federation:
     def ask(self, messages: dict[str, Message], now: OpenRound, weight: int = 0) -> Iterator[tuple[str, Message | str]]:
         """Send messages and give each its reply, or why there is none, as they come; `messages` is emptied.
 
-        Each is asked for alone: the reply is then surely this one's, and only one is in memory.
+        Each is asked for alone: the reply is then surely this client's, and only one is in memory.
 
         Args:
             messages: by client.
             now: the round they belong to, which says when it is over.
             weight: how many bytes the messages share.
         """
-        taken = set(self.grid.push_messages(list(messages.values()))) if messages else set()
-        sent = {key: message.metadata.message_id for key, message in messages.items()}
+        asked, sent = list(messages), self._push(messages)
         messages.clear()  # what was sent is the SuperLink's to keep
         if weight > _LARGE_BRIEF:
             gc.collect()  # Flower's records refer to themselves: without this they stay long after their last use
-        for key in [key for key, message_id in sent.items() if message_id not in taken]:
-            del sent[key]
-            yield key, "the SuperLink would not take the message for it"
+        for key in asked:
+            if key not in sent:
+                yield key, "the SuperLink would not take the message for it"
         pause = _PAUSE
         while sent and now.seconds_left() > 0 and not self.closed:
             before = len(sent)
@@ -226,7 +254,7 @@ class Federation:
                 if reply := next(iter(self.grid.pull_messages([message_id])), None):
                     del sent[key]
                     yield key, content_or_reason(reply)
-                    reply = None
+                    reply = None  # or it would stay in memory while the next one is read
             pause = _PAUSE if len(sent) < before else min(pause * _PAUSE_GROWTH, _LONGEST_PAUSE)
             if sent:
                 time.sleep(max(0.0, min(pause, now.seconds_left())))
@@ -241,109 +269,6 @@ class Federation:
                 del self._unanswered[message_id]
                 if not reply.has_error():
                     yield client, round_
-
-    def _enrol(self, node: int, registered: str, reply: Message | str, online: Mapping[int, str]) -> None:
-        if isinstance(reply, str):
-            self.unknown_nodes[node] = f"node {node}: {reply}"
-            return
-        answer = dict(reply.content.config_records.get(SITE, {}))
-        rows, partition = (answer.get(key) for key in ("rows", "partition"))
-        if type(rows) is not int or type(partition) is not int or rows < 0:
-            self.unknown_nodes[node] = f"node {node}: it did not say what it has"
-            return
-        name = registered or self._claimed_name(node, answer.get("name"), partition)
-        if name is None:
-            self.unknown_nodes[node] = f"node {node}: this federation has no place for partition {partition}"
-        elif name in self.members and self.members[name].node in online:
-            self.unknown_nodes[node] = f"node {node}: it is called {name!r} as node {self.members[name].node} is"
-        else:  # the name is free, or its old node is gone and this is the site come back
-            self.members[name] = Member(node, rows, -1 if registered else partition)
-
-    def _claimed_name(self, node: int, answer: object, partition: int) -> str | None:
-        if partition >= 0:
-            return self.names[partition] if partition < len(self.names) else None
-        return printable(answer, 80) if isinstance(answer, str) and answer.strip() else f"node-{node}"
-
-
-@dataclass(slots=True)
-class FlowerEngine:
-    """The clients of one method on one seed, on a federation; their memories stay with them.
-
-    Attributes:
-        federation: who is there.
-        label: what the sites' own copies of the experiment call the method.
-        recipe: the method.
-        local: the settings clients train with.
-        seed: the seed of the run.
-        among: the clients that hold rows for this seed; None for everybody.
-        memories: always empty here.
-        on_client: called when a client has answered.
-    """
-
-    federation: Federation
-    label: str
-    recipe: Recipe
-    local: LocalSettings
-    seed: int = 0
-    among: tuple[str, ...] | None = None
-    memories: dict[str, Params] = field(default_factory=dict)
-    on_client: OnClient | None = None
-    terms: ClassVar[Terms] = Terms()
-    _inbox: Inbox | None = field(default=None, repr=False)
-
-    @property
-    def clients(self) -> tuple[str, ...]:
-        """Everybody who ever enrolled, in client order; who is not connected now is dropped when asked."""
-        self.federation.poll_nodes()
-        here = [c for c in self.federation.members if self.among is None or c in self.among]
-        return tuple(sorted(here, key=client_order))
-
-    def exchange(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> Iterator[Envelope]:
-        """Send the brief, then bring answers as they come, until all have answered or the round is over.
-
-        Answers to earlier rounds that come now are told as late ones.
-
-        Raises:
-            ConfigError: if the brief or the work cannot travel.
-        """
-        if work != self.recipe.at(brief.round).work(self.local):
-            raise ConfigError(
-                f"method {self.label!r} cannot run on a federation: its server changes what clients do beyond what an "
-                "experiment file says, by lending them rows for instance; run it on this machine"
-            )
-        which, members = fingerprint(work), self.federation.members
-        online = self.federation.poll_nodes()
-        here = [client for client in asked if members[client].node in online]
-        messages = self._messages(brief, which, here)
-        for node, why in self.federation.unknown_nodes.items():
-            yield Envelope(f"node {node}", None, dropped=why)
-        yield from (Envelope(client, None, dropped="it is not connected") for client in asked if client not in here)
-        self._inbox = Inbox(INBOX_BYTES)  # it stays until the next round: models are fused from its files
-        now = self.federation.open_round(brief.round, len(asked))
-        for client, reply in self.federation.ask(messages, now, forms_size(forms_of(brief.params))):
-            envelope = self._inbox.open(client, reply)
-            if envelope.payload is not None:
-                now.count_answer()
-                envelope = replace(envelope, on_refused=now.discount_answer)
-            yield self._close(envelope)
-            del reply
-        yield from (Envelope(client, None, late=round_) for client, round_ in self.federation.late_answers())
-
-    def _messages(self, brief: Brief, which: str, clients: list[str]) -> dict[str, Message]:
-        """A message per client; whoever empties it holds the last of the brief's copies."""
-        per_brief, round_ = OncePerBrief(brief, BriefRecords.of), str(brief.round)
-        ttl = max(self.federation.deadline_of(brief.round), 1.0)
-        messages = {}
-        for client in clients:
-            content = per_brief.for_client(client).to(Order(self.label, self.seed, client, which))
-            node = self.federation.members[client].node
-            messages[client] = Message(content, node, MessageType.TRAIN, ttl=ttl, group_id=round_)
-        return messages
-
-    def _close(self, envelope: Envelope) -> Envelope:
-        if self.on_client is not None:
-            self.on_client(envelope.client, envelope.seconds, False)
-        return envelope
 
 
 def content_or_reason(reply: Message) -> Message | str:
@@ -372,7 +297,7 @@ class Inbox:
         except Malformed as why:
             return Envelope(client, None, dropped=f"malformed: {printable(why)}", seconds=seconds)
         for record in reply.content.array_records.values():
-            record.clear()  # see `ask`: what was read must not wait to be collected
+            record.clear()  # as in `Federation.ask`: what was read must not wait for a garbage collection
         return Envelope(client, payload, seconds=seconds)
 
     def _store_reply(self, tensors: Params, header: Mapping[str, Any]) -> bytes | Path:
@@ -384,7 +309,7 @@ class Inbox:
             self._folder = Path(tempfile.mkdtemp(prefix="fedfuse-inbox-"))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._files += 1
-        path = self._folder / f"{self._files}.safetensors"
+        path = self._folder / f"{self._files}.safetensors"  # no client's name is ever part of a path
         write(path, tensors, header, durable=False)
         return path
 
@@ -399,8 +324,86 @@ def printable(text: object, limit: int = 300) -> str:
     return "".join(c if c.isprintable() else " " for c in str(text)[:limit]).strip()
 
 
+@dataclass(slots=True)
+class FlowerEngine:
+    """The clients of one method on one seed, on a federation; their memories stay with them.
+
+    Attributes:
+        federation: who is there.
+        label: what the sites' own copies of the experiment call the method.
+        recipe: the method.
+        local: the settings clients train with.
+        seed: the seed of the run.
+        among: the clients that hold rows for this seed; None for all.
+        memories: always empty here.
+        on_client: called when a client has answered.
+    """
+
+    federation: Federation
+    label: str
+    recipe: Recipe
+    local: LocalSettings
+    seed: int = 0
+    among: tuple[str, ...] | None = None
+    memories: dict[str, Params] = field(default_factory=dict)
+    on_client: OnClient | None = None
+    terms: ClassVar[Terms] = Terms()
+    _inbox: Inbox | None = field(default=None, repr=False)
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """All that ever enrolled, in client order; those that are not connected now are dropped when asked."""
+        self.federation.poll_nodes()
+        here = [c for c in self.federation.members if self.among is None or c in self.among]
+        return tuple(sorted(here, key=client_order))
+
+    def exchange(self, brief: Brief, work: Work, asked: tuple[str, ...]) -> Iterator[Envelope]:
+        """Send the brief, then give answers as they come, until all have answered or the round is over.
+
+        Answers to earlier rounds that come now are given as late ones.
+
+        Raises:
+            ConfigError: if the brief or the work cannot travel.
+        """
+        if work != self.recipe.at(brief.round).work(self.local):
+            raise ConfigError(
+                f"method {self.label!r} cannot run on a federation: its server changes what clients do beyond what an "
+                "experiment file says, by lending them rows for instance; run it on this machine"
+            )
+        which, members = fingerprint(work), self.federation.members
+        online = self.federation.poll_nodes()
+        here = [client for client in asked if members[client].node in online]
+        messages = self._messages(brief, which, here)
+        for node, why in self.federation.unknown_nodes.items():
+            yield Envelope(f"node {node}", None, dropped=why)
+        yield from (Envelope(client, None, dropped="it is not connected") for client in asked if client not in here)
+        self._inbox = Inbox(INBOX_BYTES)  # it stays until the next round: models are fused from its files
+        now = self.federation.open_round(brief.round, len(asked))
+        for client, reply in self.federation.ask(messages, now, forms_size(forms_of(brief.params))):
+            envelope = self._inbox.open(client, reply)
+            if envelope.payload is not None:
+                now.count_answer()
+                envelope = replace(envelope, on_refused=now.discount_answer)
+            if self.on_client is not None:
+                self.on_client(envelope.client, envelope.seconds, False)
+            yield envelope
+            del reply
+        yield from (Envelope(client, None, late=round_) for client, round_ in self.federation.late_answers())
+
+    def _messages(self, brief: Brief, which: str, clients: list[str]) -> dict[str, Message]:
+        """A message per client; they hold the brief's last copies, which are gone once the messages are."""
+        per_brief, round_ = OncePerBrief(brief, BriefRecords.of), str(brief.round)
+        ttl = max(self.federation.deadline_of(brief.round), 1.0)
+        messages = {}
+        for client in clients:
+            content = per_brief.for_client(client).to(Order(self.label, self.seed, client, which))
+            node = self.federation.members[client].node
+            messages[client] = Message(content, node, MessageType.TRAIN, ttl=ttl, group_id=round_)
+        return messages
+
+
 def log_incidents(when: str, line: Mapping[str, Any]) -> None:
-    """Say in Flower's log what the door did in a round, given its ledger line: for each client its first entry."""
+    """Log what the door did in a round, by its ledger line: for each client its first entry, in Flower's own log."""
     for what in ("refused", "clipped"):
         by_client: dict[str, list[Mapping[str, str]]] = {}
         for entry in line.get(what, ()):

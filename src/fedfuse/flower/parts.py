@@ -1,4 +1,7 @@
-"""What a recipe asks of clients and servers, part by part, so that a strategy can say at once what could not work."""
+"""What a strategy and its clients must agree on: the network, the method, and what clients can be asked.
+
+A strategy refuses at once, part by part of the recipe, what its kind of clients could not carry out.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,11 @@ from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.tasks import CLASSIFICATION, Task
 
 Network: TypeAlias = "nn.Module | Spec | Callable[[], nn.Module]"
+Clients: TypeAlias = Literal["plain", "fedfuse"]
+
+_AS_APP = "run it as an app (`fedfuse flower FILE --app`)"
+_HERE = "run it on one machine (`fedfuse run FILE`)"
+USE_FEDFUSE_CLIENTS = f"{_AS_APP}, or let your ClientApp train with `fedfuse.flower` and say clients='fedfuse'"
 
 
 def spec_of(network: Network) -> Spec:
@@ -37,8 +45,8 @@ def spec_of(network: Network) -> Spec:
 
 @lru_cache(maxsize=4)
 def _spec_from_factory(factory: Callable[[], nn.Module]) -> Spec:
-    """Once per process: modules that were built before can then be used again."""
-    with seeded(0, "network"):  # its weights are never used, and nobody else's draws may depend on it
+    # Once per process: built modules are cached by their spec, of which a new prototype would make another every round.
+    with seeded(0, "network"):  # its weights are never used, and no other draw may depend on them
         module = factory()
     if not isinstance(module, nn.Module):
         raise ConfigError(f"{factory!r:.80} gave a {type(module).__name__}, expected a torch.nn.Module")
@@ -61,7 +69,7 @@ def own_network(
         fedfuse.errors.ConfigError: the server's network is 'os:getcwd' and this client's is ...
     """
     own = spec_of(network)
-    if asked.factories != own.factories:
+    if asked.factories != own.factories:  # the method may have wrapped ours, as in Bayesian layers: do the same
         with seeded(0, "network"):
             own = prepare_model(Single.of(own.build(), own), classes, 0, task).spec
     if asked.factories != own.factories:
@@ -72,11 +80,39 @@ def own_network(
     return asked if own.prototype is None else replace(asked, prototype=own.prototype)
 
 
-Clients: TypeAlias = Literal["plain", "fedfuse"]
+def named_recipe(chosen: str | Mapping[str, Any] | Recipe) -> tuple[Recipe, str]:
+    """A recipe, and the text from which a client can make its own half of it; empty where no text could.
 
-_AS_APP = "run it as an app (`fedfuse flower FILE --app`)"
-_HERE = "run it on one machine (`fedfuse run FILE`)"
-USE_FEDFUSE_CLIENTS = f"{_AS_APP}, or let your ClientApp train with `fedfuse.flower` and say clients='fedfuse'"
+    Args:
+        chosen: a method's name, a table with its `name` and options, or a recipe.
+
+    Example:
+        >>> named_recipe({"name": "fedprox", "mu": 0.1})[1]
+        '{"mu": 0.1, "name": "fedprox"}'
+    """
+    if isinstance(chosen, Recipe):
+        return chosen, json.dumps({"name": chosen.name}) if _is_as_registered(chosen) else ""
+    table = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
+    recipe = recipe_from(table)
+    try:
+        return recipe, json.dumps(table, sort_keys=True)
+    except TypeError as why:
+        raise ConfigError(f"method {recipe.name!r}: its options must be plain data to reach clients ({why})") from why
+
+
+def recipe_from(table: object) -> Recipe:
+    """The recipe that a table with a method's name and options describes."""
+    if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
+        raise ConfigError(f"a method is a name, or a table with a name and options; got {table!r:.80}")
+    return find_method(table["name"]).recipe(**{str(key): value for key, value in table.items() if key != "name"})
+
+
+def _is_as_registered(recipe: Recipe) -> bool:
+    """Whether the method of that name, as it is, asks the same of clients."""
+    if recipe.later is not None or recipe.name not in all_methods():
+        return False
+    usual, settings = find_method(recipe.name).recipe(), LocalSettings()
+    return usual.work(settings) == recipe.work(settings) and usual.prepare_model == recipe.prepare_model
 
 
 def stages(recipe: Recipe) -> Iterator[Recipe]:
@@ -168,7 +204,7 @@ def refuse_unknown_training(recipe: Recipe, local: LocalSettings | None) -> None
 
 
 def counts_steps(recipe: Recipe) -> bool:
-    """Whether it weighs clients by how many steps they took, so that a number nobody said must not be guessed.
+    """Whether it weighs clients by how many steps they took: a number that was not reported must not be guessed.
 
     Example:
         >>> counts_steps(find_method("fednova").recipe()), counts_steps(find_method("fedavg").recipe())
@@ -179,51 +215,12 @@ def counts_steps(recipe: Recipe) -> bool:
 
 def _server_parts(recipe: Recipe) -> Iterator[object]:
     """Every part of the server's half, and the parts they are made of."""
-    for part in (recipe.before_first_round, recipe.aggregate, *recipe.steps):
-        yield from _nested_parts(part)
-
-
-def _nested_parts(part: object) -> Iterator[object]:
-    yield part
-    if is_dataclass(part):
-        for own in fields(part):
-            yield from _nested_parts(getattr(part, own.name))
+    parts: list[object] = [recipe.before_first_round, recipe.aggregate, *recipe.steps]
+    while parts:
+        yield (part := parts.pop(0))
+        if is_dataclass(part):
+            parts[:0] = [getattr(part, own.name) for own in fields(part)]
 
 
 def _kind(part: object) -> str:
     return type(part).__name__
-
-
-def named_recipe(chosen: str | Mapping[str, Any] | Recipe) -> tuple[Recipe, str]:
-    """A recipe, and the text from which a client can make its own half of it; empty where no text could.
-
-    Args:
-        chosen: a method's name, a table with its `name` and options, or a recipe.
-
-    Example:
-        >>> named_recipe({"name": "fedprox", "mu": 0.1})[1]
-        '{"mu": 0.1, "name": "fedprox"}'
-    """
-    if isinstance(chosen, Recipe):
-        return chosen, json.dumps({"name": chosen.name}) if _is_as_registered(chosen) else ""
-    table = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
-    recipe = recipe_from(table)
-    try:
-        return recipe, json.dumps(table, sort_keys=True)
-    except TypeError as why:
-        raise ConfigError(f"method {recipe.name!r}: its options must be plain data to reach clients ({why})") from why
-
-
-def recipe_from(table: object) -> Recipe:
-    """The recipe that a table with a method's name and options describes."""
-    if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
-        raise ConfigError(f"a method is a name, or a table with a name and options; got {table!r:.80}")
-    return find_method(table["name"]).recipe(**{str(key): value for key, value in table.items() if key != "name"})
-
-
-def _is_as_registered(recipe: Recipe) -> bool:
-    """Whether the method of that name, as it is, asks the same of clients."""
-    if recipe.later is not None or recipe.name not in all_methods():
-        return False
-    usual, settings = find_method(recipe.name).recipe(), LocalSettings()
-    return usual.work(settings) == recipe.work(settings) and usual.prepare_model == recipe.prepare_model

@@ -37,50 +37,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict 
 NUMPY = "numpy.ndarray"  # Flower's word for .npy bytes
 PARAMS, MEMORY, BRIEF, REPLY, TIME, FAILED = "params", "memory", "brief", "reply", "time", "failed"
 _BITS = "bfloat16"
-_HEADER = 4096  # an .npy header says dtype, order and shape; ours take 128 bytes
+_HEADER = 4096  # bytes of an .npy's header that are read at most: dtype, order and shape; ours take 128
 _TYPES = {
     np.dtype(name): getattr(torch, name)
     for name in ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What the server sends to a client beside the brief.
-
-    Attributes:
-        label: the method's label; a client's memory belongs to one label and seed.
-        seed: the seed of the run.
-        client: who it is, which names its random streams.
-        work: the fingerprint of the work that is meant.
-        method: the method's name and options as JSON, for a client that has no copy of an experiment file.
-        local: how to train, as JSON, if the server decides it.
-    """
-
-    label: str
-    seed: int
-    client: str
-    work: str
-    method: str = ""
-    local: str = ""
-
-
-def fingerprint(work: Work) -> str:
-    """A short name of a client's work, so that two sides with different code or files notice.
-
-    Raises:
-        ConfigError: for a work that the other side could not have, such as one with a lambda in it.
-
-    Example:
-        >>> fingerprint(Work()) == fingerprint(Work())
-        True
-    """
-    if work.key is None:
-        raise ConfigError(
-            "this method cannot run on a federation: a part of its client half has no name (a lambda, an open file), "
-            "so a site could not make it from the experiment file; use parts that are classes or functions of a module"
-        )
-    return sha256(work.key.encode()).hexdigest()[:16]
 
 
 def to_arrays(params: Params) -> ArrayRecord:
@@ -119,16 +80,22 @@ def _tensor(name: str, array: Array) -> Tensor:
         raise Malformed(f"tensor {name[:80]!r} comes as {array.stype[:40]!r}, expected {NUMPY!r}")
     form, fortran, begin = _header(name, array.data)
     if math.prod(form.shape) == 0:
-        tensor = torch.empty(form.shape, dtype=form.dtype)
+        tensor = torch.empty(form.shape, dtype=form.dtype)  # torch makes no tensor of an empty buffer
     else:
-        flat = torch.frombuffer(array.data, dtype=form.dtype, offset=begin)
-        turned = fortran and len(form.shape) > 1  # columns first
-        tensor = flat.view(form.shape[::-1]).permute(*range(len(form.shape))[::-1]) if turned else flat.view(form.shape)
+        tensor = torch.frombuffer(array.data, dtype=form.dtype, offset=begin)
+        if fortran and len(form.shape) > 1:
+            tensor = tensor.view(form.shape[::-1]).permute(*range(len(form.shape))[::-1])
+        else:
+            tensor = tensor.view(form.shape)
     return tensor.view(torch.bfloat16) if array.dtype == _BITS and form.dtype == torch.int16 else tensor
 
 
 def _header(name: str, data: bytes) -> tuple[Form, bool, int]:
-    """What an `.npy` says of itself, once it is sure that as many bytes follow; and where they begin."""
+    """What an `.npy` says of itself, once it is sure that as many bytes follow; and where they begin.
+
+    A header that lies must cost no memory and run no code: dtypes are a fixed list without objects, in this machine's
+    byte order, and the shape is compared with the bytes that came.
+    """
     start = io.BytesIO(data[:_HEADER])
     try:
         version = npy.read_magic(start)
@@ -142,6 +109,45 @@ def _header(name: str, data: bytes) -> tuple[Form, bool, int]:
     if len(data) - begin != size:
         raise Malformed(f"tensor {name[:80]!r} claims {size:,} bytes and has {len(data) - begin:,}")
     return Form(shape, _TYPES[dtype]), fortran, begin
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the server sends to a client besides the brief.
+
+    Attributes:
+        label: the method's label; a client's memory belongs to one label and seed.
+        seed: the seed of the run.
+        client: who it is, which names its random streams.
+        work: the fingerprint of the work that is meant.
+        method: the method's name and options as JSON, for a client that has no copy of an experiment file.
+        local: how to train, as JSON, if the server decides it.
+    """
+
+    label: str
+    seed: int
+    client: str
+    work: str
+    method: str = ""
+    local: str = ""
+
+
+def fingerprint(work: Work) -> str:
+    """A short name of a client's work, so that two sides with different code or files notice.
+
+    Raises:
+        ConfigError: for a work that the other side could not have, such as one with a lambda in it.
+
+    Example:
+        >>> fingerprint(Work()) == fingerprint(Work())
+        True
+    """
+    if work.key is None:
+        raise ConfigError(
+            "this method cannot run on a federation: a part of its client half has no name (a lambda, an open file), "
+            "so a site could not make it from the experiment file; use parts that are classes or functions of a module"
+        )
+    return sha256(work.key.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +183,7 @@ class BriefRecords:
 def read_brief(content: RecordDict, trusted: Collection[str] | None = ()) -> tuple[Brief, Order]:
     """Read a brief and its order; a network that is not fedfuse's own must be named in `trusted`.
 
-    With None for `trusted` any network may be named, and whoever reads the brief must not build it unseen.
+    With None for `trusted` any network may be named, and it must not be built before it was compared with one's own.
 
     Raises:
         Malformed: if it is no brief of this version.
@@ -192,7 +198,7 @@ def read_brief(content: RecordDict, trusted: Collection[str] | None = ()) -> tup
             f"the server speaks version {words['version']} and this site version {VERSION}; install the same fedfuse"
         )
     value = json.loads(words["spec"])
-    spec = Spec.from_json(value, _named_in(value) if trusted is None else trusted)
+    spec = Spec.from_json(value, Spec.factories_in(value) if trusted is None else trusted)
     params, memory = (to_tensors(content.array_records.get(key, {})) for key in (PARAMS, MEMORY))
     more = {key: str(words.get(key, "")) for key in ("method", "local")}
     task = task_named(words.get("task", CLASSIFICATION.name))
@@ -200,13 +206,8 @@ def read_brief(content: RecordDict, trusted: Collection[str] | None = ()) -> tup
     return Brief(words["round"], spec, params, memory, classes=words["classes"], task=task), order
 
 
-def _named_in(spec: Any) -> frozenset[str]:
-    """Every factory that a spec from outside names."""
-    return Spec(str(spec.get("factory")), {"all": spec}).factories if isinstance(spec, dict) else frozenset()
-
-
 def reply_content(packet: Packet, seconds: float) -> RecordDict:
-    """A client's reply, taken apart into records: numbers, words, and as JSON whatever of its header is neither."""
+    """A client's reply, taken apart into records: numbers, words, and as JSON what of its header is neither."""
     header = dict(packet.header)
     numbers = {"num_examples": header.pop("num_examples"), "steps": header.pop("steps"), **header.pop("facts")}
     words: dict[str, Any] = {key: value for key, value in header.items() if isinstance(value, str | int | float)}
@@ -252,7 +253,7 @@ def read_reply(content: RecordDict, store: Callable[[Params, Mapping[str, Any]],
 
 
 def _finite(value: Any) -> Any:
-    """A number, or the word for one that JSON cannot say: the door refuses it by name."""
+    """A number, or the word for one that JSON cannot hold: the door refuses it by name."""
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 

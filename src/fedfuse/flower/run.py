@@ -1,4 +1,7 @@
-"""The same experiment file on a Flower federation: its server, and a simulation of server and sites."""
+"""The same experiment file on a Flower federation: its server, and a simulation of server and sites.
+
+`ExperimentServer` runs the experiment as it runs anywhere, with `FlowerBackend` in the place of worker processes.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ from fedfuse.experiment.prepare import PreparedExperiment, Setting
 from fedfuse.experiment.results import Results
 from fedfuse.experiment.run import execute_with
 from fedfuse.flower.engine import Federation, FlowerEngine, log_incidents
+from fedfuse.flower.parts import stages
 from fedfuse.flower.records import fingerprint
 from fedfuse.flower.site import site_app
 from fedfuse.report import write_page
@@ -39,14 +43,6 @@ _RAY = {"RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 _log = logging.getLogger(__name__)
 
 
-class _DoorLog(Callback):
-    """Says in Flower's log what the door did to clients."""
-
-    def round_done(self, label: str, seed: int, round_: int, scores: Mapping[str, Any]) -> None:
-        """A line for every client that was refused, weakened or lost."""
-        log_incidents(f"{label}, seed {seed}, round {round_}", scores)
-
-
 @dataclass(frozen=True, slots=True)
 class FlowerBackend:
     """A federation as the backend of an experiment."""
@@ -57,21 +53,23 @@ class FlowerBackend:
     def sites(self, prepared: PreparedExperiment) -> Mapping[str, int] | None:
         """Wait for the sites; those of a simulation hold the rows that the file's partition gives them."""
         self.federation.gather()
-        if self.federation.is_simulated:
-            _check_remote(prepared, prepared.setting(prepared.experiment.seeds[0]))
-            return None
-        if prepared.experiment.data.standardize:
-            raise ConfigError(
-                "data.standardize takes the mean of all training rows, which nobody may see in a federation; "
-                "set it to false and let every site bring rows that are scaled alike"
-            )
-        row_counts = {name: member.rows for name, member in self.federation.members.items()}
-        _check_remote(prepared, prepared.setting(prepared.experiment.seeds[0], row_counts))
+        row_counts = None
+        if not self.federation.is_simulated:
+            if prepared.experiment.data.standardize:
+                raise ConfigError(
+                    "data.standardize takes the mean of all training rows, which nobody may see in a federation; "
+                    "set it to false and let every site bring rows that are scaled alike"
+                )
+            row_counts = {name: member.rows for name, member in self.federation.members.items()}
+        setting = prepared.setting(prepared.experiment.seeds[0], row_counts)
+        for label, recipe in prepared.recipes.items():
+            for now in stages(recipe):
+                _check_work(label, now, setting)
         return row_counts
 
     @property
     def ask(self) -> AskModels:
-        """The server asks models itself: its clients are other people's machines."""
+        """The server asks models itself: its clients' machines are not its own."""
         return ask_here
 
     def engine(self, setting: Setting, label: str, recipe: Recipe, watch: Watcher) -> FlowerEngine:
@@ -79,6 +77,24 @@ class FlowerBackend:
         among = setting.population.clients if self.federation.is_simulated else None
         return FlowerEngine(
             self.federation, label, recipe, setting.bench.local, setting.seed, among, on_client=watch.client_done
+        )
+
+
+def _check_work(label: str, recipe: Recipe, setting: Setting) -> None:
+    """A recipe's client half must be what sites can make from the file alone.
+
+    Whether a roster changes the work is seen by letting it exchange with an engine that asks no client.
+    """
+    bench: Bench = setting.bench
+    probe, work = _Probe(setting.population.clients), recipe.work(bench.local)
+    recipe.check(1, bench)
+    brief = recipe.prepare_models(setting.start, bench).brief(recipe.publishes, bench.classes, bench.task)
+    list(recipe.roster(probe, bench).exchange(brief, work, ()))
+    fingerprint(work)
+    if any(seen != work for seen in probe.seen):
+        raise ConfigError(
+            f"method {label!r} cannot run on a federation: its server lends rows to the clients, which no message "
+            "carries; run it with fedfuse run, or leave it out"
         )
 
 
@@ -95,27 +111,12 @@ class _Probe:
         return iter(())
 
 
-def _check_remote(prepared: PreparedExperiment, setting: Setting) -> None:
-    """Every method's client half must be what sites can make from the file alone."""
-    for label, recipe in prepared.recipes.items():
-        now: Recipe | None = recipe
-        while now is not None:
-            _check_work(label, now, setting)
-            now = now.later[1] if now.later else None
+class _DoorLog(Callback):
+    """Says in Flower's log what the door did to clients."""
 
-
-def _check_work(label: str, recipe: Recipe, setting: Setting) -> None:
-    bench: Bench = setting.bench
-    probe, work = _Probe(setting.population.clients), recipe.work(bench.local)
-    recipe.check(1, bench)
-    brief = recipe.prepare_models(setting.start, bench).brief(recipe.publishes, bench.classes, bench.task)
-    list(recipe.roster(probe, bench).exchange(brief, work, ()))
-    fingerprint(work)
-    if any(seen != work for seen in probe.seen):
-        raise ConfigError(
-            f"method {label!r} cannot run on a federation: its server lends rows to the clients, which no message "
-            "carries; run it with fedfuse run, or leave it out"
-        )
+    def round_done(self, label: str, seed: int, round_: int, scores: Mapping[str, Any]) -> None:
+        """A line for every client that was refused, weakened or lost."""
+        log_incidents(f"{label}, seed {seed}, round {round_}", scores)
 
 
 @dataclass(slots=True)
@@ -153,7 +154,7 @@ class ExperimentServer:
             patience=server.patience,
             names=client_ids(clients),
         )
-        # every round is a line of the server's output, which `flwr run --stream` brings to whoever started it
+        # every round is a line of the server's output: that is what `flwr run --stream` shows
         runs = len(experiment.methods) * len(experiment.seeds)
         watch = self.watch or lines(runs, experiment.name, sys.stdout, seconds=0.0, rounds_only=True)
         try:

@@ -43,7 +43,7 @@ class Enrolment(NamedTuple):
 
 
 class Site(Protocol):
-    """What a site has of its own: rows, and a copy of the experiment."""
+    """What a site has of its own: rows, and a copy of the experiment. `FileSite` is the one of an app."""
 
     @property
     def trusted_factories(self) -> frozenset[str]:
@@ -63,41 +63,30 @@ class Site(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class SiteMessageHandler:
-    """Answers the server's messages for a site; an error is reported to the server and does not end the site."""
-
-    site: Site
-
-    def enrol(self, message: Message, context: Context) -> Message:
-        """Answer with this site's name and number of rows."""
-        return reply_with(message, lambda: self._enrolment(context))
-
-    def train(self, message: Message, context: Context) -> Message:
-        """Do a client's round."""
-        return reply_with(message, lambda: self._round(message, context))
-
-    def _enrolment(self, context: Context) -> RecordDict:
-        return RecordDict({SITE: ConfigRecord(dict(self.site.enrol(context)._asdict()))})
-
-    def _round(self, message: Message, context: Context) -> RecordDict:
-        brief, order = read_brief(message.content, self.site.trusted_factories)
-        work = self.site.work(order, brief.round)
-        check_work(work, order)
-        return client_reply(work, brief, order, self.site.rows(context, brief, order), context)
-
-
-def client_app(site: Site) -> ClientApp:
-    """Flower's `ClientApp` for a site."""
-    app, handler = ClientApp(), SiteMessageHandler(site)
-    app.query(ENROL.partition(".")[2])(handler.enrol)
-    app.train()(handler.train)
-    return app
-
-
 def site_app(path: str | Path) -> ClientApp:
     """Flower's `ClientApp` for a site with a copy of the experiment file."""
     return client_app(FileSite(Path(path)))
+
+
+def client_app(site: Site) -> ClientApp:
+    """Flower's `ClientApp` for a site; an error is reported to the server and does not end the site."""
+    app = ClientApp()
+
+    @app.query(ENROL.partition(".")[2])
+    def enrol(message: Message, context: Context) -> Message:
+        return reply_with(message, lambda: RecordDict({SITE: ConfigRecord(site.enrol(context)._asdict())}))
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return reply_with(message, lambda: do_round(message.content, context))
+
+    def do_round(content: RecordDict, context: Context) -> RecordDict:
+        brief, order = read_brief(content, site.trusted_factories)
+        work = site.work(order, brief.round)
+        check_work(work, order)  # before the rows are read
+        return client_reply(work, brief, order, site.rows(context, brief, order), context)
+
+    return app
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +112,7 @@ class FileSite:
     def rows(self, context: Context, brief: Brief, order: Order) -> Rows:
         """Its own rows, or those the file deals to this client."""
         if not (source := _source(context)):
-            _partition_id(context)
+            _partition_id(context)  # raises outside a simulation: an operator who forgot the data hears of it
             return _setting(self.path, order.seed).population.rows_of(order.client)
         rows = _own_rows(self.path, source)
         if flaw := brief.task.flaw(rows.y, brief.classes):
@@ -146,7 +135,7 @@ def _source(context: Context) -> str:
 def _partition_id(context: Context) -> int:
     """This node's number in a simulation; a real site must not fall back to the file's data set."""
     partition_id = context.node_config.get("partition-id")
-    ray = sys.modules.get("ray")
+    ray = sys.modules.get("ray")  # a node's config is its operator's word; only in a simulation is Ray at work
     if isinstance(partition_id, int) and ray is not None and ray.is_initialized():
         return partition_id
     raise ConfigError(
@@ -155,6 +144,7 @@ def _partition_id(context: Context) -> int:
     )
 
 
+# A node's process serves many rounds, and in a simulation many clients: files and data sets are read once.
 @lru_cache(maxsize=4)
 def _experiment(path: Path) -> Experiment:
     return load_experiment(path)

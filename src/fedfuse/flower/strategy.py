@@ -7,38 +7,27 @@ stands in Flower's log, in the round's metrics and in `ledger`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any
-
-from fedfuse.core.messages import Brief, Envelope
-from fedfuse.core.settings import LocalSettings
-from fedfuse.flower.engine import printable
-from fedfuse.flower.records import to_tensors
-from fedfuse.wire.codec import Malformed, encode
-from fedfuse.wire.messages import reply_header
-
-from flwr.app import RecordDict  # isort: skip - after records has checked that it is there
 import copy
 import json
 import logging
+import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fedfuse.api import Fused, settings_from
-from fedfuse.core.messages import client_order
+from fedfuse.core.messages import Brief, Envelope, client_order
 from fedfuse.core.model import Single, outputs
 from fedfuse.core.params import Params
 from fedfuse.core.posterior import Posterior
 from fedfuse.core.recipe import Recipe
-from fedfuse.core.settings import Bounds, validate_settings
+from fedfuse.core.settings import Bounds, LocalSettings, validate_settings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import OncePerBrief
 from fedfuse.errors import ConfigError, QuorumLost, RecipeError
-from fedfuse.flower.engine import INBOX_BYTES, Inbox, content_or_reason, log_incidents
+from fedfuse.flower.engine import INBOX_BYTES, Inbox, content_or_reason, log_incidents, printable
 from fedfuse.flower.parts import (
     USE_FEDFUSE_CLIENTS,
     Clients,
@@ -50,84 +39,28 @@ from fedfuse.flower.parts import (
     spec_of,
     stages,
 )
-from fedfuse.flower.records import BriefRecords, Order, fingerprint, to_arrays
+from fedfuse.flower.records import BriefRecords, Order, fingerprint, to_arrays, to_tensors
 from fedfuse.models.bayes import BayesianLayers
 from fedfuse.server.admission.admit import Admission, Rules, admit_all
 from fedfuse.server.admission.opened import first_difference
 from fedfuse.server.filters import AlignChoice, GuardChoice, with_filters
 from fedfuse.server.loop import check_quorum, choose_clients
 from fedfuse.server.round import fuse_admitted
-from fedfuse.wire.codec import forms_of
+from fedfuse.wire.codec import Malformed, encode, forms_of
+from fedfuse.wire.messages import reply_header
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord  # isort: skip
+from flwr.app import (  # isort: skip - after records has checked that it is there
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.serverapp import Grid  # isort: skip
 from flwr.serverapp.strategy import Result, Strategy  # isort: skip
 
-
-NUM_EXAMPLES, STEPS = "num-examples", "num-steps"
-_MANY = 10**9
-
-
-def numbers_in(content: RecordDict) -> dict[str, float]:
-    """The plain numbers of a reply's metric records."""
-    found: Mapping[str, Any] = {k: v for record in content.metric_records.values() for k, v in record.items()}
-    return {key: value for key, value in found.items() if isinstance(value, int | float)}
-
-
-def plain_envelope(
-    client: str, content: RecordDict, numbers: Mapping[str, float], brief: Brief, default_steps: int
-) -> Envelope:
-    """The reply of a client that is not ours, as the door wants it.
-
-    Args:
-        client: who sent it.
-        content: what it sent.
-        numbers: the numbers in it.
-        brief: what it was asked.
-        default_steps: how many steps it took, where it does not say so.
-    """
-    facts = {key: value for key, value in numbers.items() if key not in (NUM_EXAMPLES, STEPS)}
-    num_examples = numbers.get(NUM_EXAMPLES, math.nan)
-    try:
-        header = reply_header(
-            brief, num_examples=num_examples, steps=int(numbers.get(STEPS, default_steps)), facts=facts
-        )
-        if not math.isfinite(num_examples):
-            header["num_examples"] = str(num_examples)  # the door refuses it by name
-        (arrays,) = content.array_records.values()
-        return Envelope(client, encode(to_tensors(arrays), header))
-    except (Malformed, ValueError, OverflowError) as why:
-        return Envelope(client, None, dropped=f"malformed: {printable(why)}")
-
-
-def steps_by(local: LocalSettings, num_examples: float) -> int:
-    """How many steps a client takes that trains so on so many examples; 0, which no door lets in, for an odd number.
-
-    Example:
-        >>> steps_by(LocalSettings(epochs=3, batch_size=32), 100)
-        12
-    """
-    return local.steps_for(num_examples) if 0 < num_examples < _MANY else 0
-
-
-def average_numbers(numbers: Mapping[str, Mapping[str, float]], shares: Mapping[str, float]) -> dict[str, float]:
-    """The mean of each number that at least half of the clients report, over those whose own is finite, by examples.
-
-    Example:
-        >>> reported = {"a": {"loss": 1.0}, "b": {"loss": 3.0}, "c": {"loss": math.nan, "odd": 1.0}}
-        >>> average_numbers(reported, {"a": 0.125, "b": 0.375, "c": 0.5})
-        {'loss': 2.5}
-    """
-    means = {}
-    for key in sorted({key for name in shares for key in numbers[name]} - {NUM_EXAMPLES}):  # which is the weight
-        told = [(share, numbers[name][key]) for name, share in shares.items() if key in numbers[name]]
-        finite = [(share, value) for share, value in told if math.isfinite(value)]
-        if finite and 2 * len(told) >= len(shares):
-            means[key] = sum(share * value for share, value in finite) / sum(share for share, _ in finite)
-    return means
-
-
-CONFIG = "config"  # Flower's own name for the user's settings sent to clients
+CONFIG, NUM_EXAMPLES, STEPS = "config", "num-examples", "num-steps"  # the first two are Flower's own words
 _log = logging.getLogger("flwr")  # Flower's own: what a federation's operator reads
 
 
@@ -139,7 +72,7 @@ class _RoundTask:
     bench: Bench
     state: ServerState
     brief: Brief
-    nodes: Mapping[int, str]
+    nodes: Mapping[str, int]
     asked: tuple[str, ...]
 
 
@@ -213,8 +146,10 @@ class FuseStrategy(Strategy):
         base, self._method = named_recipe(recipe)
         self.recipe = self._as_given = with_filters(base, align=align, guard=guard)
         self.spec = None if model is None else spec_of(model)
-        self.clients, self.local = clients, _known_settings(local, bench)
-        _check_shares(fraction_train=fraction_train, fraction_evaluate=fraction_evaluate, quorum=quorum)
+        if local is None and bench is not None and bench.local != LocalSettings():
+            local = bench.local
+        self.clients = clients
+        self.local = local if local is None or isinstance(local, LocalSettings) else settings_from(local)
         self.fractions = {MessageType.TRAIN: fraction_train, MessageType.EVALUATE: fraction_evaluate}
         self.available, self.enrolled, self.bench = min_available_nodes, dict(enrol or {}), bench or Bench()
         limits = bounds if isinstance(bounds, Bounds) else validate_settings(Bounds, bounds or {}, "bounds")
@@ -226,6 +161,11 @@ class FuseStrategy(Strategy):
 
     def _check(self) -> None:
         """Refuse what could not work before anything is sent."""
+        shares = (*self.fractions.values(), self.rules.quorum)
+        for name, share in zip(("fraction_train", "fraction_evaluate", "quorum"), shares, strict=True):
+            if not 0 <= share <= 1 or (share == 0 and name == "fraction_train"):
+                least = "above 0" if name == "fraction_train" else "from 0"
+                raise ConfigError(f"{name} is {share!r}, expected a share of the nodes, {least} up to 1")
         if self.clients not in ("plain", "fedfuse"):
             raise ConfigError(f"clients is {self.clients!r}, expected 'plain' or 'fedfuse'")
         for name, count in self.enrolled.items():
@@ -248,6 +188,7 @@ class FuseStrategy(Strategy):
             fingerprint(now.work(LocalSettings()))
 
     def _begin(self) -> None:
+        """Forget a run before this one; a strategy may be started again."""
         self.recipe = copy.deepcopy(self._as_given)  # what a part kept on itself in a run before is not in it
         self.admission: Admission | None = None
         self.ledger: list[dict[str, Any]] = []
@@ -318,28 +259,33 @@ class FuseStrategy(Strategy):
         task, self._task = self._task, None
         if task is None:
             return None, None
-        numbers = dict[str, dict[str, float]]()
+        names, numbers = {node: name for name, node in task.nodes.items()}, dict[str, dict[str, float]]()
         self._inbox = Inbox(INBOX_BYTES)
-        envelopes = (self._envelope(reply, task, numbers) for reply in replies)
-        recipe, asked = task.recipe, task.asked
+        envelopes = (self._envelope(reply, task, names, numbers) for reply in replies)
         self.admission = seen = admit_all(
             envelopes,
             task.brief,
-            recipe.evidence,
-            asked,
+            task.recipe.evidence,
+            task.asked,
             self.rules,
             enrolled=self.enrolled,
             training=self.local,
-            trains=recipe.trains,
+            trains=task.recipe.trains,
         )
         try:
             check_quorum(seen, task.asked, self.rules.quorum, server_round - 1)
             after = fuse_admitted(task.recipe, seen, task.state, task.bench)
-            check_quorum(seen, task.asked, self.rules.quorum, server_round - 1)
+            check_quorum(seen, task.asked, self.rules.quorum, server_round - 1)  # the fusion may have refused some
         except QuorumLost as why:
-            return self._arrays, self._count_loss(why, self._counts(task, seen))
-        finally:  # the fusion itself may have refused some
-            self._tell(server_round, seen)
+            _log.error("%s", why)
+            self.rounds_lost += 1
+            self._last_loss_reason = str(why)
+            return self._arrays, MetricRecord({"quorum-lost": 1, **self._counts(task, seen)})
+        finally:
+            what = {"refused": seen.refused, "clipped": seen.clipped, "dropped": seen.dropped}
+            clients = {update.client: update.record() for update in seen.cohort}
+            self.ledger.append({"round": server_round, "clients": clients, **what})
+            log_incidents(f"round {server_round}", self.ledger[-1])
         self._state = after
         self._check_shape(task)
         self.rounds_fused += 1
@@ -356,10 +302,9 @@ class FuseStrategy(Strategy):
             return []
         nodes = self._nodes(grid)
         config["server-round"] = server_round
-        numbers = {name: node for node, name in nodes.items()}
         asked = self._choose(MessageType.EVALUATE, server_round, nodes)
         return [
-            Message(self._evaluate_content(name, server_round, arrays, config), numbers[name], MessageType.EVALUATE)
+            Message(self._evaluate_content(name, server_round, arrays, config), nodes[name], MessageType.EVALUATE)
             for name in asked
         ]
 
@@ -388,8 +333,8 @@ class FuseStrategy(Strategy):
             "ServerApp(strategy=…); use it in a ServerApp's main: strategy.start(grid, ...)"
         )
 
-    def _nodes(self, grid: Grid) -> dict[int, str]:
-        """Who is connected, by Flower's number; it waits, as Flower's own strategies do, until they are enough."""
+    def _nodes(self, grid: Grid) -> dict[str, int]:
+        """The connected nodes by name; it waits, as Flower's own strategies do, until they are enough."""
         while len(found := {info.node_id: info.name for info in grid.get_nodes()}) < self.available:
             _log.info("waiting for nodes: %d of %d are connected", len(found), self.available)
             time.sleep(1)
@@ -397,15 +342,15 @@ class FuseStrategy(Strategy):
         for node, name in sorted(found.items()):
             reported = printable(name, 80)
             names[reported if reported and reported not in names else _default_name(node)] = node
-        return {names[name]: name for name in sorted(names, key=client_order)}
+        return {name: names[name] for name in sorted(names, key=client_order)}
 
-    def _choose(self, kind: str, server_round: int, nodes: Mapping[int, str]) -> tuple[str, ...]:
+    def _choose(self, kind: str, server_round: int, nodes: Mapping[str, int]) -> tuple[str, ...]:
         wanted = max(1, math.ceil(self.fractions[kind] * len(nodes)))
-        return choose_clients(tuple(nodes.values()), wanted, self.bench.seed, server_round - 1)
+        return choose_clients(tuple(nodes), wanted, self.bench.seed, server_round - 1)
 
     def _state_before(self, server_round: int, arrays: ArrayRecord) -> ServerState:
         """What the server knows before a round: its memory stays, and the model unless Flower hands us another."""
-        if self._state is not None and arrays is self._arrays:
+        if self._state is not None and arrays is self._arrays:  # our own object came back: nothing to read
             return replace(self._state, round=server_round - 1, facts={})
         mean: Params = to_tensors(arrays)
         if self._state is not None:
@@ -440,16 +385,15 @@ class FuseStrategy(Strategy):
         return replace(self.bench, population=self.bench.population or nodes, classes=classes)
 
     def _train_messages(self, task: _RoundTask, arrays: ArrayRecord, config: ConfigRecord) -> Iterator[Message]:
-        numbers = {name: node for node, name in task.nodes.items()}
         if self.clients == "plain":
             content = RecordDict({"arrays": arrays, CONFIG: config})
-            yield from (Message(content, numbers[name], MessageType.TRAIN) for name in task.asked)
+            yield from (Message(content, task.nodes[name], MessageType.TRAIN) for name in task.asked)
             return
         per_brief = OncePerBrief(task.brief, lambda brief: BriefRecords.of(replace(brief, spec=_nameable(brief.spec))))
         for name in task.asked:
             content = per_brief.for_client(name).to(self._order(task.recipe, name))
             content[CONFIG] = config
-            yield Message(content, numbers[name], MessageType.TRAIN)
+            yield Message(content, task.nodes[name], MessageType.TRAIN)
 
     def _evaluate_content(self, name: str, server_round: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
         """The content of a message that asks a node to evaluate."""
@@ -468,17 +412,23 @@ class FuseStrategy(Strategy):
         work = fingerprint(recipe.work(LocalSettings()))  # the settings travel apart, or are the client's own
         return Order(self.recipe.label or self.recipe.name, self.bench.seed, client, work, self._method, local)
 
-    def _envelope(self, reply: Message, task: _RoundTask, numbers: dict[str, dict[str, float]]) -> Envelope:
-        client = task.nodes.get(reply.metadata.src_node_id, _default_name(reply.metadata.src_node_id))
+    def _envelope(
+        self, reply: Message, task: _RoundTask, names: Mapping[int, str], numbers: dict[str, dict[str, float]]
+    ) -> Envelope:
+        """A reply as the door wants it; what a plain client reports of itself is kept in `numbers`."""
+        # the name comes from the link, not from the reply: a client cannot answer for another
+        client = names.get(reply.metadata.src_node_id, _default_name(reply.metadata.src_node_id))
         received = content_or_reason(reply)
         if self.clients == "fedfuse" and self._inbox is not None:
             return self._inbox.open(client, received)
         if isinstance(received, str):
             return Envelope(client, None, dropped=received)
         numbers[client] = reported = numbers_in(received.content)
-        default_steps = (
-            steps_by(self.local, reported.get(NUM_EXAMPLES, 0.0)) if self.local else int(not counts_steps(task.recipe))
-        )
+        # a method that weighs by steps must not be given a guess: the door refuses 0 by name; to the others it is 1
+        if self.local is None:
+            default_steps = int(not counts_steps(task.recipe))
+        else:
+            default_steps = steps_by(self.local, reported.get(NUM_EXAMPLES, 0.0))
         return plain_envelope(client, received.content, reported, task.brief, default_steps)
 
     def _check_shape(self, task: _RoundTask) -> None:
@@ -491,38 +441,11 @@ class FuseStrategy(Strategy):
                     f"Flower client could not load it; {USE_FEDFUSE_CLIENTS}"
                 )
 
-    def _tell(self, server_round: int, seen: Admission) -> None:
-        """What the door did to clients: a line in the ledger, and one in the log for each of them."""
-        clients = {update.client: update.record() for update in seen.cohort}
-        what = {"refused": seen.refused, "clipped": seen.clipped, "dropped": seen.dropped}
-        self.ledger.append({"round": server_round, "clients": clients, **what})
-        log_incidents(f"round {server_round}", self.ledger[-1])
-
     def _counts(self, task: _RoundTask, seen: Admission) -> dict[str, int]:
         """How many clients were left out of a round, how many of them by the door, and how many were weakened."""
         refused, clipped = ({entry["client"] for entry in entries} for entries in (seen.refused, seen.clipped))
         left_out = len(task.asked) - len(seen.cohort)
         return {"left-out": left_out, "fuse-refused": len(refused), "fuse-clipped": len(clipped)}
-
-    def _count_loss(self, why: QuorumLost, counts: Mapping[str, int]) -> MetricRecord:
-        _log.error("%s", why)
-        self.rounds_lost += 1
-        self._last_loss_reason = str(why)
-        return MetricRecord({"quorum-lost": 1, **counts})
-
-
-def _known_settings(local: LocalSettings | Mapping[str, Any] | None, bench: Bench | None) -> LocalSettings | None:
-    """The clients' training settings, if they are known."""
-    if local is None:
-        return bench.local if bench is not None and bench.local != LocalSettings() else None
-    return local if isinstance(local, LocalSettings) else settings_from(local)
-
-
-def _check_shares(**shares: float) -> None:
-    for name, share in shares.items():
-        if not 0 <= share <= 1 or (share == 0 and name == "fraction_train"):
-            least = "above 0" if name == "fraction_train" else "from 0"
-            raise ConfigError(f"{name} is {share!r}, expected a share of the nodes, {least} up to 1")
 
 
 def _nameable(spec: Spec) -> Spec:
@@ -532,3 +455,54 @@ def _nameable(spec: Spec) -> Spec:
 
 def _default_name(node: int) -> str:
     return f"node-{node}"
+
+
+def numbers_in(content: RecordDict) -> dict[str, float]:
+    """The plain numbers of a reply's metric records."""
+    found: Mapping[str, Any] = {k: v for record in content.metric_records.values() for k, v in record.items()}
+    return {key: value for key, value in found.items() if isinstance(value, int | float)}
+
+
+def plain_envelope(
+    client: str, content: RecordDict, numbers: Mapping[str, float], brief: Brief, default_steps: int
+) -> Envelope:
+    """The reply of a plain client; where it does not say how many steps it took, it took the default."""
+    facts = {key: value for key, value in numbers.items() if key not in (NUM_EXAMPLES, STEPS)}
+    num_examples = numbers.get(NUM_EXAMPLES, math.nan)
+    try:
+        header = reply_header(
+            brief, num_examples=num_examples, steps=int(numbers.get(STEPS, default_steps)), facts=facts
+        )
+        if not math.isfinite(num_examples):
+            header["num_examples"] = str(num_examples)  # the door refuses it by name
+        (arrays,) = content.array_records.values()
+        return Envelope(client, encode(to_tensors(arrays), header))
+    except (Malformed, ValueError, OverflowError) as why:
+        return Envelope(client, None, dropped=f"malformed: {printable(why)}")
+
+
+def steps_by(local: LocalSettings, num_examples: float) -> int:
+    """How many steps a client takes that trains so on so many examples; 0, which no door lets in, for an odd number.
+
+    Example:
+        >>> steps_by(LocalSettings(epochs=3, batch_size=32), 100)
+        12
+    """
+    return local.steps_for(num_examples) if 0 < num_examples < 1e9 else 0
+
+
+def average_numbers(numbers: Mapping[str, Mapping[str, float]], shares: Mapping[str, float]) -> dict[str, float]:
+    """The mean of each number that at least half of the clients report, over those whose own is finite, by examples.
+
+    Example:
+        >>> reported = {"a": {"loss": 1.0}, "b": {"loss": 3.0}, "c": {"loss": math.nan, "odd": 1.0}}
+        >>> average_numbers(reported, {"a": 0.125, "b": 0.375, "c": 0.5})
+        {'loss': 2.5}
+    """
+    means = {}
+    for key in sorted({key for name in shares for key in numbers[name]} - {NUM_EXAMPLES}):  # it is the weight itself
+        told = [(share, numbers[name][key]) for name, share in shares.items() if key in numbers[name]]
+        finite = [(share, value) for share, value in told if math.isfinite(value)]
+        if finite and 2 * len(told) >= len(shares):
+            means[key] = sum(share * value for share, value in finite) / sum(share for share, _ in finite)
+    return means

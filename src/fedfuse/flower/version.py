@@ -20,7 +20,7 @@ QUIET: Mapping[str, str] = {
 
 
 def need_flower() -> None:
-    """Go on only with a Flower we have tested; it is told to be quiet before it is first imported.
+    """Go on only with a Flower we have tested; it is set to be quiet before it is first imported.
 
     Raises:
         ConfigError: one sentence with the command that installs the right one.
