@@ -61,6 +61,7 @@ class AtomPrior:
 
     def popularity(self, users: Tensor, clients: int) -> Tensor:
         """2 log(m/(J − m)): how much likelier than not one more client uses an atom m others use."""
+        # doubled, as is the novelty below, because gains are twice log-likelihoods: the Gaussian's ½ is left out there
         if self.odds == "released":
             return torch.logit(users.double().clamp(max=_MOST_POPULAR) / clients)
         return 2 * torch.logit(users.double() / clients)

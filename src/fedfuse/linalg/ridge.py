@@ -25,9 +25,9 @@ from fedfuse.linalg.subspace import reciprocal, times, written
 
 Rule: TypeAlias = Literal["gcv", "evidence"]
 
+_ROWS = 16  # of an embedding that are fused together
 # A fixed grid, in units of the mean eigenvalue. A search that narrows down would follow the rounding of a flat minimum,
 # and the choice must not depend on how rows were split. Below the least one so would the solution itself.
-_ROWS = 16  # of an embedding that are fused together
 _GRID: tuple[float, ...] = tuple(10.0 ** (exponent / 10) for exponent in range(-60, 21))
 
 
@@ -167,18 +167,6 @@ class RidgePath:
             raise ConfigError("a penalty cannot be chosen without rows; give a number instead")
         grid = [self.sums.scale * share for share in _GRID]
         return min(grid, key=self.gcv) if rule == "gcv" else max(grid, key=self.log_evidence)
-
-
-def solve_ridge(sums: Sums, penalty: float) -> Tensor:
-    """W = (G + λI)⁻¹ H by Cholesky, where λ > 0; see `RidgePath` for λ = 0 and for choosing one.
-
-    Example:
-        >>> solve_ridge(Sums.of(torch.eye(2), torch.tensor([[2.0], [4.0]])), 1.0).flatten()
-        tensor([1.0000, 2.0000], dtype=torch.float64)
-    """
-    if penalty <= 0:
-        return RidgePath.of(sums).weights(0.0)
-    return solve(add_diagonal(sums.gram, penalty), sums.cross, what="the sums of features")
 
 
 def regression_mean(
