@@ -467,8 +467,8 @@ class SpikedInverse:
         even = mu[:, None] + lam - (left.rests * right.rests).sum()
         # With B_k = e_k I + L_k and A_k = c_k I + R_k the sum of all B_k ⊗ A_k is
         #     (Σ c_k B_k) ⊗ I + I ⊗ (Σ e_k A_k) − Σ c_k e_k I + Σ L_k ⊗ R_k,
-        # whose first three terms are D, behind U and V. As c_k and e_k are means, some eigenvalues of a factor are below
-        # its own and D may come out at 0 or less, though the sum is positive definite. Half the larger of the two
+        # whose first three terms are D, behind U and V. As c_k and e_k are means, a factor has lower eigenvalues
+        # as well and D may come out at 0 or less, though the sum is positive definite. Half the larger of the two
         # numbers is a positive floor; where it is too high the preconditioner is coarser, not the solution.
         even = torch.maximum(even, torch.maximum(mu[:, None], lam) / 2)
         if not float(even.min()) > _FLAT * float(even.max()):
