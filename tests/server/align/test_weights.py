@@ -146,7 +146,7 @@ def test_gains_and_scores_are_those_of_networks_really_moved(network: str) -> No
 
 def test_rooms_keep_their_units() -> None:
     gain = torch.tensor([[0.0, 1.0, 9.0, 9.0], [1.0, 0.0, 9.0, 9.0], [9.0, 9.0, 1.0, 0.0], [9.0, 9.0, 0.0, 1.0]])
-    assert best_order(gain, rooms=2).tolist() == [1, 0, 2, 3]
+    assert best_order(gain, sections=2).tolist() == [1, 0, 2, 3]
 
 
 def test_no_sweep_is_no_matching() -> None:
