@@ -36,7 +36,8 @@ class Disturbance(DiagnosticStep):
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """The state with the score and what it was measured on; unchanged where no input can be had or made."""
-        everybody = mixture_of(cohort)
+        members = tuple(Single(u.spec, u.posterior) for u in cohort)
+        everybody = Mixture(members, cohort.weights, TopLogit("all"))
         try:
             x, source = probe_inputs(everybody, self.count, bench)
         except RecipeError:
@@ -57,12 +58,6 @@ def with_disturbance(recipe: Recipe) -> Recipe:
     later = None if recipe.later is None else (recipe.later[0], with_disturbance(recipe.later[1]))
     has_step = any(isinstance(step, Disturbance) for step in recipe.steps)
     return replace(recipe, steps=recipe.steps if has_step else (*recipe.steps, Disturbance()), later=later)
-
-
-def mixture_of(cohort: Cohort) -> Mixture:
-    """The cohort's networks as they are, to be asked."""
-    members = tuple(Single(u.spec, u.posterior) for u in cohort)
-    return Mixture(members, cohort.weights, TopLogit("all"))
 
 
 def probe_inputs(everybody: Mixture, count: int, bench: Bench) -> tuple[Tensor, str]:
