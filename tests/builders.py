@@ -16,6 +16,8 @@ from fedfuse.core.rows import Rows
 from fedfuse.core.seams import Aggregator
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
+from fedfuse.nets.channels import channel_groups
+from fedfuse.server.align.nets import Net
 
 
 def rows(
@@ -77,3 +79,8 @@ def start_of(spec: Spec, params: Params | None = None, round_: int = 0, seed: in
 def fused(aggregate: Aggregator, cohort: Cohort, state: ServerState, bench: Bench | None = None) -> dict[str, Tensor]:
     """The weights that an aggregator makes of a cohort."""
     return dict(aggregate(cohort, state, bench or Bench()).single.posterior.mean)
+
+
+def net_of(spec: Spec, shape: tuple[int, ...], seed: int = 0) -> Net:
+    """A network to be aligned, its weights drawn, for inputs of this shape."""
+    return Net(f"c{seed}", spec, channel_groups(spec, shape), drawn(spec, seed))
