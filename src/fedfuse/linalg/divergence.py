@@ -59,7 +59,7 @@ def k_statistics(x: Tensor, *, per_row: bool = False, sums: PowerSums | None = N
         k2 = n m2 / (n−1),  k3 = n² m3 / ((n−1)(n−2)),
         k4 = n² ((n+1) m4 − 3 (n−1) m2²) / ((n−1)(n−2)(n−3))
 
-    In float64, block by block and in one pass; a tensor whose mean is large beside its deviation takes a second
+    In float64, block by block and in one pass; a tensor whose mean is large relative to its deviation takes a second
     one about its mean, so that neither size nor offset costs precision. `sums` replaces `power_sums`.
 
     Example:

@@ -159,10 +159,10 @@ def _exact_in_subspace(clients: Iterable[Any], mode: Mode) -> Solution:
     """The exact way for any factors: those of low rank are looked at together first, all others one by one."""
     ahead = iter(clients)
     first = Client(*next(ahead))
-    everybody = chain([first], ahead)
+    every = chain([first], ahead)
     if any(isinstance(f, LowRank) and not f.is_diagonal for f in (first.A, first.B)):
-        return subspace_mean([Client(*c) for c in everybody], mode)
-    return mode(everybody)
+        return subspace_mean([Client(*c) for c in every], mode)
+    return mode(every)
 
 
 def _gather(clients: Iterable[tuple[float, Tensor, Factor, Factor]], count: int, what: str) -> _System:
@@ -353,7 +353,7 @@ class KronSum:
             self.right[:, client] = A
 
     def __call__(self, M: Tensor) -> Tensor:
-        """Σ_k f_k B_k M A_k; memory beside the factors is bounded whatever the number of clients."""
+        """Σ_k f_k B_k M A_k; memory besides the factors is bounded whatever the number of clients."""
         out, inn = M.shape
         total = torch.zeros_like(M)
         for part in self._parts(out, inn):
@@ -491,7 +491,7 @@ class SpikedInverse:
         core = _pair_products(scale, rows, columns, row, column).mul_(roots).mul_(roots[:, None])
         if len(kept):
             # (C⁻¹ + VᵀD⁻¹V)⁻¹ by way of a matrix whose eigenvalues are at least 1, however low a pair is. The largest
-            # are about heights over D, beside which float32 would lose that 1 from 10⁷ on.
+            # are about heights over D; from 10⁷ on float32 would lose that 1.
             core = inverse(add_diagonal(core.double(), 1.0)).to(core).mul_(roots).mul_(roots[:, None])
         return cls(turns, scale, rows, columns, row * columns.shape[1] + column, core)
 

@@ -175,10 +175,10 @@ def regression_mean(
     shares: Iterable[float],
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """The layer whose answers are nearest to everybody's on their own inputs: argmin Σ f_k ‖(M − M_k) X_k‖².
+    """The layer whose answers are nearest to every client's on its own inputs: argmin Σ f_k ‖(M − M_k) X_k‖².
 
     With A_k = X_k X_kᵀ it is the regression M = (Σ f_k M_k A_k)(Σ f_k A_k)⁻¹ of all layers' answers on all inputs.
-    Inputs that nobody has seen keep the plain mean Σ f_k M_k.
+    Inputs that no client has seen keep the plain mean Σ f_k M_k.
 
     Args:
         layers: each client's M_k, (out × in).
@@ -217,7 +217,7 @@ def regression_mean(
 def _mean_by_sizes(
     layers: Sequence[Tensor], sizes: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype
 ) -> Tensor:
-    """The same for diagonal moments, a few rows of M at a time: beside the layers, only the result is held whole."""
+    """The same for diagonal moments, a few rows of M at a time: only the layers and the result are held whole."""
     total = torch.stack([f * A.double() for f, A in zip(shares, sizes, strict=True)]).sum(0)
     out = torch.empty_like(layers[0], dtype=dtype)  # laid as they are: an embedding's rows are columns here
     for begin in range(0, len(out), _ROWS):
@@ -271,7 +271,7 @@ def gaussian_classes(sums: Sums, penalty: float) -> Tensor:
 
         w_c = Σ⁻¹ μ_c,   b_c = −½ μ_cᵀ Σ⁻¹ μ_c + log n_c/n.
 
-    A class without rows is taken to look like everybody, as if half a row of it had been seen.
+    A class without rows is taken to look like all rows, as if half a row of it had been seen.
 
     Example:
         >>> features = torch.tensor([[-1.0, 1.0], [-3.0, 1.0], [1.0, 1.0], [3.0, 1.0]])

@@ -191,7 +191,7 @@ class MeanIn(ServerPart):
     """Fuse diagonal posteriors by the weighted mean in a chart; tensors without variances take the plain one.
 
     A variance is found in the client's `Diag` geometry, or in the network itself, where a Bayesian layer keeps its
-    log-variances beside its means. Every tensor is read one block at a time.
+    log-variances with its means. Every tensor is read one block at a time.
 
     Attributes:
         chart: where the mean is taken.
@@ -274,7 +274,7 @@ class MeanIn(ServerPart):
     ) -> Pair | None:
         """Mean and log-variance of one tensor by compiled code; None where it does not know them, or it is too small.
 
-        It is for Bayesian layers, whose log-variances lie beside their means.
+        It is for Bayesian layers, whose log-variances lie with their means.
         """
         count = math.prod(forms_of(sources[0])[name].shape)
         chart = self.chart

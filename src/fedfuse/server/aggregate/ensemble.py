@@ -113,10 +113,10 @@ class KeepAll(ServerPart):
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
         """The mixture of the cohort's networks, in client order; clients would still begin where they began."""
-        everybody = self._mixture(cohort, bench)
-        mixture, facts = everybody, dict[str, Any]()
+        whole = self._mixture(cohort, bench)
+        mixture, facts = whole, dict[str, Any]()
         if self.cover is not None:
-            selection = self.cover(cohort, everybody, bench)
+            selection = self.cover(cohort, whole, bench)
             fewer = Cohort(tuple(cohort.updates[i] for i in selection.indices))
             mixture = self._mixture(fewer, bench)
             facts = {"kept": list(fewer.clients), "covered": selection.covered}
@@ -215,7 +215,7 @@ class Cover(Protocol):
         """As for an aggregator."""
         ...
 
-    def __call__(self, cohort: Cohort, everybody: Mixture, bench: Bench) -> Selection:
+    def __call__(self, cohort: Cohort, whole: Mixture, bench: Bench) -> Selection:
         """Which members to keep."""
         ...
 
@@ -231,7 +231,7 @@ class CoverClasses:
     share: float = 0.95
     needs: ClassVar[frozenset[str]] = frozenset({"counts"})
 
-    def __call__(self, cohort: Cohort, everybody: Mixture, bench: Bench) -> Selection:  # noqa: ARG002 - the seam's signature
+    def __call__(self, cohort: Cohort, whole: Mixture, bench: Bench) -> Selection:  # noqa: ARG002 - the seam's signature
         """Greedy cover by the label counts that clients sent."""
         counts = torch.stack([u.notes["counts/labels"].double() for u in cohort])
         held_counts = counts[:, counts.amax(0) > 0]
@@ -251,12 +251,12 @@ class CoverAnswers:
     count: int = 500
     needs: ClassVar[frozenset[str]] = frozenset()
 
-    def __call__(self, cohort: Cohort, everybody: Mixture, bench: Bench) -> Selection:
+    def __call__(self, cohort: Cohort, whole: Mixture, bench: Bench) -> Selection:
         """Greedy cover by answers; labels are not looked at."""
-        answers = _MemberAnswers.of(everybody, probe_inputs(everybody, self.count, bench)[0])
-        whole = answers.answer(range(len(cohort)))
+        answers = _MemberAnswers.of(whole, probe_inputs(whole, self.count, bench)[0])
+        common = answers.answer(range(len(cohort)))
         return select_greedily(
-            len(cohort), lambda chosen: float((answers.answer(chosen) == whole).double().mean()), self.share
+            len(cohort), lambda chosen: float((answers.answer(chosen) == common).double().mean()), self.share
         )
 
 
@@ -302,15 +302,15 @@ def select_greedily(count: int, score: Callable[[list[int]], float], enough: flo
     return Selection(sorted(chosen), covered)
 
 
-def inference_costs(model: Answering, everybody: Sequence[Spec], bench: Bench) -> dict[str, Any]:
+def inference_costs(model: Answering, every_spec: Sequence[Spec], bench: Bench) -> dict[str, Any]:
     """How many networks answer, and what share of the multiplications of all an answer takes."""
     members = model.members
-    facts: dict[str, Any] = {"members": len(members), "clients": len(everybody)}
+    facts: dict[str, Any] = {"members": len(members), "clients": len(every_spec)}
     try:
-        shapes = {spec: input_form(bench, spec).shape for spec in everybody}  # each reads inputs of its own form
+        shapes = {spec: input_form(bench, spec).shape for spec in every_spec}  # each reads inputs of its own form
         full, mine = (
             [cost_of(s, shapes.get(s) or input_form(bench, s).shape) for s in specs]
-            for specs in (everybody, [m.spec for m in members])
+            for specs in (every_spec, [m.spec for m in members])
         )
     except (RecipeError, ConfigError):  # what inputs look like is not known here, so neither is what they cost
         return facts

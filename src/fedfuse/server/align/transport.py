@@ -134,9 +134,9 @@ def _distance(
     """Euclidean distances between units by how they are wired to what is settled already."""
     squares = torch.zeros(theirs.size, ours.size, dtype=torch.float64)
     for there, here in zip(theirs.makers, ours.makers, strict=True):
-        beside = {name for _, name in wiring(groups)[ours.name][here]}
-        if here.tensor in tensors and beside.issubset(settled):
-            moved = blend_units({here.tensor: tensors[here.tensor]}, groups, {name: settled[name] for name in beside})
+        adjacent = {name for _, name in wiring(groups)[ours.name][here]}
+        if here.tensor in tensors and adjacent.issubset(settled):
+            moved = blend_units({here.tensor: tensors[here.tensor]}, groups, {name: settled[name] for name in adjacent})
             a, b = there.rows(target, theirs.size).double(), here.rows(moved, ours.size).double()
             squares += torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square()
     return squares.sqrt()

@@ -84,7 +84,7 @@ class Distill(ServerPart):
         return sum(self.input_source.workload(self.epochs, clients, bench))
 
     def seconds(self, bench: Bench) -> float:
-        """Those of making the inputs beside the networks' answers."""
+        """Those of making the inputs, without the networks' answers."""
         return self.input_source.seconds(self.epochs, bench)
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:

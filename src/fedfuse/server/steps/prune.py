@@ -439,7 +439,7 @@ def combined_rate(
 def gap_rate(spectrum: Spectrum, lipschitz: float) -> float:
     """FedAP's expected rate: m/d for the first m with λ_{m+1} − λ_m > 4 𝓛, eigenvalues ascending.
 
-    Below such a gap the loss is so flat beside its own non-linearity that those directions may go. With a spectrum by
+    Below such a gap the loss is so flat relative to its non-linearity that those directions may go. With a spectrum by
     quadrature m/d is the weight of the values up to the gap. Without any such gap nothing may go, and the rate is 0.
 
     The paper calls d the rank of the Hessian. A rank by quadrature is a guess, so d is the number of parameters here,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,19 +50,19 @@ class DistillationInputs(Protocol):
         ...
 
     def seconds(self, epochs: int, bench: Bench) -> float:
-        """About how long making the inputs takes beside that, by a short trial on this machine."""
+        """About how long making the inputs takes besides, by a short trial on this machine."""
         ...
 
 
-class _HeldInputs:
+class _HeldInputs(ABC):
     """Inputs that the server holds: all of them join the pool before the first epoch."""
 
     __slots__ = ()
     needs_numbers: ClassVar[bool] = False
 
+    @abstractmethod
     def held(self, bench: Bench) -> Tensor:
         """The inputs."""
-        raise NotImplementedError
 
     def __call__(self, epoch: int, teacher: Teacher, student: nn.Module, bench: Bench) -> Tensor:  # noqa: ARG002
         """All of them, before the first epoch."""
