@@ -19,6 +19,8 @@ from fedfuse.core.state import Bench, ServerState
 from fedfuse.data.partitions import partition
 from fedfuse.data.schemes import Classes, Dirichlet, Scheme, Shares
 from fedfuse.data.sources import load
+from fedfuse.nets.channels import channel_groups
+from fedfuse.server.align.nets import Net
 from fedfuse.wire.codec import Packet
 
 
@@ -111,3 +113,8 @@ def ask(engine: Engine, brief: Brief, work: Work) -> dict[str, Envelope]:
 def payloads(engine: Engine, brief: Brief, work: Work) -> dict[str, object]:
     """The same, as the bytes that they send."""
     return {client: as_bytes(envelope.payload) for client, envelope in ask(engine, brief, work).items()}
+
+
+def net_of(spec: Spec, shape: tuple[int, ...], seed: int = 0) -> Net:
+    """A network to be aligned, its weights drawn, for inputs of this shape."""
+    return Net(f"c{seed}", spec, channel_groups(spec, shape), drawn(spec, seed))

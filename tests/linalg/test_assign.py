@@ -6,7 +6,7 @@ import scipy.optimize
 import torch
 
 from fedfuse.errors import ConfigError, NotConverged
-from fedfuse.linalg.assign import Assignment, inverse_permutation, match, match_each, permutation, sinkhorn
+from fedfuse.linalg.assign import match, match_each, sinkhorn
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -31,20 +31,9 @@ def test_a_shuffled_copy_is_put_back_in_order() -> None:
     mine = normal(6, 10)
     shuffle = torch.tensor([3, 0, 5, 1, 4, 2])
     other = mine[shuffle] + 0.01 * normal(6, 10, seed=1)
-    p = permutation(match(torch.cdist(mine, other)), 6)
+    p = match(torch.cdist(mine, other)).cols
     assert torch.equal(shuffle[p], torch.arange(6))
     assert torch.allclose(other[p], mine, atol=0.1)
-    assert torch.equal(inverse_permutation(p)[p], torch.arange(6))
-    assert torch.equal(inverse_permutation(p), shuffle)
-
-
-def test_partial_matches_are_no_permutations() -> None:
-    with pytest.raises(ConfigError, match="got 2 pairs, expected every one of 3"):
-        permutation(match(normal(2, 3)), 3)
-    with pytest.raises(ConfigError, match="every one of 2 rows and columns"):
-        permutation(match(normal(2, 3) - torch.tensor([0.0, 0.0, 100.0])), 2)
-    with pytest.raises(ConfigError, match="got 0 pairs"):
-        permutation(Assignment(torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long), 0.0), 1)
 
 
 @pytest.mark.parametrize("bad", [torch.tensor([1.0]), torch.tensor([[torch.nan]]), torch.tensor([[torch.inf]])])

@@ -16,7 +16,7 @@ from sklearn.linear_model import Ridge
 from torch import Tensor
 
 from fedfuse.errors import ConfigError
-from fedfuse.linalg.ridge import RidgePath, Sums, gaussian_classes, solve_ridge
+from fedfuse.linalg.ridge import RidgePath, Sums, gaussian_classes
 
 
 def problem(rows: int = 60, features: int = 7, targets: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -31,13 +31,12 @@ def test_weights_are_those_of_scikit_learn(penalty: float) -> None:
     phi, t = problem()
     theirs = Ridge(alpha=penalty, fit_intercept=False, solver="cholesky").fit(phi.numpy(), t.numpy()).coef_.T
     sums = Sums.of(phi, t)
-    for ours in (RidgePath.of(sums).weights(penalty), solve_ridge(sums, penalty)):
-        assert np.allclose(ours.numpy(), theirs, rtol=1e-10, atol=1e-12)
+    assert np.allclose(RidgePath.of(sums).weights(penalty).numpy(), theirs, rtol=1e-10, atol=1e-12)
 
 
 def test_without_a_penalty_it_is_the_shortest_least_squares_solution() -> None:
     phi, t = problem(rows=5, features=9)
-    assert torch.allclose(solve_ridge(Sums.of(phi, t), 0.0), torch.linalg.pinv(phi) @ t, rtol=1e-8, atol=1e-10)
+    assert torch.allclose(RidgePath.of(Sums.of(phi, t)).weights(0.0), torch.linalg.pinv(phi) @ t, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("penalty", [1e-3, 1.0, 50.0])
@@ -107,7 +106,7 @@ def test_what_was_added_can_be_taken_away() -> None:
     phi, t = problem()
     rest, part = Sums.of(phi[:40], t[:40]), Sums.of(phi[40:], t[40:])
     again = rest + part - part
-    assert torch.allclose(solve_ridge(again, 1.0), solve_ridge(rest, 1.0), rtol=1e-12)
+    assert torch.allclose(RidgePath.of(again).weights(1.0), RidgePath.of(rest).weights(1.0), rtol=1e-10)
     assert again.count == 40
 
 

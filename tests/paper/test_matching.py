@@ -17,16 +17,17 @@ from fedfuse.core.recipe import Recipe
 from fedfuse.engines.local import InProcess
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import PreparedExperiment, Setting, prepare
+from fedfuse.experiment.reproduce import experiments_folder, load_figures
 from fedfuse.server.admission.admit import Admission, admit_all
 from fedfuse.server.aggregate.mean import Mean
 from fedfuse.server.align.activations import ByActivations
 from fedfuse.server.align.alignment import ALIGNMENTS, AlignUnits, Matching
-from fedfuse.server.align.line import Line, straight_line
 from fedfuse.server.align.nets import Net
 from fedfuse.server.align.weights import ByWeights
 from fedfuse.server.round import fuse_round
 
 pytestmark = pytest.mark.paper
+figures: Any = load_figures(experiments_folder() / "figures" / "matching.py")
 
 LENET = {"name": "lenet"}
 VGG = {"name": "vgg11", "widths": 0.125, "hidden": [64], "norm": True, "dropout": 0.0}
@@ -44,13 +45,13 @@ class Trained(NamedTuple):
         fused = fuse_round(recipe, self.admission.cohort, self.setting.start, self.setting.bench)
         return 100 * float(self.setting.judge.evaluate(fused.model)["accuracy"])
 
-    def line(self, way: Matching | None, restated: bool) -> Line:
+    def line(self, way: Matching | None, restated: bool) -> Any:
         """Between the first two clients, on test rows."""
         cohort, bench, test = self.admission.cohort, self.setting.bench, self.prepared.dataset.test
         nets = [Net.of(update, test.x.shape[1:]) for update in cohort]
         there = cohort if way is None else AlignUnits(way).align(cohort, nets, bench)[0]
         a, b = (dict(update.posterior.mean) for update in there)
-        return straight_line(nets[0].spec, a, b, test, 5, bench.rows if restated else None)
+        return figures.straight_line(nets[0].spec, a, b, test, 5, bench.rows if restated else None)
 
 
 def trained(seed: int, data: dict[str, Any], model: dict[str, Any], local: dict[str, Any]) -> Trained:

@@ -74,35 +74,6 @@ def match_each(gains: Tensor) -> Tensor:
     return columns.to(gains.device)
 
 
-def permutation(found: Assignment, width: int) -> Tensor:
-    """The assignment as a permutation p of `width` units, so that `other[p]` stands in the rows' order.
-
-    Example:
-        >>> other = torch.tensor([30.0, 10.0, 20.0])
-        >>> mine = torch.tensor([11.0, 21.0, 31.0])
-        >>> other[permutation(match((mine[:, None] - other).square()), 3)]
-        tensor([10., 20., 30.])
-    """
-    if len(found.rows) != width or int(found.rows.max()) >= width or int(found.cols.max()) >= width:
-        raise ConfigError(
-            f"permutation: got {len(found.rows)} pairs, expected every one of {width} rows and columns matched; "
-            "for a partial match use the assignment's rows and cols"
-        )
-    return found.cols
-
-
-def inverse_permutation(p: Tensor) -> Tensor:
-    """The permutation q with q[p] = p[q] = identity.
-
-    Example:
-        >>> inverse_permutation(torch.tensor([2, 0, 1]))
-        tensor([1, 2, 0])
-    """
-    q = torch.empty_like(p)
-    q[p] = torch.arange(len(p), dtype=p.dtype, device=p.device)
-    return q
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Transport:
     """A soft assignment.

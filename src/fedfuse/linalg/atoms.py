@@ -61,6 +61,7 @@ class AtomPrior:
 
     def popularity(self, users: Tensor, clients: int) -> Tensor:
         """2 log(m/(J − m)): how much likelier than not one more client uses an atom m others use."""
+        # doubled, as is the novelty below, because gains are twice log-likelihoods: the Gaussian's ½ is left out there
         if self.odds == "released":
             return torch.logit(users.double().clamp(max=_MOST_POPULAR) / clients)
         return 2 * torch.logit(users.double() / clients)
@@ -97,7 +98,7 @@ class SharedAtoms:
         return (belief.mean * belief.precision + self.sums) / (belief.precision + self.precision)
 
     def mean(self) -> Tensor:
-        """The plain weighted means, zero for a coordinate nobody knows anything of."""
+        """The plain weighted means, zero for a coordinate no client knows."""
         return torch.where(self.precision > 0, self.sums / self.precision.clamp(min=torch.finfo().tiny), 0.0)
 
 
@@ -128,9 +129,9 @@ def share_atoms(
     is assigned again.
 
     Args:
-        clients: everybody's units, with the same coordinates.
+        clients: each one's units, with the same coordinates.
         belief: what is believed of atoms beforehand.
-        sweeps: how often everybody is assigned again, at most; it ends when a sweep changes nothing.
+        sweeps: how often every client is assigned again, at most; it ends when a sweep changes nothing.
         draw: the order of the sweeps; by default a generator with seed 0.
 
     Example:
@@ -189,10 +190,10 @@ class _Table:
 
     @classmethod
     def empty(cls, clients: Sequence[Units], belief: AtomPrior) -> _Table:
-        nobody = torch.zeros(0, dtype=torch.int64)
+        none = torch.zeros(0, dtype=torch.int64)
         sums = belief.mean.new_zeros(0, len(belief.mean))
         precision = sums.new_zeros(0, len(belief.precision))
-        return cls(clients, belief, [nobody] * len(clients), sums, precision, sums.new_zeros(0))
+        return cls(clients, belief, [none] * len(clients), sums, precision, sums.new_zeros(0))
 
     def assign(self, client: int) -> None:
         """Give every unit of a client the atom, or a new one, by the largest sum of gains."""
@@ -205,7 +206,7 @@ class _Table:
         self.assignment[client] = atoms
 
     def remove(self, client: int) -> None:
-        """Take a client's units out; atoms nobody uses any more vanish."""
+        """Take a client's units out; atoms without users vanish."""
         self._add(client, self.assignment[client], -1)
         self.assignment[client] = self.assignment[client][:0]
         used = self.users > 0

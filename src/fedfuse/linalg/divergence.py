@@ -1,7 +1,7 @@
 """How far a tensor is from Gaussian, and how far two distributions are apart.
 
-A score that has no meaning (fewer than four numbers, all of them equal, or some not finite) is NaN; whoever
-turns scores into weights then falls back to uniform ones, and says so.
+A score that has no meaning (fewer than four numbers, all of them equal, or some not finite) is NaN; what
+turns scores into weights then falls back to uniform ones, and notes it.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def k_statistics(x: Tensor, *, per_row: bool = False, sums: PowerSums | None = N
         k2 = n m2 / (n−1),  k3 = n² m3 / ((n−1)(n−2)),
         k4 = n² ((n+1) m4 − 3 (n−1) m2²) / ((n−1)(n−2)(n−3))
 
-    In float64, block by block and in one pass; a tensor whose mean is large beside its deviation takes a second
-    one about its mean, so that neither size nor offset costs precision. Who sums up its powers can be given.
+    In float64, block by block and in one pass; a tensor whose mean is large relative to its deviation takes a second
+    one about its mean, so that neither size nor offset costs precision. `sums` replaces `power_sums`.
 
     Example:
         >>> k = k_statistics(torch.tensor([1.0, 2.0, 3.0, 10.0]))
@@ -94,142 +94,6 @@ def non_gaussianity(
     if isinstance(score, Tensor):
         return score
     return torch.tensor([score] if per_row else score, dtype=torch.float64)
-
-
-def renyi_to_gaussian(
-    x: Tensor,
-    order: float = 1.0,
-    *,
-    density: Density = "histogram",
-    reference: Reference = "standard",
-    bins: int | None = None,
-    generator: torch.Generator | None = None,
-) -> float:
-    """Rényi divergence of the distribution of a tensor's entries from a Gaussian; NaN means no score.
-
-    The three densities differ in what they call the distribution of the entries:
-
-    - `histogram`: the share of entries in each of a number of equal bins (Scott's rule unless given),
-      against the Gaussian's mass in the same bins. It converges to the divergence of the densities, fast
-      for orders near one; order 0 sees only which bins are occupied, and orders well above one lean on
-      the sparse bins of the tails.
-    - `samples`: SWA's text. Entry i has probability softmax(x)_i, against softmax of as many normal draws.
-    - `grid`: SWA's released code. softmax(x)_i against the normal density, not normalized, at the i-th of
-      as many equally spaced points of [−1, 1]; at order 1 both are normalized after adding 1e-10; the
-      absolute value of the result.
-
-    Args:
-        x: the entries.
-        order: 0, 1 (Kullback–Leibler), or any positive number.
-        density: one of the three.
-        reference: `standard` is N(0, 1); `fitted` has the entries' own mean and variance.
-        bins: number of bins of the histogram.
-        generator: draws the normal samples.
-
-    Example:
-        >>> x = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) / 20
-        >>> f"{renyi_to_gaussian(x):.2f} = {float(kl_normal(0, 1 / 400, 0, 1)):.2f}"
-        '2.50 = 2.50'
-    """
-    order = _order(order)
-    if density not in get_args(Density) or reference not in get_args(Reference):
-        raise ConfigError(
-            f"Rényi divergence: density is {density!r} and reference {reference!r}, expected one of "
-            f"{', '.join(get_args(Density))} and one of {', '.join(get_args(Reference))}"
-        )
-    k = k_statistics(x)
-    if bool(k.k2.isnan()):
-        return math.nan
-    entries, std = x.detach().flatten(), float(k.k2.sqrt())
-    if reference == "fitted":  # the divergence does not change when both sides are standardized
-        entries, std = (entries.double() - k.k1) / std, 1.0
-    if density == "histogram":
-        return _renyi(*_bin_log_masses(entries, std, bins), order)
-    log_p = torch.log_softmax(entries.double(), 0)
-    if density == "grid":
-        return _renyi_on_grid(log_p, order)
-    return _renyi(log_p, torch.log_softmax(_normal_draws(len(log_p), generator, log_p.device), 0), order)
-
-
-def renyi(p: Tensor, q: Tensor, order: float = 1.0) -> float:
-    """Rényi divergence D_a(p‖q) = log Σ p^a q^(1−a) / (a−1) of two discrete distributions.
-
-    D_0 = −log Σ_{p>0} q and D_1 = Σ p log(p/q). Both arguments are divided by their sums.
-
-    Example:
-        >>> p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
-        >>> round(renyi(p, q, order=2), 6) == round(math.log(4 / 3), 6)
-        True
-    """
-    p, q = _distribution(p, "p"), _distribution(q, "q")
-    if p.shape != q.shape:
-        raise ConfigError(f"Rényi divergence: got {len(p)} and {len(q)} outcomes, expected as many")
-    return _renyi(p.log(), q.log(), _order(order))
-
-
-def kl_normal(m0: Tensor | float, v0: Tensor | float, m1: Tensor | float, v1: Tensor | float) -> Tensor:
-    """KL(N(m0, v0) ‖ N(m1, v1)) = (v0/v1 + (m0−m1)²/v1 − 1 − log(v0/v1)) / 2, elementwise.
-
-    Example:
-        >>> kl_normal(0.0, 1.0, 2.0, 1.0)
-        tensor(2., dtype=torch.float64)
-    """
-    m0, v0, m1, v1 = _wide(m0, v0, m1, v1)
-    return (v0 / v1 + (m0 - m1).square() / v1 - 1 - (v0 / v1).log()) / 2
-
-
-def renyi_normal(
-    m0: Tensor | float, v0: Tensor | float, m1: Tensor | float, v1: Tensor | float, order: float
-) -> Tensor:
-    """Rényi divergence of order a of N(m0, v0) from N(m1, v1), elementwise (Gil, Alajaji and Linder 2013).
-
-    With v = a v1 + (1−a) v0:  a (m0−m1)² / (2v) + log(v1/v0) / 2 + log(v1/v) / (2 (a−1)),
-    infinite where v ≤ 0, KL at a = 1 and 0 at a = 0.
-
-    Example:
-        >>> renyi_normal(0.0, 1.0, 2.0, 1.0, order=0.5)
-        tensor(1., dtype=torch.float64)
-    """
-    a = _order(order)
-    m0, v0, m1, v1 = _wide(m0, v0, m1, v1)
-    if a == 1:
-        return kl_normal(m0, v0, m1, v1)
-    v = a * v1 + (1 - a) * v0
-    safe = torch.where(v > 0, v, 1.0)
-    found = a * (m0 - m1).square() / (2 * safe) + (v1 / v0).log() / 2 + (v1 / safe).log() / (2 * (a - 1))
-    return torch.where(v > 0, found, math.inf)
-
-
-def bhattacharyya_normal(m0: Tensor | float, v0: Tensor | float, m1: Tensor | float, v1: Tensor | float) -> Tensor:
-    """Bhattacharyya distance −log ∫√(pq) of two Gaussians: half their Rényi divergence of order 1/2.
-
-    (m0−m1)² / (4 (v0+v1)) + log((v0+v1) / (2 √(v0 v1))) / 2, elementwise.
-
-    Example:
-        >>> bhattacharyya_normal(0.0, 1.0, 2.0, 1.0)
-        tensor(0.5000, dtype=torch.float64)
-    """
-    m0, v0, m1, v1 = _wide(m0, v0, m1, v1)
-    return (m0 - m1).square() / (4 * (v0 + v1)) + ((v0 + v1) / (2 * (v0 * v1).sqrt())).log() / 2
-
-
-def jensen_shannon(p_counts: Tensor | Sequence[float], q_counts: Tensor | Sequence[float], base: float = 2) -> float:
-    """Jensen–Shannon divergence of two histograms: (KL(p‖m) + KL(q‖m)) / 2 with m = (p+q)/2.
-
-    In [0, 1] for base 2; an empty bin adds nothing (0 log 0 = 0).
-
-    Example:
-        >>> round(jensen_shannon([1, 0], [0, 1]), 12), jensen_shannon([3, 1], [6, 2])
-        (1.0, 0.0)
-    """
-    p, q = _distribution(torch.as_tensor(p_counts), "p"), _distribution(torch.as_tensor(q_counts), "q")
-    if p.shape != q.shape or not (base > 1):
-        raise ConfigError(
-            f"Jensen–Shannon: got {len(p)} and {len(q)} bins and base {base}, expected as many bins and a base above 1"
-        )
-    m = (p + q) / 2
-    nats = (torch.special.xlogy(p, p / m).nansum() + torch.special.xlogy(q, q / m).nansum()) / 2
-    return max(0.0, float(nats)) / math.log(base)
 
 
 def _vector_k(vector: Tensor, sums_of: PowerSums | None) -> tuple[float, float, float, float]:
@@ -267,7 +131,7 @@ def power_sums(vector: Tensor, begin: float) -> Sequence[float]:
 
 @lru_cache(maxsize=2)
 def _work_buffers(size: int, thread: int) -> Tensor:  # noqa: ARG001 - each thread has its own
-    """Working memory for a block and its squares, kept: to ask for it anew would cost as much as a small layer."""
+    """Working memory for a block and its squares, kept: to ask for it each time would cost as much as a small layer."""
     return torch.empty(2, size, dtype=torch.float64)
 
 
@@ -324,6 +188,61 @@ def _rounding(mean: V) -> V:
     return step * step
 
 
+def renyi_to_gaussian(
+    x: Tensor,
+    order: float = 1.0,
+    *,
+    density: Density = "histogram",
+    reference: Reference = "standard",
+    bins: int | None = None,
+    generator: torch.Generator | None = None,
+) -> float:
+    """Rényi divergence of the distribution of a tensor's entries from a Gaussian; NaN means no score.
+
+    The three densities differ in what they call the distribution of the entries:
+
+    - `histogram`: the share of entries in each of a number of equal bins (Scott's rule unless given),
+      against the Gaussian's mass in the same bins. It converges to the divergence of the densities, fast
+      for orders near one; order 0 sees only which bins are occupied, and orders well above one lean on
+      the sparse bins of the tails.
+    - `samples`: SWA's text. Entry i has probability softmax(x)_i, against softmax of as many normal draws.
+    - `grid`: SWA's released code. softmax(x)_i against the normal density, not normalized, at the i-th of
+      as many equally spaced points of [−1, 1]; at order 1 both are normalized after adding 1e-10; the
+      absolute value of the result.
+
+    Args:
+        x: the entries.
+        order: 0, 1 (Kullback–Leibler), or any positive number.
+        density: one of the three.
+        reference: `standard` is N(0, 1); `fitted` has the entries' own mean and variance.
+        bins: number of bins of the histogram.
+        generator: draws the normal samples.
+
+    Example:
+        >>> x = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) / 20
+        >>> f"{renyi_to_gaussian(x):.2f} = {(1 / 400 - 1 - math.log(1 / 400)) / 2:.2f}"
+        '2.50 = 2.50'
+    """
+    order = _order(order)
+    if density not in get_args(Density) or reference not in get_args(Reference):
+        raise ConfigError(
+            f"Rényi divergence: density is {density!r} and reference {reference!r}, expected one of "
+            f"{', '.join(get_args(Density))} and one of {', '.join(get_args(Reference))}"
+        )
+    k = k_statistics(x)
+    if bool(k.k2.isnan()):
+        return math.nan
+    entries, std = x.detach().flatten(), float(k.k2.sqrt())
+    if reference == "fitted":  # the divergence does not change when both sides are standardized
+        entries, std = (entries.double() - k.k1) / std, 1.0
+    if density == "histogram":
+        return _renyi(*_bin_log_masses(entries, std, bins), order)
+    log_p = torch.log_softmax(entries.double(), 0)
+    if density == "grid":
+        return _renyi_on_grid(log_p, order)
+    return _renyi(log_p, torch.log_softmax(_normal_draws(len(log_p), generator, log_p.device), 0), order)
+
+
 def _bin_log_masses(x: Tensor, std: float, bins: int | None) -> tuple[Tensor, Tensor]:
     """Log shares of x and log masses of N(0, 1) in the equal bins between x's extremes that x occupies."""
     low, high = (float(end) for end in torch.aminmax(x))
@@ -358,6 +277,33 @@ def _normal_draws(n: int, generator: torch.Generator | None, device: torch.devic
     return torch.randn(n, dtype=torch.float64, generator=generator, device=generator.device).to(device)
 
 
+def _renyi_on_grid(log_p: Tensor, order: float) -> float:
+    """SWA's released score; see `renyi_to_gaussian`."""
+    points = torch.linspace(-1, 1, len(log_p), dtype=torch.float64, device=log_p.device)
+    log_q = -points.square() / 2 - math.log(2 * math.pi) / 2
+    if order == 1:
+        return renyi(log_p.exp() + 1e-10, log_q.exp() + 1e-10, 1)
+    if order == 0:
+        return abs(float(torch.logsumexp(log_q[log_p > -math.inf], 0)))
+    return abs(float(torch.logsumexp(order * log_p + (1 - order) * log_q, 0)) / (order - 1))
+
+
+def renyi(p: Tensor, q: Tensor, order: float = 1.0) -> float:
+    """Rényi divergence D_a(p‖q) = log Σ p^a q^(1−a) / (a−1) of two discrete distributions.
+
+    D_0 = −log Σ_{p>0} q and D_1 = Σ p log(p/q). Both arguments are divided by their sums.
+
+    Example:
+        >>> p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
+        >>> round(renyi(p, q, order=2), 6) == round(math.log(4 / 3), 6)
+        True
+    """
+    p, q = _distribution(p, "p"), _distribution(q, "q")
+    if p.shape != q.shape:
+        raise ConfigError(f"Rényi divergence: got {len(p)} and {len(q)} outcomes, expected as many")
+    return _renyi(p.log(), q.log(), _order(order))
+
+
 def _renyi(log_p: Tensor, log_q: Tensor, order: float) -> float:
     """Rényi divergence from log probabilities; outcomes with p = 0 count for nothing."""
     log_p, log_q = log_p[log_p > -math.inf], log_q[log_p > -math.inf]
@@ -370,15 +316,29 @@ def _renyi(log_p: Tensor, log_q: Tensor, order: float) -> float:
     return max(0.0, float(found))  # rounding can bring equal distributions just below zero
 
 
-def _renyi_on_grid(log_p: Tensor, order: float) -> float:
-    """SWA's released score; see `renyi_to_gaussian`."""
-    points = torch.linspace(-1, 1, len(log_p), dtype=torch.float64, device=log_p.device)
-    log_q = -points.square() / 2 - math.log(2 * math.pi) / 2
-    if order == 1:
-        return renyi(log_p.exp() + 1e-10, log_q.exp() + 1e-10, 1)
-    if order == 0:
-        return abs(float(torch.logsumexp(log_q[log_p > -math.inf], 0)))
-    return abs(float(torch.logsumexp(order * log_p + (1 - order) * log_q, 0)) / (order - 1))
+def _order(order: float) -> float:
+    if not (math.isfinite(order) and order >= 0):
+        raise ConfigError(f"Rényi divergence: order is {order}, expected a finite number of at least 0")
+    return float(order)
+
+
+def jensen_shannon(p_counts: Tensor | Sequence[float], q_counts: Tensor | Sequence[float], base: float = 2) -> float:
+    """Jensen–Shannon divergence of two histograms: (KL(p‖m) + KL(q‖m)) / 2 with m = (p+q)/2.
+
+    In [0, 1] for base 2; an empty bin adds nothing (0 log 0 = 0).
+
+    Example:
+        >>> round(jensen_shannon([1, 0], [0, 1]), 12), jensen_shannon([3, 1], [6, 2])
+        (1.0, 0.0)
+    """
+    p, q = _distribution(torch.as_tensor(p_counts), "p"), _distribution(torch.as_tensor(q_counts), "q")
+    if p.shape != q.shape or not (base > 1):
+        raise ConfigError(
+            f"Jensen–Shannon: got {len(p)} and {len(q)} bins and base {base}, expected as many bins and a base above 1"
+        )
+    m = (p + q) / 2
+    nats = (torch.special.xlogy(p, p / m).nansum() + torch.special.xlogy(q, q / m).nansum()) / 2
+    return max(0.0, float(nats)) / math.log(base)
 
 
 def _distribution(counts: Tensor, name: str) -> Tensor:
@@ -388,13 +348,3 @@ def _distribution(counts: Tensor, name: str) -> Tensor:
     if not (bool((counts >= 0).all()) and 0 < total < math.inf):
         raise ConfigError(f"divergence: {name} sums to {total}, expected finite counts of at least 0, not all 0")
     return counts / total
-
-
-def _order(order: float) -> float:
-    if not (math.isfinite(order) and order >= 0):
-        raise ConfigError(f"Rényi divergence: order is {order}, expected a finite number of at least 0")
-    return float(order)
-
-
-def _wide(*values: Tensor | float) -> list[Tensor]:
-    return [torch.as_tensor(value, dtype=torch.float64) for value in values]

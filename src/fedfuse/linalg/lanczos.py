@@ -12,7 +12,7 @@ from torch import Tensor
 from fedfuse.errors import ConfigError, NotConverged
 from fedfuse.linalg.cg import Operator
 
-# A residual this small beside the operator is rounding: the vectors so far span an invariant subspace.
+# A residual this small relative to the operator is rounding: the vectors so far span an invariant subspace.
 _BREAKDOWN = 1e-12
 
 
@@ -22,11 +22,11 @@ class Tridiagonal:
 
     Attributes:
         diagonal: T's diagonal.
-        beside: the diagonal beside it; zero where the search began anew.
+        off_diagonal: the diagonal next to it; zero where the search began again.
     """
 
     diagonal: Tensor
-    beside: Tensor
+    off_diagonal: Tensor
 
     def dense(self) -> Tensor:
         """T as a matrix.
@@ -36,7 +36,7 @@ class Tridiagonal:
             tensor([[1., 3.],
                     [3., 2.]])
         """
-        return self.diagonal.diag() + self.beside.diag(1) + self.beside.diag(-1)
+        return self.diagonal.diag() + self.off_diagonal.diag(1) + self.off_diagonal.diag(-1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +113,7 @@ def lanczos(
     steps = min(steps, size)
     basis = torch.empty(steps, size, dtype=dtype, device=generator.device)
     basis[0] = _fresh(basis[:0], generator) if start is None else start.to(basis) / start.norm()
-    diagonal, beside = [0.0] * steps, [0.0] * (steps - 1)
+    diagonal, off_diagonal = [0.0] * steps, [0.0] * (steps - 1)
     scale = 0.0
     for j in range(steps):
         image = apply(basis[j]).to(basis)
@@ -126,10 +126,10 @@ def lanczos(
         length = float(rest.norm())
         scale = max(scale, abs(diagonal[j]), length)
         if length > _BREAKDOWN * scale:
-            beside[j], basis[j + 1] = length, rest / length
+            off_diagonal[j], basis[j + 1] = length, rest / length
         else:
             basis[j + 1] = _fresh(basis[: j + 1], generator)
-    return Tridiagonal(torch.tensor(diagonal, dtype=torch.float64), torch.tensor(beside, dtype=torch.float64))
+    return Tridiagonal(torch.tensor(diagonal, dtype=torch.float64), torch.tensor(off_diagonal, dtype=torch.float64))
 
 
 def ritz(T: Tridiagonal) -> tuple[Tensor, Tensor]:
@@ -224,7 +224,7 @@ def hessian_vector_product(
 
 
 def _orthogonal(v: Tensor, basis: Tensor) -> Tensor:
-    """What is left of v beside the rows of `basis`; twice is enough (Giraud et al. 2005)."""
+    """What is left of v without the rows of `basis`; twice is enough (Giraud et al. 2005)."""
     for _ in range(2):
         v = v - basis.mT @ (basis @ v)
     return v

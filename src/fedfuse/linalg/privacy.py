@@ -147,10 +147,10 @@ def compose_signals(signals: Iterable[float]) -> float:
 
 
 def sampled_epsilon(noise: float, share: float, rounds: int, delta: float) -> float:
-    """ε of so many rounds in each of which everybody takes part with a probability: Rényi accounting, whole orders.
+    """ε of several rounds in each of which every client takes part with a probability: Rényi accounting, whole orders.
 
     Per round and order α, (1/(α−1)) log Σ_k C(α, k)(1−q)^(α−k) q^k exp(k(k−1)/(2z²)) (Mironov et al. 2019); rounds add,
-    and the best order is taken. It holds for Poisson sampling: everybody by a coin of its own.
+    and the best order is taken. It holds for Poisson sampling: a coin per client.
 
     Args:
         noise: z, the noise's standard deviation over the sensitivity.

@@ -25,9 +25,9 @@ from fedfuse.linalg.subspace import reciprocal, times, written
 
 Rule: TypeAlias = Literal["gcv", "evidence"]
 
+_ROWS = 16  # of an embedding that are fused together
 # A fixed grid, in units of the mean eigenvalue. A search that narrows down would follow the rounding of a flat minimum,
 # and the choice must not depend on how rows were split. Below the least one so would the solution itself.
-_ROWS = 16  # of an embedding that are fused together
 _GRID: tuple[float, ...] = tuple(10.0 ** (exponent / 10) for exponent in range(-60, 21))
 
 
@@ -169,28 +169,16 @@ class RidgePath:
         return min(grid, key=self.gcv) if rule == "gcv" else max(grid, key=self.log_evidence)
 
 
-def solve_ridge(sums: Sums, penalty: float) -> Tensor:
-    """W = (G + λI)⁻¹ H by Cholesky, where λ > 0; see `RidgePath` for λ = 0 and for choosing one.
-
-    Example:
-        >>> solve_ridge(Sums.of(torch.eye(2), torch.tensor([[2.0], [4.0]])), 1.0).flatten()
-        tensor([1.0000, 2.0000], dtype=torch.float64)
-    """
-    if penalty <= 0:
-        return RidgePath.of(sums).weights(0.0)
-    return solve(add_diagonal(sums.gram, penalty), sums.cross, what="the sums of features")
-
-
 def regression_mean(
     layers: Iterable[Tensor],
     moments: Iterable[Tensor],
     shares: Iterable[float],
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """The layer whose answers are nearest to everybody's on their own inputs: argmin Σ f_k ‖(M − M_k) X_k‖².
+    """The layer whose answers are nearest to every client's on its own inputs: argmin Σ f_k ‖(M − M_k) X_k‖².
 
     With A_k = X_k X_kᵀ it is the regression M = (Σ f_k M_k A_k)(Σ f_k A_k)⁻¹ of all layers' answers on all inputs.
-    Inputs that nobody has seen keep the plain mean Σ f_k M_k.
+    Inputs that no client has seen keep the plain mean Σ f_k M_k.
 
     Args:
         layers: each client's M_k, (out × in).
@@ -229,7 +217,7 @@ def regression_mean(
 def _mean_by_sizes(
     layers: Sequence[Tensor], sizes: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype
 ) -> Tensor:
-    """The same for diagonal moments, a few rows of M at a time: beside the layers, only the result is held whole."""
+    """The same for diagonal moments, a few rows of M at a time: only the layers and the result are held whole."""
     total = torch.stack([f * A.double() for f, A in zip(shares, sizes, strict=True)]).sum(0)
     out = torch.empty_like(layers[0], dtype=dtype)  # laid as they are: an embedding's rows are columns here
     for begin in range(0, len(out), _ROWS):
@@ -283,7 +271,7 @@ def gaussian_classes(sums: Sums, penalty: float) -> Tensor:
 
         w_c = Σ⁻¹ μ_c,   b_c = −½ μ_cᵀ Σ⁻¹ μ_c + log n_c/n.
 
-    A class without rows is taken to look like everybody, as if half a row of it had been seen.
+    A class without rows is taken to look like all rows, as if half a row of it had been seen.
 
     Example:
         >>> features = torch.tensor([[-1.0, 1.0], [-3.0, 1.0], [1.0, 1.0], [3.0, 1.0]])

@@ -204,7 +204,7 @@ def solve_blockwise(Ms: Sequence[Tensor], As: Sequence[Factor], Bs: Sequence[Fac
 
 
 def blocks_of_all(factors: Sequence[Factor]) -> Iterator[tuple[slice, list[Factor]]]:
-    """Where each block stands that all clients' factors have in common, and everybody's; whole factors are one."""
+    """Where each block stands that all clients' factors share, and every client's; whole factors are one."""
     cut = [factor for factor in factors if isinstance(factor, BlockDiagonal)]
     if not cut:
         yield slice(None), list(factors)

@@ -6,27 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from builders import net_of, rows
 from fedfuse.core.inputs import InputForm
-from fedfuse.core.rows import Rows
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError, RecipeError
-from fedfuse.nets.channels import channel_groups
 from fedfuse.server.align.activations import ByActivations, PairMoments, cross_moments, probes
 from fedfuse.server.align.nets import Net
 
 LENET = Spec("lenet", {"size": 8, "maps": [3, 4], "hidden": [6], "classes": 2})
-
-
-def net(seed: int) -> Net:
-    draw = torch.Generator().manual_seed(seed)
-    params = {n: torch.randn(t.shape, generator=draw) for n, t in LENET.build().state_dict().items()}
-    return Net(f"c{seed}", LENET, channel_groups(LENET, (1, 8, 8)), params)
-
-
-def rows(n: int, seed: int = 0) -> Rows:
-    x = torch.randn(n, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
-    return Rows(x, torch.arange(n) % 2)
 
 
 def test_moments_give_numpys_correlation_and_distance() -> None:
@@ -48,8 +36,8 @@ def test_a_unit_that_always_answers_the_same_is_like_nobody() -> None:
 
 
 def test_layers_are_heard_before_their_relu_over_all_positions() -> None:
-    a, b = net(0), net(1)
-    x = rows(70).x  # more than one batch
+    a, b = net_of(LENET, (1, 8, 8), 0), net_of(LENET, (1, 8, 8), 1)
+    x = rows(70, 1, 8, 8, classes=2).x  # more than one batch
     seen = cross_moments(a, b, x)
     outs = [torch.nn.functional.conv2d(x, n.params["conv1.weight"], n.params["conv1.bias"], padding=1) for n in (a, b)]
     mine, theirs = (out.transpose(0, 1).reshape(3, -1).numpy() for out in outs)
@@ -62,7 +50,7 @@ def test_layers_are_heard_before_their_relu_over_all_positions() -> None:
 @pytest.mark.parametrize("likeness", ["correlation", "distance"])
 def test_any_scale_of_a_unit_is_the_same_to_correlation_alone(likeness: str) -> None:
     """Correlation finds a unit whose weights were doubled; distance compares sizes."""
-    one = net(0)
+    one = net_of(LENET, (1, 8, 8), 0)
     order = torch.tensor([2, 0, 1])
     params = {n: t.clone() for n, t in one.params.items()}
     params["conv1.weight"], params["conv1.bias"] = params["conv1.weight"][order], params["conv1.bias"][order]
@@ -71,7 +59,7 @@ def test_any_scale_of_a_unit_is_the_same_to_correlation_alone(likeness: str) -> 
         params["conv1.weight"], params["conv1.bias"] = 7 * params["conv1.weight"], 7 * params["conv1.bias"]
         params["conv2.weight"] = params["conv2.weight"] / 7
     other = Net("other", LENET, one.groups, params)
-    (moves,) = ByActivations(likeness)([other], one, Bench(rows(40)))  # type: ignore[arg-type]
+    (moves,) = ByActivations(likeness)([other], one, Bench(rows(40, 1, 8, 8, classes=2)))  # type: ignore[arg-type]
     assert {n: o.tolist() for n, o in moves.items()} == {  # type: ignore[union-attr]
         "conv1": [1, 2, 0],
         "conv2": [0, 1, 2, 3],
@@ -80,7 +68,7 @@ def test_any_scale_of_a_unit_is_the_same_to_correlation_alone(likeness: str) -> 
 
 
 def test_inputs_are_the_servers_spread_evenly_or_noise() -> None:
-    one, own = net(0), rows(100)
+    one, own = net_of(LENET, (1, 8, 8), 0), rows(100, 1, 8, 8, classes=2)
     assert probes(one, Bench(own), "auto", 10).equal(own.x[::10])
     assert probes(one, Bench(unlabelled=own.x), "auto", 1000).equal(own.x)
     noise = probes(one, Bench(own, inputs=InputForm((1, 8, 8), (2.0,), (3.0,))), "synthetic", 5)

@@ -10,6 +10,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from builders import net_of
 from fedfuse.core.messages import ClientUpdate, Cohort
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Diag, Posterior
@@ -31,9 +32,7 @@ SHAPES = {MLP: (6,), LENET: (1, 8, 8)}
 
 
 def net(spec: Spec, seed: int) -> Net:
-    draw = torch.Generator().manual_seed(seed)
-    params = {n: torch.randn(t.shape, generator=draw) for n, t in spec.build().state_dict().items()}
-    return Net(f"c{seed}", spec, channel_groups(spec, SHAPES[spec]), params)
+    return net_of(spec, SHAPES[spec], seed)
 
 
 @pytest.mark.parametrize("spec", [MLP, LENET], ids=["mlp", "lenet"])

@@ -8,19 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from builders import net_of
 from fedfuse.core.params import Params, squared_distance
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
-from fedfuse.nets.channels import Group, channel_groups, move_units
+from fedfuse.nets.channels import Group, move_units
 from fedfuse.server.align.nets import Moves, Net
 from fedfuse.server.align.weights import ByWeights, WeightMatching, best_order, wiring
-
-
-def net(spec: Spec, shape: tuple[int, ...], seed: int) -> Net:
-    draw = torch.Generator().manual_seed(seed)
-    params = {n: torch.randn(t.shape, generator=draw) for n, t in spec.build().state_dict().items()}
-    return Net(f"c{seed}", spec, channel_groups(spec, shape), params)
 
 
 def moved(one: Net, moves: Moves) -> Params:
@@ -39,7 +34,7 @@ def nearest(one: Net, target: Net) -> float:
 @pytest.mark.parametrize("seed", range(5))
 def test_one_hidden_layer_is_matched_exactly(seed: int) -> None:
     spec = Spec("mlp", {"inputs": 3, "hidden": [5], "classes": 2})
-    target, one = net(spec, (3,), seed), net(spec, (3,), seed + 100)
+    target, one = net_of(spec, (3,), seed), net_of(spec, (3,), seed + 100)
     (found,) = ByWeights()([one], target, Bench())
     assert squared_distance(moved(one, found), target.params) == pytest.approx(nearest(one, target), rel=1e-6)
 
@@ -48,7 +43,7 @@ def test_two_hidden_layers_end_where_no_layer_can_do_better_and_near_the_best() 
     spec = Spec("mlp", {"inputs": 3, "hidden": [4, 4], "classes": 2})
     best, got, plain = 0.0, 0.0, 0.0
     for seed in range(3):
-        target, one = net(spec, (3,), seed), net(spec, (3,), seed + 100)
+        target, one = net_of(spec, (3,), seed), net_of(spec, (3,), seed + 100)
         (found,) = ByWeights()([one], target, Bench())
         here = moved(one, found)
         distance = squared_distance(here, target.params)
@@ -66,9 +61,9 @@ def test_two_hidden_layers_end_where_no_layer_can_do_better_and_near_the_best() 
 def test_the_distance_never_grows() -> None:
     """A network near its reference stays as it is, where matching layer by layer might lose it."""
     spec = Spec("lenet", {"size": 8, "hidden": [12]})
-    target = net(spec, (1, 8, 8), 0)
+    target = net_of(spec, (1, 8, 8), 0)
     for noise in (0.1, 1.0, 3.0):
-        extra = net(spec, (1, 8, 8), 5).params
+        extra = net_of(spec, (1, 8, 8), 5).params
         one = Net("c", spec, target.groups, {n: t + noise * extra[n] for n, t in target.params.items()})
         (found,) = ByWeights()([one], target, Bench())
         assert squared_distance(moved(one, found), target.params) <= squared_distance(one.params, target.params) + 1e-4
@@ -90,14 +85,14 @@ class Recurrent(nn.Module):
 
 def test_a_layer_that_reads_what_it_makes_only_moves_for_the_better() -> None:
     spec = Spec.of(Recurrent())
-    target = net(spec, (3,), 0)
+    target = net_of(spec, (3,), 0)
     (group,) = target.groups
     beside = {place: {name for _, name in stands} for place, stands in wiring(target.groups)[group.name].items()}
     assert all(group.name in names for place, names in beside.items() if "again.w" in place.tensor)
     copy = Net("copy", spec, target.groups, move_units(target.params, {group: [2, 3, 1, 0]}))
     assert squared_distance(moved(copy, ByWeights()([copy], target, Bench())[0]), target.params) < 1e-10
     for seed in range(10, 16):
-        one = net(spec, (3,), seed)
+        one = net_of(spec, (3,), seed)
         board = WeightMatching.of(target.matched_tensors(), [one.matched_tensors()], one.groups)
         before = float(board.scores())
         board.climb(50)
@@ -127,7 +122,7 @@ def alike(group: Group, target: Params, here: Params) -> Tensor:
 @pytest.mark.parametrize("network", ["walls", "lenet"])
 def test_gains_and_scores_are_those_of_networks_really_moved(network: str) -> None:
     spec, side = (Spec.of(Walled()), 2) if network == "walls" else (Spec("lenet", {"size": 8, "hidden": [12]}), 8)
-    target, *some = (net(spec, (1, side, side), seed) for seed in range(4))
+    target, *some = (net_of(spec, (1, side, side), seed) for seed in range(4))
     told, groups, draw = target.matched_tensors(), target.groups, torch.Generator().manual_seed(0)
     board, everybody = WeightMatching.of(told, [one.matched_tensors() for one in some], groups), [0, 1, 2]
     for first in range(3):  # all are moved, then some of them
@@ -146,7 +141,7 @@ def test_gains_and_scores_are_those_of_networks_really_moved(network: str) -> No
 
 def test_rooms_keep_their_units() -> None:
     gain = torch.tensor([[0.0, 1.0, 9.0, 9.0], [1.0, 0.0, 9.0, 9.0], [9.0, 9.0, 1.0, 0.0], [9.0, 9.0, 0.0, 1.0]])
-    assert best_order(gain, rooms=2).tolist() == [1, 0, 2, 3]
+    assert best_order(gain, sections=2).tolist() == [1, 0, 2, 3]
 
 
 def test_no_sweep_is_no_matching() -> None:

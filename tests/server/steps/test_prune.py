@@ -1,13 +1,16 @@
-"""Channels that go."""
+"""Channels that go: rates from spectra, ranks of feature maps against numpy, and networks that get smaller."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfuse.core.inputs import InputForm
@@ -20,10 +23,28 @@ from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench, ServerState
 from fedfuse.engines.local import InProcess, Population
 from fedfuse.errors import ConfigError, RecipeError, Refused
+from fedfuse.linalg.lanczos import Spectrum
 from fedfuse.nets.channels import Group
+from fedfuse.nets.curvature import Curvature
 from fedfuse.server.admission.admit import Contract, admit
 from fedfuse.server.loop import Record, RunPlan, run
-from fedfuse.server.steps.prune import FixedRate, Prune, filters_of, layer_rates, shrink_state, units_to_keep
+from fedfuse.server.steps.prune import (
+    FixedRate,
+    Prune,
+    SpectralRate,
+    combined_rate,
+    feature_ranks,
+    filters_of,
+    gap_rate,
+    layer_rates,
+    magnitude_threshold,
+    map_ranks,
+    plateau_rate,
+    share_below,
+    share_of_small,
+    shrink_state,
+    units_to_keep,
+)
 from fedfuse.wire.files import load_model, save_model
 from fedfuse.wire.messages import encode_reply
 from odd_networks import ODD
@@ -326,3 +347,116 @@ def test_norms_are_estimated_anew_on_the_servers_rows() -> None:
         Prune(0, FixedRate(0.5), "uniform", by="magnitude", renorm=False), spec, shape, rows
     ).single
     assert any(not untouched.posterior.mean[n].equal(after.posterior.mean[n]) for n in after.posterior.mean)
+
+
+def exact(*values: float) -> Spectrum:
+    return Spectrum(torch.tensor([values]).double(), torch.full((1, len(values)), 1 / len(values)).double())
+
+
+def test_the_first_gap_of_four_lipschitz_constants_is_the_rate() -> None:
+    """Gaps 0.1, 0.3, 2, 5: with 𝓛 = 0.1 the third is the first above 0.4, so three of five may go."""
+    spectrum = exact(-0.1, 0.0, 0.3, 2.3, 7.3)
+    assert gap_rate(spectrum, 0.1) == pytest.approx(3 / 5)
+    assert gap_rate(spectrum, 0.6) == pytest.approx(4 / 5)
+    assert gap_rate(spectrum, 2.0) == 0.0
+
+
+def test_several_probes_count_together() -> None:
+    two = Spectrum(torch.tensor([[0.0, 9.0], [0.5, 9.5]]), torch.tensor([[0.8, 0.2], [0.6, 0.4]]))
+    assert gap_rate(two, 1.0) == pytest.approx((0.8 + 0.6) / 2)
+
+
+def test_the_plateau_lies_where_hardly_an_eigenvalue_is() -> None:
+    """A flat bulk up to 0.01 and three outliers far away: what lies below the plateau is at least what is not positive
+    and at most the bulk, and of four shares at equal steps none moves."""
+    bulk = torch.linspace(-0.01, 0.01, 97)
+    spectrum = exact(*bulk.tolist(), 5.0, 8.0, 10.0)
+    rate = plateau_rate(spectrum)
+    assert 0.48 <= rate <= 0.75
+    assert rate <= 1 - (1 - share_below(spectrum, 0.0, 0.01)) / 2
+
+
+def test_a_spectrum_without_positive_values_is_flat_all_over() -> None:
+    assert plateau_rate(exact(-3.0, -2.0, -1.0)) == pytest.approx(1.0, abs=1e-6)
+    assert plateau_rate(exact(0.0, 0.0)) == 1.0
+
+
+def test_everybody_counts_by_rows_and_by_nearness_to_all_labels() -> None:
+    """Eq. 6 by hand."""
+    num_examples, apart, rates, eps = [400.0, 400.0, 800.0], [0.61, 0.31, 0.0], [0.7, 0.5, 0.2], 1e-2
+    raw = [400 / 0.62, 400 / 0.32, 800 / 0.01]
+    rate, weights = combined_rate(rates, num_examples, apart, eps)
+    assert weights == pytest.approx([w / sum(raw) for w in raw])
+    assert rate == pytest.approx(sum(w * p for w, p in zip(raw, rates, strict=True)) / sum(raw))
+
+
+def test_threshold_and_layer_rates_by_hand() -> None:
+    """Ten weights, p* = 0.45: the ⌊4.5⌋ = 4th smallest magnitude is 0.4; below it are 2 of 4 and 1 of 6."""
+    first, second = torch.tensor([0.1, -0.2, 0.8, -0.9]), torch.tensor([0.3, -0.4, 0.5, -0.6, 0.7, 1.0])
+    threshold = magnitude_threshold([first, second], 0.45)
+    assert threshold == pytest.approx(0.4)
+    assert share_of_small([first], threshold) == 0.5
+    assert share_of_small([second], threshold) == pytest.approx(1 / 6)
+    assert share_of_small([first, second], threshold) == pytest.approx(3 / 10)
+    assert magnitude_threshold([first, second], 0.05) == 0.0
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_the_threshold_leaves_about_the_rate_below(rate: float) -> None:
+    weights: list[Tensor] = [torch.randn(70, 30, generator=torch.Generator().manual_seed(0))]
+    assert share_of_small(weights, magnitude_threshold(weights, rate)) == pytest.approx(rate, abs=1.01 / 2100)
+
+
+def test_the_rule_is_the_users_choice() -> None:
+    seen = Curvature(exact(-1.0, 0.0, 0.1, 30.0), 0.5)
+    assert SpectralRate("gap").rate_of(seen) == pytest.approx(0.75)
+    assert SpectralRate("plateau").rate_of(seen) == plateau_rate(seen.spectrum)
+    assert math.isfinite(plateau_rate(seen.spectrum))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ranks_are_numpys(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    low = torch.randn(6, 5, 9, 2, generator=draw).to(dtype) @ torch.randn(6, 5, 2, 7, generator=draw).to(dtype)
+    maps = torch.cat(
+        [low, torch.randn(6, 5, 9, 7, generator=draw).to(dtype).relu(), torch.zeros(6, 1, 9, 7).to(dtype)], 1
+    )
+    assert map_ranks(maps).tolist() == np.linalg.matrix_rank(maps.numpy()).tolist()
+
+
+def test_a_coarser_tolerance_sees_less() -> None:
+    almost = torch.diag(torch.tensor([1.0, 0.5, 1e-4]))
+    assert int(map_ranks(almost)) == 3
+    assert int(map_ranks(almost, tolerance=1e-3)) == 2
+
+
+def test_maps_are_taken_after_the_relu_and_before_pooling() -> None:
+    torch.manual_seed(0)
+    spec, x = Spec("lenet"), torch.rand(130, 1, 28, 28)
+    model = Single.of(spec.build(), spec)
+    found = feature_ranks(model, x, ["conv1"])["conv1"]
+    w = model.posterior.mean
+    maps = F.conv2d(x, w["conv1.weight"], w["conv1.bias"]).relu()
+    want = np.linalg.matrix_rank(maps.numpy()).mean(0) / 24
+    assert np.allclose(found.numpy(), want)
+
+
+def test_a_norm_belongs_to_its_layer() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 36, 2))
+    with torch.no_grad():
+        net[1].bias.copy_(torch.tensor([-100.0, 100.0, 0.0]))  # dead, all lit, half lit
+    spec = Spec.of(net)
+    model, x = Single.of(net, spec), torch.rand(9, 1, 8, 8)
+    found = feature_ranks(model, x, ["0"])["0"]
+    maps = net.eval()[1](net[0](x)).relu().detach().numpy()
+    assert np.allclose(found.numpy(), np.linalg.matrix_rank(maps).mean(0) / 6)
+    assert found[0] == 0
+
+
+def test_a_units_rank_is_how_often_it_is_lit() -> None:
+    torch.manual_seed(0)
+    spec = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": 2})
+    model, x = Single.of(spec.build(), spec), torch.randn(50, 4)
+    lit = (x @ model.posterior.mean["fc1.weight"].T + model.posterior.mean["fc1.bias"] > 0).double().mean(0)
+    assert torch.allclose(feature_ranks(model, x, ["fc1"])["fc1"], lit)

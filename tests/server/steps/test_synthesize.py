@@ -1,4 +1,4 @@
-"""Inputs made of networks: answers asked for are answers given, and DENSE's losses are as written."""
+"""Inputs for distillation: those the server holds, answers asked for that are given, and DENSE's losses as written."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from torch import nn
 from fedfuse.core.inputs import InputForm
 from fedfuse.core.model import Single
 from fedfuse.core.posterior import Posterior
+from fedfuse.core.rows import Rows
 from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Bench
 from fedfuse.data.transforms import CropFlip
-from fedfuse.errors import ConfigError
+from fedfuse.errors import ConfigError, RecipeError
 from fedfuse.nets.forward import AtLayer
 from fedfuse.nets.mixture import MeanLogit, Mixture, TopLogit
 from fedfuse.server.steps.synthesize import (
     Generate,
     Impressions,
+    ServerInputs,
+    UnlabelledInputs,
     answer_and_gap,
     class_similarity,
     count_outputs,
     generator,
     initialize_generator,
+    server_inputs,
     wanted_answers,
 )
 
@@ -208,3 +212,36 @@ def test_views_are_augmented_as_clients_rows_were() -> None:
     student = spec.build().eval()
     assert made(0, teacher, student, plain).shape == (4, 1, 8, 8)
     assert made(0, teacher, student, moved).shape == (4, 1, 8, 8)
+
+
+SMALL = Spec("mlp", {"inputs": 4, "classes": 2})
+ROWS = Rows(torch.randn(10, 4), torch.zeros(10, dtype=torch.int64))
+
+
+def test_given_inputs_come_once() -> None:
+    teacher, student = Single.of(SMALL.build(), SMALL), SMALL.build()
+    bench = Bench(rows=ROWS, unlabelled=torch.ones(3, 4))
+    assert ServerInputs()(0, teacher, student, bench).equal(ROWS.x)
+    assert len(ServerInputs()(1, teacher, student, bench)) == 0
+    assert UnlabelledInputs()(0, teacher, student, bench).equal(torch.ones(3, 4))
+    assert len(UnlabelledInputs()(5, teacher, student, bench)) == 0
+    with pytest.raises(RecipeError, match=r"set data\.unlabelled"):
+        UnlabelledInputs()(0, teacher, student, Bench())
+    with pytest.raises(RecipeError, match=r"set data\.server_fraction"):
+        ServerInputs()(0, teacher, student, Bench())
+
+
+def test_held_inputs_are_a_seeded_sample_of_the_servers_own() -> None:
+    found = server_inputs(Bench(rows=ROWS, unlabelled=torch.ones(3, 4)), 6, "probe")
+    assert found is not None
+    x, source = found
+    assert source == "server"
+    assert len(x) == 6
+    assert all(bool((ROWS.x == row).all(1).any()) for row in x)
+    again = server_inputs(Bench(rows=ROWS), 6, "probe")
+    assert again is not None
+    assert again[0].equal(x)
+    bare = server_inputs(Bench(unlabelled=torch.ones(3, 4)), 6, "probe")
+    assert bare is not None
+    assert (len(bare[0]), bare[1]) == (3, "unlabelled")
+    assert server_inputs(Bench(), 6, "probe") is None

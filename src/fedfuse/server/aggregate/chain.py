@@ -35,6 +35,62 @@ class Hidden:
         return self.group.readers[0].rows(params, self.group.size)
 
 
+def hidden_layers(who: str, spec: Spec, bench: Bench) -> tuple[Hidden, ...]:
+    """The hidden layers of a network that is one layer after another, from the inputs on.
+
+    Raises:
+        ConfigError: if it is no such network; the sentence begins with `who`.
+
+    Example:
+        >>> [h.maker.name for h in hidden_layers("fedma", Spec("lenet"), Bench())]
+        ['conv1', 'conv2', 'fc1', 'fc2']
+    """
+    layers = {layer.weight: layer for layer in spec.layout.layers}
+    found = [_hidden(group, layers) for group in channel_groups(spec, input_form(bench, spec).shape)]
+    chain = [hidden for hidden in found if hidden is not None]
+    if not found:
+        raise ConfigError(f"{who} matches hidden units and model {spec.factory!r} has none; give it a hidden layer")
+    if len(chain) < len(found) or any(a.reader != b.maker for a, b in pairwise(chain)):
+        raise ConfigError(
+            f"{who} goes layer by layer and model {spec.factory!r} is not one plain layer after another; "
+            "use a network without shortcuts, grouped convolutions or Bayesian layers, or align by `otfusion`"
+        )
+    if mixing := [m for m in spec.skeleton().modules() if isinstance(m, nn.LayerNorm | nn.GroupNorm)]:
+        raise ConfigError(
+            f"{who} adds hidden units and model {spec.factory!r} normalizes over them by {type(mixing[0]).__name__}; "
+            "use BatchNorm or no norm"
+        )
+    return tuple(chain)
+
+
+def _hidden(group: Group, layers: Mapping[str, Layer]) -> Hidden | None:
+    """The group as a hidden layer between two layers, if it is one."""
+    makers = [layers[p.tensor] for p in group.makers if p.tensor in layers]
+    readers = [layers[p.tensor] for p in group.readers if p.tensor in layers]
+    plain = group.sections == 1 and all(p.blocks == 1 and p.offset == 0 for p in group.locations)
+    plain = plain and all(layer.is_plain for layer in (*makers, *readers))  # a transposed convolution, say
+    if not plain or len(makers) != 1 or len(group.readers) != 1 or len(readers) != 1:
+        return None
+    return Hidden(group, makers[0], readers[0])
+
+
+def check_same_depth(who: str, chains: Mapping[str, tuple[Hidden, ...]]) -> None:
+    """All chains are of the same layers, each as wide as it likes.
+
+    Raises:
+        ConfigError: naming the first two clients that differ, and how.
+    """
+    kinds = {client: [(h.maker.name, h.maker.kind) for h in chain] for client, chain in chains.items()}
+    (first, most), *rest = kinds.items()
+    for client, mine in rest:
+        if mine != most:
+            here, there = ("-".join(name for name, _ in layers) for layers in (mine, most))
+            raise ConfigError(
+                f"{who} matches layer with layer: {client or 'everybody else'} has {len(mine)} hidden layers ({here}) "
+                f"and {first or 'everybody else'} {len(most)} ({there}); give all clients the same depth"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Matcher:
     """How units are matched: the Beta–Bernoulli process of `fedfuse.linalg.atoms`.
@@ -79,53 +135,8 @@ class Matcher:
         return found, found.mode(belief) if self.shrink else found.mean()
 
 
-def hidden_layers(who: str, spec: Spec, bench: Bench) -> tuple[Hidden, ...]:
-    """The hidden layers of a network that is one layer after another, from the inputs on.
-
-    Raises:
-        ConfigError: if it is no such network; the sentence begins with `who`.
-
-    Example:
-        >>> [h.maker.name for h in hidden_layers("fedma", Spec("lenet"), Bench())]
-        ['conv1', 'conv2', 'fc1', 'fc2']
-    """
-    layers = {layer.weight: layer for layer in spec.layout.layers}
-    found = [_hidden(group, layers) for group in channel_groups(spec, input_form(bench, spec).shape)]
-    chain = [hidden for hidden in found if hidden is not None]
-    if not found:
-        raise ConfigError(f"{who} matches hidden units and model {spec.factory!r} has none; give it a hidden layer")
-    if len(chain) < len(found) or any(a.reader != b.maker for a, b in pairwise(chain)):
-        raise ConfigError(
-            f"{who} goes layer by layer and model {spec.factory!r} is not one plain layer after another; "
-            "use a network without shortcuts, grouped convolutions or Bayesian layers, or align by `otfusion`"
-        )
-    if mixing := [m for m in spec.skeleton().modules() if isinstance(m, nn.LayerNorm | nn.GroupNorm)]:
-        raise ConfigError(
-            f"{who} adds hidden units and model {spec.factory!r} normalizes over them by {type(mixing[0]).__name__}; "
-            "use BatchNorm or no norm"
-        )
-    return tuple(chain)
-
-
-def check_same_depth(who: str, chains: Mapping[str, tuple[Hidden, ...]]) -> None:
-    """All chains are of the same layers, each as wide as it likes.
-
-    Raises:
-        ConfigError: naming the first two clients that differ, and how.
-    """
-    kinds = {client: [(h.maker.name, h.maker.kind) for h in chain] for client, chain in chains.items()}
-    (first, most), *rest = kinds.items()
-    for client, mine in rest:
-        if mine != most:
-            here, there = ("-".join(name for name, _ in layers) for layers in (mine, most))
-            raise ConfigError(
-                f"{who} matches layer with layer: {client or 'everybody else'} has {len(mine)} hidden layers ({here}) "
-                f"and {first or 'everybody else'} {len(most)} ({there}); give all clients the same depth"
-            )
-
-
 def class_shares(cohort: Cohort, outputs: int) -> Tensor:
-    """Each client's share of the rows of each class, n_kc / Σ_k n_kc; of a class nobody has, an equal one.
+    """Each client's share of the rows of each class, n_kc / Σ_k n_kc; of a class without rows, an equal one.
 
     Returns:
         One row per client, one column per output of the network.
@@ -141,7 +152,7 @@ def class_shares(cohort: Cohort, outputs: int) -> Tensor:
 def expand_units(params: Params, hidden: Hidden, indices: Tensor, width: int) -> dict[str, Tensor]:
     """A client's network with its units at their common indices, among `width`; the other units are empty.
 
-    It computes what it computed: nothing makes an empty unit, and nobody reads it.
+    It computes what it computed: nothing makes an empty unit, and nothing reads it.
     """
     order = torch.full((width,), EMPTY)
     order[indices.cpu()] = torch.arange(len(indices))
@@ -152,14 +163,3 @@ def select_units(params: Params, unit_indices: Mapping[Hidden, Tensor]) -> dict[
     """The part of the common network that is a client's own: for each hidden layer the units it takes part in."""
     widths = {h: len(params[h.maker.weight]) for h in unit_indices}
     return move_units(params, {replace(h.group, size=widths[h]): indices for h, indices in unit_indices.items()})
-
-
-def _hidden(group: Group, layers: Mapping[str, Layer]) -> Hidden | None:
-    """The group as a hidden layer between two layers, if it is one."""
-    makers = [layers[p.tensor] for p in group.makers if p.tensor in layers]
-    readers = [layers[p.tensor] for p in group.readers if p.tensor in layers]
-    plain = group.sections == 1 and all(p.blocks == 1 and p.offset == 0 for p in group.locations)
-    plain = plain and all(layer.is_plain for layer in (*makers, *readers))  # a transposed convolution, say
-    if not plain or len(makers) != 1 or len(group.readers) != 1 or len(readers) != 1:
-        return None
-    return Hidden(group, makers[0], readers[0])

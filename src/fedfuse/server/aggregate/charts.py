@@ -18,10 +18,10 @@ so that v_RKLB ≤ v_AALV ≤ v_WB ≤ v_EAA ≤ v_FKLB, each the next kind of m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -39,8 +39,6 @@ from fedfuse.server.aggregate.mean import ALL_LAWS, BLOCK, MIN_COMPILED, exact_w
 from fedfuse.wire.codec import forms_of, piece_of
 
 Pair = tuple[Tensor, Tensor]
-Where: TypeAlias = list[tuple[Params, str]]
-
 _RUN = 5 << 14  # elements fused at a time: long enough to call rarely, short enough that sums stay in cache
 _LEAST = 1e-30  # a variance that rounding cannot take below zero
 _SAMPLE = 500  # weights per layer whose standard deviations are looked at
@@ -90,7 +88,7 @@ class Chart:
         return self.power > 1
 
     def __call__(self, means: Sequence[Tensor], logs: Iterable[Tensor], weights: Sequence[float]) -> Pair:
-        """The mean in this chart, summed in float64; where nobody knows anything the plain mean stays.
+        """The mean in this chart, summed in float64; where no Gaussian knows anything the plain mean stays.
 
         Sums are divided once, at their end, as those of the plain mean are: where the first coordinate is the mean
         itself, it comes out as FedAvg's, bit for bit.
@@ -133,7 +131,7 @@ def _to_natural(m: Tensor, rho: Tensor) -> Pair:
 
 
 def _from_natural(a: Tensor, b: Tensor) -> Pair:
-    return a.div_(b), b  # not a number where nobody knows anything
+    return a.div_(b), b  # not a number where no Gaussian knows anything
 
 
 def _to_moments(m: Tensor, rho: Tensor) -> Pair:
@@ -162,8 +160,12 @@ AALV = Chart("AALV", _identity_pair, _identity_pair, _identity, compiled="LOGS")
 WB = Chart("WB", _to_deviation, _identity_pair, _log_square, compiled="DEVIATIONS")
 RKLB = Chart("RKLB", _to_natural, _from_natural, _log_reciprocal, compiled="PRECISIONS")
 FKLB = Chart("FKLB", _to_moments, _from_moments, torch.log, centered=True, compiled="MOMENTS")
-
 CHARTS = {chart.name: chart for chart in (EAA, GAA, AALV, WB, RKLB, FKLB)}
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In single precision at least: what is summed up has the digits of what came."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def mean_in(rule: FusionRule, means: Sequence[Tensor], variances: Sequence[Tensor], weights: Sequence[float]) -> Pair:
@@ -184,22 +186,17 @@ def mean_in(rule: FusionRule, means: Sequence[Tensor], variances: Sequence[Tenso
     return mean, rho.exp()
 
 
-def _wide(x: Tensor) -> Tensor:
-    """In single precision at least: what is summed up has the digits of what came."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
-
-
 @dataclass(frozen=True, slots=True)
 class MeanIn(ServerPart):
     """Fuse diagonal posteriors by the weighted mean in a chart; tensors without variances take the plain one.
 
     A variance is found in the client's `Diag` geometry, or in the network itself, where a Bayesian layer keeps its
-    log-variances beside its means. Every tensor is read one block at a time.
+    log-variances with its means. Every tensor is read one block at a time.
 
     Attributes:
         chart: where the mean is taken.
         source: the evidence that gives the variances; none for networks that hold them.
-        damping: precision added to everybody's, 1/v + λ: a prior that keeps directions nobody knows at the plain mean.
+        damping: precision added to every client's, 1/v + λ: a prior that keeps unknown directions at the plain mean.
         keep: hand the fused variances on, and not the means alone.
         uniform: weigh every client alike, whatever its number of examples.
     """
@@ -264,7 +261,9 @@ class MeanIn(ServerPart):
         if (fused := self._fuse_compiled(sources, name, logs, weights)) is not None:
             return tuple(t.view(form.shape) for t in fused)  # type: ignore[return-value]
         mean, uncertainty = (torch.empty(form.shape, dtype=form.dtype) for _ in range(2))
-        for begin, end in _runs(math.prod(form.shape), len(sources)):
+        # shorter runs where there are very many clients, so that memory does not grow with them
+        count, step = mean.numel(), max(1, min(_RUN, BLOCK * 16 // len(sources)))
+        for begin, end in ((begin, min(begin + step, count)) for begin in range(0, count, step)):
             mus = [piece_of(source, name, begin, end) for source in sources]
             fused = self.chart(mus, (piece(begin, end) for piece in logs), weights)
             mean.view(-1)[begin:end], uncertainty.view(-1)[begin:end] = to_output(*fused)
@@ -275,7 +274,7 @@ class MeanIn(ServerPart):
     ) -> Pair | None:
         """Mean and log-variance of one tensor by compiled code; None where it does not know them, or it is too small.
 
-        It is for Bayesian layers, whose log-variances lie beside their means.
+        It is for Bayesian layers, whose log-variances lie with their means.
         """
         count = math.prod(forms_of(sources[0])[name].shape)
         chart = self.chart
@@ -283,16 +282,30 @@ class MeanIn(ServerPart):
             return None
         if 2 * count * len(sources) < MIN_COMPILED or why_not():
             return None
-        means, rhos = ([piece_of(*where, 0, count) for where in side] for side in _places(sources, name, logs))
+        means = [piece_of(source, name, 0, count) for source in sources]
+        rhos = [piece_of(log.params, log.name, 0, count) for log in logs]
         if not all(is_plain(piece, count) for piece in (*means, *rhos)):
             return None
         fused = use_large_pages(torch.empty(count)), use_large_pages(torch.empty(count))
         return fused if _fill_compiled(chart, (means, rhos), weights, fused) else None
 
 
-def _places(sources: Sequence[Params], name: str, logs: Sequence[_LogVariances]) -> tuple[Where, Where]:
-    """Where the clients' means and their log-variances are."""
-    return [(source, name) for source in sources], [(log.params, log.name) for log in logs]
+def _variances(update: ClientUpdate) -> Params:
+    geometry = update.posterior.geometry
+    return geometry.variance if isinstance(geometry, Diag) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class _LogVariances:
+    """Runs of a client's log-variances: as a Bayesian layer holds them, or of variances with a damped precision."""
+
+    params: Params
+    name: str
+    damping: float | None = None
+
+    def __call__(self, begin: int, end: int) -> Tensor:
+        piece = piece_of(self.params, self.name, begin, end)
+        return piece if self.damping is None else -(1 / piece.double() + self.damping).log()
 
 
 def _fill_compiled(
@@ -340,27 +353,3 @@ def deviations(cohort: Cohort, fused: Params) -> dict[str, Any]:
         sigma[layer.name] = dict(zip(("5 %", "50 %", "95 %"), np.exp(logs[0, ranks]).tolist(), strict=True))
         clients[layer.name] = dict(zip(cohort.clients, np.exp(logs[1:, ranks[1]]).tolist(), strict=True))
     return {"sigma": sigma, "sigma_clients": clients, "sigma_apart": apart}
-
-
-@dataclass(frozen=True, slots=True)
-class _LogVariances:
-    """Runs of a client's log-variances: as a Bayesian layer holds them, or of variances with a damped precision."""
-
-    params: Params
-    name: str
-    damping: float | None = None
-
-    def __call__(self, begin: int, end: int) -> Tensor:
-        piece = piece_of(self.params, self.name, begin, end)
-        return piece if self.damping is None else -(1 / piece.double() + self.damping).log()
-
-
-def _variances(update: ClientUpdate) -> Params:
-    geometry = update.posterior.geometry
-    return geometry.variance if isinstance(geometry, Diag) else {}
-
-
-def _runs(count: int, clients: int) -> Iterator[tuple[int, int]]:
-    """Runs of elements, shorter where there are very many clients, so that memory does not grow with them."""
-    step = max(1, min(_RUN, BLOCK * 16 // clients))
-    return ((begin, min(begin + step, count)) for begin in range(0, count, step))

@@ -38,112 +38,7 @@ from fedfuse.server.inputs import input_form
 from fedfuse.server.steps.disturb import probe_inputs
 from fedfuse.tasks import Classification
 
-
-class Selection(NamedTuple):
-    """The indices of those kept, in client order, and how well the first 1, 2, … chosen cover everybody."""
-
-    indices: list[int]
-    covered: list[float]
-
-
-class Cover(Protocol):
-    """Chooses members so that those left out are covered by those kept."""
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """As for an aggregator."""
-        ...
-
-    def __call__(self, cohort: Cohort, everybody: Mixture, bench: Bench) -> Selection:
-        """Whom to keep."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class CoverClasses:
-    """Keep clients until their classes cover everybody's.
-
-    A set S covers a class by its best holder, max_{j in S} n_jc / max_j n_jc, and covers everybody by the mean over
-    the classes somebody holds; clients are added greedily until that is `share`.
-    """
-
-    share: float = 0.95
-    needs: ClassVar[frozenset[str]] = frozenset({"counts"})
-
-    def __call__(self, cohort: Cohort, everybody: Mixture, bench: Bench) -> Selection:  # noqa: ARG002 - the seam's signature
-        """Greedy cover by the label counts that clients sent."""
-        counts = torch.stack([u.notes["counts/labels"].double() for u in cohort])
-        held_counts = counts[:, counts.amax(0) > 0]
-        parts = held_counts / held_counts.amax(0)
-        return select_greedily(len(cohort), lambda chosen: float(parts[chosen].amax(0).mean()), self.share)
-
-
-@dataclass(frozen=True, slots=True)
-class CoverAnswers:
-    """Keep clients until together they answer as everybody together would.
-
-    A set covers everybody by the share of inputs on which its answer is everybody's; clients are added greedily until
-    that is `share`. The inputs are the server's own or, failing that, inputs the networks themselves know.
-    """
-
-    share: float = 0.95
-    count: int = 500
-    needs: ClassVar[frozenset[str]] = frozenset()
-
-    def __call__(self, cohort: Cohort, everybody: Mixture, bench: Bench) -> Selection:
-        """Greedy cover by answers; labels are not looked at."""
-        answers = _MemberAnswers.of(everybody, probe_inputs(everybody, self.count, bench)[0])
-        whole = answers.answer(range(len(cohort)))
-        return select_greedily(
-            len(cohort), lambda chosen: float((answers.answer(chosen) == whole).double().mean()), self.share
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _MemberAnswers:
-    """Every member's logits for some inputs, so that any subset can be combined without running it again."""
-
-    mixture: Mixture
-    logits: Tensor
-    confidence: Tensor | None
-
-    @classmethod
-    def of(cls, mixture: Mixture, x: Tensor) -> _MemberAnswers:
-        parts, early = x.split(1000), isinstance(mixture.combine, Route)
-        with torch.no_grad():
-            logits = torch.cat([mixture.answers(part) for part in parts], 1)
-            confidence = torch.cat([mixture.confidence(part) for part in parts], 1) if early else None
-        return cls(mixture, logits, confidence)
-
-    def answer(self, chosen: Sequence[int]) -> Tensor:
-        """The class these members would give each input together."""
-        rule, indices = self.mixture.combine, list(chosen)
-        z = self.logits[indices]
-        if self.confidence is not None and isinstance(rule, Route):
-            z = z * rule.choose(self.confidence[indices])[..., None]
-        return rule_for_members(rule, indices)(self.mixture.weights[indices], z).argmax(-1)
-
-
-def select_greedily(count: int, score: Callable[[list[int]], float], enough: float) -> Selection:
-    """Add whoever raises the score most, the first of equals, until it is enough or nobody is left.
-
-    Example:
-        >>> sets = [{1, 2}, {2, 3}, {3}]
-        >>> select_greedily(3, lambda chosen: len(set().union(*(sets[i] for i in chosen))) / 3, 1.0)
-        Selection(indices=[0, 1], covered=[0.666..., 1.0])
-    """
-    chosen, covered = list[int](), list[float]()
-    while len(chosen) < count and (not covered or covered[-1] < enough):
-        scores = {i: score(sorted([*chosen, i])) for i in range(count) if i not in chosen}
-        best = max(scores, key=lambda i: (scores[i], -i))
-        chosen.append(best)
-        covered.append(scores[best])
-    return Selection(sorted(chosen), covered)
-
-
 Shares: TypeAlias = Literal["none", "counts", "biases"]
-
-_NOTHING: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +48,9 @@ class KeepAll(ServerPart):
     Attributes:
         combine: the rule.
         weights: whether a member counts alike or by its number of examples, where the rule weighs members.
-        cover: whom to leave out because others cover them; None keeps everybody.
+        cover: which members to leave out because others cover them; None keeps all.
         calibrate: how logits are made comparable, for AMS; None leaves them as they are.
-        fitted: who finds the calibration: each client on its own rows, or the server on its own.
+        fitted: where the calibration is found: by each client on its own rows, or by the server on its own.
         shares: whether members vote for a class by their share of its rows: by the "counts" that clients send, or by
             what their networks' output "biases" let guess of them.
     """
@@ -197,12 +92,12 @@ class KeepAll(ServerPart):
     @property
     def needs(self) -> frozenset[str]:
         """What choosing and calibrating need, and networks that can answer."""
-        chosen = (self.cover.needs if self.cover is not None else _NOTHING) | {"network"}
-        chosen |= {"counts"} if self.shares == "counts" else set()
-        chosen |= {"moments"} if isinstance(self.combine, Nearest) else set()
-        if self.calibrate is None:
-            return chosen
-        return chosen | {"logit_scale" if self.fitted == "clients" else "server_rows"}
+        needs = {"network"} | (self.cover.needs if self.cover is not None else set())
+        needs |= {"counts"} if self.shares == "counts" else set()
+        needs |= {"moments"} if isinstance(self.combine, Nearest) else set()
+        if self.calibrate is not None:
+            needs |= {"logit_scale" if self.fitted == "clients" else "server_rows"}
+        return frozenset(needs)
 
     def check_network(self, networks: Mapping[str, Spec], bench: Bench, rounds: int) -> None:  # noqa: ARG002
         """Say before training if a network lacks the layer at which it would be chosen.
@@ -218,10 +113,10 @@ class KeepAll(ServerPart):
 
     def __call__(self, cohort: Cohort, state: ServerState, bench: Bench) -> ServerState:
         """The mixture of the cohort's networks, in client order; clients would still begin where they began."""
-        everybody = self._mixture(cohort, bench)
-        mixture, facts = everybody, dict[str, Any]()
+        whole = self._mixture(cohort, bench)
+        mixture, facts = whole, dict[str, Any]()
         if self.cover is not None:
-            selection = self.cover(cohort, everybody, bench)
+            selection = self.cover(cohort, whole, bench)
             fewer = Cohort(tuple(cohort.updates[i] for i in selection.indices))
             mixture = self._mixture(fewer, bench)
             facts = {"kept": list(fewer.clients), "covered": selection.covered}
@@ -229,32 +124,31 @@ class KeepAll(ServerPart):
         return replace(state, model=mixture, starts={"": state.start}).noting(**facts)
 
     def _mixture(self, cohort: Cohort, bench: Bench) -> Mixture:
-        regions = sent_regions(cohort) if isinstance(self.combine, Nearest) else ()
-        rule = self._rule(cohort, bench)
-        return Mixture(members_of(cohort), self._shares(cohort), rule, regions=regions, held=held_classes(cohort))
-
-    def _shares(self, cohort: Cohort) -> Tensor:
         equal = torch.full((len(cohort),), 1 / len(cohort), dtype=torch.float64)
-        return cohort.weights if self.weights == "examples" else equal
+        weights = cohort.weights if self.weights == "examples" else equal
+        nearest = isinstance(self.combine, Nearest)  # where every client's rows lie in its own network's features
+        regions = tuple(FeatureRegion.of(sums_in(u.notes)) for u in cohort) if nearest else ()
+        rule = self._rule(cohort, bench)
+        return Mixture(members_of(cohort), weights, rule, regions=regions, held=held_classes(cohort))
 
     def _rule(self, cohort: Cohort, bench: Bench) -> Combine:
         if not isinstance(bench.task, Classification) and self.shares != "none":
             raise ConfigError(f"class shares are of classes, and a {bench.task.name} has none; leave shares out")
         if isinstance(self.combine, MeanProbability) and not isinstance(bench.task, Classification):
             return MeanPrediction(bench.task.name)
-        rule = self._calibrated_rule(cohort, bench)
+        rule = self.combine
+        if self.calibrate is not None and isinstance(rule, TopLogit):
+            maps = self._maps(cohort, bench)
+            rule = replace(rule, shift=tuple(m.shift for m in maps), scale=tuple(m.scale for m in maps))
         if self.shares == "none":
             return rule
         counts = sent_counts(cohort) if self.shares == "counts" else counts_by_biases(cohort)
         return replace(rule, counts=counts) if isinstance(rule, TopLogit) else ClassShares(counts)
 
-    def _calibrated_rule(self, cohort: Cohort, bench: Bench) -> Combine:
-        if self.calibrate is None or not isinstance(self.combine, TopLogit):
-            return self.combine
-        maps = _sent_calibrations(cohort) if self.fitted == "clients" else self._fit(cohort, bench)
-        return replace(self.combine, shift=tuple(m.shift for m in maps), scale=tuple(m.scale for m in maps))
-
-    def _fit(self, cohort: Cohort, bench: Bench) -> list[Affine]:
+    def _maps(self, cohort: Cohort, bench: Bench) -> list[Affine]:
+        """The calibration of every client's logits: as sent, or found on the server's rows."""
+        if self.fitted == "clients":
+            return [Affine(*(float(u.notes[f"logit_scale/{n}"]) for n in Affine._fields)) for u in cohort]
         assert self.calibrate is not None
         rows = bench.need_rows("calibration on the server")
         found = []
@@ -284,11 +178,6 @@ def held_classes(cohort: Cohort) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(c for c, n in enumerate(counts) if n > 0) for counts in sent_counts(cohort))
 
 
-def sent_regions(cohort: Cohort) -> tuple[FeatureRegion, ...]:
-    """Where every client's rows lie in its own network's features, by the moments it has sent."""
-    return tuple(FeatureRegion.of(sums_in(u.notes)) for u in cohort)
-
-
 def counts_by_biases(cohort: Cohort) -> Counts:
     """How many rows of each class every client has, as far as its output biases tell: n_j softmax(b_j)_c.
 
@@ -311,19 +200,117 @@ def counts_by_biases(cohort: Cohort) -> Counts:
     return tuple(found)
 
 
-def _sent_calibrations(cohort: Cohort) -> list[Affine]:
-    return [Affine(*(float(u.notes[f"logit_scale/{n}"]) for n in Affine._fields)) for u in cohort]
+class Selection(NamedTuple):
+    """The indices of those kept, in client order, and how well the first 1, 2, … chosen cover all."""
+
+    indices: list[int]
+    covered: list[float]
 
 
-def inference_costs(model: Answering, everybody: Sequence[Spec], bench: Bench) -> dict[str, Any]:
-    """How many networks answer, and what share of everybody's multiplications an answer takes."""
+class Cover(Protocol):
+    """Chooses members so that those left out are covered by those kept."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """As for an aggregator."""
+        ...
+
+    def __call__(self, cohort: Cohort, whole: Mixture, bench: Bench) -> Selection:
+        """Which members to keep."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CoverClasses:
+    """Keep clients until their classes cover those of all.
+
+    A set S covers a class by its best holder, max_{j in S} n_jc / max_j n_jc, and covers all by the mean over the
+    classes that any client holds; clients are added greedily until that is `share`.
+    """
+
+    share: float = 0.95
+    needs: ClassVar[frozenset[str]] = frozenset({"counts"})
+
+    def __call__(self, cohort: Cohort, whole: Mixture, bench: Bench) -> Selection:  # noqa: ARG002 - the seam's signature
+        """Greedy cover by the label counts that clients sent."""
+        counts = torch.stack([u.notes["counts/labels"].double() for u in cohort])
+        held_counts = counts[:, counts.amax(0) > 0]
+        parts = held_counts / held_counts.amax(0)
+        return select_greedily(len(cohort), lambda chosen: float(parts[chosen].amax(0).mean()), self.share)
+
+
+@dataclass(frozen=True, slots=True)
+class CoverAnswers:
+    """Keep clients until together they answer as all together would.
+
+    A set covers all by the share of inputs on which its answer is that of all; clients are added greedily until that is
+    `share`. The inputs are the server's own or, failing that, inputs the networks themselves know.
+    """
+
+    share: float = 0.95
+    count: int = 500
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def __call__(self, cohort: Cohort, whole: Mixture, bench: Bench) -> Selection:
+        """Greedy cover by answers; labels are not looked at."""
+        answers = _MemberAnswers.of(whole, probe_inputs(whole, self.count, bench)[0])
+        common = answers.answer(range(len(cohort)))
+        return select_greedily(
+            len(cohort), lambda chosen: float((answers.answer(chosen) == common).double().mean()), self.share
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _MemberAnswers:
+    """Every member's logits for some inputs, so that any subset can be combined without running it again."""
+
+    mixture: Mixture
+    logits: Tensor
+    confidence: Tensor | None
+
+    @classmethod
+    def of(cls, mixture: Mixture, x: Tensor) -> _MemberAnswers:
+        parts, early = x.split(1000), isinstance(mixture.combine, Route)
+        with torch.no_grad():
+            logits = torch.cat([mixture.answers(part) for part in parts], 1)
+            confidence = torch.cat([mixture.confidence(part) for part in parts], 1) if early else None
+        return cls(mixture, logits, confidence)
+
+    def answer(self, chosen: Sequence[int]) -> Tensor:
+        """The class these members would give each input together."""
+        rule, indices = self.mixture.combine, list(chosen)
+        z = self.logits[indices]
+        if self.confidence is not None and isinstance(rule, Route):
+            z = z * rule.choose(self.confidence[indices])[..., None]
+        return rule_for_members(rule, indices)(self.mixture.weights[indices], z).argmax(-1)
+
+
+def select_greedily(count: int, score: Callable[[list[int]], float], enough: float) -> Selection:
+    """Add the one that raises the score most, the first of equals, until it is enough or none is left.
+
+    Example:
+        >>> sets = [{1, 2}, {2, 3}, {3}]
+        >>> select_greedily(3, lambda chosen: len(set().union(*(sets[i] for i in chosen))) / 3, 1.0)
+        Selection(indices=[0, 1], covered=[0.666..., 1.0])
+    """
+    chosen, covered = list[int](), list[float]()
+    while len(chosen) < count and (not covered or covered[-1] < enough):
+        scores = {i: score(sorted([*chosen, i])) for i in range(count) if i not in chosen}
+        best = max(scores, key=lambda i: (scores[i], -i))
+        chosen.append(best)
+        covered.append(scores[best])
+    return Selection(sorted(chosen), covered)
+
+
+def inference_costs(model: Answering, every_spec: Sequence[Spec], bench: Bench) -> dict[str, Any]:
+    """How many networks answer, and what share of the multiplications of all an answer takes."""
     members = model.members
-    facts: dict[str, Any] = {"members": len(members), "clients": len(everybody)}
+    facts: dict[str, Any] = {"members": len(members), "clients": len(every_spec)}
     try:
-        shapes = {spec: input_form(bench, spec).shape for spec in everybody}  # each reads inputs of its own form
+        shapes = {spec: input_form(bench, spec).shape for spec in every_spec}  # each reads inputs of its own form
         full, mine = (
             [cost_of(s, shapes.get(s) or input_form(bench, s).shape) for s in specs]
-            for specs in (everybody, [m.spec for m in members])
+            for specs in (every_spec, [m.spec for m in members])
         )
     except (RecipeError, ConfigError):  # what inputs look like is not known here, so neither is what they cost
         return facts

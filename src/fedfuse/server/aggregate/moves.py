@@ -23,48 +23,6 @@ from fedfuse.wire.codec import LazyParams, forms_of, piece_of
 BASE_LAWS = frozenset({"order", "scale", "pure", "dtype", "finite", "repeat"})
 
 
-def fuse_weights(cohort: Cohort, rule: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Every weight, bias and norm by the rule; running statistics and the like are no moves and are averaged."""
-    ruled = frozenset(cohort.updates[0].spec.layout.with_role("weight", "bias", "norm"))
-    return {name: rule(name) if name in ruled else mean_by_examples(cohort, name) for name in cohort.names}
-
-
-def sources_of(cohort: Cohort) -> list[Params]:
-    """Every client's tensors."""
-    return [update.posterior.mean for update in cohort]
-
-
-def blocks_of(params: Params, name: str, length: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """Where the blocks of a tensor laid flat begin and end."""
-    size = math.prod(forms_of(params)[name].shape)
-    return ((begin, min(begin + length, size)) for begin in range(0, size, length))
-
-
-def move_block(sources: Sequence[Params], start: Params | None, name: str, begin: int, end: int) -> Tensor:
-    """Elements [begin, end) of everybody's move in one tensor, clients × elements, in float64; without a start of w_k.
-
-    Example:
-        >>> move_block([{"w": torch.tensor([1.0, 3.0])}], {"w": torch.ones(2)}, "w", 0, 2)
-        tensor([[0., 2.]], dtype=torch.float64)
-    """
-    rows = torch.stack([piece_of(source, name, begin, end).double() for source in sources])
-    return rows if start is None else rows.sub_(piece_of(start, name, begin, end).double())
-
-
-def inner_products(sources: Sequence[Params], start: Params | None, name: str) -> Tensor:
-    """⟨δ_j, δ_k⟩ of one tensor for all clients, read block by block; without a start ⟨w_j, w_k⟩."""
-    total = torch.zeros(len(sources), len(sources), dtype=torch.float64)
-    for begin, end in blocks_of(sources[0], name):
-        rows = move_block(sources, start, name, begin, end)
-        total += rows @ rows.T
-    return total
-
-
-def move_along(sources: Sequence[Params], start: Params, shares: Tensor, name: str) -> Tensor:
-    """w₀ + Σ_k s_k δ_k = (1 − Σ s_k) w₀ + Σ s_k w_k of one tensor: a weighted mean of the start and the clients."""
-    return weighted_mean([start, *sources], torch.cat([1 - shares.sum().reshape(1), shares]), name)
-
-
 @dataclass(frozen=True, slots=True)
 class TaskArithmetic(ServerPart):
     """w = w₀ + λ K Σ_k f_k δ_k, which for clients that weigh alike is w₀ + λ Σ_k δ_k (Ilharco et al. 2023).
@@ -168,13 +126,51 @@ class ScaledMove(BeforeRule):
         start, factor = state.single.posterior.mean, self.scale * (1 if self.average else cohort.sites)
         shares = torch.tensor([factor], dtype=torch.float64)
         found = after.single.posterior.mean
-        mean = fuse_weights(replace_means(cohort, found), lambda name: move_along([found], start, shares, name))
+        alone = Cohort((replace(cohort.updates[0], posterior=Posterior(found)),))
+        mean = fuse_weights(alone, lambda name: move_along([found], start, shares, name))
         return replace(after.fused(mean, spec=cohort.updates[0].spec), facts=after.facts)
 
 
-def replace_means(cohort: Cohort, mean: Params) -> Cohort:
-    """One client that stands where a cohort was fused."""
-    return Cohort((replace(cohort.updates[0], posterior=Posterior(mean)),))
+def fuse_weights(cohort: Cohort, rule: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """Every weight, bias and norm by the rule; running statistics and the like are no moves and are averaged."""
+    ruled = frozenset(cohort.updates[0].spec.layout.with_role("weight", "bias", "norm"))
+    return {name: rule(name) if name in ruled else mean_by_examples(cohort, name) for name in cohort.names}
+
+
+def sources_of(cohort: Cohort) -> list[Params]:
+    """Every client's tensors."""
+    return [update.posterior.mean for update in cohort]
+
+
+def move_along(sources: Sequence[Params], start: Params, shares: Tensor, name: str) -> Tensor:
+    """w₀ + Σ_k s_k δ_k = (1 − Σ s_k) w₀ + Σ s_k w_k of one tensor: a weighted mean of the start and the clients."""
+    return weighted_mean([start, *sources], torch.cat([1 - shares.sum().reshape(1), shares]), name)
+
+
+def inner_products(sources: Sequence[Params], start: Params | None, name: str) -> Tensor:
+    """⟨δ_j, δ_k⟩ of one tensor for all clients, read block by block; without a start ⟨w_j, w_k⟩."""
+    total = torch.zeros(len(sources), len(sources), dtype=torch.float64)
+    for begin, end in blocks_of(sources[0], name):
+        rows = move_block(sources, start, name, begin, end)
+        total += rows @ rows.T
+    return total
+
+
+def move_block(sources: Sequence[Params], start: Params | None, name: str, begin: int, end: int) -> Tensor:
+    """Elements [begin, end) of all moves in one tensor, clients × elements, in float64; without a start of w_k.
+
+    Example:
+        >>> move_block([{"w": torch.tensor([1.0, 3.0])}], {"w": torch.ones(2)}, "w", 0, 2)
+        tensor([[0., 2.]], dtype=torch.float64)
+    """
+    rows = torch.stack([piece_of(source, name, begin, end).double() for source in sources])
+    return rows if start is None else rows.sub_(piece_of(start, name, begin, end).double())
+
+
+def blocks_of(params: Params, name: str, length: int = BLOCK) -> Iterator[tuple[int, int]]:
+    """Where the blocks of a tensor laid flat begin and end."""
+    size = math.prod(forms_of(params)[name].shape)
+    return ((begin, min(begin + length, size)) for begin in range(0, size, length))
 
 
 def widen(params: Params) -> LazyParams:

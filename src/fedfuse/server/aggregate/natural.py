@@ -27,47 +27,7 @@ Damping: TypeAlias = float | Literal["evidence"]
 Balance: TypeAlias = Split | Literal["evidence"]
 Scale: TypeAlias = Literal["root", "client", "layer", "none"]
 Shares: TypeAlias = Literal["examples", "uniform"]
-
 _POWERS: dict[Scale, float] = {"layer": 1.0, "root": 0.5, "client": 0.0}
-
-
-class _Belief(NamedTuple):
-    """One client's layer and factors."""
-
-    update: ClientUpdate
-    M: Tensor
-    A: Factor
-    B: Factor
-
-    @property
-    def scale(self) -> float:
-        """The mean eigenvalue of A ⊗ B."""
-        return mean_eigenvalue(self.A) * mean_eigenvalue(self.B)
-
-    def scaled_to(self, scale: float) -> _Belief:
-        """The belief with that mean eigenvalue instead, each factor with its root; one without information as it is."""
-        if self.scale == 0:
-            return self
-        root = math.sqrt(scale)
-        return self._replace(A=self.A * (root / mean_eigenvalue(self.A)), B=self.B * (root / mean_eigenvalue(self.B)))
-
-
-class Equation(NamedTuple):
-    """Σ f_k B_k (M − M_k) A_k = 0 for one layer.
-
-    Attributes:
-        layers: the clients' M_k.
-        inputs: their A_k, damped.
-        outputs: their B_k, damped.
-        shares: their f_k.
-        what: the layer's name, for errors.
-    """
-
-    layers: list[Tensor]
-    inputs: list[Factor]
-    outputs: list[Factor]
-    shares: Tensor
-    what: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +40,12 @@ class NaturalKron(ServerPart):
 
     Before they are damped, factors are scaled, layer by layer. The better a client fits its rows, the smaller its
     gradients and B_k: a λ that suits briefly trained clients drowns those trained to the end, and a client that has
-    fitted its rows has no say beside one that has not. With s_k the mean eigenvalue of A_k ⊗ B_k, client k's product is
-    scaled to s_k^p / Σ f_j s_j^p, so that λ is a share of the layer's mean eigenvalue, and
+    fitted its rows counts for nothing against one that has not. With s_k the mean eigenvalue of A_k ⊗ B_k, client k's
+    product is scaled to s_k^p / Σ f_j s_j^p, so that λ is a share of the layer's mean eigenvalue, and
 
-    - `layer`, p = 1, leaves clients their say;
-    - `root`, p = ½, has them speak by their precision's root: inverse standard deviations for inverse variances;
-    - `client`, p = 0, gives all of them the same: factors tell directions, and only f_k how much a client counts.
+    - `layer`, p = 1, weighs clients by their precision;
+    - `root`, p = ½, by its root: inverse standard deviations for inverse variances;
+    - `client`, p = 0, weighs all alike: factors give directions, and only f_k how much a client counts.
 
     Attributes:
         damping: λ, or "evidence" for the one each client's own rows prefer.
@@ -135,8 +95,15 @@ class NaturalKron(ServerPart):
         return with_the_rest_averaged(cohort, state, mean).noting(**self.facts(cohort, solutions))
 
     def facts(self, cohort: Cohort, solutions: Mapping[str, Sequence[Solution]]) -> dict[str, Any]:
-        """What a reader should know: the dampings that clients chose, iterations, and what residual is left."""
-        return {**self._chosen_damping(cohort), **_solver_facts(solutions)}
+        """By layer iterations and the largest residual; by client the damping, where clients chose it."""
+        facts: dict[str, Any] = {}
+        if self.damping == "evidence":
+            chosen = {u.client: self._damping_of(u) for u in cohort}
+            facts["damping"] = {client: damping for client, (damping, _) in chosen.items()}
+            facts["pi"] = {client: pi for client, (_, pi) in chosen.items()}
+        facts["iterations"] = {layer: sum(s.iterations for s in found) for layer, found in solutions.items()}
+        facts["residual"] = {layer: max(s.residual for s in found) for layer, found in solutions.items()}
+        return facts
 
     def equation(self, cohort: Cohort, block: Block, group: int) -> Equation:
         """One layer's equation, its factors scaled and damped."""
@@ -155,9 +122,9 @@ class NaturalKron(ServerPart):
         """The beliefs with their factors scaled; what is zero stays zero."""
         if self.scale == "none":
             return list(beliefs)
-        says = [b.scale ** _POWERS[self.scale] if b.scale > 0 else 0.0 for b in beliefs]
-        total = sum(f * say for f, say in zip(shares, says, strict=True)) or 1.0
-        return [b.scaled_to(say / total) for b, say in zip(beliefs, says, strict=True)]
+        powers = [b.scale ** _POWERS[self.scale] if b.scale > 0 else 0.0 for b in beliefs]
+        total = sum(f * power for f, power in zip(shares, powers, strict=True)) or 1.0
+        return [b.scaled_to(power / total) for b, power in zip(beliefs, powers, strict=True)]
 
     def _damping_of(self, update: ClientUpdate) -> tuple[float, Split]:
         """λ and its split for one client."""
@@ -167,12 +134,49 @@ class NaturalKron(ServerPart):
         best = int(update.notes["kron/evidence"].argmax()) if self.pi == "evidence" else splits.index(self.pi)
         return float(update.notes["kron/damping"][best]), splits[best]
 
-    def _chosen_damping(self, cohort: Cohort) -> dict[str, dict[str, float | str]]:
-        """What clients chose, where they did."""
-        if self.damping != "evidence":
-            return {}
-        chosen = {u.client: self._damping_of(u) for u in cohort}
-        return {"damping": {c: lam for c, (lam, _) in chosen.items()}, "pi": {c: pi for c, (_, pi) in chosen.items()}}
+
+class Equation(NamedTuple):
+    """Σ f_k B_k (M − M_k) A_k = 0 for one layer.
+
+    Attributes:
+        layers: the clients' M_k.
+        inputs: their A_k, damped.
+        outputs: their B_k, damped.
+        shares: their f_k.
+        what: the layer's name, for errors.
+    """
+
+    layers: list[Tensor]
+    inputs: list[Factor]
+    outputs: list[Factor]
+    shares: Tensor
+    what: str
+
+
+class _Belief(NamedTuple):
+    """One client's layer and factors."""
+
+    update: ClientUpdate
+    M: Tensor
+    A: Factor
+    B: Factor
+
+    @property
+    def scale(self) -> float:
+        """The mean eigenvalue of A ⊗ B."""
+        return mean_eigenvalue(self.A) * mean_eigenvalue(self.B)
+
+    def scaled_to(self, scale: float) -> _Belief:
+        """The belief with that mean eigenvalue instead, each factor with its root; one without information as it is."""
+        if self.scale == 0:
+            return self
+        root = math.sqrt(scale)
+        return self._replace(A=self.A * (root / mean_eigenvalue(self.A)), B=self.B * (root / mean_eigenvalue(self.B)))
+
+
+def _belief(update: ClientUpdate, block: Block, group: int) -> _Belief:
+    A, B = (as_stack(factor)[group].double() for factor in factors_of(update, block))
+    return _Belief(update, block.matrices(update.posterior.mean)[group], A, B)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +201,28 @@ def shares_of(cohort: Cohort, shares: Shares) -> Tensor:
 
 
 def known_blocks(cohort: Cohort) -> Sequence[Block]:
-    """The blocks that factors were asked for; where nobody sent any, all of them."""
+    """The blocks that factors were asked for; where no client sent any, all of them."""
     everything = blocks_of(cohort.updates[0].spec)
     sent = {name for u in cohort if isinstance(u.posterior.geometry, Kron) for name in u.posterior.geometry.factors}
     return [block for block in everything if block.name in sent] if sent else everything
 
 
 def informed_blocks(cohort: Cohort) -> Iterator[Block]:
-    """The blocks of which some client's factors say anything."""
-    return (block for block in known_blocks(cohort) if any(_informs(u, block) for u in cohort))
+    """The blocks of which some client's factors are not zero; those of a layer that was never used are."""
+    for block in known_blocks(cohort):
+        if any(bool(factor.any()) for update in cohort for factor in factors_of(update, block)):
+            yield block
+
+
+def factors_of(update: ClientUpdate, block: Block) -> Factors:
+    """A client's raw factors of one layer."""
+    geometry = update.posterior.geometry
+    if not isinstance(geometry, Kron) or block.name not in geometry.factors:
+        raise ConfigError(
+            f"{update.client} has no Kronecker factors for layer {block.name}; "
+            "give the recipe the evidence KroneckerFactors"
+        )
+    return geometry.factors[block.name]
 
 
 def split_solutions(cohort: Cohort, block: Block, found: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -220,32 +237,3 @@ def with_the_rest_averaged(cohort: Cohort, state: ServerState, mean: Mapping[str
     averaged = [n for n in cohort.names if n not in mean]
     whole = {**mean, **{n: mean_by_examples(cohort, n) for n in averaged}}
     return state.fused({n: whole[n] for n in cohort.names}, spec=cohort.updates[0].spec).noting(averaged=averaged)
-
-
-def factors_of(update: ClientUpdate, block: Block) -> Factors:
-    """A client's raw factors of one layer."""
-    geometry = update.posterior.geometry
-    if not isinstance(geometry, Kron) or block.name not in geometry.factors:
-        raise ConfigError(
-            f"{update.client} has no Kronecker factors for layer {block.name}; "
-            "give the recipe the evidence KroneckerFactors"
-        )
-    return geometry.factors[block.name]
-
-
-def _belief(update: ClientUpdate, block: Block, group: int) -> _Belief:
-    A, B = (as_stack(factor)[group].double() for factor in factors_of(update, block))
-    return _Belief(update, block.matrices(update.posterior.mean)[group], A, B)
-
-
-def _informs(update: ClientUpdate, block: Block) -> bool:
-    """Whether the factors of a layer say anything at all; those of a layer that was never used do not."""
-    return any(bool(factor.any()) for factor in factors_of(update, block))
-
-
-def _solver_facts(solutions: Mapping[str, Sequence[Solution]]) -> dict[str, dict[str, float]]:
-    """Iterations and the largest residual by layer."""
-    return {
-        "iterations": {layer: sum(s.iterations for s in found) for layer, found in solutions.items()},
-        "residual": {layer: max(s.residual for s in found) for layer, found in solutions.items()},
-    }

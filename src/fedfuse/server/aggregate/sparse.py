@@ -31,55 +31,11 @@ from fedfuse.server.aggregate.moves import (
 from fedfuse.wire.codec import LazyParams, forms_of, piece_of
 
 Numbers: TypeAlias = npt.NDArray[Any]
-
-_SAMPLE = 1 << 14  # numbers that tell about where the wanted one is
-_BLOCK = 1 << 17  # numbers looked at together, which stay in cache
-_DEVIATIONS = 6.0  # how far the sample's word is believed, in its own standard deviations
-
-
-def kth_largest(values: Tensor, k: int) -> Tensor:
-    """The k-th largest of a flat tensor, exactly; k counts from 1.
-
-    A sample says between which two numbers it lies almost certainly. One pass counts what is above them and takes out
-    what is between, a few per cent of all; where the sample was wrong, or there is little to choose from, all numbers
-    are partitioned.
-
-    Example:
-        >>> kth_largest(torch.tensor([3.0, 1.0, 2.0]), 2)
-        tensor(2.)
-    """
-    numbers: Numbers = values.numpy()  # it compares several times as fast as torch does
-    if len(numbers) > 4 * _SAMPLE:
-        low, high = _bracket(numbers, k)
-        above, between = 0, []
-        for block in (numbers[begin : begin + _BLOCK] for begin in range(0, len(numbers), _BLOCK)):
-            above += int(np.count_nonzero(block > high))
-            between.append(block[(block >= low) & (block <= high)])
-        left, rank = np.concatenate(between), k - above
-        if 1 <= rank <= len(left):
-            return torch.tensor(low if low == high else _partition(left, rank))
-    return torch.tensor(_partition(numbers.copy(), k))
-
-
-def _bracket(numbers: Numbers, k: int) -> tuple[Any, Any]:
-    """Two numbers between which the k-th largest lies, as far as a sample can tell."""
-    stride = (len(numbers) // _SAMPLE) | 1  # odd, so that it shares no factor with the usual widths of layers
-    drawn = np.sort(numbers[::stride])[::-1]
-    share, count = k / len(numbers), len(drawn)
-    room = math.ceil(_DEVIATIONS * math.sqrt(count * share * (1 - share))) + 2
-    place = round(share * count)
-    return drawn[min(place + room, count - 1)], drawn[max(place - room, 0)]
-
-
-def _partition(numbers: Numbers, k: int) -> Any:
-    """The k-th largest by putting it where it would stand if all were sorted; in place."""
-    place = len(numbers) - k
-    numbers.partition(place)
-    return numbers[place]
-
-
 _LOTS = 1 << 16  # elements whose lots are drawn together, so that any piece of a tensor can be asked for
 _TILE = 1 << 15  # elements of all clients that are fused together, which stay in cache
+_SAMPLE = 1 << 14  # numbers that tell about where the wanted one is
+_BLOCK = 1 << 17  # numbers looked at together, which stay in cache
+_DEVIATIONS = 6.0  # half of the interval the sample gives, in its own standard deviations
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,53 +74,12 @@ class TrimElectMerge(ServerPart):
         return out.view(form.shape)
 
 
-def _trim(move: Tensor, limit: float) -> Tensor:
-    """The move without what is smaller than a limit, in one pass: `hardshrink` drops what is not larger than its own.
-
-    Example:
-        >>> _trim(torch.tensor([-3.0, 2.0, 1.0]), 2.0)
-        tensor([-3.,  2.,  0.])
-    """
-    below = torch.nextafter(torch.tensor(limit, dtype=move.dtype), torch.zeros((), dtype=move.dtype))
-    return F.hardshrink(move, float(below))
-
-
-def _elect(moves: Tensor, shares: Tensor) -> Tensor:
-    """The mean of those moves, clients × elements, whose sign is that of their sum; zero where the sum is."""
-    total = _add_up(moves, shares)
-    agree = moves.sign().mul_(total.sign().to(moves.dtype)).clamp_(min=0)
-    voters = _add_up(agree, shares)
-    return _add_up(agree.mul_(moves), shares).div_(voters.clamp_(min=torch.finfo(voters.dtype).tiny))
-
-
-def _add_up(rows: Tensor, shares: Tensor) -> Tensor:
-    """Σ_k s_k x_k in float64; clients that weigh alike need no product."""
-    even = bool((shares == 1.0).all())
-    return rows.sum(0, dtype=torch.float64) if even else (rows * shares).sum(0)
-
-
-def _subtract(piece: Tensor, base: Tensor) -> Tensor:
-    """A move in float32 at least; of two numbers of float32 that is their exact difference, rounded once."""
-    wide = torch.promote_types(piece.dtype, torch.float32)
-    return piece.to(wide) - base.to(wide)
-
-
-def _limit(source: Params, start: Params, name: str, density: float) -> float:
-    """The least |δ| that stays: the k-th largest of a tensor, with k the density's share of it, at least one."""
-    form = forms_of(source)[name]
-    size = math.prod(form.shape)
-    sizes = torch.empty(size, dtype=torch.promote_types(form.dtype, torch.float32))
-    for begin, end in blocks_of(source, name):
-        sizes[begin:end] = _subtract(piece_of(source, name, begin, end), piece_of(start, name, begin, end)).abs_()
-    return float(kth_largest(sizes, max(1, round(density * size)))) if size else 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class TrimAndElect(BeforeRule):
     """TIES with another rule's mean in place of its own: trim and elect, then fuse.
 
-    Who was trimmed or outvoted in a coordinate stands there where TIES' own mean is, so that nobody's absence pulls at
-    it: of clients that know alike, the mean of such clients is that of TIES.
+    A client that was trimmed or outvoted in a coordinate takes TIES' own mean there, so that its absence does not pull
+    at the result: where clients weigh alike, the mean of what is left is that of TIES.
 
     Attributes:
         then: what fuses, such as a mean in the metric of the clients' factors.
@@ -204,12 +119,53 @@ class TrimAndElect(BeforeRule):
         return self.fuse_changed(cohort, change, state, bench)
 
 
+def _limit(source: Params, start: Params, name: str, density: float) -> float:
+    """The least |δ| that stays: the k-th largest of a tensor, with k the density's share of it, at least one."""
+    form = forms_of(source)[name]
+    size = math.prod(form.shape)
+    sizes = torch.empty(size, dtype=torch.promote_types(form.dtype, torch.float32))
+    for begin, end in blocks_of(source, name):
+        sizes[begin:end] = _subtract(piece_of(source, name, begin, end), piece_of(start, name, begin, end)).abs_()
+    return float(kth_largest(sizes, max(1, round(density * size)))) if size else 0.0
+
+
 def _trimmed_moves(
     sources: Sequence[Params], limits: Sequence[float], base: Tensor, name: str, begin: int, end: int
 ) -> Tensor:
-    """Elements [begin, end) of everybody's trimmed move, clients × elements."""
+    """Elements [begin, end) of every client's trimmed move, clients × elements."""
     pairs = zip(sources, limits, strict=True)
     return torch.stack([_trim(_subtract(piece_of(s, name, begin, end), base), limit) for s, limit in pairs])
+
+
+def _trim(move: Tensor, limit: float) -> Tensor:
+    """The move without what is smaller than a limit, in one pass: `hardshrink` drops what is not larger than its own.
+
+    Example:
+        >>> _trim(torch.tensor([-3.0, 2.0, 1.0]), 2.0)
+        tensor([-3.,  2.,  0.])
+    """
+    below = torch.nextafter(torch.tensor(limit, dtype=move.dtype), torch.zeros((), dtype=move.dtype))
+    return F.hardshrink(move, float(below))
+
+
+def _subtract(piece: Tensor, base: Tensor) -> Tensor:
+    """A move in float32 at least; of two numbers of float32 that is their exact difference, rounded once."""
+    wide = torch.promote_types(piece.dtype, torch.float32)
+    return piece.to(wide) - base.to(wide)
+
+
+def _elect(moves: Tensor, shares: Tensor) -> Tensor:
+    """The mean of those moves, clients × elements, whose sign is that of their sum; zero where the sum is."""
+    total = _add_up(moves, shares)
+    agree = moves.sign().mul_(total.sign().to(moves.dtype)).clamp_(min=0)
+    voters = _add_up(agree, shares)
+    return _add_up(agree.mul_(moves), shares).div_(voters.clamp_(min=torch.finfo(voters.dtype).tiny))
+
+
+def _add_up(rows: Tensor, shares: Tensor) -> Tensor:
+    """Σ_k s_k x_k in float64; clients that weigh alike need no product."""
+    even = bool((shares == 1.0).all())
+    return rows.sum(0, dtype=torch.float64) if even else (rows * shares).sum(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,3 +213,44 @@ def _lots(stream: Callable[[int], torch.Generator], begin: int, end: int) -> Ten
     first, last = begin // _LOTS, -(-end // _LOTS)
     lots = [torch.rand(_LOTS, generator=stream(tile)) for tile in range(first, last)]
     return torch.cat(lots)[begin - first * _LOTS : end - first * _LOTS] if lots else torch.empty(0)
+
+
+def kth_largest(values: Tensor, k: int) -> Tensor:
+    """The k-th largest of a flat tensor, exactly; k counts from 1.
+
+    A sample says between which two numbers it lies almost certainly. One pass counts what is above them and takes out
+    what is between, a few per cent of all; where the sample was wrong, or there is little to choose from, all numbers
+    are partitioned.
+
+    Example:
+        >>> kth_largest(torch.tensor([3.0, 1.0, 2.0]), 2)
+        tensor(2.)
+    """
+    numbers: Numbers = values.numpy()  # it compares several times as fast as torch does
+    if len(numbers) > 4 * _SAMPLE:
+        low, high = _bracket(numbers, k)
+        above, between = 0, []
+        for block in (numbers[begin : begin + _BLOCK] for begin in range(0, len(numbers), _BLOCK)):
+            above += int(np.count_nonzero(block > high))
+            between.append(block[(block >= low) & (block <= high)])
+        left, rank = np.concatenate(between), k - above
+        if 1 <= rank <= len(left):
+            return torch.tensor(low if low == high else _partition(left, rank))
+    return torch.tensor(_partition(numbers.copy(), k))
+
+
+def _bracket(numbers: Numbers, k: int) -> tuple[Any, Any]:
+    """Two numbers between which the k-th largest lies, as far as a sample can tell."""
+    stride = (len(numbers) // _SAMPLE) | 1  # odd, so that it shares no factor with the usual widths of layers
+    drawn = np.sort(numbers[::stride])[::-1]
+    share, count = k / len(numbers), len(drawn)
+    room = math.ceil(_DEVIATIONS * math.sqrt(count * share * (1 - share))) + 2
+    place = round(share * count)
+    return drawn[min(place + room, count - 1)], drawn[max(place - room, 0)]
+
+
+def _partition(numbers: Numbers, k: int) -> Any:
+    """The k-th largest by putting it where it would stand if all were sorted; in place."""
+    place = len(numbers) - k
+    numbers.partition(place)
+    return numbers[place]

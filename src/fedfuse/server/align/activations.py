@@ -62,9 +62,12 @@ class ByActivations:
 
     def _match(self, reference: Net, net: Net, x: Tensor) -> Moves:
         moments = cross_moments(reference, net, x)
-        like = PairMoments.correlation if self.likeness == "correlation" else _negative_distance
-        seen = [group for group in net.groups if moments[group.name].count]
-        return {group.name: best_order(like(moments[group.name]), group.sections) for group in seen}
+        orders = {}
+        for group in net.groups:
+            if (found := moments[group.name]).count:
+                gain = found.correlation() if self.likeness == "correlation" else -found.distance()
+                orders[group.name] = best_order(gain, group.sections)
+        return orders
 
 
 def check_rows(rows: int) -> None:
@@ -122,7 +125,8 @@ class PairMoments:
         """Pearson's correlation of every pair of units; zero for a unit that always answers the same."""
         n = max(1, self.count)
         covariance = self.ab / n - self.a[:, None] * self.b / n**2
-        std_a, std_b = ((s2 / n - (s / n).square()).clamp(min=0).sqrt() for s, s2 in _pairs(self))
+        sums = (self.a, self.aa), (self.b, self.bb)
+        std_a, std_b = ((squares / n - (s / n).square()).clamp(min=0).sqrt() for s, squares in sums)
         scale = std_a[:, None] * std_b
         return torch.where(scale > 1e-12, covariance / scale.clamp(min=1e-12), 0.0)
 
@@ -130,15 +134,6 @@ class PairMoments:
         """The Euclidean distance between the answers of every pair of units, per answer."""
         squares = self.aa[:, None] + self.bb - 2 * self.ab
         return (squares.clamp(min=0) / max(1, self.count)).sqrt()
-
-
-def _pairs(moments: PairMoments) -> Iterator[tuple[Tensor, Tensor]]:
-    yield moments.a, moments.aa
-    yield moments.b, moments.bb
-
-
-def _negative_distance(moments: PairMoments) -> Tensor:
-    return -moments.distance()
 
 
 @torch.no_grad()
@@ -173,14 +168,10 @@ def _recording(module: nn.Module, net: Net) -> Iterator[dict[str, list[Tensor]]]
     hooks = (
         (layer, _ActivationHook(outputs[group.name], group, place))
         for group, place in makers
-        if isinstance(layer := _layer_of(module, place.tensor), _WATCHED)
+        if isinstance(layer := module.get_submodule(place.tensor.rpartition(".")[0]), _WATCHED)
     )
     with forward_hooks(hooks):
         yield outputs
-
-
-def _layer_of(module: nn.Module, weight: str) -> nn.Module:
-    return module.get_submodule(weight.rpartition(".")[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ from fedfuse.core.state import Bench
 from fedfuse.errors import ConfigError
 from fedfuse.linalg.assign import sinkhorn
 from fedfuse.nets.channels import Group
-from fedfuse.server.align.nets import Coupling, Moves, Net, blend_units
+from fedfuse.server.align.nets import Coupling, Moves, Net, blend_units, diagonal_blocks
 from fedfuse.server.align.weights import PAIRWISE_LAWS, ByWeights, WeightMatching, best_order, wiring
 
 
@@ -58,7 +58,7 @@ class ByGraph:
         return max(ends, key=lambda moves: joint_score([*nets, reference], [*moves, {}]))
 
     def _climb(self, nets: Sequence[Net], reference: Net, moves: Sequence[Moves]) -> list[Moves]:
-        """Single networks move towards the sum of all others until nobody gains."""
+        """Single networks move towards the sum of all others until none gains."""
         current = [_apply_moves(net, move) for net, move in zip(nets, moves, strict=True)]
         total = _sum([*current, reference.matched_tensors()])
         found = [dict(move) for move in moves]
@@ -83,7 +83,8 @@ class ByGraph:
         """Soft orders that harden as the temperature falls."""
         groups = reference.groups
         every = [net.matched_tensors() for net in nets]
-        soft = [{g.name: _uniform(g) for g in groups} for _ in nets]
+        even = {g.name: torch.block_diag(*[_evenly(g.size // g.sections)] * g.sections) for g in groups}
+        soft = [{name: Coupling(share, share) for name, share in even.items()} for _ in nets]
         temperature = self.hot
         while temperature >= self.cold:
             for group in groups:
@@ -103,14 +104,14 @@ class ByGraph:
     ) -> Tensor:
         """The gradient of the score in one network's soft order of one group."""
         names = {place.tensor for place in group.locations}
-        beside = [g for g in reference.groups if names & {p.tensor for p in g.locations}]
-        without = [g for g in beside if g.name != group.name]
+        adjacent = [g for g in reference.groups if names & {p.tensor for p in g.locations}]
+        others = [g for g in adjacent if g.name != group.name]
         target = {n: t for n, t in reference.matched_tensors().items() if n in names}
         for j, tensors in enumerate(every):
             if j != k:
-                moved = blend_units(_select(tensors, names), beside, soft[j])
+                moved = blend_units(_select(tensors, names), adjacent, soft[j])
                 target = {n: t + moved[n] for n, t in target.items()}
-        mine = blend_units(_select(every[k], names), without, soft[k])
+        mine = blend_units(_select(every[k], names), others, soft[k])
         total = torch.zeros(group.size, group.size)
         for place in wiring(reference.groups)[group.name]:
             if place.tensor in mine:
@@ -121,8 +122,11 @@ class ByGraph:
 def joint_score(nets: Sequence[Net], moves: Sequence[Moves]) -> float:
     """Σ_{k<l} Σ_t ⟨(P_k network_k)_t, (P_l network_l)_t⟩, how far all networks agree after these moves."""
     every = [_apply_moves(net, move) for net, move in zip(nets, moves, strict=True)]
-    total = _sum(every)
-    return (_square(total) - sum(_square(tensors) for tensors in every)) / 2
+
+    def square(tensors: Mapping[str, Tensor]) -> float:
+        return sum(float(t.double().square().sum()) for t in tensors.values())
+
+    return (square(_sum(every)) - sum(square(tensors) for tensors in every)) / 2
 
 
 def _apply_moves(net: Net, move: Moves) -> dict[str, Tensor]:
@@ -133,31 +137,23 @@ def _sum(every: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {n: torch.stack([tensors[n] for tensors in every]).sum(0) for n in every[0]}
 
 
-def _square(tensors: Mapping[str, Tensor]) -> float:
-    return sum(float(t.double().square().sum()) for t in tensors.values())
-
-
 def _select(tensors: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]:
     return {n: t for n, t in tensors.items() if n in names}
 
 
-def _uniform(group: Group) -> Coupling:
-    room = group.size // group.sections
-    even = torch.block_diag(*[torch.full((room, room), 1 / room)] * group.sections)
-    return Coupling(even, even)
+def _evenly(size: int) -> Tensor:
+    return torch.full((size, size), 1 / size)
 
 
 def _soften(gain: Tensor, group: Group, temperature: float, client: str) -> Coupling:
-    """The doubly stochastic matrix that follows a gain at a temperature, room by room."""
-    room = group.size // group.sections
-    blocks = [gain[s : s + room, s : s + room] for s in range(0, group.size, room)]
+    """The doubly stochastic matrix that follows a gain at a temperature, section by section."""
     plans = []
-    for block in blocks:
+    for block in diagonal_blocks(gain, group.sections):
         scale = float(block.max() - block.min())  # so that a temperature means the same in every layer
         if scale <= 0:
-            plans.append(torch.full((room, room), 1 / room))
+            plans.append(_evenly(len(block)))
             continue
         what = f"graph matching of {group.name} of {client}"
-        plans.append(room * sinkhorn(-block / scale, reg=temperature, tol=0.05, what=what).plan.float())
+        plans.append(len(block) * sinkhorn(-block / scale, reg=temperature, tol=0.05, what=what).plan.float())
     soft = torch.block_diag(*plans)
     return Coupling(soft, soft)

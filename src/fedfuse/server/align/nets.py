@@ -1,4 +1,7 @@
-"""Networks to be aligned: their hidden units, and how units are reordered or blended."""
+"""Networks to be aligned: their hidden units, and how units are reordered or blended.
+
+A matching finds `Moves` for a `Net`, and `move_update` carries them out on a client's update.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class Coupling:
 
     Attributes:
         make: new × old, rows sum to one: of which old units a new one is made.
-        read: new × old: whoever read old unit j reads new unit i with this share of its weight.
+        read: new × old: what read old unit j reads new unit i with this share of its weight.
     """
 
     make: Tensor
@@ -115,6 +118,17 @@ def _names(net: Net) -> str:
     return ", ".join(group.name for group in net.groups[:6]) + (", …" if len(net.groups) > 6 else "")
 
 
+def diagonal_blocks(matrix: Tensor, sections: int) -> list[Tensor]:
+    """What units of one section have to do with units of the same: only these may trade places.
+
+    Example:
+        >>> [block.tolist() for block in diagonal_blocks(torch.arange(8.0).view(4, 2), 2)]
+        [[[0.0], [2.0]], [[5.0], [7.0]]]
+    """
+    new, old = (size // sections for size in matrix.shape)
+    return [matrix[k * new : (k + 1) * new, k * old : (k + 1) * old] for k in range(sections)]
+
+
 def move_update(update: ClientUpdate, groups: Sequence[Group], moves: Moves, spec: Spec) -> ClientUpdate:
     """The update with its units at their new places, as an update of the network `spec`.
 
@@ -126,7 +140,11 @@ def move_update(update: ClientUpdate, groups: Sequence[Group], moves: Moves, spe
     orders = {g: m for g, m in here.items() if isinstance(m, Tensor)}
     if len(orders) == len(here):
         notes = _reorder_notes(update.notes, posterior.mean, orders)
-        return replace(update, posterior=_reorder_posterior(posterior, orders, update.spec), spec=spec, notes=notes)
+        if all(order.equal(torch.arange(group.size)) for group, order in orders.items()):
+            return replace(update, spec=spec, notes=notes)
+        geometry = move_geometry_units(posterior.geometry, posterior.mean, orders, update.spec.layout)
+        mean = LazyParams(forms_of(posterior.mean), _FetchReordered(posterior.mean, orders))
+        return replace(update, posterior=Posterior(mean, geometry), spec=spec, notes=notes)
     if not isinstance(posterior.geometry, Flat):
         raise ConfigError(
             f"{update.client}: units that are blended carry no {type(posterior.geometry).__name__} geometry; "
@@ -138,17 +156,10 @@ def move_update(update: ClientUpdate, groups: Sequence[Group], moves: Moves, spe
             f"{update.client}: {' and '.join(tied[0])} are one tensor, whose units can be moved but not blended; "
             "align by weights or activations"
         )
-    mean = blend_units(dict(posterior.mean), groups, moves, frozenset(update.spec.layout.with_role("log_variance")))
+    blended = blend_units(dict(posterior.mean), groups, moves, frozenset(update.spec.layout.with_role("log_variance")))
     about = _weights_meant(update.notes, posterior.mean)
     notes = {n: t for n, t in update.notes.items() if about.get(n) not in moved_names}
-    return replace(update, posterior=Posterior(mean), spec=spec, notes=notes)
-
-
-def _reorder_posterior(posterior: Posterior, orders: Mapping[Group, Tensor], spec: Spec) -> Posterior:
-    if all(o.equal(torch.arange(g.size)) for g, o in orders.items()):
-        return posterior
-    geometry = move_geometry_units(posterior.geometry, posterior.mean, orders, spec.layout)
-    return Posterior(LazyParams(forms_of(posterior.mean), _FetchReordered(posterior.mean, orders)), geometry)
+    return replace(update, posterior=Posterior(blended), spec=spec, notes=notes)
 
 
 def _reorder_notes(notes: Params, mean: Params, orders: Mapping[Group, Tensor]) -> Params:
@@ -157,7 +168,7 @@ def _reorder_notes(notes: Params, mean: Params, orders: Mapping[Group, Tensor]) 
         return notes
     moves = _moves_by_tensor(orders)
     about = {name: tensor for name, tensor in _weights_meant(notes, mean).items() if tensor in moves}
-    return {**notes, **{name: _move(notes[name], moves[tensor]) for name, tensor in about.items()}}
+    return {**notes, **{name: _reorder_all(notes[name], moves[tensor]) for name, tensor in about.items()}}
 
 
 def _weights_meant(notes: Params, mean: Params) -> dict[str, str]:
@@ -178,7 +189,7 @@ def _moves_by_tensor(orders: Mapping[Group, Tensor]) -> dict[str, list[PlaceOrde
     return moves
 
 
-def _move(t: Tensor, moves: Sequence[PlaceOrder]) -> Tensor:
+def _reorder_all(t: Tensor, moves: Sequence[PlaceOrder]) -> Tensor:
     for place, order in moves:
         t = reorder_tensor(t, place, order)
     return t
@@ -197,7 +208,7 @@ class _FetchReordered:
         """Elements [begin, end) of one tensor, laid flat."""
         last_name, flat = self.last
         if last_name != name:
-            flat = _move(self.params[name], self.moves.get(name, ())).reshape(-1)
+            flat = _reorder_all(self.params[name], self.moves.get(name, ())).reshape(-1)
             self.last = (name, flat)
         return flat[begin:end]
 
@@ -230,25 +241,14 @@ def blend_units(
             continue
         t, is_log_variance = result[name], name in log_variances
         wide = t.exp().float() if is_log_variance else t.float()
-        blend = _blend_axis(
-            wide,
-            axis,
-            here,
-            {g.name: _square_shares(moves[g.name]) if is_log_variance else moves[g.name] for g, _ in here},
-        )
+        shares = {g.name: _square_shares(moves[g.name]) if is_log_variance else moves[g.name] for g, _ in here}
+        blend = _blend_axis(wide, axis, here, shares)
         result[name] = (blend.log() if is_log_variance else blend).to(t.dtype)
     return result
 
 
 def _square_shares(move: Move) -> Move:
     return move if isinstance(move, Tensor) else Coupling(move.make.square(), move.read.square())
-
-
-def _blend(move: Move, rows: Tensor, reads: bool) -> Tensor:
-    """One row per new unit, of one row per old one."""
-    if isinstance(move, Tensor):
-        return rows[move]
-    return (move.read if reads else move.make).to(rows) @ rows
 
 
 def _blend_axis(t: Tensor, axis: int, here: AxisUnits, moves: Moves) -> Tensor:
@@ -260,16 +260,14 @@ def _blend_axis(t: Tensor, axis: int, here: AxisUnits, moves: Moves) -> Tensor:
         parts.append(t.narrow(axis, done, place.offset - done))
         done = place.offset + group.size * place.per
         units = t.narrow(axis, place.offset, done - place.offset).movedim(axis, 0)
-        rows = _blend(moves[group.name], units.reshape(group.size, -1), place.reads)
+        move, old = moves[group.name], units.reshape(group.size, -1)
+        rows = old[move] if isinstance(move, Tensor) else (move.read if place.reads else move.make).to(old) @ old
         parts.append(rows.reshape(-1, *units.shape[1:]).movedim(0, axis))
     return torch.cat([*parts, t.narrow(axis, done, t.shape[axis] - done)], axis)
 
 
 def _blend_blocks(t: Tensor, blocks: int, move: Move) -> Tensor:
-    """What the groups of a convolution read, each from its own room."""
+    """What the groups of a convolution read, each within its own units."""
     matrix = torch.eye(len(move))[move] if isinstance(move, Tensor) else move.read
-    new, old = (size // blocks for size in matrix.shape)
-    rooms = [matrix[b * new : (b + 1) * new, b * old : (b + 1) * old].to(t) for b in range(blocks)]
-    return torch.cat(
-        [torch.einsum("ij,oj...->oi...", room, block) for room, block in zip(rooms, t.chunk(blocks), strict=True)]
-    )
+    pairs = zip(diagonal_blocks(matrix, blocks), t.chunk(blocks), strict=True)
+    return torch.cat([torch.einsum("ij,oj...->oi...", share.to(t), chunk) for share, chunk in pairs])

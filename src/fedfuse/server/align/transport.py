@@ -14,7 +14,7 @@ from fedfuse.errors import ConfigError
 from fedfuse.linalg.assign import match, sinkhorn
 from fedfuse.nets.channels import Group
 from fedfuse.server.align.activations import Inputs, check_rows, cross_moments, probes
-from fedfuse.server.align.nets import Coupling, Move, Moves, Net, blend_units
+from fedfuse.server.align.nets import Coupling, Move, Moves, Net, blend_units, diagonal_blocks
 from fedfuse.server.align.weights import PAIRWISE_LAWS, wiring
 
 Ground = Literal["weights", "activations"]
@@ -26,7 +26,7 @@ class ByTransport:
     """Transport a network's units onto the reference's, layer by layer from the input (Singh and Jaggi 2020).
 
     With uniform masses on both sides and ground cost C the plan Π minimizes ⟨Π, C⟩, or ⟨Π, C⟩ − reg · entropy. New
-    unit i is Σ_j Π_ij / Π_i· of the old ones; whoever read old unit j now reads new unit i with weight Π_ij / Π_·j of
+    unit i is Σ_j Π_ij / Π_i· of the old ones; what read old unit j now reads new unit i with weight Π_ij / Π_·j of
     its own, so that units which merge are read by what both were read. Between equal widths the exact plan is a
     permutation, the assignment of least cost, and carries any geometry along.
 
@@ -87,12 +87,10 @@ class ByTransport:
         return moves
 
     def _move(self, cost: Tensor, theirs: Group, what: str) -> Move:
-        """What becomes of the units of one group, room by room."""
-        sections = theirs.sections
-        new, old = (size // sections for size in cost.shape)
-        blocks = [cost[k * new : (k + 1) * new, k * old : (k + 1) * old] for k in range(sections)]
-        if new == old and self.reg == 0:
-            return torch.cat([k * new + match(block).cols for k, block in enumerate(blocks)])
+        """What becomes of the units of one group, section by section."""
+        blocks = diagonal_blocks(cost, theirs.sections)
+        if cost.shape[0] == cost.shape[1] and self.reg == 0:
+            return torch.cat([k * len(block) + match(block).cols for k, block in enumerate(blocks)])
         plans = [self.plan(block, what) for block in blocks]
         make = torch.block_diag(*(p / p.sum(1, keepdim=True) for p in plans))
         conserved = torch.block_diag(*(p / p.sum(0) for p in plans))
@@ -136,9 +134,9 @@ def _distance(
     """Euclidean distances between units by how they are wired to what is settled already."""
     squares = torch.zeros(theirs.size, ours.size, dtype=torch.float64)
     for there, here in zip(theirs.makers, ours.makers, strict=True):
-        beside = {name for _, name in wiring(groups)[ours.name][here]}
-        if here.tensor in tensors and beside.issubset(settled):
-            moved = blend_units({here.tensor: tensors[here.tensor]}, groups, {name: settled[name] for name in beside})
+        adjacent = {name for _, name in wiring(groups)[ours.name][here]}
+        if here.tensor in tensors and adjacent.issubset(settled):
+            moved = blend_units({here.tensor: tensors[here.tensor]}, groups, {name: settled[name] for name in adjacent})
             a, b = there.rows(target, theirs.size).double(), here.rows(moved, ours.size).double()
             squares += torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square()
     return squares.sqrt()

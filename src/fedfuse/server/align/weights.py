@@ -17,43 +17,44 @@ from fedfuse.nets.channels import Group, Location
 from fedfuse.server.align.nets import Moves, Net, reorder_tensor
 
 PlaceOfGroup: TypeAlias = tuple[Location, str]  # a place in a tensor, and the name of the group whose units it holds
+_MEMORY = 1 << 24  # numbers of all networks that are moved about at once
+PAIRWISE_LAWS = frozenset({"one", "agree", "scale", "pure", "dtype", "finite", "repeat"})
 
 
-def best_orders(gains: Tensor, rooms: int = 1) -> Tensor:
-    """For each of several matrices the order of columns that makes its trace largest, each within its room.
+@dataclass(frozen=True, slots=True)
+class ByWeights:
+    """Put every unit where the reference has the unit wired most like it.
 
-    Example:
-        >>> best_orders(torch.tensor([[[0.0, 2.0], [1.0, 0.0]]]))
-        tensor([[1, 0]])
+    Over orders P of all groups at once, the inner product Σ_t ⟨reference_t, (P network)_t⟩ is raised group by group,
+    each by an exact assignment with the others fixed, until none can raise it: a fixed point over layers, equal to a
+    local minimum of ‖reference − P network‖². It begins with a pass that matches each layer by what it reads, or with
+    the order as it is where that is nearer, so the distance never grows (Ainsworth et al., "Git Re-Basin", 2023,
+    algorithm 1).
+
+    Attributes:
+        sweeps: passes over all groups before it stops; a fixed point is usually there after three to ten.
     """
-    if rooms == 1:
-        return match_each(gains)
-    room = gains.shape[1] // rooms
-    starts = range(0, gains.shape[1], room)
-    return torch.cat([s + match_each(gains[:, s : s + room, s : s + room]) for s in starts], 1)
 
+    sweeps: int = 50
+    any_width: ClassVar[bool] = False
+    laws: ClassVar[frozenset[str]] = PAIRWISE_LAWS
 
-def best_order(gain: Tensor, rooms: int = 1) -> Tensor:
-    """The order of columns that makes the sum of the diagonal largest, each within its room.
+    def __post_init__(self) -> None:
+        if self.sweeps < 1:
+            raise ConfigError(f"matching weights: sweeps is {self.sweeps}, expected at least one pass over the layers")
 
-    Example:
-        >>> best_order(torch.tensor([[0.0, 2.0], [1.0, 0.0]]))
-        tensor([1, 0])
-    """
-    return best_orders(gain[None], rooms)[0]
+    def __call__(self, nets: Sequence[Net], reference: Net, bench: Bench) -> list[Moves]:  # noqa: ARG002
+        """An order for every group of every network."""
+        target = reference.matched_tensors()
+        few = max(1, _MEMORY // max(1, sum(t.numel() for t in target.values())))
+        return [move for k in range(0, len(nets), few) for move in self.match(target, nets[k : k + few])]
 
-
-@lru_cache(maxsize=64)
-def wiring(groups: tuple[Group, ...]) -> Mapping[str, Mapping[Location, Sequence[PlaceOfGroup]]]:
-    """For every group its places, and for each place the groups on the other axes of the same tensor.
-
-    A group may be its own neighbor: a tensor that reads and makes the same units joins it to itself.
-    """
-    groups_of: dict[str, list[PlaceOfGroup]] = {}
-    for group in groups:
-        for place in group.locations:
-            groups_of.setdefault(place.tensor, []).append((place, group.name))
-    return {g.name: {p: [s for s in groups_of[p.tensor] if s[0].axis != p.axis] for p in g.locations} for g in groups}
+    def match(self, target: Mapping[str, Tensor], nets: Sequence[Net]) -> list[Moves]:
+        """The orders that bring each of some networks near the target."""
+        matching = WeightMatching.of(target, [net.matched_tensors() for net in nets], nets[0].groups)
+        matching.match_once()
+        matching.climb(self.sweeps)
+        return [{name: orders[k] for name, orders in matching.orders.items()} for k in range(len(nets))]
 
 
 class WeightMatching:
@@ -220,6 +221,43 @@ class _GainTerm:
         return rows.mT
 
 
+@lru_cache(maxsize=64)
+def wiring(groups: tuple[Group, ...]) -> Mapping[str, Mapping[Location, Sequence[PlaceOfGroup]]]:
+    """For every group its places, and for each place the groups on the other axes of the same tensor.
+
+    A group may be its own neighbor: a tensor that reads and makes the same units joins it to itself.
+    """
+    groups_of: dict[str, list[PlaceOfGroup]] = {}
+    for group in groups:
+        for place in group.locations:
+            groups_of.setdefault(place.tensor, []).append((place, group.name))
+    return {g.name: {p: [s for s in groups_of[p.tensor] if s[0].axis != p.axis] for p in g.locations} for g in groups}
+
+
+def best_orders(gains: Tensor, sections: int = 1) -> Tensor:
+    """For each of several matrices the order of columns that makes its trace largest, each within its section.
+
+    Example:
+        >>> best_orders(torch.tensor([[[0.0, 2.0], [1.0, 0.0]]]))
+        tensor([[1, 0]])
+    """
+    if sections == 1:
+        return match_each(gains)
+    size = gains.shape[1] // sections
+    starts = range(0, gains.shape[1], size)
+    return torch.cat([s + match_each(gains[:, s : s + size, s : s + size]) for s in starts], 1)
+
+
+def best_order(gain: Tensor, sections: int = 1) -> Tensor:
+    """The order of columns that makes the sum of the diagonal largest, each within its section.
+
+    Example:
+        >>> best_order(torch.tensor([[0.0, 2.0], [1.0, 0.0]]))
+        tensor([1, 0])
+    """
+    return best_orders(gain[None], sections)[0]
+
+
 def _units_last(stack: Tensor, place: Location, size: int) -> Tensor:
     """A place's units on the last axis, so that reordering a neighbor moves whole rows of memory."""
     axis = place.axis + 1
@@ -247,44 +285,3 @@ def _reorder_stack(stack: Tensor, place: Location, orders: Tensor) -> Tensor:
     units = front.reshape(stack.shape[0] * size, -1)
     places = (orders + size * torch.arange(orders.shape[0])[:, None]).flatten()
     return units.index_select(0, places).view(front.shape).movedim(1, place.axis + 1)
-
-
-_MEMORY = 1 << 24  # numbers of all networks that are moved about at once
-
-PAIRWISE_LAWS = frozenset({"one", "agree", "scale", "pure", "dtype", "finite", "repeat"})
-
-
-@dataclass(frozen=True, slots=True)
-class ByWeights:
-    """Put every unit where the reference has the unit wired most like it.
-
-    Over orders P of all groups at once, the inner product Σ_t ⟨reference_t, (P network)_t⟩ is raised group by group,
-    each by an exact assignment with the others fixed, until none can raise it: a fixed point over layers, equal to a
-    local minimum of ‖reference − P network‖². It begins with a pass that matches each layer by what it reads, or with
-    the order as it is where that is nearer, so the distance never grows (Ainsworth et al., "Git Re-Basin", 2023,
-    algorithm 1).
-
-    Attributes:
-        sweeps: passes over all groups before it stops; a fixed point is usually there after three to ten.
-    """
-
-    sweeps: int = 50
-    any_width: ClassVar[bool] = False
-    laws: ClassVar[frozenset[str]] = PAIRWISE_LAWS
-
-    def __post_init__(self) -> None:
-        if self.sweeps < 1:
-            raise ConfigError(f"matching weights: sweeps is {self.sweeps}, expected at least one pass over the layers")
-
-    def __call__(self, nets: Sequence[Net], reference: Net, bench: Bench) -> list[Moves]:  # noqa: ARG002
-        """An order for every group of every network."""
-        target = reference.matched_tensors()
-        few = max(1, _MEMORY // max(1, sum(t.numel() for t in target.values())))
-        return [move for k in range(0, len(nets), few) for move in self.match(target, nets[k : k + few])]
-
-    def match(self, target: Mapping[str, Tensor], nets: Sequence[Net]) -> list[Moves]:
-        """The orders that bring each of some networks near the target."""
-        matching = WeightMatching.of(target, [net.matched_tensors() for net in nets], nets[0].groups)
-        matching.match_once()
-        matching.climb(self.sweeps)
-        return [{name: orders[k] for name, orders in matching.orders.items()} for k in range(len(nets))]

@@ -36,81 +36,12 @@ from fedfuse.server.steps.synthesize import (
 from fedfuse.training.optimizers import stepper
 
 InputSource: TypeAlias = Literal["none", "server", "unlabelled", "impressions", "generated"]
-
 INPUT_SOURCES: dict[str, DistillationInputs] = {
     "server": ServerInputs(),
     "unlabelled": UnlabelledInputs(),
     "impressions": Impressions(),
     "generated": Generate(batch=128, steps=20, width=32),  # an eighth of what DENSE spends on an image
 }
-
-
-def kl_at(temperature: float, student: Tensor, teacher: Tensor) -> Tensor:
-    """T² · mean over the batch of KL(softmax(z_teacher/T) ‖ softmax(z_student/T)).
-
-    Example:
-        >>> kl_at(2.0, torch.zeros(1, 2), torch.tensor([[0.0, 2.0]]))
-        tensor(0.4438)
-    """
-    mine, theirs = ((z / temperature).log_softmax(-1) for z in (student, teacher))
-    return F.kl_div(mine, theirs, reduction="batchmean", log_target=True) * temperature**2
-
-
-@dataclass(slots=True)
-class _Pool:
-    """Inputs with the teacher's answers, asked once."""
-
-    x: Tensor = field(default_factory=lambda: torch.empty(0))
-    z: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    def add(self, x: Tensor, teacher: Teacher, device: str) -> None:
-        """Put inputs into the pool."""
-        if not len(x):
-            return
-        x = x.to(device)
-        with torch.no_grad():
-            z = torch.cat([teacher.logits(part) for part in x.split(1000)])
-        self.x, self.z = (torch.cat([self.x, x]), torch.cat([self.z, z])) if len(self.x) else (x, z)
-
-    def batches(self, size: int, draw: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        """The pool in a new order; a last batch of one input is left out, for batch norms cannot learn from it."""
-        order = torch.randperm(len(self.x), generator=draw).to(self.x.device)
-        for index in order.split(size):
-            if len(index) > 1 or len(order) == 1:
-                yield self.x[index], self.z[index]
-
-    def agreement(self, student: nn.Module) -> float:
-        """How often a student's answer is the teacher's."""
-        with torch.no_grad():
-            guess = torch.cat([answer_in_full(student, part).argmax(-1) for part in self.x.split(1000)])
-        return float((guess == self.z.argmax(-1)).double().mean())
-
-
-@dataclass(frozen=True, slots=True)
-class _Learner:
-    """A student, those of its parameters that train, and the masks that hold some of them at zero."""
-
-    module: nn.Module
-    params: dict[str, Tensor]
-    masks: Mapping[str, Tensor]
-
-    @classmethod
-    def of(cls, module: nn.Module, spec: Spec, state: ServerState) -> _Learner:
-        """The student of a state."""
-        own = dict(module.named_parameters())
-        params: dict[str, Tensor] = {name: own[name] for name in spec.layout.trainable}
-        return cls(module, params, {n: m for n, m in entries_of(state.memory, MASK).items() if n in params})
-
-    def enable_training(self) -> None:
-        """Set training mode and gradients; parameters that the author froze stay frozen."""
-        self.module.train()
-        for param in self.params.values():
-            param.requires_grad_(True)
-
-    def apply_masks(self) -> None:
-        """Set the weights that a mask leaves out to zero."""
-        for name, mask in self.masks.items():
-            self.params[name].mul_(mask.to(self.params[name]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +84,7 @@ class Distill(ServerPart):
         return sum(self.input_source.workload(self.epochs, clients, bench))
 
     def seconds(self, bench: Bench) -> float:
-        """Those of making the inputs beside the networks' answers."""
+        """Those of making the inputs, without the networks' answers."""
         return self.input_source.seconds(self.epochs, bench)
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
@@ -188,7 +119,9 @@ class Distill(ServerPart):
         for epoch in range(self.epochs):
             student.eval().requires_grad_(False)  # inputs are made for it as it is: only the loop below trains it
             pool.add(self.input_source(epoch, teacher, student, bench), teacher, bench.local.device)
-            learner.enable_training()
+            student.train()
+            for param in params:  # and no others: parameters that the author froze stay frozen
+                param.requires_grad_(True)
             total, count = torch.zeros(()), 0
             for x, z in self._views(pool, teacher, bench, round_, epoch):
                 loss = kl_at(self.temperature, answer_in_full(student, x), z)
@@ -213,6 +146,68 @@ class Distill(ServerPart):
                 with torch.no_grad():
                     z = teacher.logits(x)
             yield x, z
+
+
+@dataclass(frozen=True, slots=True)
+class _Learner:
+    """A student, those of its parameters that train, and the masks that hold some of them at zero."""
+
+    module: nn.Module
+    params: dict[str, Tensor]
+    masks: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, module: nn.Module, spec: Spec, state: ServerState) -> _Learner:
+        """The student of a state."""
+        own = dict(module.named_parameters())
+        params: dict[str, Tensor] = {name: own[name] for name in spec.layout.trainable}
+        return cls(module, params, {n: m for n, m in entries_of(state.memory, MASK).items() if n in params})
+
+    def apply_masks(self) -> None:
+        """Set the weights that a mask leaves out to zero."""
+        for name, mask in self.masks.items():
+            self.params[name].mul_(mask.to(self.params[name]))
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Inputs with the teacher's answers, asked once."""
+
+    x: Tensor = field(default_factory=lambda: torch.empty(0))
+    z: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def add(self, x: Tensor, teacher: Teacher, device: str) -> None:
+        """Put inputs into the pool."""
+        if not len(x):
+            return
+        x = x.to(device)
+        with torch.no_grad():
+            z = torch.cat([teacher.logits(part) for part in x.split(1000)])
+        self.x, self.z = (torch.cat([self.x, x]), torch.cat([self.z, z])) if len(self.x) else (x, z)
+
+    def batches(self, size: int, draw: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        """The pool in a new order; a last batch of one input is left out, for batch norms cannot learn from it."""
+        order = torch.randperm(len(self.x), generator=draw).to(self.x.device)
+        for index in order.split(size):
+            if len(index) > 1 or len(order) == 1:
+                yield self.x[index], self.z[index]
+
+    def agreement(self, student: nn.Module) -> float:
+        """How often a student's answer is the teacher's."""
+        with torch.no_grad():
+            guess = torch.cat([answer_in_full(student, part).argmax(-1) for part in self.x.split(1000)])
+        return float((guess == self.z.argmax(-1)).double().mean())
+
+
+def kl_at(temperature: float, student: Tensor, teacher: Tensor) -> Tensor:
+    """T² · mean over the batch of KL(softmax(z_teacher/T) ‖ softmax(z_student/T)).
+
+    Example:
+        >>> kl_at(2.0, torch.zeros(1, 2), torch.tensor([[0.0, 2.0]]))
+        tensor(0.4438)
+    """
+    mine, theirs = ((z / temperature).log_softmax(-1) for z in (student, teacher))
+    return F.kl_div(mine, theirs, reduction="batchmean", log_target=True) * temperature**2
 
 
 def distillation(

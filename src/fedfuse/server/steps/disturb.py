@@ -36,13 +36,14 @@ class Disturbance(DiagnosticStep):
 
     def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
         """The state with the score and what it was measured on; unchanged where no input can be had or made."""
-        everybody = mixture_of(cohort)
+        members = tuple(Single(u.spec, u.posterior) for u in cohort)
+        mixture = Mixture(members, cohort.weights, TopLogit("all"))
         try:
-            x, source = probe_inputs(everybody, self.count, bench)
+            x, source = probe_inputs(mixture, self.count, bench)
         except RecipeError:
             return state
         with torch.no_grad():
-            score = torch.cat([find_disturbed(everybody.answers(part)) for part in x.split(1000)])
+            score = torch.cat([find_disturbed(mixture.answers(part)) for part in x.split(1000)])
         return state.noting(disturbance=float(score.double().mean()), disturbance_inputs=source)
 
 
@@ -59,15 +60,9 @@ def with_disturbance(recipe: Recipe) -> Recipe:
     return replace(recipe, steps=recipe.steps if has_step else (*recipe.steps, Disturbance()), later=later)
 
 
-def mixture_of(cohort: Cohort) -> Mixture:
-    """The cohort's networks as they are, to be asked."""
-    members = tuple(Single(u.spec, u.posterior) for u in cohort)
-    return Mixture(members, cohort.weights, TopLogit("all"))
-
-
-def probe_inputs(everybody: Mixture, count: int, bench: Bench) -> tuple[Tensor, str]:
+def probe_inputs(mixture: Mixture, count: int, bench: Bench) -> tuple[Tensor, str]:
     """Inputs the server holds, or such as the networks themselves know; and which of these they are."""
     found = server_inputs(bench, count, "probe")
     if found is not None:
         return found
-    return Impressions(count, steps=30)(0, everybody, None, bench), "impressions"
+    return Impressions(count, steps=30)(0, mixture, None, bench), "impressions"

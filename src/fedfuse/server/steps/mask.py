@@ -25,56 +25,6 @@ from fedfuse.server.training import train_on
 _TARGET = "target/rate"
 
 
-def apply_masks(state: ServerState, masks: Mapping[str, Tensor]) -> ServerState:
-    """The state under these masks: the model's weights, and what clients will be told."""
-    model = state.single
-    mean = {n: t * masks[n].to(t) if n in masks else t for n, t in model.posterior.mean.items()}
-    after = replace(state.fused(mean), memory={**state.memory, **with_kind(MASK, masks)})
-    return after.noting(density=density(mean, after.memory), layer_density=_densities(masks))
-
-
-def _densities(masks: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name.rpartition(".")[0]: float(m.double().mean()) for name, m in masks.items()}
-
-
-def remask(state: ServerState) -> ServerState:
-    """The state with its masks in force again, whatever has moved its weights since."""
-    masks, model = entries_of(state.memory, MASK), state.single
-    if not any(bool(model.posterior.mean[n][~m].any()) for n, m in masks.items()):
-        return state
-    return state.fused({n: t * masks[n].to(t) if n in masks else t for n, t in model.posterior.mean.items()})
-
-
-def masks_of(state: ServerState) -> dict[str, Tensor]:
-    """The masks in force, all true where there are none yet."""
-    params, known = state.single.posterior.mean, entries_of(state.memory, MASK)
-    names = maskable(state.single.spec)
-    return {n: known.get(n, torch.ones_like(params[n], dtype=torch.bool)) for n in names}
-
-
-def magnitude_masks(params: Params, names: tuple[str, ...], rate: float) -> dict[str, Tensor]:
-    """Masks that leave out the share `rate` of the named weights that is smallest in magnitude, over all of them.
-
-    Example:
-        >>> magnitude_masks({"w": torch.tensor([0.5, -0.1]), "v": torch.tensor([0.2, 3.0])}, ("w", "v"), 0.5)
-        {'w': tensor([ True, False]), 'v': tensor([False,  True])}
-    """
-    threshold = magnitude_threshold([params[n] for n in names], rate)
-    return {n: params[n].abs() > threshold if threshold else torch.ones_like(params[n]).bool() for n in names}
-
-
-def iterated_rate(target: float, done: int, times: int) -> float:
-    """The share of weights gone after `done` of `times` prunings that each leave the same share of the rest.
-
-    1 − (1 − p)^{done/times}: the usual schedule of iterative magnitude pruning.
-
-    Example:
-        >>> round(iterated_rate(0.75, 1, 2), 6), iterated_rate(0.75, 2, 2)
-        (0.5, 0.75)
-    """
-    return 1.0 - float((1.0 - target) ** (done / times))
-
-
 @dataclass(frozen=True, slots=True)
 class MagnitudeMask(ServerPart):
     """IMC: iterative magnitude pruning towards the rate that the inertial manifold's dimension suggests.
@@ -128,6 +78,29 @@ class MagnitudeMask(ServerPart):
         old, params = masks_of(state), state.single.posterior.mean
         new = magnitude_masks(params, tuple(old), rate)
         return apply_masks(state, {n: old[n] & m for n, m in new.items()})
+
+
+def iterated_rate(target: float, done: int, times: int) -> float:
+    """The share of weights gone after `done` of `times` prunings that each leave the same share of the rest.
+
+    1 − (1 − p)^{done/times}: the usual schedule of iterative magnitude pruning.
+
+    Example:
+        >>> round(iterated_rate(0.75, 1, 2), 6), iterated_rate(0.75, 2, 2)
+        (0.5, 0.75)
+    """
+    return 1.0 - float((1.0 - target) ** (done / times))
+
+
+def magnitude_masks(params: Params, names: tuple[str, ...], rate: float) -> dict[str, Tensor]:
+    """Masks that leave out the share `rate` of the named weights that is smallest in magnitude, over all of them.
+
+    Example:
+        >>> magnitude_masks({"w": torch.tensor([0.5, -0.1]), "v": torch.tensor([0.2, 3.0])}, ("w", "v"), 0.5)
+        {'w': tensor([ True, False]), 'v': tensor([False,  True])}
+    """
+    threshold = magnitude_threshold([params[n] for n in names], rate)
+    return {n: params[n].abs() > threshold if threshold else torch.ones_like(params[n]).bool() for n in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,43 +165,6 @@ def select_while_rising(ratio: Tensor, cost: Tensor, gain: float, time: float) -
     return taken
 
 
-def times_of(spec: Spec, bench: Bench) -> dict[str, int]:
-    """How often each weight of a maskable tensor is used per input."""
-    costs = layer_costs(spec, input_form(bench, spec).shape)
-    return {n: max(1, costs[path].positions) if path in costs else 1 for n in maskable(spec) for path in [_path(n)]}
-
-
-def _path(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Reconfigure(ServerPart):
-    """PruneFL's second stage: every so many rounds the mask is traded, by everybody's squared gradients.
-
-    Attributes:
-        every: it happens in rounds every, 2·every, …, counted from 1, when clients send their squared gradients.
-        exchange: how weights are traded.
-        half_life: rounds after which only half as many weights become candidates.
-    """
-
-    every: int = 50
-    exchange: Exchange = field(default_factory=Exchange)
-    half_life: int = 10_000
-    needs: ClassVar[frozenset[str]] = frozenset({"gradients", "network"})
-
-    def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
-        """Trade, if it is time; tell how dense the network is."""
-        if not is_every_nth(state.round, self.every):
-            state = remask(state)
-            return state.noting(density=density(state.single.posterior.mean, state.memory))
-        masks, notes = masks_of(state), [u.notes for u in cohort]
-        worth = {n: weighted_mean(notes, cohort.weights, f"gradients/{n}") for n in masks}
-        trade = replace(self.exchange, drop=self.exchange.drop * 0.5 ** (state.round / self.half_life))
-        times = times_of(state.single.spec, bench)
-        return apply_masks(state, trade(state.single.posterior.mean, masks, worth, times))
-
-
 @dataclass(frozen=True, slots=True)
 class PruneFirst:
     """PruneFL's first stage: before the first round, the server finds a small network on rows of its own.
@@ -280,3 +216,61 @@ class PruneFirst:
         looked_at = TRAINING_PASSES * self.batches * min(size, len(rows))
         state = count_server_work(state, training_passes(settings, len(rows), trained.steps) + looked_at, bench)
         return apply_masks(state.fused(trained.params), new)
+
+
+@dataclass(frozen=True, slots=True)
+class Reconfigure(ServerPart):
+    """PruneFL's second stage: every `every` rounds the mask is traded, by the clients' mean squared gradients.
+
+    Attributes:
+        every: it happens in rounds every, 2·every, …, counted from 1, when clients send their squared gradients.
+        exchange: how weights are traded.
+        half_life: rounds after which only half as many weights become candidates.
+    """
+
+    every: int = 50
+    exchange: Exchange = field(default_factory=Exchange)
+    half_life: int = 10_000
+    needs: ClassVar[frozenset[str]] = frozenset({"gradients", "network"})
+
+    def __call__(self, state: ServerState, cohort: Cohort, bench: Bench) -> ServerState:
+        """Trade, if it is time; tell how dense the network is."""
+        if not is_every_nth(state.round, self.every):
+            state = remask(state)
+            return state.noting(density=density(state.single.posterior.mean, state.memory))
+        masks, notes = masks_of(state), [u.notes for u in cohort]
+        worth = {n: weighted_mean(notes, cohort.weights, f"gradients/{n}") for n in masks}
+        trade = replace(self.exchange, drop=self.exchange.drop * 0.5 ** (state.round / self.half_life))
+        times = times_of(state.single.spec, bench)
+        return apply_masks(state, trade(state.single.posterior.mean, masks, worth, times))
+
+
+def times_of(spec: Spec, bench: Bench) -> dict[str, int]:
+    """How often each weight of a maskable tensor is used per input."""
+    costs = layer_costs(spec, input_form(bench, spec).shape)
+    layers = {name: name.rpartition(".")[0] for name in maskable(spec)}
+    return {name: max(1, costs[layer].positions) if layer in costs else 1 for name, layer in layers.items()}
+
+
+def masks_of(state: ServerState) -> dict[str, Tensor]:
+    """The masks in force, all true where there are none yet."""
+    params, known = state.single.posterior.mean, entries_of(state.memory, MASK)
+    names = maskable(state.single.spec)
+    return {n: known.get(n, torch.ones_like(params[n], dtype=torch.bool)) for n in names}
+
+
+def apply_masks(state: ServerState, masks: Mapping[str, Tensor]) -> ServerState:
+    """The state under these masks: the model's weights, and what clients will be told."""
+    model = state.single
+    mean = {n: t * masks[n].to(t) if n in masks else t for n, t in model.posterior.mean.items()}
+    after = replace(state.fused(mean), memory={**state.memory, **with_kind(MASK, masks)})
+    by_layer = {name.rpartition(".")[0]: float(m.double().mean()) for name, m in masks.items()}
+    return after.noting(density=density(mean, after.memory), layer_density=by_layer)
+
+
+def remask(state: ServerState) -> ServerState:
+    """The state with its masks in force again, whatever has moved its weights since."""
+    masks, model = entries_of(state.memory, MASK), state.single
+    if not any(bool(model.posterior.mean[n][~m].any()) for n, m in masks.items()):
+        return state
+    return state.fused({n: t * masks[n].to(t) if n in masks else t for n, t in model.posterior.mean.items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from fedfuse.server.inputs import synthetic_form
 from fedfuse.training.optimizers import stepper
 
 Teacher: TypeAlias = Answering
+_NORMS = nn.modules.batchnorm._BatchNorm
 
 
 class DistillationInputs(Protocol):
@@ -48,50 +50,54 @@ class DistillationInputs(Protocol):
         ...
 
     def seconds(self, epochs: int, bench: Bench) -> float:
-        """About how long making the inputs takes beside that, by a short trial on this machine."""
+        """About how long making the inputs takes besides, by a short trial on this machine."""
         ...
 
 
+class _HeldInputs(ABC):
+    """Inputs that the server holds: all of them join the pool before the first epoch."""
+
+    __slots__ = ()
+    needs_numbers: ClassVar[bool] = False
+
+    @abstractmethod
+    def held(self, bench: Bench) -> Tensor:
+        """The inputs."""
+
+    def __call__(self, epoch: int, teacher: Teacher, student: nn.Module, bench: Bench) -> Tensor:  # noqa: ARG002
+        """All of them, before the first epoch."""
+        x = self.held(bench)
+        return x if epoch == 0 else x[:0]
+
+    def workload(self, epochs: int, members: int, bench: Bench) -> tuple[float, float]:  # noqa: ARG002
+        """Nothing is made; the student sees all of them in every epoch."""
+        return 0.0, float(epochs * len(self.held(bench)))
+
+    def seconds(self, epochs: int, bench: Bench) -> float:  # noqa: ARG002
+        """None: they are there."""
+        return 0.0
+
+
 @dataclass(frozen=True, slots=True)
-class ServerInputs:
+class ServerInputs(_HeldInputs):
     """The inputs of the server's own rows; their labels are not looked at."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"server_rows"})
-    needs_numbers: ClassVar[bool] = False
 
-    def __call__(self, epoch: int, teacher: Teacher, student: nn.Module, bench: Bench) -> Tensor:  # noqa: ARG002
-        """All of them, before the first epoch."""
-        x = bench.need_rows("distillation").x
-        return x if epoch == 0 else x[:0]
-
-    def workload(self, epochs: int, members: int, bench: Bench) -> tuple[float, float]:  # noqa: ARG002
-        """Nothing is made; the student sees all of them in every epoch."""
-        return 0.0, float(epochs * len(bench.need_rows("distillation")))
-
-    def seconds(self, epochs: int, bench: Bench) -> float:  # noqa: ARG002
-        """None: they are there."""
-        return 0.0
+    def held(self, bench: Bench) -> Tensor:
+        """The rows' inputs."""
+        return bench.need_rows("distillation").x
 
 
 @dataclass(frozen=True, slots=True)
-class UnlabelledInputs:
+class UnlabelledInputs(_HeldInputs):
     """Inputs without labels that the server holds."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"unlabelled"})
-    needs_numbers: ClassVar[bool] = False
 
-    def __call__(self, epoch: int, teacher: Teacher, student: nn.Module, bench: Bench) -> Tensor:  # noqa: ARG002
-        """All of them, before the first epoch."""
-        x = bench.need_unlabelled("distillation")
-        return x if epoch == 0 else x[:0]
-
-    def workload(self, epochs: int, members: int, bench: Bench) -> tuple[float, float]:  # noqa: ARG002
-        """Nothing is made; the student sees all of them in every epoch."""
-        return 0.0, float(epochs * len(bench.need_unlabelled("distillation")))
-
-    def seconds(self, epochs: int, bench: Bench) -> float:  # noqa: ARG002
-        """None: they are there."""
-        return 0.0
+    def held(self, bench: Bench) -> Tensor:
+        """The inputs without labels."""
+        return bench.need_unlabelled("distillation")
 
 
 def server_inputs(
@@ -107,10 +113,6 @@ def server_inputs(
 
 def _sample(x: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return x if len(x) <= count else x[torch.randperm(len(x), generator=generator)[:count]]
-
-
-_NOTHING: frozenset[str] = frozenset()
-_NORMS = nn.modules.batchnorm._BatchNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ class Impressions:
     @property
     def needs(self) -> frozenset[str]:
         """Label counts, where they decide what is made."""
-        return frozenset({"counts"}) if self.held else _NOTHING
+        return frozenset({"counts"} if self.held else ())
 
     def __call__(self, epoch: int, teacher: Teacher, student: nn.Module | None, bench: Bench) -> Tensor:  # noqa: ARG002
         """All of them, before the first epoch."""
@@ -252,7 +254,7 @@ def wanted_answers(
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """DENSE's generator: before every epoch it is trained anew for a few steps, and its best batch joins the pool.
+    """DENSE's generator: before every epoch a fresh one is trained for a few steps, and its best batch joins the pool.
 
     The generator G and the latent vectors v are moved by Adam against
     oh · CE(z(x), y) + bn · gap(x) − adv · mean 1[teacher ≠ student] KL(p_teacher ‖ p_student), x = G(v), where y are
@@ -278,7 +280,7 @@ class Generate:
     bn: float = 1.0
     adv: float = 1.0
     width: int = 64
-    needs: ClassVar[frozenset[str]] = _NOTHING
+    needs: ClassVar[frozenset[str]] = frozenset()
     needs_numbers: ClassVar[bool] = True
 
     def __call__(self, epoch: int, teacher: Teacher, student: nn.Module, bench: Bench) -> Tensor:

@@ -1,4 +1,4 @@
-"""The k-th largest number: always that of a sort, whatever the numbers are."""
+"""The k-th largest number, by which TIES trims: always that of a sort, whatever the numbers are."""
 
 from __future__ import annotations
 
