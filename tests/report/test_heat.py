@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from fedfuse.report.heat import heat_map
+from fedfuse.report.svg import heat_map
 
 
 def opacities(svg: str) -> list[float]:

@@ -6,7 +6,7 @@ import pytest
 
 from fedfuse.report import Run, plots
 from fedfuse.report.plots import reliability
-from fedfuse.report.sweeps import Panel, Swept
+from fedfuse.report.read import Panel, Swept
 
 
 def row(seed: int, at: int, **values: object) -> dict[str, object]:

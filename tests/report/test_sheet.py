@@ -16,7 +16,7 @@ from matplotlib.mathtext import MathTextParser
 
 from fedfuse.errors import ConfigError
 from fedfuse.report import Run, read_run, summary
-from fedfuse.report.sheet import WRITERS, Sheet, as_data, latex_text, make_sheet, write_latex, write_markdown
+from fedfuse.report.tables import WRITERS, Sheet, as_data, latex_text, make_sheet, write_latex, write_markdown
 
 Make = Callable[..., Path]
 NASTY = r"a_b & 50 % #1 {x} ^ ~ \ $y$ <α|Σ> ≤ é 名"

@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console
 
 from fedfuse.report.scores import SummaryRow, summary
-from fedfuse.report.sheet import markdown
-from fedfuse.report.tables import grid, rich_table
+from fedfuse.report.tables import grid, markdown, rich_table
 
 
 def table(**accuracies: list[float]) -> list[SummaryRow]:

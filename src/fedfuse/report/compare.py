@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fedfuse.errors import ConfigError
-from fedfuse.report.read import Run
+from fedfuse.report.read import Run, run_titles
 from fedfuse.report.scores import COLUMNS, Column, SummaryRow, headline_of, summary
 from fedfuse.report.stats import LEVEL, Difference, Ranking, holm, paired_difference, rank_methods
-from fedfuse.report.sweeps import run_titles
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from typing import TypeAlias
 import numpy as np
 from markupsafe import Markup
 
-from fedfuse.report.heat import WIDTH, heat_map
 from fedfuse.report.plots import (
     LEAST_SHARE,
     SHARES,
@@ -25,7 +24,7 @@ from fedfuse.report.plots import (
 )
 from fedfuse.report.read import Row, Run, finite, items, number, part, settings_in
 from fedfuse.report.scores import SAME_COST, MeanSd, by_label, last_rows, mean_sd, summary
-from fedfuse.report.svg import drawing, ink, line, marker, scale_for, tag, wide, x_axis, y_axis
+from fedfuse.report.svg import WIDTH, drawing, heat_map, ink, line, marker, scale_for, tag, wide, x_axis, y_axis
 from fedfuse.report.tables import byte_unit, flop_unit
 
 UnitOf: TypeAlias = Callable[[float], tuple[float, str]]

@@ -15,11 +15,10 @@ from fedfuse.core.files import write_atomically
 from fedfuse.errors import ConfigError
 from fedfuse.report.costs import EPSILON, privacy_curves, spent_paths
 from fedfuse.report.plots import SHARES, Groups, by_round, by_value, class_names, pooled_bins, spans_decades
-from fedfuse.report.read import Run, finite, items, number, part
+from fedfuse.report.read import Run, differing_keys, finite, items, number, part, run_titles, sweep_panels
 from fedfuse.report.scores import COLUMNS, MeanSd, by_label, last_rows, mean_sd, summary
 from fedfuse.report.stats import Ranking
 from fedfuse.report.svg import COLOURS, legible, look, short, wide
-from fedfuse.report.sweeps import differing_keys, run_titles, sweep_panels
 from fedfuse.report.tables import byte_unit
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ from markupsafe import Markup, escape
 from fedfuse.core.files import write_output
 from fedfuse.report import costs, plots
 from fedfuse.report.costs import privacy_figures
-from fedfuse.report.heat import heat_map
 from fedfuse.report.plots import Figure, Groups, Inks, answer_cost, layer_lines
-from fedfuse.report.read import Row, Run, find_runs, finite, items, number, part, read_run
+from fedfuse.report.read import Row, Run, find_runs, finite, items, number, part, read_run, sweep_panels
 from fedfuse.report.scores import (
     EXPLAINED,
     HEADLINES,
@@ -35,8 +34,7 @@ from fedfuse.report.scores import (
     summary,
 )
 from fedfuse.report.stats import LEVEL, paired_difference
-from fedfuse.report.svg import drawing, legible, line, marker, short
-from fedfuse.report.sweeps import sweep_panels
+from fedfuse.report.svg import drawing, heat_map, legible, line, marker, short
 from fedfuse.report.tables import Cell, Grid, grid
 
 if TYPE_CHECKING:

@@ -10,11 +10,24 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from fedfuse.report.heat import WIDTH, heat_map
-from fedfuse.report.read import Row, Run, finite, items, number, part
+from fedfuse.report.read import Panel, Row, Run, Swept, finite, items, number, part
 from fedfuse.report.scores import Column, MeanSd, headline_of, last_rows, mean_sd, summary
-from fedfuse.report.svg import Scale, band, drawing, ink, line, marker, scale_for, short, tag, wide, x_axis, y_axis
-from fedfuse.report.sweeps import Panel, Swept
+from fedfuse.report.svg import (
+    WIDTH,
+    Scale,
+    band,
+    drawing,
+    heat_map,
+    ink,
+    line,
+    marker,
+    scale_for,
+    short,
+    tag,
+    wide,
+    x_axis,
+    y_axis,
+)
 
 Groups = Mapping[str, Sequence[Row]]
 """Label → its rows, by round and seed."""
