@@ -71,7 +71,7 @@ def test_what_is_no_line_is_passed_over(ledger: Ledger) -> None:
     assert ledger.lines() == []
     ledger.mend()
     ledger.path.write_bytes(b'3\n{"label": "x"}\n\xff\xfe\n[]\n' + json.dumps(line(1)).encode() + b"\n")
-    assert ledger.lines() == [line(1)]
+    assert Ledger(ledger.path).lines() == [line(1)]
 
 
 @settings(deadline=None)  # it waits for the disk
@@ -97,6 +97,18 @@ def test_a_resumed_ledger_has_no_damaged_lines(ledger: Ledger) -> None:
     ledger.mend()
     assert [found["round"] for found in ledger.lines()] == [1, 3]
     assert ledger.path.read_text().count("\n") == 2
+
+
+def test_lines_are_read_once_and_are_what_the_file_says(ledger: Ledger) -> None:
+    ledger.append(line(1, accuracy=0.5))
+    for change in (
+        lambda: ledger.append(line(2, weights=(1, math.nan), clients={3: "a"})),
+        lambda: ledger.append(line(1, accuracy=0.6)),
+        lambda: ledger.keep(lambda found: found["round"] == 2),
+    ):
+        assert ledger.lines() == Ledger(ledger.path).lines()
+        change()
+        assert ledger.lines() == Ledger(ledger.path).lines()
 
 
 def test_lines_of_an_older_ledger_have_no_checksum(ledger: Ledger) -> None:
@@ -136,7 +148,6 @@ def test_plain_values_are_json(tmp_path: Path) -> None:
 
 def test_a_ledger_that_is_a_directory_is_one_sentence(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    assert ledger.lines() == []
     ledger.path.mkdir()
     for use in (ledger.lines, ledger.mend, lambda: ledger.append({"label": "a"})):
         with pytest.raises(ConfigError, match="ledger.jsonl.*: Is a directory"):

@@ -25,7 +25,7 @@ from fedfuse.errors import ConfigError
 from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import GivenObjects
 from fedfuse.experiment.run import execute
-from fedfuse.experiment.rundir import FILE as MADE_OF
+from fedfuse.experiment.rundir import RECORD as MADE_OF
 
 FILE = """
 rounds = 1

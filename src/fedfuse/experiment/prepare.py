@@ -1,7 +1,7 @@
 """From an experiment's words to what runs: its data, partitions, networks and recipes, checked before any training.
 
-`prepare` builds what all seeds share and `PreparedExperiment.setting` what one seed needs; `PreparedExperiment.flaws` is
-the one place where an experiment is checked.
+`prepare` builds what all seeds share and `PreparedExperiment.setting` what one seed needs; `PreparedExperiment.flaws`
+is the one place where an experiment is checked.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def prepare(
         local,
         _input_form(dataset, scale),
         inputs_of("data.unlabelled", data.unlabelled, "train", train_limit=data.unlabelled_limit),
-        # its training rows are not used
+        # one training row, for none is used
         inputs_of("judge.ood", experiment.judge.ood, "test", train_limit=1, test_limit=data.test_limit),
     )
 
@@ -525,8 +525,6 @@ def _answer(spec: Spec, rows: torch.Tensor) -> object:
 
 
 _WHO = "rehearsal"
-
-
 _ROWS = 2
 
 
