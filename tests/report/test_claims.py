@@ -21,7 +21,7 @@ def result(**cells: dict[str, dict[int, float]]) -> StoredResult:
 
 def claim(**said: object) -> Claim:
     usual = {"file": "x/t", "first": ("a",), "second": ("b",)}
-    return Claim("c", "X", "Table 1", "a is above b", **{**usual, **said})  # type: ignore[arg-type]
+    return Claim(id="c", paper="X", place="Table 1", says="a is above b", **{**usual, **said})  # type: ignore[arg-type]
 
 
 GOOD = {"a": {0: 0.80, 1: 0.82, 2: 0.81}, "b": {0: 0.50, 1: 0.51, 2: 0.52}}

@@ -134,8 +134,12 @@ def test_the_document_and_the_page_tell_every_claim(sweep: Path) -> None:
     results = {"fedlpa/table5": collect_result("fedlpa/table5", "cpu", "", sweep)}
     about = {"file": "fedlpa/table5", "first": ("fedlpa",), "second": ("fedavg",), "methods": ("fedlpa",)}
     claims = [
-        Claim("a", "FedLPA", "Table 5", "FedLPA <is> above | FedAvg.", published="+20 points", **about),  # type: ignore[arg-type]
-        Claim("b", "SWA", "Table IV", "SWA is best.", untestable="it wants a GPU", methods=("swa",)),
+        Claim(
+            id="a", paper="FedLPA", place="Table 5", says="FedLPA <is> above | FedAvg.", published="+20 points", **about
+        ),  # type: ignore[arg-type]
+        Claim(
+            id="b", paper="SWA", place="Table IV", says="SWA is best.", untestable="it wants a GPU", methods=("swa",)
+        ),
     ]
     findings = [judge_claim(claim, results) for claim in claims]
     document, page = reproduction_document(findings), reproduction_page(findings)

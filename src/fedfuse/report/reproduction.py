@@ -76,7 +76,8 @@ def effect_text(found: Finding) -> str:
 
     Example:
         >>> from fedfuse.report.stats import Difference
-        >>> claim = Claim("a", "X", "Table 1", "a is above b", first=("a",), second=("b",))
+        >>> words = {"id": "a", "paper": "X", "place": "Table 1", "says": "a is above b"}
+        >>> claim = Claim(**words, file="x/t", first=("a",), second=("b",))
         >>> effect_text(Finding(claim, "holds", Difference(3, 20.04, 10.0, 30.0, 0.01, 0.25, 3), 1, 1))
         '+20.0 (+10.0 … +30.0) points'
     """
