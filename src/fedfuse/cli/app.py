@@ -298,8 +298,7 @@ def _run(
     jobs = jobs_of(file, sets, out, resume)
     from fedfuse.experiment.doctor import compile_notice  # late: torch, once the file is sound
     from fedfuse.loggers import find_logger
-    from fedfuse.report import write_page
-    from fedfuse.report.tables import rich_table, summary
+    from fedfuse.report import rich_table, summary, write_page
 
     def show(job: Job) -> AbstractContextManager[Watcher]:
         console.hint(compile_notice(job.experiment.local.kernel))

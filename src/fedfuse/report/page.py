@@ -143,10 +143,7 @@ def render(runs: Sequence[Run]) -> str:
         overall=overall(leaders) if len(chapters) > 1 and leaders else chapters[0].verdict,
         other_code=code_caution(runs),
         sweep=_sweep_figures(runs, inks) if len(runs) > 1 else (),
-        swatches={
-            label: drawing(22, 12, "", line([(1, 6), (21, 6)], at), marker(at, 11, 6, 3.6))
-            for label, at in inks.items()
-        },
+        swatches=swatches,
         style=Markup(_file("page.css")),
         script=Markup(script),
         # the page's own policy lets no other script run: labels and clients' names come from elsewhere

@@ -1,4 +1,7 @@
-"""Draw as inline SVG whose colours come from the page's style, so that light, dark and print all fit."""
+"""Inline SVG: methods' looks, elements, scales, axes, marks, heat maps.
+
+Colours come from the page's style, so that light, dark and print all fit.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +61,13 @@ def look(index: int) -> Look:
     return Look(index % colours, DASHES[(index + index // colours) % len(DASHES)], SHAPES[index % len(SHAPES)])
 
 
+def ink(index: int) -> str:
+    """The class that gives a method its colour."""
+    return f"ink{look(index).colour}"
+
+
 def legible(text: str) -> str:
-    r"""Text whose invisible characters are spelt out: names come from clients nobody knows.
+    r"""Text whose invisible characters are spelt out: names come from clients elsewhere.
 
     Example:
         >>> print(legible("a" + chr(0x202E) + chr(27) + "b"))
@@ -138,6 +146,18 @@ class Scale:
         return [round(k * step, 12) for k in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
+def _log_ticks(low: float, high: float) -> list[float]:
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    powers = range(first, last + 1, 1 + (last - first) // 8)
+    leads = (1,) if len(powers) > 4 else (1, 2, 5)
+    return [lead * 10.0**power for power in powers for lead in leads if low <= lead * 10.0**power <= high]
+
+
+def _round_step(raw: float) -> float:
+    power: float = 10.0 ** math.floor(math.log10(raw))
+    return next(power * lead for lead in (1, 2, 2.5, 5, 10) if raw <= power * lead * (1 + 1e-9))
+
+
 def scale_for(
     values: Sequence[float], start: float, stop: float, log: bool = False, pad: float = 0.06, least: float = 0.0
 ) -> Scale:
@@ -171,21 +191,42 @@ def wide(values: Sequence[float], ratio: float = 20.0) -> bool:
     return min(values) > 0 and max(values) / min(values) > ratio
 
 
-def _round_step(raw: float) -> float:
-    power: float = 10.0 ** math.floor(math.log10(raw))
-    return next(power * lead for lead in (1, 2, 2.5, 5, 10) if raw <= power * lead * (1 + 1e-9))
+def x_axis(scale: Scale, top: float, bottom: float, title: str, words: dict[float, str]) -> Markup:
+    """Grid lines with their numbers below, and the axis title under them."""
+    parts = [
+        tag("path", d=f"M{scale(at):.1f} {top:.1f}V{bottom:.1f}", class_="grid")
+        + tag("text", word, x=scale(at), y=bottom + 15, text_anchor="middle")
+        for at, word in words.items()
+    ]
+    middle = (scale.start + scale.stop) / 2
+    return Markup("").join([*parts, tag("text", title, x=middle, y=bottom + 31, text_anchor="middle", class_="axis")])
 
 
-def _log_ticks(low: float, high: float) -> list[float]:
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    powers = range(first, last + 1, 1 + (last - first) // 8)
-    leads = (1,) if len(powers) > 4 else (1, 2, 5)
-    return [lead * 10.0**power for power in powers for lead in leads if low <= lead * 10.0**power <= high]
+def y_axis(scale: Scale, left: float, right: float, title: str, words: dict[float, str]) -> Markup:
+    """Grid lines with their numbers at the left, and the axis title above them."""
+    parts = [
+        tag("path", d=f"M{left:.1f} {scale(at):.1f}H{right:.1f}", class_="grid")
+        + tag("text", word, x=left - 7, y=scale(at) + 4, text_anchor="end")
+        for at, word in words.items()
+    ]
+    return Markup("").join([*parts, tag("text", title, x=0, y=12, class_="axis")])
 
 
-def ink(index: int) -> str:
-    """The class that gives a method its colour."""
-    return f"ink{look(index).colour}"
+def line(points: Sequence[tuple[float, float]], index: int) -> Markup:
+    """A method's curve."""
+    d = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    return tag(
+        "path",
+        d=d,
+        class_=f"curve {ink(index)}",
+        stroke_dasharray=" ".join(f"{part:g}" for part in look(index).dash) or None,
+    )
+
+
+def band(upper: Sequence[tuple[float, float]], lower: Sequence[tuple[float, float]], index: int) -> Markup:
+    """The area between two curves of a method."""
+    d = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in [*upper, *reversed(lower)]) + "Z"
+    return tag("path", d=d, class_=f"band {ink(index)}")
 
 
 def marker(index: int, x: float, y: float, r: float = 4.0, title: object = None) -> Markup:
@@ -208,66 +249,8 @@ def _outline(shape: Shape, x: float, y: float, r: float) -> str:
     return outlines[shape]
 
 
-def line(points: Sequence[tuple[float, float]], index: int) -> Markup:
-    """A method's curve."""
-    d = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    return tag(
-        "path",
-        d=d,
-        class_=f"curve {ink(index)}",
-        stroke_dasharray=" ".join(f"{part:g}" for part in look(index).dash) or None,
-    )
-
-
-def band(upper: Sequence[tuple[float, float]], lower: Sequence[tuple[float, float]], index: int) -> Markup:
-    """The area between two curves of a method."""
-    d = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in [*upper, *reversed(lower)]) + "Z"
-    return tag("path", d=d, class_=f"band {ink(index)}")
-
-
-def x_axis(scale: Scale, top: float, bottom: float, title: str, words: dict[float, str]) -> Markup:
-    """Grid lines with their numbers below, and the axis title under them."""
-    parts = [
-        tag("path", d=f"M{scale(at):.1f} {top:.1f}V{bottom:.1f}", class_="grid")
-        + tag("text", word, x=scale(at), y=bottom + 15, text_anchor="middle")
-        for at, word in words.items()
-    ]
-    middle = (scale.start + scale.stop) / 2
-    return Markup("").join([*parts, tag("text", title, x=middle, y=bottom + 31, text_anchor="middle", class_="axis")])
-
-
-def y_axis(scale: Scale, left: float, right: float, title: str, words: dict[float, str]) -> Markup:
-    """Grid lines with their numbers at the left, and the axis title above them."""
-    parts = [
-        tag("path", d=f"M{left:.1f} {scale(at):.1f}H{right:.1f}", class_="grid")
-        + tag("text", word, x=left - 7, y=scale(at) + 4, text_anchor="end")
-        for at, word in words.items()
-    ]
-    return Markup("").join([*parts, tag("text", title, x=0, y=12, class_="axis")])
-
-
-def png(shades: np.ndarray, colour: tuple[int, int, int]) -> str:
-    """A picture of one colour with one opacity per cell, as a data address.
-
-    Example:
-        >>> png(np.zeros((2, 3)), (0, 114, 178))[:22]
-        'data:image/png;base64,'
-    """
-    height, width = shades.shape
-    pixels = np.empty((height, width, 4), np.uint8)
-    pixels[..., :3] = colour
-    pixels[..., 3] = np.clip(np.round(255 * shades), 0, 255)
-    raw = b"".join(b"\0" + row.tobytes() for row in pixels)
-    head = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
-    body = _chunk(b"IHDR", head) + _chunk(b"IDAT", zlib.compress(raw, 9)) + _chunk(b"IEND", b"")
-    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + body).decode()
-
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
 WIDTH = 400.0
+
 LETTER = 6.6
 """Width of an average letter at the pictures' text size."""
 
@@ -298,40 +281,38 @@ def heat_map(
         >>> "site-1, cat: 5" in heat_map("Rows", ["site-1"], ["cat", "dog"], np.array([[5, 0]]))
         True
     """
-    tall = _row_height(len(rows))
+    tall = 20.0 if len(rows) <= 40 else max(0.4, 400 / len(rows))  # beyond forty rows it is as tall as twenty
     named = tall >= 11
     left = 10 + LETTER * min(20, max(map(len, rows))) if named else 20
     right = WIDTH - (10 + LETTER * max(map(len, ends)) if ends and named else 2)
     wide = (right - left) / len(columns)
     bottom = 4 + tall * len(rows)
-    shades = _shades(values, root)
+    clean = np.nan_to_num(np.clip(values, 0, None), nan=0.0, posinf=0.0)
+    shares = clean / (clean.max() or 1.0)
+    shades = np.where(shares > 0, 0.06 + 0.94 * (np.sqrt(shares) if root else shares), 0.0)
+    area = {"x": left, "y": 4, "width": right - left, "height": bottom - 4}
     names, below = _column_names(columns, left, wide, bottom)
+    row_names = [
+        tag(
+            "text", f"{len(rows):,} rows", transform=f"translate(12 {bottom / 2:.1f}) rotate(-90)", text_anchor="middle"
+        )
+    ]
+    if named:
+        at = [4 + (i + 0.5) * tall + 4 for i in range(len(rows))]
+        row_names = [
+            tag("text", short(r, 20), x=left - 6, y=y, text_anchor="end") for r, y in zip(rows, at, strict=True)
+        ]
+        row_names += [tag("text", end, x=right + 6, y=y, class_="muted") for end, y in zip(ends, at, strict=False)]
     inside = [
-        tag("rect", x=left, y=4, width=right - left, height=bottom - 4, class_="empty"),
-        _picture(shades, left, right, bottom)
+        tag("rect", **area, class_="empty"),
+        # many cells are one small picture, so that the page stays light
+        tag("image", href=png(shades, (42, 120, 184)), preserveAspectRatio="none", class_="pixels", **area)
         if values.size > 1600
         else _cells(rows, columns, values, shades, form, left, wide, tall),
-        *(_row_names(rows, ends, left, right, tall) if named else [_row_count(len(rows), bottom)]),
+        *row_names,
         *names,
     ]
     return drawing(WIDTH, bottom + below, title, *inside)
-
-
-def _row_height(rows: int) -> float:
-    """Tall enough for a name; beyond forty rows the names go and the map is as tall as twenty."""
-    return 20.0 if rows <= 40 else max(0.4, 400 / rows)
-
-
-def _shades(values: np.ndarray, root: bool) -> np.ndarray:
-    clean = np.nan_to_num(np.clip(values, 0, None), nan=0.0, posinf=0.0)
-    shares = clean / (clean.max() or 1.0)
-    return np.where(shares > 0, 0.06 + 0.94 * (np.sqrt(shares) if root else shares), 0.0)
-
-
-def _picture(shades: np.ndarray, left: float, right: float, bottom: float) -> Markup:
-    """Many cells as one small picture: the page stays light."""
-    box = {"x": left, "y": 4, "width": right - left, "height": bottom - 4}
-    return tag("image", href=png(shades, (42, 120, 184)), preserveAspectRatio="none", class_="pixels", **box)
 
 
 def _cells(
@@ -372,18 +353,6 @@ def _value_text(value: float, form: Form) -> str:
     return f"{value:.2f}" if value == 0 or value >= 0.005 else f"{value:.0e}"
 
 
-def _row_names(rows: Sequence[str], ends: Sequence[str], left: float, right: float, tall: float) -> list[Markup]:
-    at = [4 + (i + 0.5) * tall + 4 for i in range(len(rows))]
-    names = [tag("text", short(row, 20), x=left - 6, y=y, text_anchor="end") for row, y in zip(rows, at, strict=True)]
-    marks = [tag("text", end, x=right + 6, y=y, class_="muted") for end, y in zip(ends, at, strict=False)]
-    return names + marks
-
-
-def _row_count(rows: int, bottom: float) -> Markup:
-    position = f"translate(12 {bottom / 2:.1f}) rotate(-90)"
-    return tag("text", f"{rows:,} rows", transform=position, text_anchor="middle")
-
-
 def _column_names(columns: Sequence[str], left: float, wide: float, bottom: float) -> tuple[list[Markup], float]:
     """The names below, aslant where they would touch, and the room they take."""
     longest = min(12, max(map(len, columns)))
@@ -396,3 +365,27 @@ def _column_names(columns: Sequence[str], left: float, wide: float, bottom: floa
         for x, name in shown
     ]
     return turned, 14 + LETTER * 0.8 * longest
+
+
+def png(shades: np.ndarray, colour: tuple[int, int, int]) -> str:
+    """A picture of one colour with one opacity per cell, as a data address.
+
+    Example:
+        >>> png(np.zeros((2, 3)), (0, 114, 178))[:22]
+        'data:image/png;base64,'
+    """
+    height, width = shades.shape
+    pixels = np.empty((height, width, 4), np.uint8)
+    pixels[..., :3] = colour
+    pixels[..., 3] = np.clip(np.round(255 * shades), 0, 255)
+    raw = b"".join(b"\0" + row.tobytes() for row in pixels)
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0),
+        b"IDAT": zlib.compress(raw, 9),
+        b"IEND": b"",
+    }
+    body = b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks.items()
+    )
+    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + body).decode()
