@@ -90,7 +90,7 @@ def effect_text(found: Finding) -> str:
 
 
 def _notes(findings: Sequence[Finding]) -> list[str]:
-    """What a reader must know in addition to the table: notes, reasons, what is missing, what is older than its file."""
+    """What the table does not say: notes, reasons, what is missing, what is older than its file."""
     lines = []
     for found in findings:
         claim = found.claim
