@@ -61,7 +61,7 @@ Data: TypeAlias = "Dataset | Sequence[Any]"
 
 @dataclass(frozen=True, slots=True)
 class GivenObjects:
-    """What a program gives beside an experiment.
+    """What a program gives an experiment as objects.
 
     Attributes:
         spec: the network, from whose weights every seed begins.
@@ -201,7 +201,7 @@ def _check_scheme(scheme: Scheme, dataset: Dataset) -> None:
 
 
 def _check_labels(dataset: Dataset) -> None:
-    """Refuse labels that count from 1, where nobody named the classes; say what labels with gaps were taken for."""
+    """Refuse labels that count from 1, where the classes have no names; say what labels with gaps were taken for."""
     empty: Any = dataset.facts.get(EMPTY, ())
     if not empty:
         return
@@ -531,7 +531,7 @@ _ROWS = 2
 def rehearse(recipe: Recipe, brief: Brief, rows: Rows, local: LocalSettings, rounds: int) -> None:
     """Let every network of a brief take one step of a recipe on two rows, and pass the door with all its evidence.
 
-    Every kind of evidence is asked for in the first round that brings it, and whoever remembers something takes
+    Every kind of evidence is asked for in the first round that brings it, and a client that remembers something takes
     another step with what it remembers.
 
     Args:
@@ -594,7 +594,7 @@ def some_rows(dataset: Dataset, form: InputForm) -> Rows:
 
 @contextmanager
 def without_remarks() -> Iterator[None]:
-    """Leave unsaid what clients remark about their rows: two rows taken for a trial are nobody's."""
+    """Leave unsaid what clients remark about their rows: two rows taken for a trial are no client's."""
     logger = logging.getLogger("fedfuse")
     level = logger.level
     logger.setLevel(logging.ERROR)

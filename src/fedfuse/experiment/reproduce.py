@@ -43,7 +43,7 @@ SCALES: tuple[Scale, ...] = ("cpu", "paper")
 
 
 def experiments_folder() -> Path:
-    """Where experiment files and figures are: $FEDFUSE_EXPERIMENTS, ./experiments, or beside the source.
+    """Where experiment files and figures are: $FEDFUSE_EXPERIMENTS, ./experiments, or next to the source.
 
     Raises:
         ConfigError: if there is no such folder.
@@ -256,7 +256,7 @@ def never_run() -> list[str]:
 
 
 def fill_documents() -> dict[Path, str]:
-    """The documents of experiments, and those beside them, with their marked parts as stored results have them."""
+    """The documents of experiments and of docs/, with their marked parts as stored results have them."""
     results, missing, root = known_results(), never_run(), experiments_folder()
     paths = sorted([*root.rglob("*.md"), *(root.parent / "docs").glob("*.md")])
     return {path: fill_tables(path.read_text(encoding="utf-8"), results, missing) for path in paths}
@@ -328,7 +328,7 @@ class _Deadline(Callback):
 
 
 def store_result(name: str, scale: Scale, folder: Path, partial: bool = False) -> Path:
-    """Store what run directories of an experiment file came to, in a few kilobytes beside the files.
+    """Store what run directories of an experiment file came to, in a few kilobytes next to the files.
 
     Args:
         name: of the experiment file, without its scale.

@@ -35,7 +35,7 @@ STORED = (
     "flops",
     "server_seconds",
 )
-"""The scores that are stored; columns nobody recorded are left out."""
+"""The scores that are stored; columns that no run recorded are left out."""
 
 # single rounds swing where clients hold different classes, so five of them are averaged
 SPAN = Column("last_rounds", "last five rounds", "share", "high", "Accuracy, the mean of the last five rounds.")
@@ -127,7 +127,7 @@ def collect_result(
 
 
 def _cell_name(run: str, base: str) -> str:
-    """What a sweep's experiment is called beside the file's own name; the file's name where it is alone.
+    """What a sweep's experiment is called without the file's own name; the file's name where it is alone.
 
     Example:
         >>> _cell_name("table5-mnist-0.1", "table5"), _cell_name("table5", "table5")
@@ -161,7 +161,7 @@ def _mean_accuracy(rows: Sequence[Row], seed: int, rounds: range) -> float:
 
 
 def write_result(result: StoredResult, folder: Path) -> Path:
-    """Write a result beside the others, one line per method, so that a change is a short difference."""
+    """Write a result into the folder of all, one line per method, so that a change is a short difference."""
     path = result_path(result.name, result.scale, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {"name": result.name, "scale": result.scale, "digest": result.digest, "unfinished": result.unfinished}

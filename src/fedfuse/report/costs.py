@@ -164,7 +164,7 @@ class TargetCost:
         server_flops: the server's steps until then, a first stage among them.
         seconds: of clients and server until then, on this machine; None where clients were remembered from another
             method, for then it is not known.
-        evidence: the part of the clients' FLOPs that went into what they sent beside their weights.
+        evidence: the part of the clients' FLOPs that went into what they sent in addition to weights.
         curvature: the part of that which went into the curvature of their losses.
     """
 

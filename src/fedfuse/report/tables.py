@@ -82,7 +82,7 @@ class Grid:
 
 
 def grid(table: Sequence[SummaryRow], keys: Sequence[str] | None = None, spread: Spread = "sd") -> Grid:
-    """Lay a summary out: columns nobody recorded are dropped, the best of each column and its ties are marked.
+    """Lay a summary out: columns without a value are dropped, the best of each column and its ties are marked.
 
     Args:
         table: the summary.
