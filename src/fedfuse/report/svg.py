@@ -281,34 +281,33 @@ def heat_map(
         >>> "site-1, cat: 5" in heat_map("Rows", ["site-1"], ["cat", "dog"], np.array([[5, 0]]))
         True
     """
-    tall = 20.0 if len(rows) <= 40 else max(0.4, 400 / len(rows))  # beyond forty rows it is as tall as twenty
-    named = tall >= 11
+    height = 20.0 if len(rows) <= 40 else max(0.4, 400 / len(rows))  # beyond forty rows the map is as tall as twenty
+    named = height >= 11
     left = 10 + LETTER * min(20, max(map(len, rows))) if named else 20
     right = WIDTH - (10 + LETTER * max(map(len, ends)) if ends and named else 2)
-    wide = (right - left) / len(columns)
-    bottom = 4 + tall * len(rows)
+    width = (right - left) / len(columns)
+    bottom = 4 + height * len(rows)
     clean = np.nan_to_num(np.clip(values, 0, None), nan=0.0, posinf=0.0)
     shares = clean / (clean.max() or 1.0)
     shades = np.where(shares > 0, 0.06 + 0.94 * (np.sqrt(shares) if root else shares), 0.0)
     area = {"x": left, "y": 4, "width": right - left, "height": bottom - 4}
-    names, below = _column_names(columns, left, wide, bottom)
-    row_names = [
-        tag(
-            "text", f"{len(rows):,} rows", transform=f"translate(12 {bottom / 2:.1f}) rotate(-90)", text_anchor="middle"
-        )
-    ]
+    names, below = _column_names(columns, left, width, bottom)
     if named:
-        at = [4 + (i + 0.5) * tall + 4 for i in range(len(rows))]
+        middles = [4 + (i + 0.5) * height + 4 for i in range(len(rows))]
         row_names = [
-            tag("text", short(r, 20), x=left - 6, y=y, text_anchor="end") for r, y in zip(rows, at, strict=True)
+            tag("text", short(row, 20), x=left - 6, y=y, text_anchor="end")
+            for row, y in zip(rows, middles, strict=True)
         ]
-        row_names += [tag("text", end, x=right + 6, y=y, class_="muted") for end, y in zip(ends, at, strict=False)]
+        row_names += [tag("text", end, x=right + 6, y=y, class_="muted") for end, y in zip(ends, middles, strict=False)]
+    else:
+        turned = f"translate(12 {bottom / 2:.1f}) rotate(-90)"
+        row_names = [tag("text", f"{len(rows):,} rows", transform=turned, text_anchor="middle")]
     inside = [
         tag("rect", **area, class_="empty"),
         # many cells are one small picture, so that the page stays light
         tag("image", href=png(shades, (42, 120, 184)), preserveAspectRatio="none", class_="pixels", **area)
         if values.size > 1600
-        else _cells(rows, columns, values, shades, form, left, wide, tall),
+        else _cells(rows, columns, values, shades, form, left, width, height),
         *row_names,
         *names,
     ]
@@ -322,23 +321,23 @@ def _cells(
     shades: np.ndarray,
     form: Form,
     left: float,
-    wide: float,
-    tall: float,
+    width: float,
+    height: float,
 ) -> Markup:
     parts = []
-    roomy = tall >= 14 and wide >= LETTER * max(len(_value_text(value, form)) for value in values.flat)
+    roomy = height >= 14 and width >= LETTER * max(len(_value_text(value, form)) for value in values.flat)
     for i, row in enumerate(rows):
         for j, column in enumerate(columns):
             value, shade = values[i, j], float(shades[i, j])
             if not shade:
                 continue
-            x, y = left + j * wide, 4 + i * tall
+            x, y = left + j * width, 4 + i * height
             tooltip = tag("title", f"{row}, {column}: {_value_text(value, form)}")
-            box = {"x": x + 0.5, "y": y + 0.5, "width": wide - 1, "height": max(tall - 1, 0.8)}
+            box = {"x": x + 0.5, "y": y + 0.5, "width": width - 1, "height": max(height - 1, 0.8)}
             parts.append(tag("rect", tooltip, fill_opacity=shade, class_="heat", **box))
             if roomy:
                 tone = "on" if shade > 0.6 else "over"
-                position = {"x": x + wide / 2, "y": y + tall / 2 + 3.5, "text_anchor": "middle"}
+                position = {"x": x + width / 2, "y": y + height / 2 + 3.5, "text_anchor": "middle"}
                 parts.append(tag("text", _value_text(value, form), class_=f"cell {tone}", **position))
     return Markup("").join(parts)
 
@@ -353,12 +352,12 @@ def _value_text(value: float, form: Form) -> str:
     return f"{value:.2f}" if value == 0 or value >= 0.005 else f"{value:.0e}"
 
 
-def _column_names(columns: Sequence[str], left: float, wide: float, bottom: float) -> tuple[list[Markup], float]:
+def _column_names(columns: Sequence[str], left: float, width: float, bottom: float) -> tuple[list[Markup], float]:
     """The names below, aslant where they would touch, and the room they take."""
     longest = min(12, max(map(len, columns)))
-    step = max(1, math.ceil(12 / wide))
-    shown = [(left + (j + 0.5) * wide, short(columns[j], 12)) for j in range(0, len(columns), step)]
-    if LETTER * longest < wide * step - 2:
+    step = max(1, math.ceil(12 / width))
+    shown = [(left + (j + 0.5) * width, short(columns[j], 12)) for j in range(0, len(columns), step)]
+    if LETTER * longest < width * step - 2:
         return [tag("text", name, x=x, y=bottom + 15, text_anchor="middle") for x, name in shown], 20.0
     turned = [
         tag("text", name, transform=f"translate({x + 4:.1f} {bottom + 10:.1f}) rotate(-50)", text_anchor="end")
