@@ -13,8 +13,7 @@ from fedfuse.experiment.config import Experiment
 from fedfuse.experiment.prepare import prepare
 from fedfuse.experiment.run import execute
 from fedfuse.report.read import read_run
-from fedfuse.report.sheet import markdown
-from fedfuse.report.tables import summary
+from fedfuse.report.tables import markdown, summary
 
 NETWORK = {"width": 8, "heads": 2, "depth": 1}
 

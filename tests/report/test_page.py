@@ -1,3 +1,5 @@
+"""The page: whole, safe, and what its sentences say."""
+
 from __future__ import annotations
 
 import ast
@@ -10,6 +12,7 @@ import time
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +22,9 @@ from hypothesis import strategies as st
 from fedfuse import report
 from fedfuse.errors import ConfigError
 from fedfuse.report import read_run, write_page
-from fedfuse.report.page import render
+from fedfuse.report.page import LIMIT, cautions, fact_text, flatten, method_facts, overall, render, tables, verdict
 from fedfuse.report.read import Run
+from fedfuse.report.scores import summary
 
 Make = Callable[..., Path]
 
@@ -153,6 +157,7 @@ def test_the_report_reads_run_directories_and_imports_nothing_that_trains() -> N
     assert {name.split(".")[0] for name in foreign - ours} <= {
         "numpy",
         "scipy",
+        "pydantic",
         "matplotlib",
         "markupsafe",
         "jinja2",
@@ -219,3 +224,107 @@ def test_numbers_at_the_edge_of_floats_are_drawn(tmp_path: Path) -> None:
     ]
     (tmp_path / "ledger.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert write_page([tmp_path], tmp_path / "page.html").stat().st_size > 1000
+
+
+def rows(rounds: int = 1, **accuracies: list[float | None]) -> list[dict[str, object]]:
+    return [
+        {"method": label, "seed": seed, "round": rounds, "accuracy": a}
+        for label, scores in accuracies.items()
+        for seed, a in enumerate(scores)
+    ]
+
+
+def said(found: list[dict[str, object]]) -> str:
+    return verdict(summary(found))
+
+
+def test_pairs_that_tell_the_best_apart() -> None:
+    """Seed 1 is easier by 20 points, so the spreads overlap; the pairs do not care."""
+    assert said(rows(20, fedavg=[0.60, 0.80, 0.70], wb=[0.65, 0.85, 0.76])) == (
+        "wb is best: 75.3 ± 10.0 % accuracy after round 20 over 3 seeds, 5.3 points ahead of fedavg (70.0 ± 10.0 %). "
+        "More than chance: over 3 shared seeds the difference is 3.9 to 6.8 points (95 % interval, p = 0.0039 by a "
+        "paired t-test); it is ahead on 3 of them."
+    )
+
+
+def test_pairs_that_do_not() -> None:
+    text = said(rows(fedavg=[0.6, 0.9], wb=[0.5, 0.95], x=[0.8, 0.78]))
+    assert text.startswith("x is best: 79.0 ± 1.4 % accuracy over 2 seeds, 4.0 points ahead of fedavg (75.0 ± 21.2 %).")
+    assert "This may be chance: over 2 shared seeds" in text
+    assert text.endswith("it is ahead on 1 of them.")
+
+
+def test_methods_without_a_common_seed_are_not_tested() -> None:
+    found = [*rows(a=[0.5]), {"method": "b", "seed": 7, "round": 1, "accuracy": 0.6}]
+    assert said(found).endswith("They share no seed, so the difference is not tested.")
+
+
+def test_what_prints_alike_is_level() -> None:
+    assert said(rows(a=[0.80001], b=[0.8], c=[0.5])) == "a and b are level at 80.0 % accuracy."
+
+
+def test_one_method_and_none() -> None:
+    assert said(rows(a=[0.7, 0.9])) == "a reaches 80.0 ± 14.1 % accuracy over 2 seeds."
+    assert said(rows(a=[None])) == "No accuracy was recorded."
+
+
+def test_an_exchange_without_training_is_no_further_round() -> None:
+    def row(method: str, at: int, steps: int) -> dict[str, Any]:
+        return {"method": method, "seed": 0, "round": at, "accuracy": 0.5, "clients": {"a": {"steps": steps}}}
+
+    refitted = summary([row("fedavg", 1, 4), row("refit", 1, 4), row("refit", 2, 0), row("ridge", 1, 0)])
+    assert [found.ending for found in refitted] == [0, 1, 0]
+    assert cautions(refitted) == []
+    assert len(cautions(summary([row("fedavg", 1, 4), row("longer", 1, 4), row("longer", 2, 4)]))) == 1
+
+
+def test_cautions_name_what_does_not_compare() -> None:
+    assert cautions(summary(rows(a=[0.5, 0.6], b=[0.5, 0.6]))) == []
+    found = [*rows(a=[0.5, 0.6], b=[0.5, None]), {"method": "c", "seed": 0, "round": 3, "accuracy": 0.1}]
+    assert cautions(summary(found)) == [
+        "The methods stand at different rounds (1 to 3): compare with care.",
+        "The methods were not run on the same seeds: compare with care.",
+        "b has an accuracy on 1 of 2 seeds only.",
+    ]
+
+
+def test_overall_counts_wins() -> None:
+    assert overall({"1": "a", "2": "b", "3": "b"}) == "b is best in 2 of 3 runs, a in 1."
+
+
+def row(seed: int, facts: object) -> dict[str, object]:
+    return {"seed": seed, "round": 1, "facts": facts}
+
+
+def test_numbers_are_averaged_and_words_are_listed() -> None:
+    (note,) = method_facts({"wb": [row(0, {"steps": 4, "solver": "cg"}), row(1, {"steps": 6, "solver": "ea"})]})
+    assert note.lines == (("steps", "5 ± 1.4"), ("solver", "cg; ea"))
+    assert note.maps == ()
+
+
+def test_tables_of_numbers_become_maps() -> None:
+    facts = {"layer_weights": {"fc1": {"a": 0.25, "b": 0.75}, "fc2": {"b": 1.0}}, "deep": {"x": {"y": {"z": 1.0}}}}
+    assert list(tables(facts)) == ["layer_weights", "deep.x"]
+    assert flatten(facts) == {}
+    (note,) = method_facts({"wb": [row(3, facts)]})
+    assert note.maps[0].title == "layer weights"
+    assert note.maps[0].note == "Seed 3, round 1."
+    assert "fc1, b: 0.75" in note.maps[0].picture
+    assert "fc2, a" not in note.maps[0].picture
+
+
+def test_signs_are_owned_up_to() -> None:
+    (note,) = method_facts({"wb": [row(0, {"shift": {"fc1": {"a": -0.5, "b": 0.5}}})]})
+    assert "without the sign" in note.maps[0].note
+
+
+def test_long_things_are_shortened() -> None:
+    assert fact_text({f"c{k}": k for k in range(11)}) == "11 numbers: least 0, median 5, most 10"
+    assert fact_text(list("abcdefghij")) == "a, b, c, d, e, f, g, h, … (10 in all)"
+    assert len(fact_text("x" * 1000)) == 200
+    (note,) = method_facts({"wb": [row(0, {f"k{k}": k for k in range(LIMIT + 5)})]})
+    assert (len(note.lines), note.more) == (LIMIT, 5)
+
+
+def test_who_noted_nothing_is_not_shown() -> None:
+    assert method_facts({"wb": [row(0, {})], "fedavg": [row(0, None)]}) == []

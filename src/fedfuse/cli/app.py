@@ -9,11 +9,12 @@ import shlex
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from importlib import metadata
 from importlib.resources import files as resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from fedfuse.cli import console, flower, models, results, sites
 from fedfuse.cli.console import interruption, stop_cleanly, stop_code
@@ -292,26 +293,23 @@ def _run(
         from fedfuse.engines.starting import start_early
 
         start_early()  # workers' server imports torch while we do
-    from fedfuse.experiment.jobs import jobs_of, memo_folder
+    from fedfuse.experiment.jobs import Job, jobs_of, run_each
 
-    jobs, store = jobs_of(file, sets, out, resume), memo_folder() if memo else None
-    from fedfuse.experiment.callbacks import Several
+    jobs = jobs_of(file, sets, out, resume)
     from fedfuse.experiment.doctor import compile_notice  # late: torch, once the file is sound
-    from fedfuse.experiment.run import execute
-    from fedfuse.report import write_page
-    from fedfuse.report.tables import rich_table, summary
+    from fedfuse.loggers import find_logger
+    from fedfuse.report import rich_table, summary, write_page
 
-    loggers, done = [_find_logger(words) for words in log or []], []
+    def show(job: Job) -> AbstractContextManager[Watcher]:
+        console.hint(compile_notice(job.experiment.local.kernel))
+        return console.watcher(job.method_runs, job.experiment.name)
+
+    loggers, done = [find_logger(words) for words in log or []], []
     try:
-        for job in jobs.each:
-            what, where = job.experiment, job.folder
-            console.hint(compile_notice(what.local.kernel))
-            with console.watcher(len(what.methods) * len(what.seeds), what.name) as watch:
-                several = Several(watch, *loggers)
-                options: dict[str, Any] = {"resume": job.resume, "workers": workers, "memo": store}
-                done.append(execute(what, where, **options, watch=several, announce=_announce))
+        for found in run_each(jobs, show=show, callbacks=loggers, workers=workers, memo=memo, announce=_announce):
+            done.append(found)
             if not as_json:
-                console.out.print(rich_table(summary(done[-1].rows), what.name, console.out.width))
+                console.out.print(rich_table(summary(found.rows), found.name, console.out.width))
     except KeyboardInterrupt as why:
         console.complain(f"stopped; continue with: {_how_to_resume(file, sets, jobs.folder)}")
         raise typer.Exit(stop_code(why)) from None
@@ -340,12 +338,6 @@ def _tell_dropped(dropped: list[str], allowed: bool) -> None:
     if not allowed:
         raise ClientsDropped(f"{text}; mend the cause and run again, or set server.allow_dropped = true to allow it")
     console.warn(f"{text}; server.allow_dropped allows it")
-
-
-def _find_logger(words: str) -> Watcher:
-    from fedfuse.loggers import find_logger
-
-    return find_logger(words)
 
 
 def _how_to_resume(file: Path, sets: list[str], folder: Path) -> str:

@@ -56,7 +56,7 @@ def _simulate(
 ) -> None:
     from fedfuse.experiment.jobs import run_folder
     from fedfuse.flower.run import simulate
-    from fedfuse.report.tables import rich_table, summary
+    from fedfuse.report import rich_table, summary
 
     folder = out or run_folder(experiment.name, resume)
     with console.watcher(len(experiment.methods) * len(experiment.seeds), experiment.name) as watch:

@@ -14,7 +14,7 @@ from fedfuse.errors import ConfigError
 if TYPE_CHECKING:
     from fedfuse.experiment.reproduce import Scale
     from fedfuse.report import Run
-    from fedfuse.report.sheet import Format
+    from fedfuse.report.tables import Format
 
 
 Runs = Annotated[list[Path], typer.Argument()]
@@ -30,7 +30,7 @@ def report(
     RUNS are run directories; a sweep's folder stands for all runs in it.
     """
     from fedfuse.report import find_runs, read_run, write_page
-    from fedfuse.report.sheet import as_data
+    from fedfuse.report.tables import as_data
 
     check_written(output, *_files_of(runs), streams=True, as_json=as_json)
     path = write_page(runs, output)
@@ -58,7 +58,7 @@ def table(
     have a column per run and score.
     """
     from fedfuse.report import find_runs, read_run
-    from fedfuse.report.sheet import WRITERS, make_sheet
+    from fedfuse.report.tables import WRITERS, make_sheet
 
     if output is not None:
         check_written(output, *_files_of(runs), streams=True)
@@ -89,7 +89,7 @@ def _files_of(runs: Sequence[Path]) -> list[Path]:
 
 
 def _format(form: str | None, output: Path | None) -> Format:
-    from fedfuse.report.sheet import SUFFIXES
+    from fedfuse.report.tables import SUFFIXES
 
     if form is None:
         return SUFFIXES.get(output.suffix, "md") if output else "md"
@@ -134,7 +134,7 @@ def plot(
     from fedfuse.report import find_runs, read_run
     from fedfuse.report.figures import Plot, save_figure
     from fedfuse.report.scores import headline_of
-    from fedfuse.report.sheet import choose_labels
+    from fedfuse.report.tables import choose_labels
 
     check_written(output, *_files_of(runs))
     found = [read_run(run) for run in find_runs(runs)]

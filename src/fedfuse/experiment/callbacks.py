@@ -1,50 +1,25 @@
-"""Callbacks of a run: what happens in it, told as it happens to progress bars, loggers and programs of the user's."""
+"""Callbacks: what a run calls as it makes progress, and those that show it as bars or as lines of text."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol
+from typing import IO, Any, TypeAlias
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
-class Watcher(Protocol):
-    """Is called as a run makes progress; the methods must return quickly."""
-
-    def run_started(self, name: str, folder: Path, config: Mapping[str, Any]) -> None:
-        """An experiment starts in a run directory, with these settings."""
-        ...
-
-    def method_started(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
-        """A method starts on a seed, with some rounds done already and so many clients to ask in each."""
-        ...
-
-    def client_done(self, client: str, seconds: float, remembered: bool) -> None:
-        """A client answered."""
-        ...
-
-    def server_progress(self, what: str, done: int, total: int) -> None:
-        """A long step of the server's has come so far."""
-        ...
-
-    def round_done(self, label: str, seed: int, round_: int, scores: Mapping[str, Any]) -> None:
-        """A round was written to the ledger; the scores are its line."""
-        ...
-
-    def run_done(self) -> None:
-        """Every method has run on every seed."""
-        ...
-
-
 class Callback:
-    """A watcher that does nothing: override what you want to know of.
+    """Is called as a run makes progress, and does nothing: override what you want to know of.
+
+    The methods must return quickly, for the run waits for them.
 
     Example:
         >>> class Best(Callback):
@@ -73,41 +48,21 @@ class Callback:
         """Every method has run on every seed."""
 
 
-class Several:
-    """Several watchers as one."""
+Watcher: TypeAlias = Callback
+"""What a run calls."""
 
-    def __init__(self, *watchers: Watcher) -> None:
-        self._watchers = watchers
 
-    def run_started(self, name: str, folder: Path, config: Mapping[str, Any]) -> None:
-        """Tell all."""
-        for watcher in self._watchers:
-            watcher.run_started(name, folder, config)
+class Several(Callback):
+    """Several callbacks as one: each event goes to all of them, in their order."""
 
-    def method_started(self, label: str, seed: int, done: int, rounds: int, clients: int) -> None:
-        """Tell all."""
-        for watcher in self._watchers:
-            watcher.method_started(label, seed, done, rounds, clients)
+    def __init__(self, *callbacks: Callback) -> None:
+        for event in (name for name in vars(Callback) if not name.startswith("_")):
+            setattr(self, event, partial(_call_each, [getattr(callback, event) for callback in callbacks]))
 
-    def client_done(self, client: str, seconds: float, remembered: bool) -> None:
-        """Tell all."""
-        for watcher in self._watchers:
-            watcher.client_done(client, seconds, remembered)
 
-    def server_progress(self, what: str, done: int, total: int) -> None:
-        """Tell all."""
-        for watcher in self._watchers:
-            watcher.server_progress(what, done, total)
-
-    def round_done(self, label: str, seed: int, round_: int, scores: Mapping[str, Any]) -> None:
-        """Tell all."""
-        for watcher in self._watchers:
-            watcher.round_done(label, seed, round_, scores)
-
-    def run_done(self) -> None:
-        """Tell all."""
-        for watcher in self._watchers:
-            watcher.run_done()
+def _call_each(calls: Iterable[Callable[..., None]], *what: object, **named: object) -> None:
+    for call in calls:
+        call(*what, **named)
 
 
 LINE_SECONDS = 10.0  # between two lines: a log of a long run stays readable

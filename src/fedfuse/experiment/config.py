@@ -1,4 +1,8 @@
-"""An experiment file: what it may say, checked key by key, with one sentence for whatever is wrong."""
+"""An experiment file: read, changed by `--set`, spread by its sweep, and checked key by key.
+
+`load_experiments` reads a file; `Experiment` below says what one may hold. Torch is imported late, so that a misspelt
+key is reported at once.
+"""
 
 from __future__ import annotations
 
@@ -35,100 +39,58 @@ if TYPE_CHECKING:
     from fedfuse.core.recipe import Recipe
 
 
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
+def load_experiments(path: Path, sets: Sequence[str] = ()) -> list[Experiment]:
+    """Read an experiment file; `--set a.b=c` beats the file, the file beats the default.
 
+    A table `[sweep]` maps keys to lists of values: the file then stands for one experiment per combination, named
+    after what varies.
 
-def to_toml(values: Mapping[str, Any]) -> str:
-    """A table of plain values as a TOML file: numbers, words, lists and tables, each on a line of its own.
-
-    Example:
-        >>> print(to_toml({"rounds": 2, "data": {"source": "digits"}, "methods": [{"name": "fedavg"}]}), end="")
-        rounds = 2
-        <BLANKLINE>
-        [data]
-        source = "digits"
-        <BLANKLINE>
-        [[methods]]
-        name = "fedavg"
+    Raises:
+        ConfigError: one sentence about the first thing that is wrong.
     """
-    return "".join(_lines(values, ""))
+    return make_experiments({"name": path.stem} | read_values(path), sets)
 
 
-def _lines(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Plain values first, then tables and lists of tables, as TOML wants them."""
-    tables = {key: value for key, value in values.items() if isinstance(value, Mapping) or _is_tables(value)}
-    for key, value in values.items():
-        if key not in tables:
-            yield f"{_key(key)} = {_value(value)}\n"
-    for key, value in tables.items():
-        name = f"{prefix}{_key(key)}"
-        for head, each in [(f"[{name}]", value)] if isinstance(value, Mapping) else [(f"[[{name}]]", v) for v in value]:
-            yield f"\n{head}\n"
-            yield from _lines(each, f"{name}.")
+def load_experiment(path: Path, sets: Sequence[str] = ()) -> Experiment:
+    """Read a file that stands for one experiment."""
+    cells = load_experiments(path, sets)
+    if len(cells) > 1:
+        raise ConfigError(f"{path} sweeps over {len(cells)} experiments; choose one with --set sweep={{}} and the keys")
+    return cells[0]
 
 
-def _is_tables(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(v, Mapping) for v in value)
+def read_values(path: Path) -> dict[str, Any]:
+    """What an experiment file says, unchecked.
 
-
-def _key(key: str) -> str:
-    return key if _BARE.fullmatch(key) else _value(key)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_value(v) for v in value) + "]"
-    if isinstance(value, float):
-        return repr(value)  # inf and nan are words of TOML, and not of JSON
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def assign(values: dict[str, Any], text: str) -> None:
-    """Put one `a.b=c` into the values; c is TOML, or else a plain word.
-
-    Example:
-        >>> values = {"methods": [{"name": "fedprox"}]}
-        >>> assign(values, "methods.0.mu=0.5")
-        >>> values
-        {'methods': [{'name': 'fedprox', 'mu': 0.5}]}
+    Raises:
+        ConfigError: if it cannot be read, or is no TOML.
     """
-    path, equals, given = text.partition("=")
-    if not equals or not path:
-        raise ConfigError(f"--set {text!r} is not of the form key.key=value")
     try:
-        value = tomllib.loads(f"v = {given}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = given
-    set_at_path(values, path.strip(), value, f"--set {text!r}")
+        return tomllib.loads(regular(path).read_text(encoding="utf-8"))
+    except OSError as why:
+        raise ConfigError(f"cannot read the experiment {path}: {why.strerror or why}") from why
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as why:
+        raise ConfigError(f"{path} is not a TOML file: {why}") from why
 
 
-def set_at_path(values: dict[str, Any], path: str, value: Any, text: str) -> None:
-    """Put a value at a dotted path; numbers are places in a list."""
-    *parents, leaf = path.split(".")
-    container: Any = values
-    for key in parents:
-        container = _descend(container, key, text)
-    if isinstance(container, list):
-        container[_index(leaf, container, text)] = value
-    else:
-        container[leaf] = value
+def make_experiments(said: Mapping[str, Any], sets: Sequence[str] = ()) -> list[Experiment]:
+    """The experiments that plain values stand for, all checked; the values are as a file would say them.
 
-
-def _descend(container: Any, key: str, text: str) -> Any:
-    if isinstance(container, list):
-        return container[_index(key, container, text)]
-    found = container.setdefault(key, {})
-    if not isinstance(found, dict | list):
-        raise ConfigError(f"{text}: {key!r} is a value, not a table")
-    return found
-
-
-def _index(key: str, container: list[Any], text: str) -> int:
-    if not key.isdecimal() or int(key) >= len(container):
-        raise ConfigError(f"{text}: {key!r} is not a place in a list of {len(container)}")
-    return int(key)
+    Raises:
+        ConfigError: one sentence about the first thing that is wrong.
+    """
+    values = copy.deepcopy(dict(said))
+    for text in sets:
+        assign(values, text)
+    values.setdefault("name", "experiment")
+    cells = [validate_settings(Experiment, cell) for cell in sweep_cells(values)]
+    for entry in (entry for cell in cells for entry in cell.methods):
+        entry.check_words()  # first, for recipes need torch
+    for cell in cells:
+        cell.recipes()
+    if len({file_name(c.name) for c in cells}) < len(cells):
+        raise ConfigError(f"{values['name']}: two cells of the sweep have the same name; let the values differ")
+    return cells
 
 
 def sweep_cells(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -158,35 +120,6 @@ def flatten_keys(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from flatten_keys(value, f"{prefix}{key}.")
 
 
-def changed_keys(old: object, new: object) -> dict[str, str]:
-    """What differs between two tables, by dotted key, in words; places in a list are keys too.
-
-    Example:
-        >>> changed_keys({"data": {"clients": 3}, "rounds": 2}, {"data": {"clients": 5}, "rounds": 2, "select": "last"})
-        {'data.clients': 'was 3 and is now 5', 'select': 'was not set and is now "last"'}
-    """
-    before, after = dict(_leaves(old)), dict(_leaves(new))
-    keys = dict.fromkeys([*before, *after])
-    return {
-        key: f"was {_value_text(before, key)} and is now {_value_text(after, key)}"
-        for key in keys
-        if key not in before or key not in after or before[key] != after[key]
-    }
-
-
-def _leaves(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    entries = value.items() if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else ()
-    if not entries:
-        yield prefix.rstrip("."), value
-    for key, part in entries:
-        yield from _leaves(part, f"{prefix}{key}.")
-
-
-def _value_text(values: Mapping[str, object], key: str) -> str:
-    text = json.dumps(values[key], default=str) if key in values else "not set"
-    return text if len(text) <= 60 else text[:59] + "…"
-
-
 def name_part(value: Any) -> str:
     """A swept value as part of a name.
 
@@ -194,10 +127,8 @@ def name_part(value: Any) -> str:
         >>> name_part({"kind": "dirichlet", "alpha": 0.1})
         'dirichlet-0.1'
     """
-    if isinstance(value, dict):
-        return "-".join(name_part(v) for v in value.values())
-    if isinstance(value, list):
-        return "-".join(name_part(v) for v in value)
+    if isinstance(value, dict | list):
+        return "-".join(map(name_part, value.values() if isinstance(value, dict) else value))
     return str(value)
 
 
@@ -212,6 +143,45 @@ def file_name(label: str) -> str:
     if name and len(name) <= 100:
         return name
     return f"{name[:80]}{hashlib.sha256(label.encode()).hexdigest()[:12]}"
+
+
+def assign(values: dict[str, Any], text: str) -> None:
+    """Put one `a.b=c` into the values; c is TOML, or else a plain word.
+
+    Example:
+        >>> values = {"methods": [{"name": "fedprox"}]}
+        >>> assign(values, "methods.0.mu=0.5")
+        >>> values
+        {'methods': [{'name': 'fedprox', 'mu': 0.5}]}
+    """
+    path, equals, given = text.partition("=")
+    if not equals or not path:
+        raise ConfigError(f"--set {text!r} is not of the form key.key=value")
+    try:
+        value = tomllib.loads(f"v = {given}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = given
+    set_at_path(values, path.strip(), value, f"--set {text!r}")
+
+
+def set_at_path(values: dict[str, Any], path: str, value: Any, text: str) -> None:
+    """Put a value at a dotted path; numbers are places in a list."""
+    *parents, leaf = path.split(".")
+    container: Any = values
+    for key in parents:
+        if isinstance(container, list):
+            container = container[_index(key, container, text)]
+            continue
+        container = container.setdefault(key, {})
+        if not isinstance(container, dict | list):
+            raise ConfigError(f"{text}: {key!r} is a value, not a table")
+    container[_index(leaf, container, text) if isinstance(container, list) else leaf] = value
+
+
+def _index(key: str, container: list[Any], text: str) -> int:
+    if not key.isdecimal() or int(key) >= len(container):
+        raise ConfigError(f"{text}: {key!r} is not a place in a list of {len(container)}")
+    return int(key)
 
 
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -258,7 +228,7 @@ class NameWithOptions(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Everything beside the name."""
+        """Everything but the name and what a subclass knows."""
         return dict(self.model_extra or {})
 
 
@@ -314,7 +284,8 @@ class MethodConfig(NameWithOptions):
 
         self.check_words()
         recipe = load_method(self.name).recipe(**self.options)
-        recipe = with_filters(recipe, align=_as_table(self.align), guard=_as_table(self.guard))
+        align, guard = (None if f is None else {"name": f.name, **f.options} for f in (self.align, self.guard))
+        recipe = with_filters(recipe, align=align, guard=guard)
         if self.then is not None and self.rounds is not None:
             recipe = recipe.then(self.rounds, self.then.recipe(rounds))
         if self.refit is not None:
@@ -420,7 +391,7 @@ class Experiment(Settings):
         return self
 
     def recipes(self) -> dict[str, Recipe]:
-        """Every method's recipe by its label, all checked; built once, to be looked at and tried."""
+        """Every method's recipe by its label, all checked; built once and shared, so a run builds its own."""
         return dict(self._recipes)
 
     @cached_property
@@ -428,7 +399,7 @@ class Experiment(Settings):
         return self.build_recipes()
 
     def build_recipes(self) -> dict[str, Recipe]:
-        """Every method's recipe by its label, built by its function again: nothing a part kept on `self` is in it."""
+        """Every method's recipe by its label, built by its function again, for a part may keep state on `self`."""
         from fedfuse.server.steps.disturb import with_disturbance
 
         by_label: dict[str, Recipe] = {}
@@ -444,7 +415,7 @@ class Experiment(Settings):
         return by_label
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with changes; its recipes are made anew."""
+        """A copy with changes, whose recipes are built from them."""
         copied = super().model_copy(update=update, deep=deep)
         vars(copied).pop("_recipes", None)
         return copied
@@ -454,59 +425,79 @@ class Experiment(Settings):
         return to_toml(self.model_dump(mode="json", exclude_none=True))
 
 
-def load_experiments(path: Path, sets: Sequence[str] = ()) -> list[Experiment]:
-    """Read an experiment file; `--set a.b=c` beats the file, the file beats the default.
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
 
-    A table `[sweep]` maps keys to lists of values: the file then stands for one experiment per combination, named
-    after what varies.
 
-    Raises:
-        ConfigError: one sentence about the first thing that is wrong.
+def to_toml(values: Mapping[str, Any]) -> str:
+    """A table of plain values as a TOML file: numbers, words, lists and tables, each on a line of its own.
+
+    Example:
+        >>> print(to_toml({"rounds": 2, "data": {"source": "digits"}, "methods": [{"name": "fedavg"}]}), end="")
+        rounds = 2
+        <BLANKLINE>
+        [data]
+        source = "digits"
+        <BLANKLINE>
+        [[methods]]
+        name = "fedavg"
     """
-    return make_experiments({"name": path.stem} | read_values(path), sets)
+    return "".join(_lines(values, ""))
 
 
-def read_values(path: Path) -> dict[str, Any]:
-    """What an experiment file says, unchecked.
+def _lines(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Plain values first, then tables and lists of tables, as TOML wants them."""
+    tables = {key: value for key, value in values.items() if isinstance(value, Mapping) or _is_tables(value)}
+    for key, value in values.items():
+        if key not in tables:
+            yield f"{_key(key)} = {_value(value)}\n"
+    for key, value in tables.items():
+        name = f"{prefix}{_key(key)}"
+        for head, each in [(f"[{name}]", value)] if isinstance(value, Mapping) else [(f"[[{name}]]", v) for v in value]:
+            yield f"\n{head}\n"
+            yield from _lines(each, f"{name}.")
 
-    Raises:
-        ConfigError: if it cannot be read, or is no TOML.
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(v, Mapping) for v in value)
+
+
+def _key(key: str) -> str:
+    return key if _BARE.fullmatch(key) else _value(key)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_value(v) for v in value) + "]"
+    if isinstance(value, float):
+        return repr(value)  # inf and nan are words of TOML, and not of JSON
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def changed_keys(old: object, new: object) -> dict[str, str]:
+    """What differs between two tables, by dotted key, in words; places in a list are keys too.
+
+    Example:
+        >>> changed_keys({"data": {"clients": 3}, "rounds": 2}, {"data": {"clients": 5}, "rounds": 2, "select": "last"})
+        {'data.clients': 'was 3 and is now 5', 'select': 'was not set and is now "last"'}
     """
-    try:
-        return tomllib.loads(regular(path).read_text(encoding="utf-8"))
-    except OSError as why:
-        raise ConfigError(f"cannot read the experiment {path}: {why.strerror or why}") from why
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as why:
-        raise ConfigError(f"{path} is not a TOML file: {why}") from why
+    before, after = dict(_leaves(old)), dict(_leaves(new))
+
+    def text(values: Mapping[str, object], key: str) -> str:
+        words = json.dumps(values[key], default=str) if key in values else "not set"
+        return words if len(words) <= 60 else words[:59] + "…"
+
+    return {
+        key: f"was {text(before, key)} and is now {text(after, key)}"
+        for key in dict.fromkeys([*before, *after])
+        if key not in before or key not in after or before[key] != after[key]
+    }
 
 
-def make_experiments(said: Mapping[str, Any], sets: Sequence[str] = ()) -> list[Experiment]:
-    """The experiments that plain values stand for, all checked; the values are as a file would say them.
-
-    Raises:
-        ConfigError: one sentence about the first thing that is wrong.
-    """
-    values = copy.deepcopy(dict(said))
-    for text in sets:
-        assign(values, text)
-    values.setdefault("name", "experiment")
-    cells = [validate_settings(Experiment, cell) for cell in sweep_cells(values)]
-    for entry in (entry for cell in cells for entry in cell.methods):
-        entry.check_words()  # first, for recipes need torch
-    for cell in cells:
-        cell.recipes()
-    if len({file_name(c.name) for c in cells}) < len(cells):
-        raise ConfigError(f"{values['name']}: two cells of the sweep have the same name; let the values differ")
-    return cells
-
-
-def load_experiment(path: Path, sets: Sequence[str] = ()) -> Experiment:
-    """Read a file that stands for one experiment."""
-    cells = load_experiments(path, sets)
-    if len(cells) > 1:
-        raise ConfigError(f"{path} sweeps over {len(cells)} experiments; choose one with --set sweep={{}} and the keys")
-    return cells[0]
-
-
-def _as_table(given: NameWithOptions | None) -> dict[str, Any] | None:
-    return None if given is None else {"name": given.name, **given.options}
+def _leaves(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    entries = value.items() if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else ()
+    if not entries:
+        yield prefix.rstrip("."), value
+    for key, part in entries:
+        yield from _leaves(part, f"{prefix}{key}.")

@@ -18,40 +18,22 @@ from fedfuse.kernels.code_cache import is_cold
 
 def examine() -> dict[str, dict[str, str]]:
     """Findings by topic, in words."""
-    return {"software": _software(), "machine": _machine(), "data": {name: _data(name) for name in source_names()}}
-
-
-def compile_notice(kernel: str) -> str:
-    """What to tell a person before a run whose first clients may wait for a compiler; usually nothing."""
-    if kernel == "torch" or not is_cold() or why_not():
-        return ""
-    return "compiled kernels are made at their first use: some twenty seconds, once on this machine"
-
-
-def _software() -> dict[str, str]:
-    found = {"python": platform.python_version(), **versions()}
+    software = {"python": platform.python_version(), **versions()}
     extras = {"numba": "fast", "flwr": "flower", "POT": "match", "pygmtools": "match"}
     for package, extra in extras.items():
-        found.setdefault(package, f"not installed: pip install 'fedfuse[{extra}]'")
-    return found
-
-
-def _machine() -> dict[str, str]:
-    devices = ["cpu"]
-    if torch.cuda.is_available():
-        devices.append("cuda")
-    if torch.backends.mps.is_available():
-        devices.append("mps")
+        software.setdefault(package, f"not installed: pip install 'fedfuse[{extra}]'")
+    devices = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     here = Path.cwd()
-    return {
+    machine = {
         "cores": str(os.cpu_count()),
         "torch threads": str(torch.get_num_threads()),
-        "devices": ", ".join(devices),
+        "devices": ", ".join(device for device, available in devices.items() if available),
         "free disk here": f"{shutil.disk_usage(here).free / 2**30:.1f} GiB",
         "this folder": "can be written" if os.access(here, os.W_OK) else "cannot be written: use --out elsewhere",
         "cache": str(cache_folder()),
         "kernels": why_not() or "compiled where they are faster; the first use of each takes some seconds",
     }
+    return {"software": software, "machine": machine, "data": {name: _data(name) for name in source_names()}}
 
 
 def _data(name: str) -> str:
@@ -64,3 +46,10 @@ def _data(name: str) -> str:
     if found.missing:
         return f"{found.location}, without {', '.join(found.missing)}: set train_limit to use what is there"
     return found.location
+
+
+def compile_notice(kernel: str) -> str:
+    """What to tell a person before a run whose first clients may wait for a compiler; usually nothing."""
+    if kernel == "torch" or not is_cold() or why_not():
+        return ""
+    return "compiled kernels are made at their first use: some twenty seconds, once on this machine"

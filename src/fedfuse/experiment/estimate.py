@@ -23,9 +23,34 @@ from fedfuse.experiment.prepare import PreparedExperiment, Setting, some_rows, w
 from fedfuse.training.round import client_round
 
 TimeRound: TypeAlias = Callable[[Work, Brief, Rows], float]  # seconds that one client's round takes
-
 _WHO = "estimate"
 _STEPS = 3  # of the longer of two timed rounds
+
+
+def time_here(work: Work, brief: Brief, rows: Rows) -> float:
+    """The seconds of a round in this process."""
+    with one_thread(), without_remarks(), seeded(0, _WHO):
+        begin = time.perf_counter()
+        client_round(work, brief.to(_WHO), _WHO, rows)
+        return time.perf_counter() - begin
+
+
+@dataclass(frozen=True, slots=True)
+class TimeInWorker:
+    """The seconds of a round in a worker, which will train and so has to load what training needs; we need not."""
+
+    pool: Pool
+
+    def __call__(self, work: Work, brief: Brief, rows: Rows) -> float:
+        """Time one round."""
+        if work.evidence:  # a worker would print its remarks about rows that are no client's
+            return time_here(work, brief, rows)
+        taken: list[float] = []
+        alone = Population(rows, {_WHO: torch.arange(len(rows))})
+        engine = self.pool.engine(alone, on_client=lambda _, seconds, __: taken.append(seconds))
+        for _ in engine.exchange(brief, work, (_WHO,)):
+            pass
+        return taken[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +60,7 @@ class Pace:
     Attributes:
         step: seconds a step takes.
         served: seconds a step takes the server, which torch does; the clients' own may be compiled.
-        rest: seconds a round takes beside its steps, evidence included.
+        rest: seconds a round takes in addition to its steps, evidence included.
         batch: rows in a step.
     """
 
@@ -56,47 +81,20 @@ class Pace:
         return steps * self.step + self.rest * (max(1.0, rows / self.batch) if evidence else 1.0)
 
 
-def time_here(work: Work, brief: Brief, rows: Rows) -> float:
-    """The seconds of a round in this process."""
-    with one_thread(), without_remarks(), seeded(0, _WHO):
-        begin = time.perf_counter()
-        client_round(work, brief.to(_WHO), _WHO, rows)
-        return time.perf_counter() - begin
-
-
-@dataclass(frozen=True, slots=True)
-class TimeInWorker:
-    """The seconds of a round in a worker, which will train and so has to load what training needs; we need not."""
-
-    pool: Pool
-
-    def __call__(self, work: Work, brief: Brief, rows: Rows) -> float:
-        """Time one round."""
-        if work.evidence:  # what it remarks about rows of nobody would be heard
-            return time_here(work, brief, rows)
-        taken: list[float] = []
-        alone = Population(rows, {_WHO: torch.arange(len(rows))})
-        engine = self.pool.engine(alone, on_client=lambda _, seconds, __: taken.append(seconds))
-        for _ in engine.exchange(brief, work, (_WHO,)):
-            pass
-        return taken[0]
-
-
 def estimate_seconds(
     prepared: PreparedExperiment, workers: int | None = 1, time_round: TimeRound = time_here
 ) -> dict[str, float]:
-    """Seconds each method will take over all rounds and seeds, by label.
+    """Seconds each method will take over all rounds and seeds, by label: an order of magnitude.
 
     Clients' rounds are timed on one batch, with the method's own objective and evidence, and scaled by rows, epochs
-    and rounds; long server steps by the examples they say they will pass through a network; scores by test rows.
-    Where there is one round, what clients do alike for several methods is counted once, for it is remembered: the
-    whole of it, or the training to which a method's own evidence is brought. Whatever else a method does is left out,
-    so take it for an order of magnitude.
+    and rounds; long server steps by the examples they say they will pass through a network; scores by test rows. In
+    one-shot runs, what clients do alike for several methods is counted once, because it is remembered: the whole of it,
+    or the training to which a method adds its own evidence. Whatever else a method does is left out.
 
     Args:
         prepared: the experiment.
         workers: processes that train at a time; None for one per core.
-        time_round: does one client's round and tells its seconds.
+        time_round: does one client's round and returns its seconds.
     """
     experiment, at_a_time = prepared.experiment, max(1, count_cores() if workers is None else workers)
     setting = prepared.setting(experiment.seeds[0])
@@ -104,18 +102,29 @@ def estimate_seconds(
     counted: set[str] = set()
     found: dict[str, float] = {}
     for label, recipe in prepared.recipes.items():
-        work = recipe.work(prepared.local)
+        work, passes = recipe.work(prepared.local), _passes(recipe, setting)
         key, trained = work.key or label, replace(work, evidence=(), memory=()).key or label
-        alike = key, bool(_passes(recipe, setting))
+        alike = key, bool(passes)
         if alike not in paces:
             paces[alike] = _measure(recipe, prepared, setting, time_round)
         pace, known = paces[alike], counted if experiment.rounds == 1 else set()
-        steps = recipe.trains and trained not in known
-        training = 0.0 if key in known else _training(pace, recipe, prepared, setting, steps) / at_a_time
+        training = 0.0
+        if key not in known:
+            steps = recipe.trains and trained not in known
+            training = _training(pace, recipe, prepared, setting, steps) / at_a_time
         counted |= {key, trained}
-        each = training + _serving(pace, recipe, prepared, setting)
-        found[label] = each * experiment.rounds * len(experiment.seeds)
+        with one_thread():
+            other = sum(part.seconds(setting.bench) for part in (recipe.aggregate, *recipe.steps))
+        # scoring a row is a forward pass: a third of a step
+        serving = other + (passes * pace.served + len(prepared.dataset.test) / 3 * pace.step) / pace.batch
+        found[label] = (training + serving) * experiment.rounds * len(experiment.seeds)
     return found
+
+
+def _passes(recipe: Recipe, setting: Setting) -> float:
+    """Examples that the server's long steps pass through a network in a round."""
+    clients = min(setting.plan.per_round or setting.bench.population, setting.bench.population)
+    return sum(part.passes(clients, setting.bench) for part in (recipe.aggregate, *recipe.steps))
 
 
 def _training(pace: Pace, recipe: Recipe, prepared: PreparedExperiment, setting: Setting, steps: bool) -> float:
@@ -126,50 +135,29 @@ def _training(pace: Pace, recipe: Recipe, prepared: PreparedExperiment, setting:
     return asked * sum(pace.round_seconds(n, local, bool(recipe.evidence)) for n in sizes.values())
 
 
-def _serving(pace: Pace, recipe: Recipe, prepared: PreparedExperiment, setting: Setting) -> float:
-    """Seconds of the server's in a round: its long steps, and the scores, which are a third of a step per row."""
-    with one_thread():
-        other = sum(part.seconds(setting.bench) for part in (recipe.aggregate, *recipe.steps))
-    passes = _passes(recipe, setting)
-    return other + (passes * pace.served + len(prepared.dataset.test) / 3 * pace.step) / pace.batch
-
-
-def _passes(recipe: Recipe, setting: Setting) -> float:
-    """Examples that the server's long steps pass through a network in a round."""
-    clients = min(setting.plan.per_round or setting.bench.population, setting.bench.population)
-    return sum(part.passes(clients, setting.bench) for part in (recipe.aggregate, *recipe.steps))
-
-
 def _measure(recipe: Recipe, prepared: PreparedExperiment, setting: Setting, time_round: TimeRound) -> Pace:
     """How fast a client is on one batch, and the server where it has long steps of its own."""
     batch = min(prepared.local.batch_size, max(setting.population.sizes().values(), default=1))
-    rows = _some_batch(prepared, batch)
-    bench = setting.bench
+    few, bench = some_rows(prepared.dataset, prepared.inputs), setting.bench
+    rows = few.take([i % len(few) for i in range(batch)])
     brief = recipe.prepare_models(setting.start, bench).brief(recipe.publishes, bench.classes, bench.task)
     step, rest = _step_and_rest(recipe, brief, rows, prepared.local, time_round)
-    if prepared.local.kernel == "torch" or not _passes(recipe, setting):
-        return Pace(step, rest, len(rows), step)
-    plain = prepared.local.model_copy(update={"kernel": "torch"})
-    return Pace(step, rest, len(rows), _step_and_rest(recipe, brief, rows, plain, time_round)[0])
+    served = step
+    if prepared.local.kernel != "torch" and _passes(recipe, setting):
+        plain = prepared.local.model_copy(update={"kernel": "torch"})
+        served, _ = _step_and_rest(recipe, brief, rows, plain, time_round)
+    return Pace(step, rest, len(rows), served)
 
 
 def _step_and_rest(
     recipe: Recipe, brief: Brief, rows: Rows, local: LocalSettings, time_round: TimeRound
 ) -> tuple[float, float]:
     """Time two rounds of one client on one batch; their difference is the steps'."""
+    whole = {"max_steps": None, "drop_last": False}
     # the first is not counted: it loads compiled code and fills caches, once for all rounds
-    works = (recipe.work(_for_epochs(local, epochs)) for epochs in (1, 1, _STEPS))
+    works = (recipe.work(local.model_copy(update={"epochs": epochs, **whole})) for epochs in (1, 1, _STEPS))
     _, short, long = (time_round(work, brief, rows) for work in works)
-    if not recipe.trains:  # nobody takes a step: both were evidence alone
+    if not recipe.trains:  # no client takes a step: both were evidence alone
         return min(short, long), min(short, long)
     step = max(long - short, 0.0) / (_STEPS - 1)
     return step or short, max(short - step, 0.0)
-
-
-def _some_batch(prepared: PreparedExperiment, batch: int) -> Rows:
-    rows = some_rows(prepared.dataset, prepared.inputs)
-    return rows.take([i % len(rows) for i in range(batch)])
-
-
-def _for_epochs(local: LocalSettings, epochs: int) -> LocalSettings:
-    return local.model_copy(update={"epochs": epochs, "max_steps": None, "drop_last": False})

@@ -1,4 +1,8 @@
-"""The papers' tables and figures by name, at two scales: one of them, or all that have no stored result."""
+"""The papers' tables and figures by name, and their claims: made again, stored, and judged.
+
+An experiment file NAME.SCALE.toml makes a table. What it came to is stored in a few kilobytes (`store_result`), and
+every claim of `claims.toml` is judged by what is stored (`all_findings`).
+"""
 
 from __future__ import annotations
 
@@ -8,23 +12,19 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
-
-from fedfuse.core.settings import Settings, validate_settings
+from fedfuse.core.settings import validate_settings
 from fedfuse.errors import ConfigError, FuseError, suggest
 from fedfuse.experiment.callbacks import Callback
 from fedfuse.experiment.jobs import Job, jobs_of, run_jobs
 from fedfuse.experiment.rundir import RunFolder
 from fedfuse.report.claims import (
-    STORED_COLUMNS,
     Claim,
-    Direction,
     Finding,
     Pair,
     StoredResult,
@@ -37,6 +37,52 @@ from fedfuse.report.claims import (
     write_result,
 )
 from fedfuse.report.reproduction import fill_tables
+
+Scale = Literal["cpu", "paper"]
+SCALES: tuple[Scale, ...] = ("cpu", "paper")
+
+
+def experiments_folder() -> Path:
+    """Where experiment files and figures are: $FEDFUSE_EXPERIMENTS, ./experiments, or next to the source.
+
+    Raises:
+        ConfigError: if there is no such folder.
+    """
+    named = os.environ.get("FEDFUSE_EXPERIMENTS")
+    folders = [Path(named)] if named else [Path("experiments"), Path(__file__).resolve().parents[3] / "experiments"]
+    for folder in folders:
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"there is no folder of experiments at {folders[0]}; set FEDFUSE_EXPERIMENTS to it")
+
+
+def results_folder() -> Path:
+    """Where stored results are."""
+    return experiments_folder() / "results"
+
+
+def file_digests(scale: str = "cpu") -> dict[str, str]:
+    """The digest of every experiment file of a scale, by name."""
+    root, end = experiments_folder(), f".{scale}.toml"
+    return {
+        path.relative_to(root).as_posix().removesuffix(end): digest_of(path) for path in sorted(root.rglob(f"*{end}"))
+    }
+
+
+def known_results(scale: str = "cpu", runs: Path | None = None) -> dict[str, StoredResult]:
+    """Stored results by name, and what run directories hold of files that have none.
+
+    Args:
+        scale: cpu or paper.
+        runs: the folder in which `fedfuse reproduce NAME` puts its runs.
+    """
+    found = read_results(results_folder(), scale)
+    for name, digest in file_digests(scale).items():
+        folder = runs / name if runs else None
+        if name not in found and folder is not None and any(folder.glob("**/ledger.jsonl")):
+            found[name] = collect_result(name, scale, digest, folder)
+    return found
+
 
 Draw = Callable[[Path], list[Path]]
 
@@ -68,20 +114,6 @@ def figure(name: str, *, paper: str) -> Callable[[Draw], Draw]:
     return register
 
 
-def experiments_folder() -> Path:
-    """Where experiment files and figures are: $FEDFUSE_EXPERIMENTS, ./experiments, or beside the source.
-
-    Raises:
-        ConfigError: if there is no such folder.
-    """
-    named = os.environ.get("FEDFUSE_EXPERIMENTS")
-    folders = [Path(named)] if named else [Path("experiments"), Path(__file__).resolve().parents[3] / "experiments"]
-    for folder in folders:
-        if folder.is_dir():
-            return folder
-    raise ConfigError(f"there is no folder of experiments at {folders[0]}; set FEDFUSE_EXPERIMENTS to it")
-
-
 def all_figures() -> Mapping[str, PaperFigure]:
     """Every figure by name."""
     for path in sorted((experiments_folder() / "figures").glob("*.py")):
@@ -99,143 +131,6 @@ def load_figures(path: Path) -> ModuleType:
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
-
-
-Words = Annotated[str, Field(min_length=1)]
-Scale = Literal["cpu", "paper"]
-SCALES: tuple[Scale, ...] = ("cpu", "paper")
-
-
-class ClaimConfig(Settings):
-    """One `[[claims]]` table of the register; see `fedfuse.report.claims.Claim` for what each key means."""
-
-    id: Words
-    paper: Words
-    place: Words
-    says: Words
-    methods: tuple[str, ...] = ()
-    published: str = ""
-    file: str = ""
-    score: str = "accuracy"
-    first: tuple[str, ...] = ()
-    second: tuple[str, ...] = ()
-    direction: Direction = "above"
-    margin: float | None = None
-    effect: Literal["difference", "ratio"] = "difference"
-    cells: tuple[str, ...] = ("*",)
-    beside: str = ""
-    untestable: str = ""
-    picture: str = ""
-    note: str = ""
-
-    @model_validator(mode="after")
-    def _check_comparison(self) -> ClaimConfig:
-        """A claim is tested by a whole comparison, or says why it cannot be."""
-        if self.untestable:
-            if self.file or self.picture or self.first:
-                raise ValueError("a claim with `untestable` has no `file`, `picture` or `first`; leave them out")
-            return self
-        if bool(self.file) == bool(self.picture) or not self.first:
-            raise ValueError("it needs `file` or `picture`, and `first`; or `untestable` with the reason")
-        if self.score not in STORED_COLUMNS:
-            near = suggest(self.score, STORED_COLUMNS)
-            raise ValueError(f"score is {self.score!r}{near} expected one of {', '.join(STORED_COLUMNS)}")
-        needs_margin = self.direction == "level" or self.effect == "ratio" or not self.second
-        if self.margin is None and needs_margin:
-            raise ValueError("a level, a ratio and a score by itself need a `margin`: how far from what counts")
-        return self
-
-    def to_claim(self) -> Claim:
-        """The claim as the verdicts know it."""
-        return Claim(**{**self.model_dump(), "margin": self.margin or 0.0})
-
-
-def load_claims(path: Path | None = None) -> list[Claim]:
-    """Every claim of the register, in its order.
-
-    Raises:
-        ConfigError: one sentence about the first thing that is wrong, with the claim's place in the file.
-    """
-    path = path or experiments_folder() / "claims.toml"
-    found: dict[str, Claim] = {}
-    for at, values in enumerate(_read_tables(path), start=1):
-        where = f"{path.name}, claim {at} ({values.get('id', 'without id')})"
-        try:
-            claim = validate_settings(ClaimConfig, values).to_claim()
-        except ConfigError as why:
-            raise ConfigError(f"{where}: {why}") from why
-        if claim.id in found:
-            raise ConfigError(f"{where}: the id stands above already; give every claim a name of its own")
-        found[claim.id] = replace(claim, scale=_smallest_scale(claim.file, path.parent, where)) if claim.file else claim
-    return list(found.values())
-
-
-def _smallest_scale(file: str, folder: Path, where: str) -> Scale:
-    for scale in SCALES:
-        if (folder / f"{file}.{scale}.toml").is_file():
-            return scale
-    raise ConfigError(f"{where}: there is no experiment {file}.cpu.toml beside the register")
-
-
-def _read_tables(path: Path) -> list[dict[str, Any]]:
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as why:
-        raise ConfigError(f"{path} cannot be read: {why}; expected a TOML file with [[claims]]") from why
-    tables = values.pop("claims", None)
-    if values or not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise ConfigError(f"{path} has {', '.join(values) or 'no claims'}; expected [[claims]] tables and nothing else")
-    return tables
-
-
-def results_folder() -> Path:
-    """Where stored results are."""
-    return experiments_folder() / "results"
-
-
-def known_results(scale: str = "cpu", runs: Path | None = None) -> dict[str, StoredResult]:
-    """Stored results by name, and what run directories hold of files that have none.
-
-    Args:
-        scale: cpu or paper.
-        runs: the folder in which `fedfuse reproduce NAME` puts its runs.
-    """
-    found = read_results(results_folder(), scale)
-    for name, digest in file_digests(scale).items():
-        folder = runs / name if runs else None
-        if name not in found and folder is not None and any(folder.glob("**/ledger.jsonl")):
-            found[name] = collect_result(name, scale, digest, folder)
-    return found
-
-
-def file_digests(scale: str = "cpu") -> dict[str, str]:
-    """The digest of every experiment file of a scale, by name."""
-    root, end = experiments_folder(), f".{scale}.toml"
-    return {
-        path.relative_to(root).as_posix().removesuffix(end): digest_of(path) for path in sorted(root.rglob(f"*{end}"))
-    }
-
-
-def all_findings(scale: str = "cpu", runs: Path | None = None, claims: Sequence[Claim] | None = None) -> list[Finding]:
-    """The verdict on every claim of the register, by stored results and run directories."""
-    return judge_all(claims or load_claims(), known_results(scale, runs), file_digests(scale))
-
-
-def never_run() -> list[str]:
-    """Experiment files without a stored result, with their scale."""
-    return [
-        f"{name}.{scale}"
-        for scale in SCALES
-        for name in file_digests(scale)
-        if not result_path(name, scale, results_folder()).exists()
-    ]
-
-
-def fill_documents() -> dict[Path, str]:
-    """The documents of experiments, and those beside them, with their marked parts as stored results have them."""
-    results, missing, root = known_results(), never_run(), experiments_folder()
-    paths = sorted([*root.rglob("*.md"), *(root.parent / "docs").glob("*.md")])
-    return {path: fill_tables(path.read_text(encoding="utf-8"), results, missing) for path in paths}
 
 
 State = Literal["stored", "in part", "older", ""]
@@ -279,14 +174,18 @@ def catalogue() -> list[Reproducible]:
 
 def stored_states(scale: str) -> dict[str, State]:
     """What stored results are of, by name: all of an experiment file's present text, a part of it, or an older text."""
-    digests = file_digests(scale)
-    return {name: _state(result, digests.get(name, "")) for name, result in known_results(scale).items()}
+    digests, states = file_digests(scale), dict[str, State]()
+    for name, result in known_results(scale).items():
+        older = digests.get(name, result.digest) != result.digest
+        states[name] = "older" if older else "in part" if result.unfinished else "stored"
+    return states
 
 
-def _state(result: StoredResult, digest: str) -> State:
-    if digest and result.digest != digest:
-        return "older"
-    return "in part" if result.unfinished else "stored"
+def _comment(path: Path) -> str:
+    """The first sentence of the comment at a file's head says what it is."""
+    lines = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+    first, stop, _ = " ".join(line.removeprefix("#").strip() for line in lines).partition(". ")
+    return first + stop.strip()
 
 
 def find(name: str, scale: Scale) -> Path | PaperFigure:
@@ -305,11 +204,62 @@ def find(name: str, scale: Scale) -> Path | PaperFigure:
     return path
 
 
-def _comment(path: Path) -> str:
-    """The first sentence of the comment at a file's head says what it is."""
-    lines = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
-    first, stop, _ = " ".join(line.removeprefix("#").strip() for line in lines).partition(". ")
-    return first + stop.strip()
+def load_claims(path: Path | None = None) -> list[Claim]:
+    """Every claim of the register, in its order.
+
+    Raises:
+        ConfigError: one sentence about the first thing that is wrong, with the claim's place in the file.
+    """
+    path = path or experiments_folder() / "claims.toml"
+    found: dict[str, Claim] = {}
+    for at, values in enumerate(_read_tables(path), start=1):
+        where = f"{path.name}, claim {at} ({values.get('id', 'without id')})"
+        try:
+            claim = validate_settings(Claim, values)
+        except ConfigError as why:
+            raise ConfigError(f"{where}: {why}") from why
+        if claim.id in found:
+            raise ConfigError(f"{where}: the id stands above already; give every claim a name of its own")
+        if claim.file:
+            scales = [scale for scale in SCALES if (path.parent / f"{claim.file}.{scale}.toml").is_file()]
+            if not scales:
+                raise ConfigError(f"{where}: there is no experiment {claim.file}.cpu.toml beside the register")
+            claim = claim.model_copy(update={"scale": scales[0]})
+        found[claim.id] = claim
+    return list(found.values())
+
+
+def _read_tables(path: Path) -> list[dict[str, Any]]:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as why:
+        raise ConfigError(f"{path} cannot be read: {why}; expected a TOML file with [[claims]]") from why
+    tables = values.pop("claims", None)
+    if values or not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigError(f"{path} has {', '.join(values) or 'no claims'}; expected [[claims]] tables and nothing else")
+    return tables
+
+
+def all_findings(scale: str = "cpu", runs: Path | None = None, claims: Sequence[Claim] | None = None) -> list[Finding]:
+    """The verdict on every claim of the register, by stored results and run directories."""
+    return judge_all(claims or load_claims(), known_results(scale, runs), file_digests(scale))
+
+
+def never_run() -> list[str]:
+    """Experiment files without a stored result, with their scale."""
+    return [
+        f"{name}.{scale}"
+        for scale in SCALES
+        for name in file_digests(scale)
+        if not result_path(name, scale, results_folder()).exists()
+    ]
+
+
+def fill_documents() -> dict[Path, str]:
+    """The documents of experiments and of docs/, with their marked parts as stored results have them."""
+    results, missing, root = known_results(), never_run(), experiments_folder()
+    paths = sorted([*root.rglob("*.md"), *(root.parent / "docs").glob("*.md")])
+    return {path: fill_tables(path.read_text(encoding="utf-8"), results, missing) for path in paths}
 
 
 def missing_names(scale: Scale) -> list[str]:
@@ -318,77 +268,6 @@ def missing_names(scale: Scale) -> list[str]:
     claimed = [claim.file for claim in load_claims() if claim.file]
     names = [name for name in dict.fromkeys([*claimed, *files]) if name in files]
     return [name for name in names if states.get(name) != "stored"]
-
-
-def store_result(name: str, scale: Scale, folder: Path, partial: bool = False) -> Path:
-    """Store what run directories of an experiment file came to, in a few kilobytes beside the files.
-
-    Args:
-        name: of the experiment file, without its scale.
-        scale: cpu or paper.
-        folder: where it was run.
-        partial: store the methods and seeds that are finished, and the names of experiments that are not.
-
-    Raises:
-        ConfigError: if there is no run, or it was not finished.
-    """
-    file = find(name, scale)
-    if not isinstance(file, Path):
-        return _store_numbers(name, folder)
-    jobs = jobs_of(file, out=folder)
-    done = {job.experiment.name: _finished_pairs(job) for job in jobs.each}
-    asked = {job.experiment.name: len(job.experiment.methods) * len(job.experiment.seeds) for job in jobs.each}
-    unfinished = {run: pairs for run, pairs in done.items() if len(pairs) < asked[run]}
-    if unfinished and not (partial and any(done.values())):
-        some = list(unfinished)
-        raise ConfigError(
-            f"{name} is not finished in {folder}: {', '.join(some[:3])}{', …' if len(some) > 3 else ''}; "
-            f"continue with: fedfuse reproduce {name} --scale {scale} --out {folder} --resume"
-        )
-    result = collect_result(name, scale, file_digests(scale)[name], folder, unfinished)
-    return write_result(result, results_folder())
-
-
-def _store_numbers(name: str, folder: Path) -> Path:
-    """Store the numbers that a figure wrote beside its picture."""
-    path = result_path(name, "cpu", folder)
-    if not path.is_file():
-        raise ConfigError(f"there are no numbers of the figure {name} in {folder}; fedfuse reproduce {name} draws it")
-    return write_result(read_result(path), results_folder())
-
-
-def _finished_pairs(job: Job) -> set[Pair]:
-    """The labels and seeds of an experiment that have left their last model in its directory."""
-    run, experiment = RunFolder(job.folder), job.experiment
-    pairs = {(label, seed) for label in experiment.recipes() for seed in experiment.seeds}
-    return {(label, seed) for label, seed in pairs if run.model(label, seed).exists()}
-
-
-class OutOfTimeError(FuseError):
-    """The hours that were given are over; what was done is kept."""
-
-
-class _Deadline(Callback):
-    """Stops a run after the round in which time ran out: its checkpoint is written by then."""
-
-    def __init__(self, end: float | None, clock: Callable[[], float]) -> None:
-        self.end, self.clock = end, clock
-
-    def is_over(self) -> bool:
-        return self.end is not None and self.clock() >= self.end
-
-    def round_done(self, label: str, seed: int, round_: int, _: Mapping[str, Any]) -> None:
-        if self.is_over():
-            raise OutOfTimeError(f"time is over in {label}, seed {seed}, round {round_}")
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One experiment file of many: what became of it."""
-
-    name: str
-    outcome: Literal["stored", "stopped", "failed", "not begun"]
-    why: str = ""
 
 
 def run_missing(
@@ -419,3 +298,71 @@ def run_missing(
             yield Attempt(name, "stopped", str(why))
         except FuseError as why:
             yield Attempt(name, "failed", str(why))
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One experiment file of many: what became of it."""
+
+    name: str
+    outcome: Literal["stored", "stopped", "failed", "not begun"]
+    why: str = ""
+
+
+class OutOfTimeError(FuseError):
+    """The hours that were given are over; what was done is kept."""
+
+
+class _Deadline(Callback):
+    """Stops a run after the round in which time ran out: its checkpoint is written by then."""
+
+    def __init__(self, end: float | None, clock: Callable[[], float]) -> None:
+        self.end, self.clock = end, clock
+
+    def is_over(self) -> bool:
+        return self.end is not None and self.clock() >= self.end
+
+    def round_done(self, label: str, seed: int, round_: int, _: Mapping[str, Any]) -> None:
+        if self.is_over():
+            raise OutOfTimeError(f"time is over in {label}, seed {seed}, round {round_}")
+
+
+def store_result(name: str, scale: Scale, folder: Path, partial: bool = False) -> Path:
+    """Store what run directories of an experiment file came to, in a few kilobytes next to the files.
+
+    Args:
+        name: of the experiment file, without its scale.
+        scale: cpu or paper.
+        folder: where it was run.
+        partial: store the methods and seeds that are finished, and the names of experiments that are not.
+
+    Raises:
+        ConfigError: if there is no run, or it was not finished.
+    """
+    file = find(name, scale)
+    if not isinstance(file, Path):  # a figure, which writes its numbers beside its picture
+        path = result_path(name, "cpu", folder)
+        if not path.is_file():
+            raise ConfigError(
+                f"there are no numbers of the figure {name} in {folder}; fedfuse reproduce {name} draws it"
+            )
+        return write_result(read_result(path), results_folder())
+    jobs = jobs_of(file, out=folder)
+    done = {job.experiment.name: _finished_pairs(job) for job in jobs.each}
+    asked = {job.experiment.name: job.method_runs for job in jobs.each}
+    unfinished = {run: pairs for run, pairs in done.items() if len(pairs) < asked[run]}
+    if unfinished and not (partial and any(done.values())):
+        some = ", ".join(list(unfinished)[:3]) + (", …" if len(unfinished) > 3 else "")
+        raise ConfigError(
+            f"{name} is not finished in {folder}: {some}; "
+            f"continue with: fedfuse reproduce {name} --scale {scale} --out {folder} --resume"
+        )
+    result = collect_result(name, scale, file_digests(scale)[name], folder, unfinished)
+    return write_result(result, results_folder())
+
+
+def _finished_pairs(job: Job) -> set[Pair]:
+    """The labels and seeds of an experiment that have left their last model in its directory."""
+    run, experiment = RunFolder(job.folder), job.experiment
+    pairs = {(label, seed) for label in experiment.recipes() for seed in experiment.seeds}
+    return {(label, seed) for label, seed in pairs if run.model(label, seed).exists()}

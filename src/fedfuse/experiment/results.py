@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,79 @@ from fedfuse.errors import ConfigError
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+@dataclass(slots=True)
+class Ledger:
+    """A file of JSON lines, each with its checksum, appended and flushed; one that was cut or damaged is ignored.
+
+    The file is read once: a run holds its directory (`RunFolder.lock`), so no other process writes there meanwhile.
+    """
+
+    path: Path
+    _lines: dict[tuple[object, ...], dict[str, Any]] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Every whole line; the last one for a label, seed and round wins."""
+        if self._lines is None:
+            texts = self._read().decode(errors="replace").splitlines()
+            self._lines = {_place(line): line for text in texts if (line := _open(text)) is not None}
+        return list(self._lines.values())
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write one line and make sure it is on disk."""
+        text = seal_line(plain(line))
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as why:
+            raise ConfigError(f"cannot write {self.path}: {why.strerror or why}; free some space and --resume") from why
+        if self._lines is not None and (written := _open(text)) is not None:
+            self._lines[_place(written)] = written
+
+    def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Rewrite the file with the lines that pass; it is replaced whole."""
+        kept = [line for line in self.lines() if wanted(line)]
+        with write_atomically(self.path) as file:
+            for line in kept:
+                file.write((seal_line(line) + "\n").encode())
+        self._lines = {_place(line): line for line in kept}
+
+    def mend(self) -> None:
+        """Remove a line that a crash left unfinished, so that the next one starts on a new line, and damaged ones."""
+        data = self._read()
+        if (whole := data.rfind(b"\n") + 1) < len(data):
+            os.truncate(self.path, whole)
+            self._lines = None
+        if any(_open(text) is None for text in data[:whole].decode(errors="replace").splitlines()):
+            self.keep(lambda _: True)
+
+    def _read(self) -> bytes:
+        """The file's bytes, none where there is no file."""
+        try:
+            return self.path.read_bytes()
+        except FileNotFoundError:
+            return b""
+        except OSError as why:
+            raise ConfigError(
+                f"the ledger {self.path} cannot be read: {why.strerror or why}; remove what lies there or choose "
+                "another --out"
+            ) from why
+
+
+def _open(text: str) -> dict[str, Any] | None:
+    """A line as it was written, None where it was not."""
+    try:
+        line = open_line(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and {"label", "seed", "round"} <= line.keys() else None
+
+
+def _place(line: Mapping[str, Any]) -> tuple[object, ...]:
+    return line["label"], line["seed"], line["round"]
 
 
 FLAT = (
@@ -38,68 +111,6 @@ FLAT = (
     "train_seconds",
     "server_seconds",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Ledger:
-    """A file of JSON lines, each with its checksum, appended and flushed; one that was cut or damaged is ignored."""
-
-    path: Path
-
-    def append(self, line: Mapping[str, Any]) -> None:
-        """Write one line and make sure it is on disk."""
-        text = seal_line(plain(line)) + "\n"
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as why:
-            raise ConfigError(f"cannot write {self.path}: {why.strerror or why}; free some space and --resume") from why
-
-    def mend(self) -> None:
-        """Remove a line that a crash left unfinished, so that the next one starts on a new line, and damaged ones."""
-        data = self._read()
-        if (whole := data.rfind(b"\n") + 1) < len(data):
-            os.truncate(self.path, whole)
-        if any(_open(text) is None for text in data[:whole].decode(errors="replace").splitlines()):
-            self.keep(lambda _: True)
-
-    def lines(self) -> list[dict[str, Any]]:
-        """Every whole line; the last one for a label, seed and round wins."""
-        found: dict[tuple[object, ...], dict[str, Any]] = {}
-        for text in self._read().decode(errors="replace").splitlines():
-            if (line := _open(text)) is not None:
-                found[line["label"], line["seed"], line["round"]] = line
-        return list(found.values())
-
-    def _read(self) -> bytes:
-        """The file's bytes, none where there is no file."""
-        try:
-            return self.path.read_bytes()
-        except FileNotFoundError:
-            return b""
-        except OSError as why:
-            raise ConfigError(
-                f"the ledger {self.path} cannot be read: {why.strerror or why}; remove what lies there or choose "
-                "another --out"
-            ) from why
-
-    def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Rewrite the file with the lines that pass; it is replaced whole."""
-        kept = [line for line in self.lines() if wanted(line)]
-        with write_atomically(self.path) as file:
-            for line in kept:
-                file.write((seal_line(line) + "\n").encode())
-
-
-def _open(text: str) -> dict[str, Any] | None:
-    """A line as it was written, None where it was not."""
-    try:
-        line = open_line(text)
-    except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) and {"label", "seed", "round"} <= line.keys() else None
 
 
 def write_results(path: Path, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -212,7 +223,7 @@ class Results:
 
 
 def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    from fedfuse.report import markdown, summary  # late: whoever misspelt a key does not wait for the page
+    from fedfuse.report import markdown, summary  # late: a command with a misspelt key does not wait for the page
 
     return markdown(summary(rows))
 
@@ -224,16 +235,11 @@ def _html(table: str) -> str:
         >>> _html(chr(10).join(["| method | NLL |", "|---|---:|", "| fedavg | **0.9** |"]))
         '<table><tr><th>method</th><th>NLL</th></tr><tr><td>fedavg</td><td><b>0.9</b></td></tr></table>'
     """
-    lines = [line.strip().strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
     rows = []
-    for place, cells in enumerate(lines):
+    for place, line in enumerate(line.strip() for line in table.splitlines() if line.startswith("|")):
         if place == 1:  # the rule below the heads
             continue
-        tag = "th" if place == 0 else "td"
-        rows.append("".join(f"<{tag}>{_bold(cell.strip())}</{tag}>" for cell in cells))
+        tag, cells = "th" if place == 0 else "td", [cell.strip() for cell in line.strip("|").split("|")]
+        inner = [(escape(cell.removeprefix("**").removesuffix("**")), cell.startswith("**")) for cell in cells]
+        rows.append("".join(f"<{tag}>{f'<b>{text}</b>' if bold else text}</{tag}>" for text, bold in inner))
     return "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
-
-
-def _bold(cell: str) -> str:
-    inner = cell.removeprefix("**").removesuffix("**")
-    return f"<b>{escape(inner)}</b>" if inner != cell else escape(cell)

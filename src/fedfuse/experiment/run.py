@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedfuse.core.metadata import About, distinct_names, versions
-from fedfuse.core.model import Apart, Model, Single
+from fedfuse.core.model import Apart, Single
 from fedfuse.core.params import Params
 from fedfuse.core.recipe import Recipe
 from fedfuse.core.seams import Engine
-from fedfuse.core.spec import Spec
 from fedfuse.core.state import ServerState
 from fedfuse.core.torch_utils import one_thread
 from fedfuse.engines.memo import Memo
@@ -29,57 +28,6 @@ from fedfuse.nets.cost import density
 from fedfuse.server.judge import AskModels
 from fedfuse.server.loop import Record, run
 from fedfuse.wire.files import load_model, save_model
-
-
-class EngineWithMemory(Engine, Protocol):
-    """An engine whose clients' memories can be saved and brought back."""
-
-    memories: dict[str, Params]
-
-
-class Backend(Protocol):
-    """Trains an experiment's clients: worker processes on this machine, or sites elsewhere."""
-
-    @property
-    def workers(self) -> int:
-        """How many processes of this machine train."""
-        ...
-
-    def sites(self, prepared: PreparedExperiment) -> Mapping[str, int] | None:
-        """The clients and how many rows each holds; None where the experiment's partition decides it."""
-        ...
-
-    @property
-    def ask(self) -> AskModels:
-        """Who asks models about the judge's rows."""
-        ...
-
-    def engine(self, setting: Setting, label: str, recipe: Recipe, watch: Watcher) -> EngineWithMemory:
-        """The clients of one method on one seed."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _LocalBackend:
-    """Worker processes of this machine, and a memo of what they did before."""
-
-    pool: Pool
-    store: Memo | None
-
-    @property
-    def workers(self) -> int:
-        return self.pool.workers
-
-    def sites(self, _: PreparedExperiment) -> None:
-        return None
-
-    @property
-    def ask(self) -> AskModels:
-        return WorkersAnswer(self.pool)
-
-    def engine(self, setting: Setting, _: str, __: Recipe, watch: Watcher) -> EngineWithMemory:
-        plain = self.pool.engine(setting.population, setting.seed, watch.client_done)
-        return self.store.wrap(plain) if self.store else plain
 
 
 def execute(
@@ -112,14 +60,19 @@ def execute(
         start_early()
     prepared = prepare(experiment, given=given)
     prepared.check()
-    store = _open_memo(memo) if memo else None
+    store = None
+    if memo:
+        try:
+            store = Memo(memo)
+        except ConfigError as why:
+            raise ConfigError(f"{why}, or do without it: --no-memo") from why
     folder = RunFolder(out)
     with folder.lock():
         folder.open(experiment, resume, made_of(prepared, as_objects=given is not None))
         with one_thread(), Pool(workers) as pool:
             if announce is not None:
                 announce(estimate_seconds(prepared, pool.workers, TimeInWorker(pool)))
-            if given is None:  # rows of our own; others' stay where they are
+            if given is None:  # workers share rows of our own; those that came as objects stay where they are
                 for rows in (prepared.dataset.test, prepared.dataset.train):
                     pool.move_rows(rows)
             return _run(folder, prepared, None, _LocalBackend(pool, store), watch or Callback())
@@ -139,6 +92,57 @@ def execute_with(
             return _run(folder, prepared, sites, backend, watch or Callback())
 
 
+class Backend(Protocol):
+    """Trains an experiment's clients: worker processes on this machine, or sites elsewhere."""
+
+    @property
+    def workers(self) -> int:
+        """How many processes of this machine train."""
+        ...
+
+    def sites(self, prepared: PreparedExperiment) -> Mapping[str, int] | None:
+        """The clients and how many rows each holds; None where the experiment's partition decides it."""
+        ...
+
+    @property
+    def ask(self) -> AskModels:
+        """Who asks models about the judge's rows."""
+        ...
+
+    def engine(self, setting: Setting, label: str, recipe: Recipe, watch: Watcher) -> EngineWithMemory:
+        """The clients of one method on one seed."""
+        ...
+
+
+class EngineWithMemory(Engine, Protocol):
+    """An engine whose clients' memories can be saved and brought back."""
+
+    memories: dict[str, Params]
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalBackend:
+    """Worker processes of this machine, and a memo of what they did before."""
+
+    pool: Pool
+    store: Memo | None
+
+    @property
+    def workers(self) -> int:
+        return self.pool.workers
+
+    def sites(self, _: PreparedExperiment) -> None:
+        return None
+
+    @property
+    def ask(self) -> AskModels:
+        return WorkersAnswer(self.pool)
+
+    def engine(self, setting: Setting, _: str, __: Recipe, watch: Watcher) -> EngineWithMemory:
+        plain = self.pool.engine(setting.population, setting.seed, watch.client_done)
+        return self.store.wrap(plain) if self.store else plain
+
+
 def _run(
     folder: RunFolder, prepared: PreparedExperiment, sites: Mapping[str, int] | None, backend: Backend, watch: Watcher
 ) -> Results:
@@ -154,10 +158,9 @@ def _run(
         for label, recipe in experiment.build_recipes().items():  # a seed's own parts, for they may keep state
             engine, saved = backend.engine(setting, label, recipe, watch), folder.checkpoints(label, seed)
             _MethodRun(folder, prepared, setting, label, recipe, engine, watch, saved).run_rounds()
-            folder.publish(experiment)
+            lines = folder.publish(experiment)
     watch.run_done()
-    rows = ({"experiment": experiment.name, **line} for line in folder.ordered_lines(experiment))
-    return Results(experiment.name, folder.path, tuple(rows))
+    return Results(experiment.name, folder.path, tuple({"experiment": experiment.name, **line} for line in lines))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +191,15 @@ class _MethodRun:
         self._finish(state)
 
     def _resume_state(self) -> ServerState:
-        """The last state that both the ledger and the checkpoints have."""
+        """The last state that both the ledger and the checkpoints have.
+
+        A round's line is written before its checkpoint, so the ledger may be ahead; what it has beyond the checkpoint
+        is done again, and comes out the same, because seed and round decide every random number.
+        """
         mine = {line["round"]: line for line in self.folder.ledger.lines() if self._is_mine(line)}
         done = next(r for r in range(len(mine) + 1) if r + 1 not in mine)
         state, memories = self.setting.start, dict[str, Params]()
-        found = self.checkpoints.restore(done, state, self._trusted_factories()) if done else None
+        found = self.checkpoints.restore(done, state, self._trusted) if done else None
         if found is not None and self._has_best(found[0].round, mine):
             state, memories = found
         self.engine.memories = memories
@@ -202,7 +209,7 @@ class _MethodRun:
 
     def _has_best(self, done: int, mine: Mapping[int, Mapping[str, Any]]) -> bool:
         """Whether the best model of the rounds done is at hand, where one is to be chosen."""
-        if self.prepared.experiment.select == "last":
+        if not self._selects:
             return True
         best = max(range(1, done + 1), key=lambda r: (mine[r]["server_accuracy"], -r))
         kept = int(self._best_facts().get("round", 0))
@@ -213,75 +220,64 @@ class _MethodRun:
 
     def _record(self, record: Record) -> Mapping[str, Any]:
         """Write the ledger's line, then the checkpoint: what the ledger has beyond it is simply done again."""
+        state = record.state
         line = {"method": self.recipe.name, "label": self.label, "seed": self.setting.seed, **record.facts}
-        line |= _sizes(record.state)
-        if self.prepared.experiment.select == "best-on-server":
-            line["server_accuracy"] = self._server_accuracy(record.state.model)
-            self._keep_best(record.state, line["server_accuracy"])
+        line |= _sizes(state)
+        if self._selects:
+            rows = self.setting.bench.need_rows("select = 'best-on-server'")
+            members = state.model.members if isinstance(state.model, Apart) else (state.model,)
+            accuracy = sum(float(self.setting.judge.evaluate(m, rows)["accuracy"]) for m in members) / len(members)
+            line["server_accuracy"] = accuracy
+            best = self._best_facts()
+            if best.get("round", 0) >= state.round or accuracy > best.get("server_accuracy", -1.0):
+                save_model(state.model, self._best, {"round": state.round, "server_accuracy": accuracy})
         self.folder.ledger.append(line)
-        self.checkpoints.save(record.state, self.engine.memories)
+        self.checkpoints.save(state, self.engine.memories)
         return line
 
-    def _server_accuracy(self, model: Model) -> float:
-        rows = self.setting.bench.need_rows("select = 'best-on-server'")
-        members = model.members if isinstance(model, Apart) else (model,)
-        return sum(float(self.setting.judge.evaluate(m, rows)["accuracy"]) for m in members) / len(members)
+    @property
+    def _selects(self) -> bool:
+        return self.prepared.experiment.select == "best-on-server"
 
-    def _keep_best(self, state: ServerState, accuracy: float) -> None:
-        facts = self._best_facts()
-        if facts.get("round", 0) >= state.round or accuracy > facts.get("server_accuracy", -1.0):
-            save_model(state.model, self._best_path(), {"round": state.round, "server_accuracy": accuracy})
-
-    def _best_path(self) -> Path:
+    @property
+    def _best(self) -> Path:
         return self.checkpoints.folder / "best.safetensors"
+
+    @property
+    def _trusted(self) -> frozenset[str]:
+        return self.setting.plan.rules.trusted
 
     def _best_facts(self) -> Mapping[str, Any]:
         """What the best model's file says of it; nothing if there is none that can be read."""
         try:
-            return load_model(self._best_path(), self._trusted_factories(), self.prepared.spec)[1]
+            return load_model(self._best, self._trusted, self.prepared.spec)[1]
         except ConfigError:
             return {}
-
-    def _trusted_factories(self) -> frozenset[str]:
-        return self.setting.plan.rules.trusted
 
     def _finish(self, state: ServerState) -> None:
         """Save the chosen model; with `best-on-server`, mark the round it came from."""
         facts = {"method": self.recipe.name, "label": self.label, "seed": self.setting.seed, "round": state.round}
         model, facts["task"] = state.model, self.prepared.experiment.task
-        if self.prepared.experiment.select == "best-on-server":
-            model, best = load_model(self._best_path(), self._trusted_factories(), self.prepared.spec)
+        if self._selects:
+            model, best = load_model(self._best, self._trusted, self.prepared.spec)
             facts["round"] = best["round"]
-            self._mark_selected(int(best["round"]))
-        names, form = distinct_names(self.prepared.dataset.classes), self.prepared.dataset.form
-        told = None if self.prepared.experiment.data.standardize else form  # rows scaled twice have no form to tell
-        about = About(method=self.label, class_names=names, inputs=told, versions=versions())
+            for line in filter(self._is_mine, self.folder.ledger.lines()):
+                if line.get("selected") != (chosen := line["round"] == int(best["round"])):
+                    self.folder.ledger.append(line | {"selected": chosen})
+        dataset = self.prepared.dataset
+        form = (
+            None if self.prepared.experiment.data.standardize else dataset.form
+        )  # of rows scaled before, it is not known
+        about = About(method=self.label, class_names=distinct_names(dataset.classes), inputs=form, versions=versions())
         save_model(model, self.folder.model(self.label, self.setting.seed), facts, about)
-
-    def _mark_selected(self, chosen: int) -> None:
-        for line in self.folder.ledger.lines():
-            wanted = line["round"] == chosen
-            if self._is_mine(line) and line.get("selected") != wanted:
-                self.folder.ledger.append(line | {"selected": wanted})
-
-
-def _open_memo(folder: Path) -> Memo:
-    try:
-        return Memo(folder)
-    except ConfigError as why:
-        raise ConfigError(f"{why}, or do without it: --no-memo") from why
 
 
 def _sizes(state: ServerState) -> dict[str, Any]:
     """How large the model is: all its numbers, those no mask holds at zero, and the channels its layers have kept."""
     sizes = [(m, sum(t.numel() for t in m.posterior.mean.values())) for m in state.model.members]
     nonzero = sum(round(size * density(m.posterior.mean, state.memory)) for m, size in sizes)
-    facts = {"parameters": sum(size for _, size in sizes), "weights": nonzero}
-    channels = _channels(state.model.spec) if isinstance(state.model, Single) else {}
-    return facts | ({"channels": channels} if channels else {})
-
-
-def _channels(spec: Spec) -> dict[str, list[int]]:
-    """Of each layer that was pruned, how many channels there are and were."""
-    whole = replace(spec, surgery={}, kept={}).skeleton().state_dict()
-    return {layer: [len(kept), len(whole[f"{layer}.weight"])] for layer, kept in spec.kept.items()}
+    facts: dict[str, Any] = {"parameters": sum(size for _, size in sizes), "weights": nonzero}
+    if isinstance(state.model, Single) and (kept := state.model.spec.kept):
+        whole = replace(state.model.spec, surgery={}, kept={}).skeleton().state_dict()
+        facts["channels"] = {layer: [len(some), len(whole[f"{layer}.weight"])] for layer, some in kept.items()}
+    return facts

@@ -15,9 +15,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fedfuse.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedfuse.errors import ConfigError, suggest
 from fedfuse.report.read import Row, find_runs, number, read_run
 from fedfuse.report.scores import COLUMNS, Column, MeanSd, by_label, mean_sd, summary
 from fedfuse.report.stats import Difference, paired_difference
@@ -33,10 +35,13 @@ STORED = (
     "flops",
     "server_seconds",
 )
-"""The scores that are stored; columns nobody recorded are left out."""
+"""The scores that are stored; columns that no run recorded are left out."""
 
+# single rounds swing where clients hold different classes, so five of them are averaged
 SPAN = Column("last_rounds", "last five rounds", "share", "high", "Accuracy, the mean of the last five rounds.")
+
 FIRST = Column("first_round", "round one", "share", "high", "Accuracy after the first round.")
+
 STORED_COLUMNS: Mapping[str, Column] = {
     **{column.key: column for column in COLUMNS if column.key in STORED},
     **{column.key: column for column in (SPAN, FIRST)},
@@ -122,7 +127,7 @@ def collect_result(
 
 
 def _cell_name(run: str, base: str) -> str:
-    """What a sweep's experiment is called beside the file's own name; the file's name where it is alone.
+    """What a sweep's experiment is called without the file's own name; the file's name where it is alone.
 
     Example:
         >>> _cell_name("table5-mnist-0.1", "table5"), _cell_name("table5", "table5")
@@ -137,30 +142,26 @@ def _scores_of(rows: Sequence[Row]) -> dict[str, dict[str, Values]]:
     for row in summary(rows):
         scores = {key: row.by_seed[key] for key in STORED if key in row.by_seed}
         if row.round > 1:
-            scores |= _curve_scores(groups[row.label], row.seeds, row.round)
-        found[row.label] = {key: _shorten(values) for key, values in scores.items()}
+            spans = {SPAN.key: range(row.round - 4, row.round + 1), FIRST.key: range(1, 2)}
+            scores |= {
+                key: {seed: _mean_accuracy(groups[row.label], seed, rounds) for seed in row.seeds}
+                for key, rounds in spans.items()
+            }
+        # a seed that was not scored is left out
+        found[row.label] = {
+            key: {seed: float(f"{value:.{DIGITS}g}") for seed, value in values.items() if not math.isnan(value)}
+            for key, values in scores.items()
+        }
     return found
 
 
-def _curve_scores(rows: Sequence[Row], seeds: Sequence[int], last: int) -> dict[str, Values]:
-    """Round one, and the mean of the last five rounds, for single rounds swing under skew."""
-    spans = {SPAN.key: range(last - 4, last + 1), FIRST.key: range(1, 2)}
-    return {key: {seed: _mean_accuracy(rows, seed, rounds) for seed in seeds} for key, rounds in spans.items()}
-
-
 def _mean_accuracy(rows: Sequence[Row], seed: int, rounds: range) -> float:
-    given = [number(row, "accuracy") for row in rows if row["seed"] == seed and row["round"] in rounds]
-    found = mean_sd(given)
+    found = mean_sd(number(row, "accuracy") for row in rows if row["seed"] == seed and row["round"] in rounds)
     return math.nan if found is None else found.mean
 
 
-def _shorten(values: Values) -> Values:
-    """Values to so many digits; a seed that was not scored is left out."""
-    return {seed: float(f"{value:.{DIGITS}g}") for seed, value in values.items() if not math.isnan(value)}
-
-
 def write_result(result: StoredResult, folder: Path) -> Path:
-    """Write a result beside the others, one line per method, so that a change is a short difference."""
+    """Write a result into the folder of all, one line per method, so that a change is a short difference."""
     path = result_path(result.name, result.scale, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {"name": result.name, "scale": result.scale, "digest": result.digest, "unfinished": result.unfinished}
@@ -184,6 +185,12 @@ def _compact(scores: Mapping[str, Values]) -> str:
 def result_path(name: str, scale: str, folder: Path) -> Path:
     """Where a result is stored."""
     return folder / f"{name}.{scale}.json"
+
+
+def read_results(folder: Path, scale: str = "cpu") -> dict[str, StoredResult]:
+    """Every stored result of a scale, by the name of its experiment file; none where there is no folder."""
+    found = [read_result(path) for path in sorted(folder.rglob(f"*.{scale}.json"))]
+    return {result.name: result for result in found}
 
 
 def read_result(path: Path) -> StoredResult:
@@ -214,26 +221,12 @@ def _by_seed(scores: Mapping[str, Any]) -> dict[str, Values]:
     }
 
 
-def read_results(folder: Path, scale: str = "cpu") -> dict[str, StoredResult]:
-    """Every stored result of a scale, by the name of its experiment file; none where there is no folder."""
-    found = [read_result(path) for path in sorted(folder.rglob(f"*.{scale}.json"))]
-    return {result.name: result for result in found}
-
-
 Direction = Literal["above", "below", "level"]
-Verdict = Literal["holds", "holds in part", "does not hold", "not testable at this scale", "not run"]
-VERDICTS: Mapping[Verdict, str] = {
-    "holds": "the mean effect is beyond the margin in every case, and so is its whole 95 % interval",
-    "holds in part": "the mean effect over all cases is beyond the margin, but not in each, or not its whole interval",
-    "does not hold": "the mean effect over all cases is not beyond the margin",
-    "not testable at this scale": "the claim needs data or a size that the small files do not have",
-    "not run": "no stored result has what the claim compares",
-}
+Words = Annotated[str, Field(min_length=1)]
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """One sentence of a paper, or of ours, and the comparison that tests it.
+class Claim(BaseModel):
+    """One sentence of a paper, or of ours, and the comparison that tests it: a `[[claims]]` table of the register.
 
     Attributes:
         id: a short name of its own.
@@ -247,20 +240,22 @@ class Claim:
         first: labels of the methods the claim is about.
         second: labels of those they are compared with; none compares the score itself with the margin.
         direction: where the first stand: above, below, or level with the second.
-        margin: how far above or below at least, or how far from level at most; in points for shares.
+        margin: how far above or below at least, 0 if not given, or how far from level at most; in points for shares.
         effect: the first less the second, or the first over the second.
         cells: patterns of the experiments it is about.
         beside: a pattern of the one experiment where the second are read; by default the same one.
         untestable: why no small file can test it.
         picture: the figure that shows it and stores its numbers, where there is no experiment file.
         note: what a reader should know of the comparison.
-        scale: the smallest at which there is such a file.
+        scale: the smallest at which there is such a file; it is looked up, whatever the register says.
     """
 
-    id: str
-    paper: str
-    place: str
-    says: str
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    id: Words
+    paper: Words
+    place: Words
+    says: Words
     methods: tuple[str, ...] = ()
     published: str = ""
     file: str = ""
@@ -268,7 +263,7 @@ class Claim:
     first: tuple[str, ...] = ()
     second: tuple[str, ...] = ()
     direction: Direction = "above"
-    margin: float = 0.0
+    margin: float | None = None
     effect: Literal["difference", "ratio"] = "difference"
     cells: tuple[str, ...] = ("*",)
     beside: str = ""
@@ -276,6 +271,23 @@ class Claim:
     picture: str = ""
     note: str = ""
     scale: str = "cpu"
+
+    @model_validator(mode="after")
+    def _check_comparison(self) -> Claim:
+        """A claim is tested by a whole comparison, or says why it cannot be."""
+        if self.untestable:
+            if self.file or self.picture or self.first:
+                raise ValueError("a claim with `untestable` has no `file`, `picture` or `first`; leave them out")
+            return self
+        if bool(self.file) == bool(self.picture) or not self.first:
+            raise ValueError("it needs `file` or `picture`, and `first`; or `untestable` with the reason")
+        if self.score not in STORED_COLUMNS:
+            near = suggest(self.score, STORED_COLUMNS)
+            raise ValueError(f"score is {self.score!r}{near} expected one of {', '.join(STORED_COLUMNS)}")
+        needs_margin = self.direction == "level" or self.effect == "ratio" or not self.second
+        if self.margin is None and needs_margin:
+            raise ValueError("a level, a ratio and a score by itself need a `margin`: how far from what counts")
+        return self
 
     @property
     def source(self) -> str:
@@ -298,6 +310,17 @@ class Claim:
     def in_points(self) -> bool:
         """Whether effects are points of a percentage."""
         return self.column.kind == "share" and self.effect == "difference"
+
+
+Verdict = Literal["holds", "holds in part", "does not hold", "not testable at this scale", "not run"]
+
+VERDICTS: Mapping[Verdict, str] = {
+    "holds": "the mean effect is beyond the margin in every case, and so is its whole 95 % interval",
+    "holds in part": "the mean effect over all cases is beyond the margin, but not in each, or not its whole interval",
+    "does not hold": "the mean effect over all cases is not beyond the margin",
+    "not testable at this scale": "the claim needs data or a size that the small files do not have",
+    "not run": "no stored result has what the claim compares",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +346,13 @@ class Finding:
     older: bool = False
 
 
+def judge_all(
+    claims: Sequence[Claim], results: Mapping[str, StoredResult], digests: Mapping[str, str] | None = None
+) -> list[Finding]:
+    """The verdicts on all claims, in their order."""
+    return [judge_claim(claim, results, digests) for claim in claims]
+
+
 def judge_claim(claim: Claim, results: Mapping[str, StoredResult], digests: Mapping[str, str] | None = None) -> Finding:
     """The verdict on a claim, by the stored results of experiment files.
 
@@ -334,7 +364,8 @@ def judge_claim(claim: Claim, results: Mapping[str, StoredResult], digests: Mapp
     Example:
         >>> scores = {"a": {"accuracy": {0: 0.8, 1: 0.9}}, "b": {"accuracy": {0: 0.5, 1: 0.61}}}
         >>> result = StoredResult("x/t", "cpu", "", {"t": scores})
-        >>> claim = Claim("a-b", "X", "Table 1", "a is above b", file="x/t", first=("a",), second=("b",))
+        >>> words = {"id": "a-b", "paper": "X", "place": "Table 1", "says": "a is above b"}
+        >>> claim = Claim(**words, file="x/t", first=("a",), second=("b",))
         >>> found = judge_claim(claim, {"x/t": result})
         >>> found.verdict, round(found.effect.mean, 1), found.effect.n
         ('holds', 29.5, 2)
@@ -352,47 +383,29 @@ def judge_claim(claim: Claim, results: Mapping[str, StoredResult], digests: Mapp
         return Finding(claim, "not run", missing=missing or claim.cells, older=older)
     effect = _pool(list(found.values()))
     agreeing = sum(_agrees(claim, statistics.fmean(values.values())) for values in found.values())
-    verdict = _verdict(claim, effect, agreeing, len(found), bool(missing))
+    verdict: Verdict = "does not hold"
+    if _agrees(claim, effect.mean):
+        sure = all(end is not None and _agrees(claim, end) for end in (effect.low, effect.high))
+        verdict = "holds" if sure and agreeing == len(found) and not missing else "holds in part"
     return Finding(claim, verdict, effect, len(found), agreeing, missing, older)
-
-
-def _verdict(claim: Claim, effect: Difference, agreeing: int, cases: int, missing: bool) -> Verdict:
-    if not _agrees(claim, effect.mean):
-        return "does not hold"
-    ends = (effect.low, effect.high)
-    sure = all(end is not None and _agrees(claim, end) for end in ends)
-    return "holds" if sure and agreeing == cases and not missing else "holds in part"
-
-
-def _agrees(claim: Claim, value: float) -> bool:
-    """Whether an effect is on the claimed side of the margin."""
-    if claim.direction == "level":
-        centre = 1.0 if claim.effect == "ratio" else 0.0
-        return abs(value - centre) <= claim.margin
-    return value > claim.margin if claim.direction == "above" else value < claim.margin
 
 
 def _cases(claim: Claim, result: StoredResult) -> Iterator[tuple[str, Values]]:
     """Every case by name, with its effect on each seed; none where something is missing."""
-    yield from ((cell, {}) for cell in _matching(claim, result.unfinished))
-    for cell in _matching(claim, result.cells):
+
+    def matching(cells: Iterable[str]) -> list[str]:
+        return [cell for cell in cells if any(fnmatchcase(cell, pattern) for pattern in claim.cells)]
+
+    yield from ((cell, {}) for cell in matching(result.unfinished))
+    for cell in matching(result.cells):
+        other = next((c for c in result.cells if fnmatchcase(c, claim.beside)), "") if claim.beside else cell
         for first in claim.first:
             ours = result.cells[cell].get(first, {}).get(claim.score, {})
             if not claim.second:
                 yield f"{first}, {cell}", {seed: _in_points(claim, value) for seed, value in ours.items()}
             for second in claim.second:
-                theirs = result.cells.get(_other_cell(claim, cell, result), {}).get(second, {}).get(claim.score, {})
+                theirs = result.cells.get(other, {}).get(second, {}).get(claim.score, {})
                 yield f"{first} and {second}, {cell}", _effects(claim, ours, theirs)
-
-
-def _matching(claim: Claim, cells: Iterable[str]) -> list[str]:
-    return [cell for cell in cells if any(fnmatchcase(cell, pattern) for pattern in claim.cells)]
-
-
-def _other_cell(claim: Claim, cell: str, result: StoredResult) -> str:
-    if not claim.beside:
-        return cell
-    return next((other for other in result.cells if fnmatchcase(other, claim.beside)), "")
 
 
 def _effects(claim: Claim, ours: Values, theirs: Values) -> Values:
@@ -417,8 +430,9 @@ def _pool(cases: Sequence[Values]) -> Difference:
     return found
 
 
-def judge_all(
-    claims: Sequence[Claim], results: Mapping[str, StoredResult], digests: Mapping[str, str] | None = None
-) -> list[Finding]:
-    """The verdicts on all claims, in their order."""
-    return [judge_claim(claim, results, digests) for claim in claims]
+def _agrees(claim: Claim, value: float) -> bool:
+    """Whether an effect is on the claimed side of the margin."""
+    margin = claim.margin or 0.0
+    if claim.direction == "level":
+        return abs(value - (1.0 if claim.effect == "ratio" else 0.0)) <= margin
+    return value > margin if claim.direction == "above" else value < margin

@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fedfuse.errors import ConfigError
-from fedfuse.report.read import Run
-from fedfuse.report.scores import COLUMNS, Column, SummaryRow, headline_of, summary
+from fedfuse.report.read import Run, run_titles
+from fedfuse.report.scores import COLUMNS, Column, headline_of, summary
 from fedfuse.report.stats import LEVEL, Difference, Ranking, holm, paired_difference, rank_methods
-from fedfuse.report.sweeps import run_titles
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +61,18 @@ class Comparisons:
     @property
     def lines(self) -> list[tuple[str, ...]]:
         """Of the table of differences."""
-        return [(name, *self._numbers(found)) for name, found in self.made]
-
-    def _numbers(self, found: Comparison) -> tuple[str, ...]:
-        gap, factor = found.difference, 100.0 if self.column.kind == "share" else 1.0
-        digits = 1 if factor == 100.0 else 3
-        ends = None if gap.low is None or gap.high is None else (factor * gap.low, factor * gap.high)
-        return (
-            str(gap.n),
-            f"{factor * gap.mean:+.{digits}f}",
-            "–" if ends is None else f"{ends[0]:+.{digits}f}…{ends[1]:+.{digits}f}",
-            *(
+        factor, digits = (100.0, 1) if self.column.kind == "share" else (1.0, 3)
+        lines = []
+        for name, found in self.made:
+            gap = found.difference
+            ends = [f"{factor * end:+.{digits}f}" for end in (gap.low, gap.high) if end is not None]
+            tests = [
                 "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
                 for p in (gap.p, found.p_holm, gap.wilcoxon)
-            ),
-            f"{gap.ahead} of {gap.n}",
-        )
+            ]
+            mean, ahead = f"{factor * gap.mean:+.{digits}f}", f"{gap.ahead} of {gap.n}"
+            lines.append((name, str(gap.n), mean, "…".join(ends) or "–", *tests, ahead))
+        return lines
 
     @property
     def note(self) -> str:
@@ -146,7 +141,8 @@ def compare_methods(run: Run, column: Column, against: str | None = None) -> lis
         raise ConfigError(f"{run.name} has {column.key} of {len(table)} method, expected at least two to compare")
     if against is not None and against not in table:
         raise ConfigError(f"there is no method {against!r} in {run.name}; it has {', '.join(table)}")
-    first = against or _best(list(table.values()), column).label
+    sign = 1.0 if column.better == "high" else -1.0
+    first = against or max(table, key=lambda label: sign * table[label].values[column.key].mean)
     others = {label: row.by_seed[column.key] for label, row in table.items() if label != first}
     return _compare({first: table[first].by_seed[column.key]}, others)
 
@@ -176,11 +172,6 @@ def compare_over(runs: Sequence[Run], column: Column) -> tuple[Ranking, list[Com
     return ranking, _compare({first: values.pop(first)}, values)
 
 
-def _best(table: Sequence[SummaryRow], column: Column) -> SummaryRow:
-    sign = 1.0 if column.better == "high" else -1.0
-    return max(table, key=lambda row: sign * row.values[column.key].mean)
-
-
 def _compare(one: Mapping[str, Mapping[int, float]], others: Mapping[str, Mapping[int, float]]) -> list[Comparison]:
     (first, ours), *_ = one.items()
     found = {label: paired_difference(ours, theirs) for label, theirs in others.items()}
@@ -188,13 +179,7 @@ def _compare(one: Mapping[str, Mapping[int, float]], others: Mapping[str, Mappin
 
 
 def _correct(made: Sequence[Comparison]) -> list[Comparison]:
-    """The comparisons with Holm's p beside their own."""
+    """The comparisons with Holm's p added to their own."""
     tested = {at: p for at, found in enumerate(made) if (p := found.difference.p) is not None}
     adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
     return [replace(found, p_holm=adjusted.get(at)) for at, found in enumerate(made)]
-
-
-def _p_cell(p: float | None) -> str:
-    if p is None:
-        return "–"
-    return f"{p:.3f}" if p >= 0.001 else "< 0.001"

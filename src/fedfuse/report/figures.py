@@ -15,11 +15,10 @@ from fedfuse.core.files import write_atomically
 from fedfuse.errors import ConfigError
 from fedfuse.report.costs import EPSILON, privacy_curves, spent_paths
 from fedfuse.report.plots import SHARES, Groups, by_round, by_value, class_names, pooled_bins, spans_decades
-from fedfuse.report.read import Run, finite, items, number, part
+from fedfuse.report.read import Run, differing_keys, finite, items, number, part, run_titles, sweep_panels
 from fedfuse.report.scores import COLUMNS, MeanSd, by_label, last_rows, mean_sd, summary
 from fedfuse.report.stats import Ranking
 from fedfuse.report.svg import COLOURS, legible, look, short, wide
-from fedfuse.report.sweeps import differing_keys, run_titles, sweep_panels
 from fedfuse.report.tables import byte_unit
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
 
 ENDINGS = (".pdf", ".svg", ".png")
+
 STYLE = {
     "font.size": 8,
     "axes.labelsize": 8,
@@ -49,65 +49,6 @@ STYLE = {
     "savefig.dpi": 300,
     "text.parse_math": False,  # a label is text, whatever it says
 }
-
-
-@contextmanager
-def paper_style() -> Iterator[Figure]:
-    """An empty figure in the style of all."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        yield Figure(layout="constrained")
-
-
-def save_to(figure: Figure, out: Path) -> Path:
-    """Write a figure, the same bytes for the same figure."""
-    if out.suffix not in ENDINGS:
-        raise ConfigError(f"{out} ends with {out.suffix or 'nothing'!r}, expected one of {', '.join(ENDINGS)}")
-    dates: dict[str, dict[str, Any]] = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}, ".png": {}}
-    with write_atomically(out) as file:
-        figure.savefig(file, format=out.suffix[1:], metadata=dates[out.suffix])
-    return out
-
-
-def save_diagram(ranking: Ranking, out: Path, width: float = 3.35) -> Path:
-    """Draw mean ranks on a line, with bars over those that are not told apart, into a .pdf, .svg or .png file.
-
-    Raises:
-        ConfigError: if the file has another ending or cannot be written.
-    """
-    with paper_style() as figure:
-        _draw_diagram(figure, ranking, width)
-        return save_to(figure, out)
-
-
-def _draw_diagram(figure: Figure, ranking: Ranking, width: float) -> None:
-    """Names left and right of the line, each joined to its mean rank, as Demšar draws them."""
-    names, count = list(ranking.ranks), len(ranking.ranks)
-    half = math.ceil(count / 2)
-    figure.set_size_inches(width, 0.62 + 0.17 * half + 0.1 * len(ranking.alike))
-    axes = figure.subplots()
-    depth = 0.55 * len(ranking.alike) + 0.6
-    axes.set(xlim=(count + 0.05, 0.95), ylim=(-(depth + half), 1.9))
-    axes.set_axis_off()
-    axes.plot([1, count], [0, 0], color="black", linewidth=0.9)
-    for rank in range(1, count + 1):
-        axes.plot([rank, rank], [0, 0.18], color="black", linewidth=0.9)
-        axes.text(rank, 0.28, str(rank), ha="center", va="bottom", fontsize=7)
-    axes.plot([1, min(count, 1 + ranking.distance)], [1.35, 1.35], color="black", linewidth=1.2)
-    axes.text(1, 1.45, f"critical difference {ranking.distance:.2f}", ha="right", va="bottom", fontsize=6.5)
-    for at, name in enumerate(names):
-        left = at >= half
-        level = -(depth + (count - 1 - at if left else at) + 0.2)
-        end, side = (count, "right") if left else (1, "left")
-        axes.plot([ranking.ranks[name]] * 2 + [end], [0, level, level], color="#444444", linewidth=0.7)
-        text = f"{short(legible(name), 22)} {ranking.ranks[name]:.2f}"
-        axes.text(end + (0.04 if left else -0.04), level, text, ha=side, va="center", fontsize=7)
-    for at, group in enumerate(ranking.alike):
-        ends = [ranking.ranks[group[0]] - 0.04, ranking.ranks[group[-1]] + 0.04]
-        axes.plot(ends, [-0.45 - 0.55 * at] * 2, color="black", linewidth=2.6, solid_capstyle="round")
-
 
 MARKERS = {"circle": "o", "square": "s", "up": "^", "diamond": "D", "down": "v", "plus": "P"}
 
@@ -183,80 +124,24 @@ def save_figure(kind: str, plot: Plot, out: Path) -> Path:
         return save_to(figure, out)
 
 
-def _look(index: int) -> dict[str, Any]:
-    """How matplotlib draws a method's curve."""
-    found = look(index)
-    dash = (0, tuple(length / 2 for length in found.dash)) if found.dash else "-"
-    return {"color": COLOURS[found.colour], "linestyle": dash, "marker": MARKERS[found.shape], "markersize": 3.6}
+@contextmanager
+def paper_style() -> Iterator[Figure]:
+    """An empty figure in the style of all."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+        yield Figure(layout="constrained")
 
 
-def _axes(figure: Figure, plot: Plot, labels: Sequence[str], ratio: float = 0.68) -> Axes:
-    """One pair of axes with room for the legend below them."""
-    columns = _legend_columns(labels, plot.width)
-    lines = math.ceil(len(labels) / columns)
-    figure.set_size_inches(plot.width, plot.width * ratio + 0.14 * lines + 0.1)
-    return figure.subplots()
-
-
-def _legend_columns(labels: Sequence[str], width: float) -> int:
-    longest = max(len(short(label, 28)) for label in labels)
-    return max(1, min(len(labels), int(width / (0.055 * longest + 0.42))))
-
-
-def _legend(figure: Figure, grid: Sequence[Axes], plot: Plot) -> None:
-    """One legend for all axes, which may not show the same methods."""
-    named: dict[str, Any] = {}
-    for axes in grid:
-        handles, words = axes.get_legend_handles_labels()
-        named |= dict(zip(words, handles, strict=True))
-    labels = list(named)
-    columns = _legend_columns(labels, plot.width)
-    figure.legend(
-        list(named.values()),
-        [short(legible(label), 28) for label in labels],
-        loc="outside lower center",
-        ncols=columns,
-        frameon=False,
-        handlelength=2.6,
-        columnspacing=1.0,
-        labelspacing=0.25,
-    )
-
-
-def _need(found: Mapping[str, Any], words: str) -> None:
-    if not found:
-        raise ConfigError(f"there is nothing to draw: {words}")
-
-
-def _draw_bands(axes: Axes, curves: Mapping[str, Mapping[float, MeanSd]], plot: Plot, every: int = 1) -> None:
-    for label, curve in curves.items():
-        at = np.array(list(curve))
-        mean = plot.factor * np.array([value.mean for value in curve.values()])
-        sd = plot.factor * np.array([value.sd or 0.0 for value in curve.values()])
-        style = _look(plot.indices[label])
-        axes.plot(at, mean, label=label, markevery=every, **style)
-        axes.fill_between(at, mean - sd, mean + sd, color=style["color"], alpha=0.13, linewidth=0)
-
-
-def _set_decades(axes: Axes) -> None:
-    """A logarithmic axis below, with numbers in plain words: signs of mathematics are not read in labels."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    axes.set_xscale("log")
-    low, high = axes.get_xlim()
-    if high < 100 * low:
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _widen(axes: Axes, factor: float) -> None:
-    """An axis of shares spans four points at least, and stays within 0 and 100 %."""
-    low, high = axes.get_ylim()
-    if factor != 100:
-        return
-    room = max(0.0, 4.0 - (high - low)) / 2
-    axes.set_ylim(max(0.0, low - room) if low >= -5 else low, min(100.0, high + room) if high <= 110 else high)
+def save_to(figure: Figure, out: Path) -> Path:
+    """Write a figure, the same bytes for the same figure."""
+    if out.suffix not in ENDINGS:
+        raise ConfigError(f"{out} ends with {out.suffix or 'nothing'!r}, expected one of {', '.join(ENDINGS)}")
+    dates: dict[str, dict[str, Any]] = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}, ".png": {}}
+    with write_atomically(out) as file:
+        figure.savefig(file, format=out.suffix[1:], metadata=dates[out.suffix])
+    return out
 
 
 def draw_curve(figure: Figure, plot: Plot) -> None:
@@ -414,15 +299,14 @@ def draw_heat(figure: Figure, plot: Plot) -> None:
     else:
         columns, words = run_titles(plot.runs), plot.axis
         tables = [{row.label: row.values for row in summary(run.rows)} for run in plot.runs]
-        found = {label: [_mean_in(t, label, plot.score) for t in tables] for label in plot.indices if plot.shows(label)}
+        found = {
+            label: [t[label][plot.score].mean if plot.score in t.get(label, {}) else math.nan for t in tables]
+            for label in plot.indices
+            if plot.shows(label)
+        }
         _need({key: row for key, row in found.items() if not all(map(math.isnan, row))}, f"no run has {plot.score}")
         values = plot.factor * np.array(list(found.values()))
     _draw_cells(figure, plot, list(found), columns, values, words)
-
-
-def _mean_in(table: Mapping[str, Mapping[str, MeanSd]], label: str, score: str) -> float:
-    value = table.get(label, {}).get(score)
-    return math.nan if value is None else value.mean
 
 
 def _class_accuracy(rows: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -454,11 +338,6 @@ def _draw_cells(
     figure.colorbar(image, ax=axes, label=words, pad=0.02)
 
 
-def _tick_style(names: Sequence[str]) -> dict[str, Any]:
-    """How names stand below an axis: those that are longer than numbers lean."""
-    return {"rotation": 35, "ha": "right"} if max(map(len, names)) > 3 else {}
-
-
 KINDS: Mapping[str, Callable[[Figure, Plot], None]] = {
     "curve": draw_curve,
     "sweep": draw_sweep,
@@ -468,3 +347,122 @@ KINDS: Mapping[str, Callable[[Figure, Plot], None]] = {
     "partition": draw_partition,
     "heat": draw_heat,
 }
+
+
+def _look(index: int) -> dict[str, Any]:
+    """How matplotlib draws a method's curve."""
+    found = look(index)
+    dash = (0, tuple(length / 2 for length in found.dash)) if found.dash else "-"
+    return {"color": COLOURS[found.colour], "linestyle": dash, "marker": MARKERS[found.shape], "markersize": 3.6}
+
+
+def _axes(figure: Figure, plot: Plot, labels: Sequence[str], ratio: float = 0.68) -> Axes:
+    """One pair of axes with room for the legend below them."""
+    columns = _legend_columns(labels, plot.width)
+    lines = math.ceil(len(labels) / columns)
+    figure.set_size_inches(plot.width, plot.width * ratio + 0.14 * lines + 0.1)
+    return figure.subplots()
+
+
+def _legend_columns(labels: Sequence[str], width: float) -> int:
+    longest = max(len(short(label, 28)) for label in labels)
+    return max(1, min(len(labels), int(width / (0.055 * longest + 0.42))))
+
+
+def _legend(figure: Figure, grid: Sequence[Axes], plot: Plot) -> None:
+    """One legend for all axes, which may not show the same methods."""
+    named: dict[str, Any] = {}
+    for axes in grid:
+        handles, words = axes.get_legend_handles_labels()
+        named |= dict(zip(words, handles, strict=True))
+    labels = list(named)
+    columns = _legend_columns(labels, plot.width)
+    figure.legend(
+        list(named.values()),
+        [short(legible(label), 28) for label in labels],
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        handlelength=2.6,
+        columnspacing=1.0,
+        labelspacing=0.25,
+    )
+
+
+def _need(found: Mapping[str, Any], words: str) -> None:
+    if not found:
+        raise ConfigError(f"there is nothing to draw: {words}")
+
+
+def _draw_bands(axes: Axes, curves: Mapping[str, Mapping[float, MeanSd]], plot: Plot, every: int = 1) -> None:
+    for label, curve in curves.items():
+        at = np.array(list(curve))
+        mean = plot.factor * np.array([value.mean for value in curve.values()])
+        sd = plot.factor * np.array([value.sd or 0.0 for value in curve.values()])
+        style = _look(plot.indices[label])
+        axes.plot(at, mean, label=label, markevery=every, **style)
+        axes.fill_between(at, mean - sd, mean + sd, color=style["color"], alpha=0.13, linewidth=0)
+
+
+def _set_decades(axes: Axes) -> None:
+    """A logarithmic axis below, with numbers in plain words: signs of mathematics are not read in labels."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    if high < 100 * low:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _widen(axes: Axes, factor: float) -> None:
+    """An axis of shares spans four points at least, and stays within 0 and 100 %."""
+    low, high = axes.get_ylim()
+    if factor != 100:
+        return
+    room = max(0.0, 4.0 - (high - low)) / 2
+    axes.set_ylim(max(0.0, low - room) if low >= -5 else low, min(100.0, high + room) if high <= 110 else high)
+
+
+def _tick_style(names: Sequence[str]) -> dict[str, Any]:
+    """How names stand below an axis: those that are longer than numbers lean."""
+    return {"rotation": 35, "ha": "right"} if max(map(len, names)) > 3 else {}
+
+
+def save_diagram(ranking: Ranking, out: Path, width: float = 3.35) -> Path:
+    """Draw mean ranks on a line, with bars over those that are not told apart, into a .pdf, .svg or .png file.
+
+    Raises:
+        ConfigError: if the file has another ending or cannot be written.
+    """
+    with paper_style() as figure:
+        _draw_diagram(figure, ranking, width)
+        return save_to(figure, out)
+
+
+def _draw_diagram(figure: Figure, ranking: Ranking, width: float) -> None:
+    """Names left and right of the line, each joined to its mean rank, as Demšar draws them."""
+    names, count = list(ranking.ranks), len(ranking.ranks)
+    half = math.ceil(count / 2)
+    figure.set_size_inches(width, 0.62 + 0.17 * half + 0.1 * len(ranking.alike))
+    axes = figure.subplots()
+    depth = 0.55 * len(ranking.alike) + 0.6
+    axes.set(xlim=(count + 0.05, 0.95), ylim=(-(depth + half), 1.9))
+    axes.set_axis_off()
+    axes.plot([1, count], [0, 0], color="black", linewidth=0.9)
+    for rank in range(1, count + 1):
+        axes.plot([rank, rank], [0, 0.18], color="black", linewidth=0.9)
+        axes.text(rank, 0.28, str(rank), ha="center", va="bottom", fontsize=7)
+    axes.plot([1, min(count, 1 + ranking.distance)], [1.35, 1.35], color="black", linewidth=1.2)
+    axes.text(1, 1.45, f"critical difference {ranking.distance:.2f}", ha="right", va="bottom", fontsize=6.5)
+    for at, name in enumerate(names):
+        left = at >= half
+        level = -(depth + (count - 1 - at if left else at) + 0.2)
+        end, side = (count, "right") if left else (1, "left")
+        axes.plot([ranking.ranks[name]] * 2 + [end], [0, level, level], color="#444444", linewidth=0.7)
+        text = f"{short(legible(name), 22)} {ranking.ranks[name]:.2f}"
+        axes.text(end + (0.04 if left else -0.04), level, text, ha=side, va="center", fontsize=7)
+    for at, group in enumerate(ranking.alike):
+        ends = [ranking.ranks[group[0]] - 0.04, ranking.ranks[group[-1]] + 0.04]
+        axes.plot(ends, [-0.45 - 0.55 * at] * 2, color="black", linewidth=2.6, solid_capstyle="round")

@@ -1,4 +1,4 @@
-"""The report's figures, each a function of ledger rows."""
+"""The page's figures, each a function of ledger rows: curves, marks of seeds and clients, heat maps, reliability."""
 
 from __future__ import annotations
 
@@ -10,20 +10,30 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from fedfuse.report.heat import WIDTH, heat_map
-from fedfuse.report.read import Row, Run, finite, items, number, part
+from fedfuse.report.read import Panel, Row, Run, Swept, finite, items, number, part
 from fedfuse.report.scores import Column, MeanSd, headline_of, last_rows, mean_sd, summary
-from fedfuse.report.svg import Scale, band, drawing, ink, line, marker, scale_for, short, tag, wide, x_axis, y_axis
-from fedfuse.report.sweeps import Panel, Swept
+from fedfuse.report.svg import (
+    WIDTH,
+    Scale,
+    band,
+    drawing,
+    heat_map,
+    ink,
+    line,
+    marker,
+    scale_for,
+    short,
+    tag,
+    wide,
+    x_axis,
+    y_axis,
+)
 
 Groups = Mapping[str, Sequence[Row]]
 """Label → its rows, by round and seed."""
 
 Inks = Mapping[str, int]
 """Label → its index in the palette, the same in every figure of a page."""
-
-MANY_MARKS = 150
-"""Marks in one row beyond which they would cover each other; an area says more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +47,9 @@ class Figure:
 
 
 SHARES = ("accuracy", "exact", "ece")
+
 LEAST_SHARE = 0.04
-"""Axes of shares span at least so much, so that differences nobody would care about look as small as they are."""
+"""Axes of shares span at least so much, so that differences that do not matter look as small as they are."""
 
 
 def learning_curve(groups: Groups, inks: Inks, key: str, title: str) -> Figure | None:
@@ -51,6 +62,13 @@ def learning_curve(groups: Groups, inks: Inks, key: str, title: str) -> Figure |
     """
     curves = {label: by_round(rows, key) for label, rows in groups.items()}
     return curve_figure(curves, inks, title, XAxis("round", whole=True), share=key in SHARES)
+
+
+def by_round(rows: Sequence[Row], key: str) -> dict[float, MeanSd]:
+    """A score's mean and standard deviation over seeds, round by round."""
+    rounds = sorted({row["round"] for row in rows})
+    found = {at: mean_sd(number(row, key) for row in rows if row["round"] == at) for at in rounds}
+    return {at: value for at, value in found.items() if value is not None}
 
 
 def sweep_curves(panels: Sequence[Panel], inks: Inks, key: str, title: str) -> list[Figure | None]:
@@ -139,12 +157,49 @@ def curve_figure(
             y_axis(y, 46, WIDTH - 8, "%" if share else "", tick_words(y, share)),
             x_axis(x, 22, 238, along.title, along.ticks(x)),
             *(_shade(curve, x, y, inks[label]) for label, curve in curves.items()),
-            *(line(_path(curve, x, y), inks[label]) for label, curve in curves.items() if curve),
+            *(
+                line([(x(at), y(value.mean)) for at, value in curve.items()], inks[label])
+                for label, curve in curves.items()
+                if curve
+            ),
             *(_marks(label, curve, x, y, inks[label], along) for label, curve in curves.items() if curve),
         ),
         " ".join(notes),
         tuple(label for label, curve in curves.items() if curve),
     )
+
+
+def _shade(curve: Mapping[float, MeanSd], x: Scale, y: Scale, index: int) -> Markup:
+    """The band between mean - sd and mean + sd, cut at the scale's foot where the logarithm ends."""
+    edges = [(x(at), *edges_of(value)) for at, value in curve.items() if value.sd is not None]
+    if not edges:
+        return Markup("")
+    upper = [(at, y(high)) for at, _, high in edges]
+    return band(upper, [(at, y(max(low, y.low))) for at, low, _ in edges], index)
+
+
+def _marks(label: str, curve: Mapping[float, MeanSd], x: Scale, y: Scale, index: int, along: XAxis) -> Markup:
+    """The method's mark at the last round, or at every value of a swept key."""
+    points = list(curve.items())
+    marked = points[-1:] if along.whole else points
+    return Markup("").join(
+        marker(index, x(at), y(value.mean), 4.0, f"{label}, {along.title} {at:g}: {value.mean:.4g}")
+        for at, value in marked
+    )
+
+
+def edges_of(value: MeanSd) -> tuple[float, float]:
+    """Mean less and mean plus one standard deviation."""
+    return value.mean - (value.sd or 0.0), value.mean + (value.sd or 0.0)
+
+
+def tick_words(scale: Scale, share: bool) -> dict[float, str]:
+    """The labels of a scale's ticks, shares in per cent."""
+    return {at: f"{100 * at:g}" if share else f"{at:g}" for at in scale.ticks()}
+
+
+MANY_MARKS = 150
+"""Marks in one row beyond which they would cover each other; an area says more."""
 
 
 def seed_dots(groups: Groups, inks: Inks) -> Figure | None:
@@ -189,112 +244,6 @@ def fairness(groups: Groups, inks: Inks, prefix: str, title: str) -> Figure | No
     return _strips(title, dots, inks, f"{note}; line and bar: mean ± one standard deviation.", column)
 
 
-def partition(classes: Sequence[str], seed: Mapping[str, Any]) -> Markup | None:
-    """Rows of each class at each client, the server's last.
-
-    Example:
-        >>> "site-1, cat: 5" in partition(["cat", "dog"], {"clients": {"site-1": [5, 0]}})
-        True
-    """
-    holders = {str(name): items(part(seed, "clients"), name) for name in part(seed, "clients")}
-    if any(finite(count) for count in items(seed, "server")):
-        holders["server"] = items(seed, "server")
-    if not holders or not classes:
-        return None
-    counts = np.array([_pad_with_nan(row, len(classes)) for row in holders.values()])
-    totals = [f"{total:,.0f}" for total in np.nansum(counts, axis=1)]
-    return heat_map("Rows per client and class", tuple(holders), classes, counts, "count", totals, root=True)
-
-
-def confusion(rows: Sequence[Row], classes: Sequence[str]) -> Figure | None:
-    """What each class is taken for, in per cent of its rows, summed over seeds.
-
-    Example:
-        >>> "cat, dog: 25" in confusion([{"round": 1, "confusion": [[3, 1], [0, 4]]}], ["cat", "dog"]).picture
-        True
-    """
-    square = [matrix for row in last_rows(rows) if (matrix := _matrix(row)) is not None]
-    square = [matrix for matrix in square if matrix.shape == square[0].shape]
-    if not square:
-        return None
-    counts = np.sum(square, axis=0)
-    totals = counts.sum(axis=1, keepdims=True)
-    shares = np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)
-    names = class_names(classes, len(counts))
-    picture = heat_map("Confusion matrix", names, names, shares, "percent")
-    return Figure("Confusion", picture, "Rows: the true class. Columns: what it is taken for. Per cent of the row.")
-
-
-def per_class(groups: Groups, classes: Sequence[str]) -> Figure | None:
-    """The accuracy of each method on each class, mean over seeds.
-
-    Example:
-        >>> "wb, dog: 50" in per_class({"wb": [{"round": 1, "per_class": [1, 0.5]}]}, ["cat", "dog"]).picture
-        True
-    """
-    found = {
-        label: [_pad_with_nan(scores) for row in last_rows(rows) if (scores := items(row, "per_class"))]
-        for label, rows in groups.items()
-    }
-    found = {label: scores for label, scores in found.items() if scores}
-    if not found:
-        return None
-    size = max(len(row) for scores in found.values() for row in scores)
-    means = np.array([_nan_mean(np.array([_pad_with_nan(row, size) for row in scores])) for scores in found.values()])
-    picture = heat_map("Accuracy per class", tuple(found), class_names(classes, size), means, "percent")
-    return Figure("Accuracy per class", picture, "Per cent, mean over seeds.")
-
-
-def class_names(classes: Sequence[str], size: int) -> list[str]:
-    """The classes' names, or their numbers where the names do not fit.
-
-    Example:
-        >>> class_names(["cat"], 2)
-        ['0', '1']
-    """
-    return list(classes) if len(classes) == size else [str(k) for k in range(size)]
-
-
-def by_round(rows: Sequence[Row], key: str) -> dict[float, MeanSd]:
-    """A score's mean and standard deviation over seeds, round by round."""
-    rounds = sorted({row["round"] for row in rows})
-    found = {at: mean_sd(number(row, key) for row in rows if row["round"] == at) for at in rounds}
-    return {at: value for at, value in found.items() if value is not None}
-
-
-def edges_of(value: MeanSd) -> tuple[float, float]:
-    """Mean less and mean plus one standard deviation."""
-    return value.mean - (value.sd or 0.0), value.mean + (value.sd or 0.0)
-
-
-def tick_words(scale: Scale, share: bool) -> dict[float, str]:
-    """The labels of a scale's ticks, shares in per cent."""
-    return {at: f"{100 * at:g}" if share else f"{at:g}" for at in scale.ticks()}
-
-
-def _path(curve: Mapping[float, MeanSd], x: Scale, y: Scale) -> list[tuple[float, float]]:
-    return [(x(at), y(value.mean)) for at, value in curve.items()]
-
-
-def _shade(curve: Mapping[float, MeanSd], x: Scale, y: Scale, index: int) -> Markup:
-    """The band between mean - sd and mean + sd, cut at the scale's foot where the logarithm ends."""
-    edges = [(x(at), *edges_of(value)) for at, value in curve.items() if value.sd is not None]
-    if not edges:
-        return Markup("")
-    upper = [(at, y(high)) for at, _, high in edges]
-    return band(upper, [(at, y(max(low, y.low))) for at, low, _ in edges], index)
-
-
-def _marks(label: str, curve: Mapping[float, MeanSd], x: Scale, y: Scale, index: int, along: XAxis) -> Markup:
-    """The method's mark at the last round, or at every value of a swept key."""
-    points = list(curve.items())
-    marked = points[-1:] if along.whole else points
-    return Markup("").join(
-        marker(index, x(at), y(value.mean), 4.0, f"{label}, {along.title} {at:g}: {value.mean:.4g}")
-        for at, value in marked
-    )
-
-
 def _strips(
     title: str, dots: Mapping[str, list[tuple[str, float]]], inks: Inks, note: str, column: Column
 ) -> Figure | None:
@@ -303,7 +252,6 @@ def _strips(
     dots = {label: marks for label, marks in dots.items() if marks}
     if not dots:
         return None
-    means = {label: mean_sd(score for _, score in marks) for label, marks in dots.items()}
     values = [score for marks in dots.values() for _, score in marks]
     x = scale_for(values, 10, WIDTH - 10, least=LEAST_SHARE if share else 0.05 * max(map(abs, values)))
     if share and min(values) >= 0.0 and max(values) <= 1.0:  # room beyond 0 and 100 % would suggest there is some
@@ -316,7 +264,10 @@ def _strips(
         parts.append(tag("text", short(label, 56), x=10, y=y - 17, class_="name"))
         drawn = _mark_density(marks, x, y, inks[label]) if many_marks else _swarm(marks, x, y, inks[label], share)
         parts.append(drawn)
-        parts.append(_mean_bar(means[label], x, y, inks[label]))
+        if (mean := mean_sd(score for _, score in marks)) is not None:
+            low, high = (x(min(max(edge, x.low), x.high)) for edge in edges_of(mean))
+            parts.append(tag("path", d=f"M{low:.1f} {y:.1f}H{high:.1f}", class_=f"bar {ink(inks[label])}"))
+            parts.append(tag("path", d=f"M{x(mean.mean):.1f} {y - 11:.1f}v22", class_=f"mean {ink(inks[label])}"))
     axis = x_axis(x, 2, bottom, f"{column.title}, %" if share else column.title, tick_words(x, share=share))
     return Figure(title, drawing(WIDTH, bottom + 36, title, axis, *parts), note)
 
@@ -345,20 +296,74 @@ def _mark_density(marks: Sequence[tuple[str, float]], x: Scale, y: float, index:
     return tag("g", band(upper, [(at, 2 * y - over) for at, over in upper], index), class_="crowd")
 
 
-def _mean_bar(value: MeanSd | None, x: Scale, y: float, index: int) -> Markup:
-    if value is None:
-        return Markup("")
-    low, high = (x(min(max(edge, x.low), x.high)) for edge in edges_of(value))
-    reach = tag("path", d=f"M{low:.1f} {y:.1f}H{high:.1f}", class_=f"bar {ink(index)}")
-    return reach + tag("path", d=f"M{x(value.mean):.1f} {y - 11:.1f}v22", class_=f"mean {ink(index)}")
+def partition(classes: Sequence[str], seed: Mapping[str, Any]) -> Markup | None:
+    """Rows of each class at each client, the server's last.
 
-
-def _matrix(row: Row) -> np.ndarray | None:
-    lines = items(row, "confusion")
-    if not lines or not all(isinstance(entry, list) and len(entry) == len(lines) for entry in lines):
+    Example:
+        >>> "site-1, cat: 5" in partition(["cat", "dog"], {"clients": {"site-1": [5, 0]}})
+        True
+    """
+    holders = {str(name): items(part(seed, "clients"), name) for name in part(seed, "clients")}
+    if any(finite(count) for count in items(seed, "server")):
+        holders["server"] = items(seed, "server")
+    if not holders or not classes:
         return None
-    matrix: np.ndarray = np.nan_to_num(np.array([_pad_with_nan(entry) for entry in lines]))
-    return matrix
+    counts = np.array([_pad_with_nan(row, len(classes)) for row in holders.values()])
+    totals = [f"{total:,.0f}" for total in np.nansum(counts, axis=1)]
+    return heat_map("Rows per client and class", tuple(holders), classes, counts, "count", totals, root=True)
+
+
+def confusion(rows: Sequence[Row], classes: Sequence[str]) -> Figure | None:
+    """What each class is taken for, in per cent of its rows, summed over seeds.
+
+    Example:
+        >>> "cat, dog: 25" in confusion([{"round": 1, "confusion": [[3, 1], [0, 4]]}], ["cat", "dog"]).picture
+        True
+    """
+    square: list[np.ndarray] = []
+    for row in last_rows(rows):
+        lines = items(row, "confusion")
+        if lines and all(isinstance(entry, list) and len(entry) == len(lines) for entry in lines):
+            square.append(np.nan_to_num(np.array([_pad_with_nan(entry) for entry in lines])))
+    square = [matrix for matrix in square if matrix.shape == square[0].shape]
+    if not square:
+        return None
+    counts = np.sum(square, axis=0)
+    totals = counts.sum(axis=1, keepdims=True)
+    shares = np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)
+    names = class_names(classes, len(counts))
+    picture = heat_map("Confusion matrix", names, names, shares, "percent")
+    return Figure("Confusion", picture, "Rows: the true class. Columns: what it is taken for. Per cent of the row.")
+
+
+def per_class(groups: Groups, classes: Sequence[str]) -> Figure | None:
+    """The accuracy of each method on each class, mean over seeds.
+
+    Example:
+        >>> "wb, dog: 50" in per_class({"wb": [{"round": 1, "per_class": [1, 0.5]}]}, ["cat", "dog"]).picture
+        True
+    """
+    found = {
+        label: [_pad_with_nan(scores) for row in last_rows(rows) if (scores := items(row, "per_class"))]
+        for label, rows in groups.items()
+    }
+    found = {label: scores for label, scores in found.items() if scores}
+    if not found:
+        return None
+    size = max(len(row) for scores in found.values() for row in scores)
+    means = np.array([_nan_mean([_pad_with_nan(row, size) for row in scores]) for scores in found.values()])
+    picture = heat_map("Accuracy per class", tuple(found), class_names(classes, size), means, "percent")
+    return Figure("Accuracy per class", picture, "Per cent, mean over seeds.")
+
+
+def class_names(classes: Sequence[str], size: int) -> list[str]:
+    """The classes' names, or their numbers where the names do not fit.
+
+    Example:
+        >>> class_names(["cat"], 2)
+        ['0', '1']
+    """
+    return list(classes) if len(classes) == size else [str(k) for k in range(size)]
 
 
 def _pad_with_nan(values: Sequence[object], size: int | None = None) -> list[float]:
@@ -367,7 +372,9 @@ def _pad_with_nan(values: Sequence[object], size: int | None = None) -> list[flo
     return clean if size is None else (clean + [float("nan")] * size)[:size]
 
 
-def _nan_mean(stack: np.ndarray) -> np.ndarray:
+def _nan_mean(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    """The mean of each column's numbers, NaN where there is none; numpy's own warns of such columns."""
+    stack = np.array(rows)
     there = ~np.isnan(stack)
     sums, counts = np.where(there, stack, 0.0).sum(axis=0), there.sum(axis=0)
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
@@ -378,7 +385,6 @@ NAMED = 8
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, WIDTH - 92.0, 10.0, 238.0
 _GAP = 13.0
-
 Curve = Mapping[int, float]
 
 
@@ -399,7 +405,9 @@ def layer_lines(rows: Sequence[Row], key: str, title: str) -> Figure | None:
     log = wide(values)
     x = scale_for([float(at) for curve in curves.values() for at in curve], _LEFT, _RIGHT, pad=0.02)
     y = scale_for(values, _BOTTOM, _TOP, log=log)
-    named = _sample_evenly(list(curves))
+    layers = list(curves)
+    if len(named := layers) > NAMED:
+        named = [layers[round(k * (len(layers) - 1) / (NAMED - 1))] for k in range(NAMED)]
     thin = [_line(name, curve, x, y, None) for name, curve in curves.items() if name not in named]
     bold = [_line(name, curves[name], x, y, color_index) for color_index, name in enumerate(named)]
     picture = drawing(
@@ -426,13 +434,6 @@ def _curves(rows: Sequence[Row], key: str) -> dict[str, dict[int, float]]:
     return {layer: {at: statistics.fmean(v) for at, v in by.items()} for layer, by in found.items()}
 
 
-def _sample_evenly(layers: Sequence[str]) -> list[str]:
-    """All of a few layers; of many, some from the first to the last."""
-    if len(layers) <= NAMED:
-        return list(layers)
-    return [layers[round(k * (len(layers) - 1) / (NAMED - 1))] for k in range(NAMED)]
-
-
 def _line(name: str, curve: Curve, x: Scale, y: Scale, color_index: int | None) -> Markup:
     points = [(x(at), y(value)) for at, value in curve.items()]
     tooltip = "; ".join(f"{name}, round {at}: {value:.3g}" for at, value in curve.items())
@@ -454,9 +455,6 @@ def _names(ends: Mapping[str, float]) -> Markup:
     )
 
 
-TITLE = "What an answer costs"
-
-
 def answer_cost(groups: Groups, inks: Inks) -> Figure | None:
     """Accuracy against the work of one answer, in per cent of running every client's network.
 
@@ -468,7 +466,12 @@ def answer_cost(groups: Groups, inks: Inks) -> Figure | None:
         >>> "few: 70.0 % for 30 % of the work" in answer_cost(rows, {"all": 0, "few": 1}).picture
         True
     """
-    points = {label: point for label, rows in groups.items() if (point := _point(last_rows(rows)))}
+    points = dict[str, tuple[MeanSd, MeanSd]]()
+    for label, rows in groups.items():
+        cost = mean_sd(number(part(row, "facts"), "cost") for row in last_rows(rows))
+        score = mean_sd(number(row, "accuracy") for row in last_rows(rows))
+        if cost is not None and score is not None:
+            points[label] = cost, score
     costs = [100 * cost.mean for cost, _ in points.values()]
     if not costs or min(costs) <= 0 or max(costs) - min(costs) < 0.1:
         return None
@@ -489,15 +492,8 @@ def answer_cost(groups: Groups, inks: Inks) -> Figure | None:
             marker(inks[label], x(at), y(score.mean), 4.5, words),
         ]
     note = "Up and to the left is better; bars reach one standard deviation." + (" Logarithmic scale." if log else "")
-    return Figure(TITLE, drawing(WIDTH, 274, TITLE, *axes, Markup("").join(marks)), note, tuple(points))
-
-
-def _point(rows: Sequence[Row]) -> tuple[MeanSd, MeanSd] | None:
-    cost, score = (
-        mean_sd(number(part(row, "facts"), "cost") for row in rows),
-        mean_sd(number(r, "accuracy") for r in rows),
-    )
-    return (cost, score) if cost is not None and score is not None else None
+    title = "What an answer costs"
+    return Figure(title, drawing(WIDTH, 274, title, *axes, *marks), note, tuple(points))
 
 
 def reliability(label: str, rows: Sequence[Row], index: int) -> Figure | None:

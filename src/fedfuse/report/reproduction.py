@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from fedfuse.errors import ConfigError
-from fedfuse.report.claims import STORED_COLUMNS, VERDICTS, Claim, Finding, StoredResult, Verdict
+from fedfuse.report.claims import STORED_COLUMNS, VERDICTS, Finding, StoredResult, Verdict
 from fedfuse.report.scores import MeanSd
 
-TABLE = re.compile(r"<!-- stored (?P<asked>[^>]*?) -->\n.*?<!-- /stored -->", re.DOTALL)
-NEVER_RUN = re.compile(r"<!-- never run (?P<folder>[^>]*?) -->\n.*?<!-- /never run -->", re.DOTALL)
-DASH = "–"
-UNITS: Mapping[str, tuple[float, int, str]] = {
-    "share": (100.0, 1, ", %"),
-    "bytes": (1e-6, 2, ", MB"),
-    "flops": (1e-9, 1, ", GFLOPs"),
-    "seconds": (1.0, 2, ", s"),
-}
-
 TITLE = "# What holds: every claim, with a verdict"
+
 PREFACE = """\
 Every sentence below is a claim of one of the five papers, or of ours, in our words. The verdict is computed from
 `experiments/claims.toml` (what is claimed, and which comparison tests it) and `experiments/results/` (scores seed by
@@ -28,29 +19,31 @@ seed); nobody writes it. An *effect* is the first method less the second, or ove
 over all cases of the comparison. Its interval is Student's 95 % over seeds, paired: methods of one file have the same
 start and rows, and fuse the same updates where they train alike. Small files keep the papers' proportions and not their
 size: a verdict is of that scale, and what does not hold here may hold there."""
+
 CLOSING = """\
 `fedfuse reproduce --verdicts` writes this document; `fedfuse reproduce --all --scale cpu` runs what is missing."""
-HEADINGS = ("claim", "published", "verdict", "effect", "cases", "seeds", "command")
+
+DASH = "–"
 
 
 def reproduction_document(findings: Sequence[Finding]) -> str:
     """The whole document in Markdown: what the verdicts mean, how often each was reached, then paper by paper."""
-    parts = [TITLE, PREFACE, _counts_table(findings)]
-    for paper in dict.fromkeys(finding.claim.paper for finding in findings):
-        parts += [f"## {paper}", claims_table([finding for finding in findings if finding.claim.paper == paper])]
-        parts += _notes([finding for finding in findings if finding.claim.paper == paper])
-    parts.append(CLOSING)
-    return "\n\n".join(parts) + "\n"
-
-
-def _counts_table(findings: Sequence[Finding]) -> str:
-    papers = list(dict.fromkeys(finding.claim.paper for finding in findings))
+    papers = _by_paper(findings)
     lines = [f"| verdict | {' | '.join(papers)} | all | it means |", "|---|" + "--:|" * (len(papers) + 1) + "---|"]
     for verdict, means in VERDICTS.items():
-        reached = [finding.claim.paper for finding in findings if finding.verdict == verdict]
-        counts = " | ".join(str(reached.count(paper)) for paper in papers)
-        lines.append(f"| {verdict} | {counts} | {len(reached)} | {means} |")
-    return "\n".join(lines)
+        counts = [sum(found.verdict == verdict for found in mine) for mine in papers.values()]
+        lines.append(f"| {verdict} | {' | '.join(map(str, counts))} | {sum(counts)} | {means} |")
+    parts = [TITLE, PREFACE, "\n".join(lines)]
+    for paper, mine in papers.items():
+        parts += [f"## {paper}", claims_table(mine), *_notes(mine)]
+    return "\n\n".join([*parts, CLOSING]) + "\n"
+
+
+def _by_paper(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
+    papers: dict[str, list[Finding]] = {}
+    for found in findings:
+        papers.setdefault(found.claim.paper, []).append(found)
+    return papers
 
 
 def claims_table(findings: Sequence[Finding]) -> str:
@@ -76,28 +69,28 @@ def effect_text(found: Finding) -> str:
 
     Example:
         >>> from fedfuse.report.stats import Difference
-        >>> claim = Claim("a", "X", "Table 1", "a is above b", first=("a",), second=("b",))
+        >>> words = {"id": "a", "paper": "X", "place": "Table 1", "says": "a is above b"}
+        >>> claim = Claim(**words, file="x/t", first=("a",), second=("b",))
         >>> effect_text(Finding(claim, "holds", Difference(3, 20.04, 10.0, 30.0, 0.01, 0.25, 3), 1, 1))
         '+20.0 (+10.0 … +30.0) points'
     """
     gap, claim = found.effect, found.claim
     if gap is None:
         return DASH
-    write = _number_writer(claim)
+
+    def write(value: float) -> str:
+        if claim.effect == "ratio":
+            return f"×{value:.3g}"
+        sign, digits = "+" if claim.second else "", 1 if claim.in_points else 3
+        return f"{value:{sign}.{digits}f}"
+
     ends = "" if gap.low is None or gap.high is None else f" ({write(gap.low)} … {write(gap.high)})"
     unit = " points" if claim.in_points and claim.second else " %" if claim.in_points else ""
     return f"{write(gap.mean)}{ends}{unit}"
 
 
-def _number_writer(claim: Claim) -> Callable[[float], str]:
-    if claim.effect == "ratio":
-        return lambda value: f"×{value:.3g}"
-    sign, digits = "+" if claim.second else "", 1 if claim.in_points else 3
-    return lambda value: f"{value:{sign}.{digits}f}"
-
-
 def _notes(findings: Sequence[Finding]) -> list[str]:
-    """What a reader must know beside the table: notes, reasons, what is missing, what is older than its file."""
+    """What the table does not say: notes, reasons, what is missing, what is older than its file."""
     lines = []
     for found in findings:
         claim = found.claim
@@ -124,6 +117,14 @@ def method_verdicts(method: str, findings: Sequence[Finding]) -> list[str]:
     return lines
 
 
+UNITS: Mapping[str, tuple[float, int, str]] = {
+    "share": (100.0, 1, ", %"),
+    "bytes": (1e-6, 2, ", MB"),
+    "flops": (1e-9, 1, ", GFLOPs"),
+    "seconds": (1.0, 2, ", s"),
+}
+
+
 def stored_table(result: StoredResult, score: str = "accuracy", cells: Sequence[str] = ()) -> str:
     """A stored result as a Markdown table: methods down, experiments across, mean ± standard deviation over seeds.
 
@@ -134,10 +135,10 @@ def stored_table(result: StoredResult, score: str = "accuracy", cells: Sequence[
     lines = [f"| {column.title}{unit} | {' | '.join(cell.replace('-', ' ') for cell in chosen)} |"]
     lines.append("|---|" + "--:|" * len(chosen))
     found = {cell: {label: result.summarize(cell, label, score) for label in result.labels} for cell in chosen}
-    best = {
-        cell: _best_mean([v for label, v in values.items() if not label.startswith("(")], column.better == "high")
-        for cell, values in found.items()
-    }
+    first, best = max if column.better == "high" else min, dict[str, float | None]()
+    for cell, values in found.items():
+        means = [value.mean for label, value in values.items() if value is not None and not label.startswith("(")]
+        best[cell] = first(means) if means else None
     for label in result.labels:
         words = [_cell_text(found[cell][label], factor, digits, best[cell]) for cell in chosen]
         if set(words) != {DASH}:
@@ -146,11 +147,6 @@ def stored_table(result: StoredResult, score: str = "accuracy", cells: Sequence[
     how = f"\n\nSeeds {_spans(seeds)}; `fedfuse reproduce {result.name} --scale {result.scale}`."
     left = ", ".join(cell.replace("-", " ") for cell in result.unfinished)
     return "\n".join(lines) + how + (f" Not finished: {left}." if left else "")
-
-
-def _best_mean(values: Sequence[MeanSd | None], high: bool) -> float | None:
-    means = [value.mean for value in values if value is not None]
-    return (max if high else min)(means) if means else None
 
 
 def _cell_text(value: MeanSd | None, factor: float, digits: int, best: float | None) -> str:
@@ -173,8 +169,12 @@ def _spans(seeds: Sequence[int]) -> str:
     return ", ".join(map(str, seeds))
 
 
+TABLE = re.compile(r"<!-- stored (?P<asked>[^>]*?) -->\n.*?<!-- /stored -->", re.DOTALL)
+NEVER_RUN = re.compile(r"<!-- never run (?P<folder>[^>]*?) -->\n.*?<!-- /never run -->", re.DOTALL)
+
+
 def fill_tables(text: str, results: Mapping[str, StoredResult], missing: Sequence[str] = ()) -> str:
-    """A document whose marked parts are written anew from stored results.
+    """A document with its marked parts written again, from stored results.
 
     `<!-- stored NAME -->` … `<!-- /stored -->` is the accuracy of all methods in all experiments of the file NAME;
     `<!-- stored NAME SCORE -->` another score; `<!-- never run FOLDER -->` … `<!-- /never run -->` the files of a
@@ -242,11 +242,9 @@ def reproduction_page(findings: Sequence[Finding]) -> str:
     parts = [f"<h1>{escape(TITLE.lstrip('# '))}</h1>", f"<p>{escape(re.sub('[`*]', '', PREFACE))}</p>"]
     counts = {verdict: sum(found.verdict == verdict for found in findings) for verdict in VERDICTS}
     parts.append("<p>" + " · ".join(f"{_verdict_html(v)} {n}" for v, n in counts.items()) + "</p>")
-    for paper in dict.fromkeys(found.claim.paper for found in findings):
-        rows = "".join(_row_html(found) for found in findings if found.claim.paper == paper)
-        heads = "".join(
-            f"<th>{h}</th>" for h in ("claim", "published", "verdict", "effect", "cases", "seeds", "command")
-        )
+    heads = "".join(f"<th>{h}</th>" for h in ("claim", "published", "verdict", "effect", "cases", "seeds", "command"))
+    for paper, mine in _by_paper(findings).items():
+        rows = "".join(map(_row_html, mine))
         parts.append(f'<h2>{escape(paper)}</h2><div class="t"><table><tr>{heads}</tr>{rows}</table></div>')
     head = f'<meta charset="utf-8"><title>fedfuse: what holds</title><style>{STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'

@@ -1,4 +1,4 @@
-"""What a run came to: per method the mean and the standard deviation over seeds."""
+"""What a run came to: per method the mean and the standard deviation over seeds, and which of them are best."""
 
 from __future__ import annotations
 
@@ -102,6 +102,21 @@ COLUMNS = (
     Column("parameters", "size", "count", "", "Parameters of the fused model after the last round."),
 )
 
+HEADLINES = ("perplexity", "rmse", "accuracy")
+"""What a task is judged by first: texts and numbers by their errors, everything else by its accuracy."""
+
+
+def headline_of(recorded: Iterable[Mapping[str, object]]) -> Column:
+    """The score that rows or summaries are judged by first; accuracy where none is recorded.
+
+    Example:
+        >>> headline_of([{"rmse": 0.2}]).title, headline_of([{}]).title
+        ('RMSE', 'accuracy')
+    """
+    given = list(recorded)
+    key = next((key for key in HEADLINES if any(one.get(key) is not None for one in given)), "accuracy")
+    return next(column for column in COLUMNS if column.key == key)
+
 
 @dataclass(frozen=True, slots=True)
 class MeanSd:
@@ -110,6 +125,19 @@ class MeanSd:
     mean: float
     sd: float | None
     n: int
+
+
+def mean_sd(values: Iterable[float | None]) -> MeanSd | None:
+    """Mean and sample standard deviation of the values that are there.
+
+    Example:
+        >>> mean_sd([1.0, None, 3.0])
+        MeanSd(mean=2.0, sd=1.4142135623730951, n=2)
+    """
+    given = [value for value in values if value is not None]
+    if not given:
+        return None
+    return MeanSd(statistics.fmean(given), statistics.stdev(given) if len(given) > 1 else None, len(given))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +152,7 @@ class SummaryRow:
         behind: the last round of each seed that has not reached it, and is not counted.
         values: per column the mean and standard deviation over seeds, without columns the run did not record.
         by_seed: per column the value of each seed that has one.
-        ending: how many of the last rounds were exchanges in which nobody trained, after others in which somebody did.
+        ending: how many of the last rounds were exchanges without training, after others with it.
     """
 
     label: str
@@ -137,17 +165,18 @@ class SummaryRow:
     ending: int = 0
 
 
-def mean_sd(values: Iterable[float | None]) -> MeanSd | None:
-    """Mean and sample standard deviation of the values that are there.
+def summary(rows: Sequence[Row]) -> list[SummaryRow]:
+    """One row per label: scores at the last round, costs over all rounds, as mean and standard deviation over seeds.
+
+    Seeds that have not reached the label's last round are left out and named in `behind`:
+    a mean over unequal rounds would mislead.
 
     Example:
-        >>> mean_sd([1.0, None, 3.0])
-        MeanSd(mean=2.0, sd=1.4142135623730951, n=2)
+        >>> rows = [{"method": "wb", "seed": s, "round": 1, "accuracy": 0.7 + 0.2 * s} for s in (0, 1)]
+        >>> round(summary(rows)[0].values["accuracy"].mean, 3)
+        0.8
     """
-    given = [value for value in values if value is not None]
-    if not given:
-        return None
-    return MeanSd(statistics.fmean(given), statistics.stdev(given) if len(given) > 1 else None, len(given))
+    return [_summarize_label(label, group) for label, group in by_label(rows).items()]
 
 
 def by_label(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -174,43 +203,6 @@ def last_rows(group: Sequence[Row]) -> list[Row]:
     return [row for row in group if row["round"] == last]
 
 
-def summary(rows: Sequence[Row]) -> list[SummaryRow]:
-    """One row per label: scores at the last round, costs over all rounds, as mean and standard deviation over seeds.
-
-    Seeds that have not reached the label's last round are left out and named in `behind`:
-    a mean over unequal rounds would mislead.
-
-    Example:
-        >>> rows = [{"method": "wb", "seed": s, "round": 1, "accuracy": 0.7 + 0.2 * s} for s in (0, 1)]
-        >>> round(summary(rows)[0].values["accuracy"].mean, 3)
-        0.8
-    """
-    return [_summarize_label(label, group) for label, group in by_label(rows).items()]
-
-
-HEADLINES = ("perplexity", "rmse", "accuracy")
-"""What a task is judged by first: texts and numbers by their errors, everything else by its accuracy."""
-
-
-def headline_of(recorded: Iterable[Mapping[str, object]]) -> Column:
-    """The score that rows or summaries are judged by first; accuracy where none is recorded.
-
-    Example:
-        >>> headline_of([{"rmse": 0.2}]).title, headline_of([{}]).title
-        ('RMSE', 'accuracy')
-    """
-    given = list(recorded)
-    key = next((key for key in HEADLINES if any(one.get(key) is not None for one in given)), "accuracy")
-    return next(column for column in COLUMNS if column.key == key)
-
-
-def best_first(table: Sequence[SummaryRow]) -> list[SummaryRow]:
-    """The rows by the score their task is judged by, the best first; those without one last."""
-    column = headline_of(row.values for row in table)
-    sign = -1.0 if column.better == "high" else 1.0
-    return sorted(table, key=lambda row: sign * row.values[column.key].mean if column.key in row.values else math.inf)
-
-
 def _summarize_label(label: str, group: list[Row]) -> SummaryRow:
     last = last_rows(group)
     seeds = tuple(row["seed"] for row in last)
@@ -228,6 +220,22 @@ def _summarize_label(label: str, group: list[Row]) -> SummaryRow:
     )
 
 
+def _per_seed(column: Column, group: list[Row], seeds: tuple[int, ...]) -> dict[int, float]:
+    """Costs over all rounds, scores of the last; of each seed that has them."""
+    found: dict[int, float | None] = {}
+    for seed in seeds:
+        rows = [row for row in group if row["seed"] == seed]
+        if column.total:
+            given = [value for row in rows if (value := number(row, column.key)) is not None]
+            found[seed] = sum(given) if given else None
+        elif column.key == "selected_accuracy":
+            chosen = [row for row in rows if row.get("selected") is True]
+            found[seed] = number(chosen[-1], "accuracy") if chosen else None
+        else:
+            found[seed] = number(rows[-1], column.key)
+    return {seed: value for seed, value in found.items() if value is not None}
+
+
 def _count_endings(rows: Sequence[Row]) -> int:
     """The last rows of a seed in which no client took a step, if there are others."""
     each = [part(row, "clients") for row in rows]
@@ -236,19 +244,11 @@ def _count_endings(rows: Sequence[Row]) -> int:
     return len(rows) - 1 - trained[-1] if trained else 0
 
 
-def _per_seed(column: Column, group: list[Row], seeds: tuple[int, ...]) -> dict[int, float]:
-    found = {seed: _of_seed(column, [row for row in group if row["seed"] == seed]) for seed in seeds}
-    return {seed: value for seed, value in found.items() if value is not None}
-
-
-def _of_seed(column: Column, rows: list[Row]) -> float | None:
-    if column.total:
-        given = [value for row in rows if (value := number(row, column.key)) is not None]
-        return sum(given) if given else None
-    if column.key == "selected_accuracy":
-        chosen = [row for row in rows if row.get("selected") is True]
-        return number(chosen[-1], "accuracy") if chosen else None
-    return number(rows[-1], column.key)
+def best_first(table: Sequence[SummaryRow]) -> list[SummaryRow]:
+    """The rows by the score their task is judged by, the best first; those without one last."""
+    column = headline_of(row.values for row in table)
+    sign = -1.0 if column.better == "high" else 1.0
+    return sorted(table, key=lambda row: sign * row.values[column.key].mean if column.key in row.values else math.inf)
 
 
 Mark: TypeAlias = Literal["best", "tie", ""]
@@ -277,26 +277,21 @@ def marks_of(column: Column, table: Sequence[SummaryRow], *, decimals: int, fact
     if not column.better or len(means) < 2:
         return [""] * len(table)
     top = (max if column.better == "high" else min)(means, key=lambda at: means[at])
-    if column.total and not means[top]:
-        return [""] * len(table)
-    best = _same_costs(means, top) if column.total else _same_print(means, top, decimals, factor)
-    ties = set() if column.total else _ties(column.key, table, top, [at for at in means if at not in best])
+    if column.total:
+        if not means[top]:
+            return [""] * len(table)
+        best, ties = {at for at, mean in means.items() if mean <= means[top] * (1 + SAME_COST)}, set[int]()
+    else:
+        shown = {at: round(mean / factor, decimals) for at, mean in means.items()}
+        best = {at for at, figure in shown.items() if figure == shown[top]}
+        ties = _ties(column.key, table, top, [at for at in means if at not in best])
     if len(best | ties) == len(means):
         return [""] * len(table)
     return ["best" if at in best else "tie" if at in ties else "" for at in range(len(table))]
 
 
-def _same_costs(means: dict[int, float], top: int) -> set[int]:
-    return {at for at, mean in means.items() if mean <= means[top] * (1 + SAME_COST)}
-
-
-def _same_print(means: dict[int, float], top: int, decimals: int, factor: float) -> set[int]:
-    shown = {at: round(mean / factor, decimals) for at, mean in means.items()}
-    return {at for at, figure in shown.items() if figure == shown[top]}
-
-
 def _ties(key: str, table: Sequence[SummaryRow], top: int, others: Sequence[int]) -> set[int]:
-    """Those of the others that a paired test does not tell apart from the top; without two shared seeds, nobody."""
+    """Those of the others that a paired test does not tell apart from the top; none without two shared seeds."""
     found = {at: paired_difference(table[top].by_seed[key], table[at].by_seed[key]) for at in others}
     tested = {at: difference.p for at, difference in found.items() if difference and difference.p is not None}
     adjusted = holm(list(tested.values()))

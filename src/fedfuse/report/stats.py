@@ -60,15 +60,11 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
     mean, ahead = statistics.fmean(gaps), sum(gap > 0 for gap in gaps)
     if len(gaps) == 1:
         return Difference(1, mean, None, None, None, None, ahead)
-    sd = _sd(gaps, mean)
+    sd = statistics.stdev(gaps)
+    if sd <= 1e-12 * abs(mean):  # all gaps are equal, and this is what rounding leaves
+        sd = 0.0
     half = half_width(sd, len(gaps))
     return Difference(len(gaps), mean, mean - half, mean + half, _t_test(mean, sd, len(gaps)), signed_rank(gaps), ahead)
-
-
-def _sd(gaps: Sequence[float], mean: float) -> float:
-    """Their standard deviation, without what rounding leaves where all are equal."""
-    sd = statistics.stdev(gaps)
-    return 0.0 if sd <= 1e-12 * abs(mean) else sd
 
 
 def _t_test(mean: float, sd: float, n: int) -> float:
@@ -94,6 +90,7 @@ def signed_rank(gaps: Sequence[float]) -> float:
     if not moved:
         return 1.0
     doubled = [round(2 * rank) for rank in ranks([abs(gap) for gap in moved])]  # whole numbers where ranks are shared
+    # counts[s] is how many of the sign patterns seen so far have positive ranks that add up to s / 2
     counts = [1.0] + [0.0] * sum(doubled)
     for rank in doubled:
         for at in range(len(counts) - 1, rank - 1, -1):

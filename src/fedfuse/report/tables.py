@@ -1,11 +1,22 @@
-"""Summaries laid out for the terminal, for Markdown and for the page."""
+"""Tables of summaries: laid out once (`grid`), then written for the terminal, as Markdown, LaTeX, CSV or JSON.
+
+`rich_table` and `markdown` show one summary; a `Sheet` is the table of a paper, of one run or of several side by side.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+import csv
+import fnmatch
+import io
+import json
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from fedfuse.core.escape import markdown_text, spreadsheet_cell
+from fedfuse.errors import ConfigError
+from fedfuse.report.read import Run, run_titles
 from fedfuse.report.scores import (
     COLUMNS,
     EXPLAINED,
@@ -15,15 +26,16 @@ from fedfuse.report.scores import (
     Mark,
     MeanSd,
     SummaryRow,
+    headline_of,
     marks_of,
     summary,
 )
 from fedfuse.report.stats import half_width
+from fedfuse.report.svg import legible
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Cell", "Grid", "Heading", "Spread", "SummaryRow", "byte_unit", "grid", "rich_table", "summary"]
 
 Spread: TypeAlias = Literal["sd", "interval"]
 
@@ -32,33 +44,6 @@ TELLING = (
     *("own_accuracy_worst10", "own_rmse_worst10", "bytes_up"),
 )
 """The columns of a first table, of which every task has its own."""
-
-TERMINAL = (
-    *TELLING,
-    "trained",
-    "remembered",
-    "server_seconds",
-    "client_accuracy_worst10",
-    "client_rmse_worst10",
-    "brier",
-    "own_accuracy_mean",
-    "own_rmse_mean",
-    "own_perplexity_worst10",
-    "own_perplexity_mean",
-    "client_perplexity_mean",
-    "client_accuracy_mean",
-    "client_rmse_mean",
-    "train_seconds",
-    "bytes_down",
-    "flops",
-)
-"""The terminal's columns, the most telling first: what does not fit is left to the page."""
-
-GAP = 2
-"""Characters between the terminal's columns."""
-
-STARS: Mapping[Mark, str] = {"best": "★", "tie": "☆", "": ""}
-_STYLES: Mapping[Mark, str] = {"best": "bold", "tie": "", "": ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +82,7 @@ class Grid:
 
 
 def grid(table: Sequence[SummaryRow], keys: Sequence[str] | None = None, spread: Spread = "sd") -> Grid:
-    """Lay a summary out: columns nobody recorded are dropped, the best of each column and its ties are marked.
+    """Lay a summary out: columns without a value are dropped, the best of each column and its ties are marked.
 
     Args:
         table: the summary.
@@ -112,19 +97,17 @@ def grid(table: Sequence[SummaryRow], keys: Sequence[str] | None = None, spread:
     known = {column.key: column for column in COLUMNS}
     columns = [known[key] for key in keys] if keys is not None else list(COLUMNS)
     columns = [column for column in columns if any(column.key in row.values for row in table)]
-    layout = [_lay_out_column(column, _kin(column, columns), table, spread) for column in columns]
+    layout = [
+        _lay_out_column(column, [c.key for c in columns if c.kind == column.kind], table, spread) for column in columns
+    ]
     lines = tuple((row, tuple(cells[at] for _, cells in layout)) for at, row in enumerate(table))
     return Grid(tuple(heading for heading, _ in layout), lines)
-
-
-def _kin(column: Column, columns: Sequence[Column]) -> list[str]:
-    """The columns that share a unit: bytes up and down would mislead in two."""
-    return [other.key for other in columns if other.kind == column.kind]
 
 
 def _lay_out_column(
     column: Column, kin: Sequence[str], table: Sequence[SummaryRow], spread: Spread
 ) -> tuple[Heading, list[Cell]]:
+    """A column's heading and cells; it shares its unit with its kin, for bytes up and down in two would mislead."""
     statistics = [row.values.get(column.key) for row in table]
     factor, decimals, unit = _scale_with_kin(column, kin, table)
     shown = [None if value is None else round(value.mean / factor, decimals) for value in statistics]
@@ -144,16 +127,6 @@ def _lay_out_column(
         for row, value, figure, text, mark in zip(table, statistics, shown, spreads, marks, strict=True)
     ]
     return Heading(column, unit), cells
-
-
-def _spread_text(value: MeanSd | None, kind: Kind, factor: float, decimals: int, spread: Spread) -> str:
-    """The number behind ±; a cost does without whose spread prints as zero or is what names and headers differ by."""
-    if value is None or value.sd is None:
-        return ""
-    width = value.sd if spread == "sd" else half_width(value.sd, value.n)
-    noise = SAME_COST * abs(value.mean) if kind in ("bytes", "flops") else 0.0
-    visible = (width > noise and round(width / factor, decimals) > 0) or kind in ("share", "number")
-    return f"{width / factor:,.{decimals}f}" if visible else ""
 
 
 def _scale_with_kin(column: Column, kin: Sequence[str], table: Sequence[SummaryRow]) -> tuple[float, int, str]:
@@ -202,6 +175,43 @@ def flop_unit(largest: float) -> tuple[float, str]:
     return next(((size, unit) for size, unit in units if largest >= size), (1.0, "FLOP"))
 
 
+def _spread_text(value: MeanSd | None, kind: Kind, factor: float, decimals: int, spread: Spread) -> str:
+    """The text after ±; none for costs whose spread prints as zero or is what names and headers differ by."""
+    if value is None or value.sd is None:
+        return ""
+    width = value.sd if spread == "sd" else half_width(value.sd, value.n)
+    noise = SAME_COST * abs(value.mean) if kind in ("bytes", "flops") else 0.0
+    visible = (width > noise and round(width / factor, decimals) > 0) or kind in ("share", "number")
+    return f"{width / factor:,.{decimals}f}" if visible else ""
+
+
+TERMINAL = (
+    *TELLING,
+    "trained",
+    "remembered",
+    "server_seconds",
+    "client_accuracy_worst10",
+    "client_rmse_worst10",
+    "brier",
+    "own_accuracy_mean",
+    "own_rmse_mean",
+    "own_perplexity_worst10",
+    "own_perplexity_mean",
+    "client_perplexity_mean",
+    "client_accuracy_mean",
+    "client_rmse_mean",
+    "train_seconds",
+    "bytes_down",
+    "flops",
+)
+"""The terminal's columns, the most telling first: what does not fit is left to the page."""
+
+GAP = 2
+"""Characters between the terminal's columns."""
+
+STARS: Mapping[Mark, str] = {"best": "★", "tie": "☆", "": ""}
+
+
 def rich_table(table: Sequence[SummaryRow], title: str | None = None, width: int | None = None) -> Table:
     """The summary for a terminal, the best of each column bold and starred, its ties with an open star.
 
@@ -227,22 +237,21 @@ def rich_table(table: Sequence[SummaryRow], title: str | None = None, width: int
     layout = grid(table, TERMINAL)
     kept = _fitting_columns(layout, width)
     drawn = Table(title=title, box=box.SIMPLE, padding=(0, GAP - 1, 0, 0), pad_edge=False)
-    drawn.caption, drawn.caption_justify = _seeds_line(table), "left"
+    counts = sorted({len(row.seeds) for row in table})
+    if counts and counts != [1]:
+        seeds = "–".join(str(n) for n in dict.fromkeys((counts[0], counts[-1])))
+        drawn.caption = f"mean ± standard deviation over {seeds} seeds\n★ best, ☆ {EXPLAINED}"
+        drawn.caption_justify = "left"
     drawn.add_column("method", overflow="fold")
     for at in kept:
-        drawn.add_column(Text(_stacked_title(layout.headings[at])), justify="right", no_wrap=True)
+        heading = layout.headings[at]  # the unit stands below the title, so that columns are narrow
+        above = f"{heading.column.title}\n{heading.unit}" if heading.unit else heading.column.title
+        drawn.add_column(Text(above), justify="right", no_wrap=True)
     for row, cells in layout.lines:
-        drawn.add_row(Text(row.label), *(Text(_cell_text(cells[at]), _STYLES[cells[at].mark]) for at in kept))
+        drawn.add_row(
+            Text(row.label), *(Text(_cell_text(cells[at]), "bold" if cells[at].mark == "best" else "") for at in kept)
+        )
     return drawn
-
-
-def _stacked_title(heading: Heading) -> str:
-    """The title with its unit below: narrow enough to stand over its numbers."""
-    return f"{heading.column.title}\n{heading.unit}" if heading.unit else heading.column.title
-
-
-def _cell_text(cell: Cell) -> str:
-    return f"{STARS[cell.mark]} {cell}" if cell.mark else str(cell)
 
 
 def _fitting_columns(layout: Grid, width: int | None) -> list[int]:
@@ -257,10 +266,304 @@ def _fitting_columns(layout: Grid, width: int | None) -> list[int]:
     return kept
 
 
-def _seeds_line(table: Sequence[SummaryRow]) -> str | None:
-    """How many seeds the means are over and what the stars say, when there are any to speak of."""
-    counts = sorted({len(row.seeds) for row in table})
-    if not counts or counts == [1]:
-        return None
-    seeds = "–".join(str(n) for n in {counts[0]: 0, counts[-1]: 0})
-    return f"mean ± standard deviation over {seeds} seeds\n★ best, ☆ {EXPLAINED}"
+def _cell_text(cell: Cell) -> str:
+    return f"{STARS[cell.mark]} {cell}" if cell.mark else str(cell)
+
+
+def markdown(table: Sequence[SummaryRow], keys: Sequence[str] = TELLING[:6]) -> str:
+    r"""A summary as a Markdown table, the best of each column bold, its ties in italics.
+
+    Example:
+        >>> scores = {"fedavg": 0.7, "wb": 0.8}
+        >>> rows = [{"method": m, "seed": 0, "round": 1, "accuracy": a} for m, a in scores.items()]
+        >>> print(markdown(summary(rows)))
+        | method | accuracy, % |
+        |---|---:|
+        | fedavg | 70.0 |
+        | wb | **80.0** |
+    """
+    return write_markdown(Sheet(tuple(row.label for row in table), (("", grid(table, keys)),)))
+
+
+Format: TypeAlias = Literal["md", "latex", "csv", "json"]
+SUFFIXES: Mapping[str, Format] = {".md": "md", ".tex": "latex", ".csv": "csv", ".json": "json"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """Runs side by side: the labels that are its rows, and per run a title and its grid."""
+
+    labels: tuple[str, ...]
+    parts: tuple[tuple[str, Grid], ...]
+    spread: Spread = "sd"
+
+    @property
+    def columns(self) -> list[tuple[str, Heading, dict[str, Cell]]]:
+        """Every column: its run's title, its heading, and its cells by label."""
+        return [
+            (title, heading, {row.label: cells[at] for row, cells in layout.lines})
+            for title, layout in self.parts
+            for at, heading in enumerate(layout.headings)
+        ]
+
+    @property
+    def shared_heading(self) -> str | None:
+        """What all columns of several runs show, where that is one score in one unit."""
+        texts = {heading.text for _, heading, _ in self.columns}
+        return texts.pop() if len(texts) == 1 and len(self.parts) > 1 else None
+
+    @property
+    def note(self) -> str:
+        """What stands behind ± and what the marks mean."""
+        width = "standard deviation" if self.spread == "sd" else "half of the 95 % interval"
+        return f"mean ± {width} over seeds; bold: best of the column, {{tie}}: {EXPLAINED}"
+
+
+def make_sheet(
+    runs: Sequence[Run],
+    rows: Sequence[str] = (),
+    columns: Sequence[str] = (),
+    spread: Spread = "sd",
+) -> Sheet:
+    """Lay out a table of runs.
+
+    Args:
+        runs: one gives a column per score, several a column per run and score.
+        rows: labels of methods, in this order; patterns such as `fed*` will do. By default all.
+        columns: keys of scores, in this order; by default the most telling of one run, of several the first.
+        spread: what stands behind ±.
+
+    Raises:
+        ConfigError: if there is no such method or score.
+    """
+    first = headline_of(row for run in runs for row in run.rows).key
+    known = [column.key for column in COLUMNS]
+    for key in columns:
+        if key not in known:
+            raise ConfigError(f"there is no column {key!r}; expected some of {', '.join(known)}")
+    keys = tuple(columns) or (TELLING if len(runs) == 1 else (first,))
+    labels = choose_labels(runs, rows)
+    titles = run_titles(runs) if len(runs) > 1 else [run.name for run in runs]
+    tables = [{row.label: row for row in summary(run.rows)} for run in runs]
+    grids = [grid([table[label] for label in labels if label in table], keys, spread) for table in tables]
+    parts = tuple(zip(titles, grids, strict=True))
+    if not any(layout.headings for _, layout in parts):
+        raise ConfigError(f"no run recorded {', '.join(keys)}; choose other columns")
+    return Sheet(tuple(labels), parts, spread)
+
+
+def choose_labels(runs: Sequence[Run], patterns: Sequence[str]) -> list[str]:
+    """The labels of runs that patterns name, in the patterns' order; without any, all.
+
+    Raises:
+        ConfigError: if a pattern names none.
+    """
+    labels = list(dict.fromkeys(row["label"] for run in runs for row in run.rows))
+    if not patterns:
+        return labels
+    chosen: dict[str, None] = {}
+    for pattern in patterns:
+        found = [label for label in labels if label == pattern or fnmatch.fnmatchcase(label, pattern)]
+        if not found:
+            raise ConfigError(f"there is no method {pattern!r} in these runs; they have {', '.join(labels)}")
+        chosen |= dict.fromkeys(found)
+    return list(chosen)
+
+
+def write_markdown(sheet: Sheet) -> str:
+    """Bold where best, in italics where tied."""
+    shared, several = sheet.shared_heading, len(sheet.parts) > 1
+    heads = [shared or "method"]
+    for title, heading, _ in sheet.columns:
+        name = markdown_text(title)  # what all columns share stands over the methods
+        heads.append(name if shared is not None else f"{name}: {heading.text}" if several else heading.text)
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+    for label in sheet.labels:
+        words = [markdown_text(label)]
+        for _, _, found in sheet.columns:
+            cell = found.get(label, Cell("–"))
+            text = " ".join(str(cell).split())
+            words.append({"best": f"**{text}**", "tie": f"*{text}*", "": text}[cell.mark])
+        lines.append(f"| {' | '.join(words)} |")
+    return "\n".join(lines)
+
+
+def write_latex(sheet: Sheet) -> str:
+    """A `tabular` with rules of the package booktabs: bold where best, underlined where tied."""
+    columns = sheet.columns
+    lines = [
+        "% needs \\usepackage{booktabs}",
+        f"% {sheet.note.format(tie='underlined')}",
+        f"\\begin{{tabular}}{{l{'r' * len(columns)}}}",
+        "\\toprule",
+        *_latex_heads(sheet),
+        "\\midrule",
+    ]
+    for label in sheet.labels:
+        cells = [latex_cell(found.get(label, Cell("–"))) for _, _, found in columns]
+        lines.append(_latex_line([latex_text(label), *cells]))
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"])
+
+
+def _latex_heads(sheet: Sheet) -> list[str]:
+    """One line of headings; of several runs with several scores a line of titles above it, each over its columns."""
+    if sheet.shared_heading is not None:
+        return [_latex_line([latex_text(sheet.shared_heading), *(latex_text(title) for title, _, _ in sheet.columns)])]
+    texts = [latex_text(heading.text) for _, heading, _ in sheet.columns]
+    below = _latex_line(["method", *texts])
+    if len(sheet.parts) == 1:
+        return [below]
+    above, rules, at = [""], list[str](), 2
+    for title, layout in sheet.parts:
+        if width := len(layout.headings):
+            above.append(f"\\multicolumn{{{width}}}{{c}}{{{latex_text(title)}}}")
+            rules.append(f"\\cmidrule(lr){{{at}-{at + width - 1}}}")
+            at += width
+    return [_latex_line(above), " ".join(rules), below]
+
+
+def _latex_line(words: Sequence[str]) -> str:
+    return " & ".join(words) + r" \\"
+
+
+def latex_cell(cell: Cell) -> str:
+    r"""A number with its spread: bold where best, underlined where tied.
+
+    Example:
+        >>> print(latex_cell(Cell("1,234.5", "± 2.0", mark="best")))
+        $\mathbf{1{,}234.5 \pm 2.0}$
+    """
+    if cell.value is None and cell.mean == "–":
+        return "--"
+    inside = f"{latex_number(cell.mean)} \\pm {latex_number(spread)}" if (spread := cell.sd.strip(" ±")) else ""
+    inside = inside or latex_number(cell.mean)
+    shown = {"best": f"$\\mathbf{{{inside}}}$", "tie": f"\\underline{{${inside}$}}", "": f"${inside}$"}[cell.mark]
+    return f"{shown} {latex_text(cell.of)}" if cell.of else shown
+
+
+def latex_number(number: str) -> str:
+    """A number whose separators of thousands take no extra room."""
+    return number.replace(",", "{,}")
+
+
+_SPECIAL = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': r"\textquotedbl{}",
+    "–": "--",
+    "±": r"\ensuremath{\pm}",
+    "×": r"\ensuremath{\times}",
+    "≤": r"\ensuremath{\leq}",
+    "≥": r"\ensuremath{\geq}",
+    "∞": r"\ensuremath{\infty}",
+    **{letter: f"\\{letter}" for letter in "&%$#_{}"},
+}
+
+_LATIN = dict(zip("ΑΒΕΖΗΙΚΜΝΟΡΤΧ", "ABEZHIKMNOPTX", strict=True))
+
+
+def latex_text(text: str) -> str:
+    r"""Words for LaTeX.
+
+    Example:
+        >>> print(latex_text("fedprox(mu=0.1) & 5 %_{α}"))
+        fedprox(mu=0.1) \& 5 \%\_\{\ensuremath{\alpha}\}
+    """
+    return "".join(_SPECIAL.get(letter) or _greek(letter) or _plain(letter) for letter in legible(text))
+
+
+def _greek(letter: str) -> str:
+    """A Greek letter as a command, nothing for any other; capitals that look Latin are Latin."""
+    name = unicodedata.name(letter, "")
+    if not name.startswith("GREEK ") or " LETTER " not in name or " WITH " in name:
+        return ""
+    size, _, word = name.removeprefix("GREEK ").lower().partition(" letter ")
+    word = {"lamda": "lambda", "final sigma": "varsigma"}.get(word, word)
+    if size == "capital" and letter in _LATIN:
+        return _LATIN[letter]
+    return "o" if word == "omicron" else f"\\ensuremath{{\\{word.capitalize() if size == 'capital' else word}}}"
+
+
+def _plain(letter: str) -> str:
+    """A letter that LaTeX has by itself: those of Europe stay, others lose what makes them special."""
+    if ord(letter) < 0x250:
+        return letter
+    return unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode() or "?"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One number of a table with all that was found out about it, as files for machines have it."""
+
+    run: str
+    label: str
+    method: str
+    column: str
+    mean: float
+    sd: float | None
+    low: float | None
+    high: float | None
+    n: int
+    best: bool
+    tie: bool
+
+
+def figures(sheet: Sheet) -> Iterator[Figures]:
+    """Every number of the sheet in its own unit: shares as shares, bytes as bytes."""
+    for title, layout in sheet.parts:
+        for row, cells in layout.lines:
+            for heading, cell in zip(layout.headings, cells, strict=True):
+                value = row.values.get(heading.column.key)
+                if value is not None:
+                    half = None if value.sd is None else half_width(value.sd, value.n)
+                    yield Figures(
+                        run=title,
+                        label=row.label,
+                        method=row.method,
+                        column=heading.column.key,
+                        mean=value.mean,
+                        sd=value.sd,
+                        low=None if half is None else value.mean - half,
+                        high=None if half is None else value.mean + half,
+                        n=value.n,
+                        best=cell.mark == "best",
+                        tie=cell.mark == "tie",
+                    )
+
+
+def as_data(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Every number of every run, for a machine: per run its name and what each method came to, seed by seed."""
+    found = []
+    for run in runs:
+        sheet = make_sheet([run], columns=[column.key for column in COLUMNS])
+        seeds = {row.label: row.by_seed for row in summary(run.rows)}
+        entries = [{**asdict(f), "seeds": dict(seeds[f.label][f.column])} for f in figures(sheet)]
+        found.append({"name": run.name, "scores": [{k: e[k] for k in e if k != "run"} for e in entries]})
+    return found
+
+
+def write_csv(sheet: Sheet) -> str:
+    """One line per number, with everything known about it."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(Figures.__dataclass_fields__), lineterminator="\n")
+    writer.writeheader()
+    for found in figures(sheet):
+        writer.writerow({k: spreadsheet_cell(v) if isinstance(v, str) else v for k, v in asdict(found).items()})
+    return text.getvalue().rstrip("\n")
+
+
+def write_json(sheet: Sheet) -> str:
+    """The same as a list of objects."""
+    return json.dumps([asdict(found) for found in figures(sheet)], indent=1, ensure_ascii=False)
+
+
+WRITERS: Mapping[Format, Callable[[Sheet], str]] = {
+    "md": write_markdown,
+    "latex": write_latex,
+    "csv": write_csv,
+    "json": write_json,
+}
