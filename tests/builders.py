@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from tests.conftest import Said
 from torch import Tensor
 
 from fedfuse.core.messages import ClientUpdate, Cohort
@@ -77,3 +78,19 @@ def start_of(spec: Spec, params: Params | None = None, round_: int = 0, seed: in
 def fused(aggregate: Aggregator, cohort: Cohort, state: ServerState, bench: Bench | None = None) -> dict[str, Tensor]:
     """The weights that an aggregator makes of a cohort."""
     return dict(aggregate(cohort, state, bench or Bench()).single.posterior.mean)
+
+
+def ok(said: Said) -> Said:
+    """What a command answered, which did not fail."""
+    assert said.code == 0, said.err
+    return said
+
+
+def refused(said: Said, *parts: str) -> None:
+    """The command was refused for bad input: code 2 and one sentence, with nothing before it but warnings."""
+    assert said.code == 2, said
+    *before, last = said.err.splitlines()
+    assert last.startswith("error: ")
+    assert all(line.startswith("warning: ") for line in before), said.err
+    for part in parts:
+        assert part in last, last
