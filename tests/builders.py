@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from tests.conftest import Said
 from torch import Tensor
 
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope
@@ -118,3 +119,19 @@ def payloads(engine: Engine, brief: Brief, work: Work) -> dict[str, object]:
 def net_of(spec: Spec, shape: tuple[int, ...], seed: int = 0) -> Net:
     """A network to be aligned, its weights drawn, for inputs of this shape."""
     return Net(f"c{seed}", spec, channel_groups(spec, shape), drawn(spec, seed))
+
+
+def ok(said: Said) -> Said:
+    """What a command answered, which did not fail."""
+    assert said.code == 0, said.err
+    return said
+
+
+def refused(said: Said, *parts: str) -> None:
+    """The command was refused for bad input: code 2 and one sentence, with nothing before it but warnings."""
+    assert said.code == 2, said
+    *before, last = said.err.splitlines()
+    assert last.startswith("error: ")
+    assert all(line.startswith("warning: ") for line in before), said.err
+    for part in parts:
+        assert part in last, last

@@ -15,6 +15,7 @@ import click
 import numpy as np
 import pytest
 from rich.console import Console
+from tests.builders import refused
 from tests.conftest import Fedfuse, Said
 
 from fedfuse import cli
@@ -71,16 +72,6 @@ def fedfuse(fedfuse: Fedfuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def run(fedfuse: Fedfuse, *words: str) -> Said:
     return fedfuse("run", "study.toml", "--workers", "0", *words)
-
-
-def refused(said: Said, *parts: str) -> None:
-    """Bad input: one sentence, code 2, nothing on the way."""
-    assert said.code == 2, said
-    assert said.err.startswith("error: ")
-    assert said.err.count("\n") == 1
-    assert "Traceback" not in said.err
-    for part in parts:
-        assert part in said.err
 
 
 # run

@@ -12,7 +12,8 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from tests.conftest import Fedfuse, Said
+from tests.builders import refused
+from tests.conftest import Fedfuse
 
 from fedfuse.core.inputs import ArrayForm, PictureForm
 from fedfuse.core.metadata import About, Contribution
@@ -55,13 +56,6 @@ def rows(count: int) -> torch.Tensor:
 
 def normalize(x: torch.Tensor) -> torch.Tensor:
     return (x - torch.tensor(FORM.mean)) / torch.tensor(FORM.std)
-
-
-def refused(said: Said, words: str) -> None:
-    assert said.code == 2, said
-    assert words in said.err
-    assert said.err.startswith("error: ")
-    assert said.err.count("\n") == 1, "one sentence"
 
 
 # show

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.conftest import Fedfuse, Said
+from tests.builders import refused
+from tests.conftest import Fedfuse
 
 import fedfuse as library
 from fedfuse.core.escape import markdown_text
@@ -52,14 +53,6 @@ def here(fedfuse: Fedfuse) -> Fedfuse:
     for words in (("init", "fed", *fed), ("moments", *TABLE, "--data", "mine.csv", "-o", "a.moments")):
         assert fedfuse(*words).code == 0
     return fedfuse
-
-
-def refused(said: Said, *parts: str) -> None:
-    assert said.code == 2, said
-    assert said.err.startswith("error: ")
-    assert said.err.count("\n") == 1, "one sentence"
-    for part in parts:
-        assert part in said.err
 
 
 def contents() -> dict[Path, bytes]:

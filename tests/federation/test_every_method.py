@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests import builders
+from tests.builders import ok
 from tests.conftest import Fedfuse, Said
 
 from fedfuse.core.registry import all_methods
@@ -69,11 +71,6 @@ def each_with(kinds: Sequence[str]) -> list[Any]:
     ]
 
 
-def ok(said: Said) -> Said:
-    assert said.code == 0, said.err
-    return said
-
-
 def bands(path: str, seed: int, count: int = 24) -> str:
     """Pictures of which each class has its own bright band."""
     draw = np.random.default_rng(seed)
@@ -118,9 +115,7 @@ def go(fedfuse: Fedfuse, method: str, init: Sequence[str], rows: Sequence[str], 
 
 
 def refused(said: Said, method: str, words: str) -> None:
-    assert said.code == 2, said
-    assert said.err.count("error:") == 1
-    assert words in said.err
+    builders.refused(said, words)
     assert not Path("fed").exists(), method
 
 

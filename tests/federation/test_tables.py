@@ -13,7 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.conftest import Fedfuse, Said
+from tests.builders import ok, refused
+from tests.conftest import Fedfuse
 
 from fedfuse.core.inputs import CategoricalColumn, NumericColumn, TableForm, TargetColumn
 from fedfuse.core.metadata import About
@@ -79,18 +80,6 @@ def hospitals(fedfuse: Fedfuse, tmp_path: Path) -> Path:
     for name, count, seed, older in (("a", 80, 1, 0.0), ("c", 50, 3, -8.0), ("test", 90, 4, 0.0)):
         write(tmp_path / f"{name}.csv", people(count, seed, older))
     return tmp_path
-
-
-def ok(said: Said) -> Said:
-    assert said.code == 0, said.err
-    return said
-
-
-def refused(said: Said, *parts: str) -> None:
-    assert said.code == 2, said
-    assert said.err.count("error:") == 1
-    for part in parts:
-        assert part in said.err, said.err
 
 
 def prepare(fedfuse: Fedfuse, task: str, method: str = "fedavg", *words: str) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.conftest import Fedfuse, Said
+from tests.builders import ok
+from tests.conftest import Fedfuse
 
 from fedfuse.wire.codec import Malformed, read
 
@@ -47,11 +48,6 @@ def write(path: str, rows: Sequence[Row]) -> None:
         table = csv.DictWriter(file, list(rows[0]))
         table.writeheader()
         table.writerows(rows)
-
-
-def ok(said: Said) -> Said:
-    assert said.code == 0, said.err
-    return said
 
 
 def written() -> set[Path]:

@@ -1,6 +1,7 @@
 """The official file formats, each as a function from bytes to arrays; nothing here runs what it reads.
 
-Every reader checks magic numbers and lengths, so a cut or foreign file is named before it is used.
+Every reader checks magic numbers and lengths, so a cut or foreign file is named before it is used. First IDX, CIFAR and
+SVHN, then arrays in `.npz` files or in memory, last the reader of MATLAB 5 that SVHN needs.
 """
 
 from __future__ import annotations
@@ -211,6 +212,8 @@ def empty_classes_text(empty: Sequence[int], classes: int) -> str:
     return f"no row has the label {some} and the largest label is {classes - 1}, which makes {classes} classes"
 
 
+# MATLAB 5, of which SVHN needs plain arrays of numbers. A file may be forged: what an element promises is compared with
+# what there is, and with the limit, before anything is unzipped, and arrays that were not asked for stay zipped.
 _HEADER = 128
 _MATRIX, _ZIPPED = 14, 15
 _UINT32, _INT32, _INT8 = 6, 5, 1
