@@ -27,13 +27,8 @@ class Model(Protocol):
 
 
 @runtime_checkable
-class Answering(Protocol):
+class Answering(Model, Protocol):
     """A model that has one answer: a network, or a mixture."""
-
-    @property
-    def members(self) -> tuple[Single, ...]:
-        """The networks it is made of."""
-        ...
 
     def logits(self, x: Tensor) -> Tensor:
         """Its answer to some inputs."""

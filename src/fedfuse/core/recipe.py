@@ -90,8 +90,8 @@ class Recipe:
     A recipe that does not train asks clients for evidence at the weights they are sent: no client takes a step or
     sends weights back, and every update stands at the model of the brief.
 
-    Where such a recipe ends a run, it takes one exchange, or as many as `lasts` says of the network, and `follows` has
-    it bring what it reads of the training before it (see `ending`).
+    Where such a recipe ends a run, it takes one exchange, or as many as `lasts` says of the network, and its `follows`
+    makes the recipe before it bring what it reads (see `ending`).
 
     Example:
         >>> from fedfuse.methods.fednova import NormalizedMean
@@ -270,7 +270,7 @@ class Recipe:
         later = (rounds, last) if self.later is None else (self.later[0], self.later[1].ending(rounds, last))
         recalled = tuple(kept for kind in last.evidence for kept in kind.recalls if kept not in self.memory)
         return replace(
-            last if last.follows is None else last.follows(self, rounds),
+            self if last.follows is None else last.follows(self, rounds),
             later=later,
             memory=self.memory + recalled,
             label=f"{self.label or self.name}+{last.label or last.name}",

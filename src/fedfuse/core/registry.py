@@ -227,8 +227,9 @@ def _validate_options(method_: Method, options: Mapping[str, object]) -> dict[st
     except ValidationError as why:
         first = why.errors()[0]
         where = ".".join(str(p) for p in first["loc"])
+        expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
         raise ConfigError(
-            f"method {method_.name!r}: option {where} is {first['input']!r}, expected {_plain(first['msg'])}"
+            f"method {method_.name!r}: option {where} is {first['input']!r}, expected {expected}"
         ) from why
 
 
@@ -265,8 +266,3 @@ def _in_words(schema: Mapping[str, Any]) -> str:
         return f"list: {_in_words(schema.get('items', {}))}"
     limits = [f"{sign} {schema[key]:g}" for key, sign in _LIMITS.items() if key in schema]
     return " ".join([_KINDS.get(kind, kind), " and ".join(limits)]).strip()
-
-
-def _plain(message: str) -> str:
-    """Pydantic's complaint as a noun phrase."""
-    return message.removeprefix("Input should be ").removeprefix("Value error, ")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -69,14 +70,10 @@ def load_model(path: Path, trusted: Collection[str] = (), like: Spec | None = No
     Raises:
         ConfigError: if the file is damaged, is no model, or names a network that was not named here.
     """
-    try:
+    with _refusing(path, "is not a model file of fedfuse"):
         packet = read(path)
         task = {"task": packet.header["task"]} if "task" in packet.header else {}
         return _model(packet, trusted, like), {**packet.header.get("facts", {}), **task}
-    except (Malformed, KeyError, TypeError, IndexError, ValueError) as why:
-        if isinstance(why, ConfigError):
-            raise
-        raise ConfigError(f"{path} is not a model file of fedfuse: {why}") from why
 
 
 def load_answering(path: Path, trusted: Collection[str] = ()) -> tuple[Model, About]:
@@ -85,7 +82,7 @@ def load_answering(path: Path, trusted: Collection[str] = ()) -> tuple[Model, Ab
     Raises:
         ConfigError: if the file is damaged, holds no network, or names one that was not named here.
     """
-    try:
+    with _refusing(path, "is neither a model nor an update of fedfuse"):
         packet = read(path)
         if packet.header.get("kind") == "reply":
             own, _ = split(packet)
@@ -93,10 +90,17 @@ def load_answering(path: Path, trusted: Collection[str] = ()) -> tuple[Model, Ab
         facts = packet.header.get("facts")
         task = {"task": facts["task"]} if isinstance(facts, dict) and "task" in facts else {}
         return _model(packet, trusted), About.of({**task, **packet.header})
+
+
+@contextmanager
+def _refusing(path: Path, fault: str) -> Iterator[None]:
+    """One sentence about a file, whatever goes wrong with a header that any sender may have written."""
+    try:
+        yield
+    except ConfigError:  # has its own sentence
+        raise
     except (Malformed, KeyError, TypeError, IndexError, ValueError) as why:
-        if isinstance(why, ConfigError):
-            raise
-        raise ConfigError(f"{path} is neither a model nor an update of fedfuse: {why}") from why
+        raise ConfigError(f"{path} {fault}: {why}") from why
 
 
 def _tensors(model: Single) -> Params:
