@@ -211,9 +211,9 @@ def _product(mean: Params, pair: Pair) -> float:
 def _shorten_product(pair: Pair, length: float, update: ClientUpdate, factor: float) -> ClientUpdate:
     """An adapter whose product is `factor` times as long as it was; no less where its factors were shortened since."""
     now = _product(update.posterior.mean, pair)
-    return (
-        update if now <= factor * length else _scale_weights(frozenset({pair.b}), None, update, factor * length / now)
-    )
+    if now <= factor * length:
+        return update
+    return _scale_weights(frozenset({pair.b}), None, update, factor * length / now)
 
 
 def _scale_weights(names: AbstractSet[str], start: Params | None, update: ClientUpdate, factor: float) -> ClientUpdate:
