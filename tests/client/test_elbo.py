@@ -19,13 +19,19 @@ from fedfuse.core.settings import LocalSettings
 from fedfuse.core.spec import Spec
 from fedfuse.core.state import Local, tell_examples
 from fedfuse.errors import RecipeError
-from fedfuse.linalg.divergence import kl_normal
 from fedfuse.models.bayes import BayesianLayers
 from fedfuse.server.aggregate.charts import RKLB, MeanIn
 from fedfuse.training.round import client_round
 from fedfuse.wire.codec import decode
 
 MLP = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": 3})
+
+
+def kl_normal(mean: Tensor, variance: Tensor, prior_mean: Tensor | float, prior_variance: Tensor | float) -> Tensor:
+    """KL(N(m, v) ‖ N(m₀, v₀)) of every weight, by torch's own distributions."""
+    own = torch.distributions.Normal(mean, variance.sqrt())
+    prior = torch.distributions.Normal(*map(torch.as_tensor, (prior_mean, prior_variance**0.5)))
+    return torch.distributions.kl_divergence(own, prior)
 
 
 def bayesian_start(spec: Spec = MLP, **options: Any) -> Single:

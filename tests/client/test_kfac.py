@@ -302,8 +302,8 @@ def brought(evidence: KroneckerFactors, spec: Spec, rows: Rows) -> tuple[bytes, 
     torch.manual_seed(0)
     brief = Brief(0, spec, spec.build().state_dict(), classes=3)
     work = Work(LocalSettings(batch_size=4, optimizer={"lr": 0.05}), evidence=(evidence,))
-    payload, memory = client_round(work, brief, "site", rows)
-    return payload, brief, memory
+    answer = client_round(work, brief, "site", rows)
+    return answer.payload, brief, answer.memory
 
 
 def narrow(rows: Rows) -> Rows:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from builders import as_bytes
 from fedfuse.core.files import hold_folder
 from fedfuse.core.messages import Cohort
 from fedfuse.core.recipe import Recipe
@@ -146,7 +147,7 @@ class Listening:
     def exchange(self, brief: Any, work: Any, asked: tuple[str, ...]) -> Iterator[Any]:
         self.heard += sum(len(encode_brief(brief.to(client))) for client in asked)
         for envelope in self.engine.exchange(brief, work, asked):
-            self.said += len(envelope.payload or b"")
+            self.said += len(as_bytes(envelope.payload) or b"")
             yield envelope
 
     def tell(self) -> tuple[int, int]:

@@ -68,6 +68,7 @@ def effect_text(found: Finding) -> str:
     """An effect with its interval, in points, as a factor, or in the score's own unit.
 
     Example:
+        >>> from fedfuse.report.claims import Claim
         >>> from fedfuse.report.stats import Difference
         >>> words = {"id": "a", "paper": "X", "place": "Table 1", "says": "a is above b"}
         >>> claim = Claim(**words, file="x/t", first=("a",), second=("b",))
