@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tests.conftest import Said
 from torch import Tensor
 
 from fedfuse.core.messages import Brief, ClientUpdate, Cohort, Envelope
@@ -23,6 +22,9 @@ from fedfuse.data.sources import load
 from fedfuse.nets.channels import channel_groups
 from fedfuse.server.align.nets import Net
 from fedfuse.wire.codec import Packet
+
+if TYPE_CHECKING:
+    from tests.conftest import Said
 
 
 def rows(

@@ -99,12 +99,13 @@ def exchange_files(command: Command, exchanges: int = EXCHANGES) -> None:
 def fit_together(command: Command, exchanges: int) -> None:
     """Newton's method by files: in each exchange every hospital sends sums at the model that all have."""
     now = "federation/w0.safetensors"
-    for _ in range(exchanges):
+    for exchange in range(1, exchanges + 1):
+        fused = "newton.safetensors" if exchange == exchanges else f"newton-{exchange}.safetensors"
         sums = [f"sums/{hospital}.safetensors" for hospital in HOSPITALS]  # a site is called by its file
         for hospital, file in zip(HOSPITALS, sums, strict=True):
             command("evidence", now, "--data", f"{hospital}.csv", "--method", "newton", "-o", file)
-        command("fuse", *sums, "--method", "newton", "--start", now, "-o", "newton.safetensors")
-        now = "newton.safetensors"
+        command("fuse", *sums, "--method", "newton", "--start", now, "-o", fused)
+        now = fused
 
 
 def rows_of(folder: Path, name: str) -> SiteRows:

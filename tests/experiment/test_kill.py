@@ -159,7 +159,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_leaves_nobody_behind(file: Pat
 def test_an_interrupted_start_is_as_quiet(file: Path, tmp_path: Path, seconds: float) -> None:
     """Ctrl-C while workers are still waking up."""
     process = subprocess.Popen(
-        command(file, tmp_path / "out", "--no-memo"),
+        command(file, tmp_path / "out", "--no-memo", "--set", "rounds=500"),  # longer than a fast machine takes
         env=environment(tmp_path),
         stderr=subprocess.PIPE,
         text=True,
