@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 import sys
-import time
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -134,11 +133,8 @@ def test_an_old_page_is_replaced(tmp_path: Path, make_run: Make) -> None:
     assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
-def test_a_page_is_quick_and_small(tmp_path: Path, make_run: Make) -> None:
-    run = make_run(tmp_path / "run", rounds=20)
-    start = time.perf_counter()
-    out = write_page([run], tmp_path / "page.html")
-    assert time.perf_counter() - start < 5
+def test_a_page_is_small(tmp_path: Path, make_run: Make) -> None:
+    out = write_page([make_run(tmp_path / "run", rounds=20)], tmp_path / "page.html")
     assert out.stat().st_size < 1_000_000
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedfuse
+from builders import initial
 from fedfuse.api import Update
 from fedfuse.core.inputs import PictureForm
 from fedfuse.core.model import Single
@@ -22,7 +23,7 @@ from fedfuse.server.admission.agreed import reorder_outputs
 from fedfuse.wire.codec import Packet, decode
 
 SPEC = Spec("mlp", {"inputs": 4, "hidden": [5], "classes": 3})
-START = SPEC.build().state_dict()
+START = initial(SPEC)
 NAMES = ("benign", "malignant", "normal")
 
 
