@@ -124,6 +124,9 @@ def test_a_common_start_can_be_a_file_and_must_fit(tmp_path: Path) -> None:
     here = fedfuse.local_update(net(1), rows(0), client="a", start=start, lr=0.05)
     there = fedfuse.local_update(net(5), rows(0), client="a", lr=0.05)
     assert here.payload == there.payload
+    assert here == there
+    assert hash(here) == hash(there)
+    assert here != fedfuse.local_update(net(5), rows(0), client="a", lr=0.1), "another update of the same site"
     with pytest.raises(ConfigError, match="'mlp': body.0.bias is 3 float32"):
         fedfuse.local_update(fedfuse.Spec("mlp"), rows(0), start=net(0).state_dict())
     (tmp_path / "noise").write_bytes(b"nothing of the kind")

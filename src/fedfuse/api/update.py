@@ -33,14 +33,22 @@ from fedfuse.wire.folders import is_folder, open_weights
 from fedfuse.wire.messages import NOTE, hand_over, tell_memory
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Update:
-    """What a site brings: its trained weights and evidence, as one message."""
+    """What a site brings: its trained weights and evidence, as one message; equal to one that says the same bytes."""
 
     client: str
-    packet: Packet = field(repr=False, compare=False)
+    packet: Packet = field(repr=False)
     reveals: tuple[str, ...] = ()
-    spec: Spec | None = field(default=None, repr=False, compare=False)
+    spec: Spec | None = field(default=None, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Update):
+            return NotImplemented
+        return (self.client, self.reveals) == (other.client, other.reveals) and self.payload == other.payload
+
+    def __hash__(self) -> int:
+        return hash((self.client, self.reveals, self.packet.size))
 
     @property
     def num_examples(self) -> float:
